@@ -1,0 +1,58 @@
+"""Mixed-precision training for PyTorch that a person can steer, trust and explain.
+
+Names are resolved on first use, so that ``narrowcast --help`` answers without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from narrowcast import attach, casting, formats, machine, observe, policy, scaling, verify
+    from narrowcast.casting import autocast, custom_bwd, custom_fwd
+    from narrowcast.errors import NarrowcastError
+    from narrowcast.policy import Policy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NarrowcastError",
+    "Policy",
+    "__version__",
+    "attach",
+    "autocast",
+    "casting",
+    "custom_bwd",
+    "custom_fwd",
+    "formats",
+    "machine",
+    "observe",
+    "policy",
+    "scaling",
+    "verify",
+]
+
+_HOME_OF = {
+    "NarrowcastError": "narrowcast.errors",
+    "Policy": "narrowcast.policy",
+    "autocast": "narrowcast.casting",
+    "custom_bwd": "narrowcast.casting",
+    "custom_fwd": "narrowcast.casting",
+}
+_ROOMS = ("attach", "casting", "formats", "machine", "observe", "policy", "scaling", "verify")
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME_OF:
+        value: object = getattr(import_module(_HOME_OF[name]), name)
+    elif name in _ROOMS:
+        value = import_module(f"narrowcast.{name}")
+    else:
+        raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

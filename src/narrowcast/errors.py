@@ -1,0 +1,78 @@
+"""Every error that narrowcast raises on purpose, in one tree.
+
+    NarrowcastError
+    ├── FormatError (ValueError)          a number format or a rounding mode that does not exist
+    ├── PolicyError (ValueError)          a policy that does not exist or cannot hold here
+    ├── DeviceError (ValueError)          a device that torch does not know or this machine lacks
+    ├── ScaleError (ValueError)           a loss scale that cannot scale a loss
+    ├── RegionError (RuntimeError)        a region that was left out of order
+    ├── UnsupportedError (RuntimeError)   training that this policy cannot make right
+    ├── ScaleCollapseError (RuntimeError) so many skipped steps in a row that the scale is not to blame
+    ├── ScriptError (ValueError)          a script that cannot be started
+    ├── RunFolderError (OSError)          a folder that cannot be written
+    └── CaptureError (ValueError)         a capture file that cannot be read
+
+A message says what was expected, what came, and how to fix it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NarrowcastError(Exception):
+    """Root of the tree; catch this to catch everything that narrowcast raises on purpose."""
+
+
+class FormatError(NarrowcastError, ValueError):
+    """A number format or a rounding mode that does not exist."""
+
+
+class PolicyError(NarrowcastError, ValueError):
+    """A policy that does not exist, or that cannot hold on this device."""
+
+
+class DeviceError(NarrowcastError, ValueError):
+    """A device that torch does not know, or that this machine lacks."""
+
+
+class ScaleError(NarrowcastError, ValueError):
+    """A loss scale, or a setting of one, that cannot scale a loss."""
+
+
+class RegionError(NarrowcastError, RuntimeError):
+    """A region that was left in another order than it was entered."""
+
+
+class UnsupportedError(NarrowcastError, RuntimeError):
+    """Training that this policy would get wrong, refused before it does."""
+
+
+class ScaleCollapseError(NarrowcastError, RuntimeError):
+    """So many steps skipped in a row that lowering the scale further cannot help."""
+
+
+class ScriptError(NarrowcastError, ValueError):
+    """A script that cannot be started."""
+
+
+class RunFolderError(NarrowcastError, OSError):
+    """A folder that a run wants to write to and cannot."""
+
+
+class CaptureError(NarrowcastError, ValueError):
+    """A capture file that is missing, empty, or of a schema that this version does not read."""
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """End of a message about an unknown ``name``: what it may have meant, then all there is.
+
+    >>> near_names("bf61", ["bf16", "fp16", "fp32"])
+    'Did you mean "bf16"? Known: bf16, fp16, fp32.'
+    """
+    names = list(known)
+    near = difflib.get_close_matches(name.lower(), [known_name.lower() for known_name in names], n=1)
+    meant = [known_name for known_name in names if near and known_name.lower() == near[0]]
+    guess = f'Did you mean "{meant[0]}"? ' if meant else ""
+    return f"{guess}Known: {', '.join(names)}."

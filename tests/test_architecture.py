@@ -1,0 +1,143 @@
+"""The house: rooms in one order, imports in one direction, one public door, torch only where it may be."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import narrowcast
+
+SOURCE = Path(narrowcast.__file__).parent
+ORDER = [
+    "errors", "formats", "machine", "policy", "scaling", "casting", "gradients", "training", "observe",
+    "attach", "verify", "apex", "migrate", "integrations", "report", "cli",
+]  # fmt: skip
+TORCH_FREE = {"errors", "scaling", "report", "cli", "migrate"}
+DOORS = {"__init__", "__main__"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imports_of(path: Path) -> list[tuple[str, int]]:
+    """Every module that a file imports, those inside functions too, with the line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import hides which room it comes from"
+            module = node.module or ""
+            found += [(f"{module}.{a.name}" if module == "narrowcast" else module, node.lineno) for a in node.names]
+    return found
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+PRIVATE_FILES = [path for path in FILES if path.stem not in DOORS | {"errors"}]
+
+
+def test_every_folder_is_a_room_of_the_house():
+    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= set(ORDER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_a_room_imports_only_rooms_above_it(path):
+    room = room_of(path)
+    if room in DOORS:
+        return
+    for module, line in imports_of(path):
+        parts = module.split(".")
+        if parts[0] != "narrowcast" or len(parts) < 2 or parts[1].startswith("__"):
+            continue
+        assert parts[1] in ORDER, f"{path}:{line} imports {module}, which is no room"
+        assert ORDER.index(parts[1]) <= ORDER.index(room), f"{path}:{line}: {room}/ imports {parts[1]}/ below it"
+        if parts[1] != room and parts[1] != "errors":
+            assert len(parts) == 2, f"{path}:{line}: reach into {parts[1]}/ through its door, not {module}"
+
+
+def test_modules_of_a_room_do_not_import_each_other_in_a_circle():
+    edges = {
+        ".".join(["narrowcast", *path.relative_to(SOURCE).with_suffix("").parts]): {
+            module for module, _ in imports_of(path) if module.startswith("narrowcast.")
+        }
+        for path in PRIVATE_FILES
+    }
+    done: set[str] = set()
+
+    def visit(module, trail):
+        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
+        if module in done or module not in edges:
+            return
+        for imported in sorted(edges[module]):
+            visit(imported, [*trail, module])
+        done.add(module)
+
+    for module in sorted(edges):
+        visit(module, [])
+
+
+@pytest.mark.parametrize("path", PRIVATE_FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_inside_a_room_are_private(path):
+    parent = path.parent.name
+    assert path.stem.startswith("_") or parent == "cli", f"{path.name} should be _{path.name}"
+
+
+@pytest.mark.parametrize("room", [room for room in ORDER if (SOURCE / room).is_dir()])
+def test_a_door_names_what_it_hands_on(room):
+    door = importlib.import_module(f"narrowcast.{room}")
+    assert door.__doc__, f"{room}/ does not say what it is for"
+    for name in door.__all__:
+        assert hasattr(door, name), f"narrowcast.{room}.__all__ names {name}, which is not there"
+
+
+def test_the_public_door():
+    for name in narrowcast.__all__:
+        assert hasattr(narrowcast, name)
+    assert dir(narrowcast) == sorted(narrowcast.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'autocats'"):
+        _ = narrowcast.autocats
+
+
+def test_nothing_is_imported_by_star():
+    for path in FILES:
+        assert "import *" not in path.read_text(encoding="utf-8"), path
+
+
+def modules_after(code: str) -> set[str]:
+    program = f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(importlib.import_module("json").loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("room", sorted(TORCH_FREE - {"apex", "integrations", "migrate"}))
+def test_rooms_without_torch_do_not_import_it(room):
+    assert "torch" not in modules_after(f"import narrowcast.{room}")
+
+
+def test_the_library_does_not_import_what_only_the_command_needs():
+    loaded = modules_after("import narrowcast as nc; nc.autocast; nc.Policy; nc.attach; nc.verify")
+    assert not {"typer", "rich", "jinja2", "plotly"} & loaded
+
+
+def test_a_module_past_400_lines_is_a_question():
+    long = {str(p.relative_to(SOURCE)): n for p in FILES if (n := len(p.read_text().splitlines())) > 400}
+    assert not long, f"what are the two halves called? {long}"
+
+
+def test_a_function_past_60_lines_is_a_question():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                doc = ast.get_docstring(node)
+                body = (node.end_lineno or 0) - node.lineno - (len(doc.splitlines()) if doc else 0)
+                assert body <= 60, f"{path.name}:{node.lineno} {node.name} has {body} lines: what are its halves?"
+
+
+def test_the_version_is_written_once():
+    declared = (SOURCE.parents[1] / "pyproject.toml").read_text()
+    assert f'version = "{narrowcast.__version__}"' in declared
