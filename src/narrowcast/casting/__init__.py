@@ -1,0 +1,10 @@
+"""Making a policy true: regions in which ops run in other formats, and casts of whatever modules hand on.
+
+``autocast``, ``custom_fwd`` and ``custom_bwd`` take the arguments of ``torch.autocast`` and ``torch.amp``;
+``cast_floating`` casts the tensors inside any nesting of containers.
+"""
+
+from narrowcast.casting._autocast import autocast
+from narrowcast.casting._tree import cast_floating
+
+__all__ = ["autocast", "cast_floating"]

@@ -1,0 +1,152 @@
+"""``nc.autocast``: the region that a person opens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from narrowcast.casting import _regions, _torch_internals
+from narrowcast.errors import DeviceError, PolicyError, near_names
+from narrowcast.policy import Policy, resolve
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# The devices that torch has an autocast table for; which of them a build knows is asked when one is named.
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
+_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class autocast:  # noqa: N801 (torch's spelling)
+    """A region in which ops run in the format that suits each; drop-in for ``torch.autocast``.
+
+    A context manager and a decorator. One object may be entered again while it is open, by the function that it
+    decorates calling itself too, and by several threads at once. Regions of other formats may be nested in any
+    order around shared layers. An optimizer step or ``load_state_dict`` inside a region takes effect at once.
+    ``torch.is_autocast_enabled``, ``torch.get_autocast_dtype`` and ``torch.is_autocast_cache_enabled`` answer
+    for the region, and as before after it, also if it ends in an exception.
+
+    Args:
+        device_type: type of device whose ops are cast, as ``"cuda"`` or ``"cpu"``.
+        dtype: format of the ops that gain by a narrow one: ``torch.float16``, ``torch.bfloat16``, or
+            ``torch.float32``: those ops and the others of torch's list then compute in fp32, their fp16 and
+            bf16 inputs cast up. By default ``torch.get_autocast_dtype(device_type)``.
+        enabled: False turns casting off inside.
+        cache_enabled: whether the cast of a weight is kept until the outermost region ends; by default as it is
+            where this object is made. Off in any case while another thread caches casts of another format.
+        policy: the name of a preset, as ``"bf16"``, or a ``Policy``; instead of ``dtype``.
+
+    Tensors of fp64, of other devices, and integers are left as they are; a cast to fp16 overflows to infinity
+    beyond 65504 and NaN stays NaN. Which op does what is torch's own table, which this leaves untouched
+    (https://docs.pytorch.org/docs/stable/amp.html).
+
+    Raises:
+        ValueError: ``device_type`` is not a str.
+        DeviceError: torch has no autocast for the device, or it is ``"cuda"`` and this machine has none.
+        PolicyError: ``dtype`` and ``policy`` were both given, or the device cannot autocast to the format.
+        TypeError: ``enabled`` or ``cache_enabled`` is not a bool.
+        RegionError: on leaving, if it is not the innermost region of this thread.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Policy | str | None = None,
+    ) -> None:
+        if not isinstance(device_type, str):
+            raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
+        _check_device(device_type, enabled=enabled)
+        if policy is not None:
+            if dtype is not None:
+                raise PolicyError(
+                    f"expected a dtype or a policy, got both: {dtype} and {policy!r}; leave one of them out"
+                )
+            dtype = resolve(policy, device_type)
+        elif dtype is None:
+            dtype = torch.get_autocast_dtype(device_type)
+        if enabled:
+            _check_dtype(device_type, dtype)
+        if cache_enabled is None:
+            cache_enabled = torch.is_autocast_cache_enabled()
+        if not isinstance(enabled, bool) or not isinstance(cache_enabled, bool):
+            name, value = (
+                ("cache_enabled", cache_enabled) if isinstance(enabled, bool) else ("enabled", enabled)
+            )
+            raise TypeError(f"expected {name} to be a bool, got {value!r} of type {type(value).__name__}")
+        # The names that torch.autocast gives them, which other libraries read.
+        self.device = device_type
+        self.fast_dtype = dtype
+        self._enabled = enabled
+        self._cache_enabled = cache_enabled
+
+    def __enter__(self) -> autocast:
+        _regions.enter(self, self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _regions.leave(self)
+
+    def __call__(self, func: Callable[_P, _R]) -> Callable[_P, _R]:
+        if not callable(func):
+            raise TypeError(
+                f"expected a callable to decorate, got {type(func).__name__}; to open a region write "
+                f'"with nc.autocast({self.device!r}):"'
+            )
+
+        @functools.wraps(func)
+        def decorate_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self:
+                return func(*args, **kwargs)
+
+        # What torch.jit.script says when it meets one; the name is torch's.
+        decorate_autocast.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
+        return decorate_autocast
+
+    def __repr__(self) -> str:
+        return (
+            f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
+            f"cache_enabled={self._cache_enabled})"
+        )
+
+
+def _check_device(device_type: str, *, enabled: bool) -> None:
+    try:
+        known = torch.amp.is_autocast_available(device_type)
+    except RuntimeError:
+        known = False
+    if not known:
+        names = [name for name in (*_DEVICES, _torch_internals.privateuse1_name()) if name != "privateuseone"]
+        raise DeviceError(
+            f"expected a device type that torch can autocast, got {device_type!r}. {near_names(device_type, names)}"
+        )
+    if enabled and device_type == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
+        raise DeviceError(
+            'expected a CUDA device for autocast("cuda"), got a machine or a build of torch without one; '
+            'write autocast("cpu"), or autocast("cuda", enabled=torch.cuda.is_available()) to go on in fp32'
+        )
+
+
+def _check_dtype(device_type: str, dtype: Any) -> None:
+    supported = _FORMATS
+    if device_type == _torch_internals.privateuse1_name():
+        supported = (*getattr(torch, device_type).get_amp_supported_dtype(), torch.float32)
+    if dtype not in supported:
+        hint = f'; write policy="{dtype}" for a preset' if isinstance(dtype, str) else ""
+        raise PolicyError(
+            f"expected a format that {device_type} can autocast to, got {dtype!r}{hint}. "
+            f"Supported: {', '.join(map(str, dict.fromkeys(supported)))}"
+        )
+    if device_type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise PolicyError(
+            f"expected a format that this CUDA device can compute in, got torch.bfloat16 on "
+            f"{torch.cuda.get_device_name()}; use torch.float16 with a GradScaler"
+        )
