@@ -8,13 +8,9 @@ from narrowcast.errors import DeviceError, PolicyError
 
 
 def test_a_device_that_is_no_string():
-    with pytest.raises(
-        ValueError, match="Expected `device_type` of type `str`, got: `<class 'torch.device'>`"
-    ):
+    with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
         nc.autocast(torch.device("cpu"))
-    with pytest.raises(
-        ValueError, match="Expected `device_type` of type `str`, got: `<class 'torch.device'>`"
-    ):
+    with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
         torch.autocast(torch.device("cpu"))
 
 

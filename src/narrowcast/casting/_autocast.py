@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from narrowcast.casting import _regions, _torch_internals
+from narrowcast.casting import _regions, _torch_internals, _traced
 from narrowcast.errors import DeviceError, PolicyError, near_names
 from narrowcast.policy import Policy, resolve
 
@@ -23,25 +23,27 @@ _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 class autocast:  # noqa: N801 (torch's spelling)
     """A region in which ops run in the format that suits each; drop-in for ``torch.autocast``.
 
-    A context manager and a decorator. One object may be entered again while it is open, by the function that it
-    decorates calling itself too, and by several threads at once. Regions of other formats may be nested in any
-    order around shared layers. An optimizer step or ``load_state_dict`` inside a region takes effect at once.
-    ``torch.is_autocast_enabled``, ``torch.get_autocast_dtype`` and ``torch.is_autocast_cache_enabled`` answer
-    for the region, and as before after it, also if it ends in an exception.
+    A context manager and a decorator. One object may be entered again while it is open, by a decorated
+    function that calls itself too, and by several threads at once. Regions of different formats may be nested
+    in any order around shared layers, and run in several threads. A step of an optimizer or
+    ``load_state_dict`` inside a region takes effect at once. ``torch.is_autocast_enabled``,
+    ``torch.get_autocast_dtype`` and ``torch.is_autocast_cache_enabled`` answer for the region, and as before
+    once it is left, by an exception too. ``backward`` belongs after the region: inside it warns, once.
 
     Args:
         device_type: type of device whose ops are cast, as ``"cuda"`` or ``"cpu"``.
         dtype: format of the ops that gain by a narrow one: ``torch.float16``, ``torch.bfloat16``, or
-            ``torch.float32``: those ops and the others of torch's list then compute in fp32, their fp16 and
-            bf16 inputs cast up. By default ``torch.get_autocast_dtype(device_type)``.
+            ``torch.float32``: then all ops of torch's list compute in fp32, fp16 and bf16 inputs cast up.
+            By default ``torch.get_autocast_dtype(device_type)``.
         enabled: False turns casting off inside.
-        cache_enabled: whether the cast of a weight is kept until the outermost region ends; by default as it is
-            where this object is made. Off in any case while another thread caches casts of another format.
+        cache_enabled: whether the cast of a weight is kept until the outermost region ends; by default as it
+            is where this object is made. Off in any case while another thread keeps casts of another format,
+            and in code that ``torch.compile`` traces.
         policy: the name of a preset, as ``"bf16"``, or a ``Policy``; instead of ``dtype``.
 
-    Tensors of fp64, of other devices, and integers are left as they are; a cast to fp16 overflows to infinity
-    beyond 65504 and NaN stays NaN. Which op does what is torch's own table, which this leaves untouched
-    (https://docs.pytorch.org/docs/stable/amp.html).
+    Tensors of fp64, of other devices, and integers stay as they are; a cast to fp16 overflows to infinity
+    beyond 65504, one to bf16 or fp32 does not, and NaN stays NaN. Which op does what is torch's own table,
+    which this leaves untouched (https://docs.pytorch.org/docs/stable/amp.html).
 
     Raises:
         ValueError: ``device_type`` is not a str.
@@ -60,9 +62,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         *,
         policy: Policy | str | None = None,
     ) -> None:
-        if not isinstance(device_type, str):
-            raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-        _check_device(device_type, enabled=enabled)
+        check_device(device_type, enabled=enabled)
         if policy is not None:
             if dtype is not None:
                 raise PolicyError(
@@ -75,25 +75,38 @@ class autocast:  # noqa: N801 (torch's spelling)
             _check_dtype(device_type, dtype)
         if cache_enabled is None:
             cache_enabled = torch.is_autocast_cache_enabled()
-        if not isinstance(enabled, bool) or not isinstance(cache_enabled, bool):
-            name, value = (
-                ("cache_enabled", cache_enabled) if isinstance(enabled, bool) else ("enabled", enabled)
-            )
-            raise TypeError(f"expected {name} to be a bool, got {value!r} of type {type(value).__name__}")
+        for name, flag in (("enabled", enabled), ("cache_enabled", cache_enabled)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"expected {name} to be a bool, got {flag!r} of type {type(flag).__name__}")
         # The names that torch.autocast gives them, which other libraries read.
         self.device = device_type
         self.fast_dtype = dtype
         self._enabled = enabled
         self._cache_enabled = cache_enabled
+        self._audible = True
+        self._traced: list[_traced.Left] = []
 
     def __enter__(self) -> autocast:
-        _regions.enter(self, self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        if torch.compiler.is_compiling():
+            _traced.enter(self._traced, self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        else:
+            _regions.enter(
+                self,
+                self.device,
+                self.fast_dtype,
+                self._enabled,
+                self._cache_enabled,
+                audible=self._audible,
+            )
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _regions.leave(self)
+        if self._traced:
+            _traced.leave(self._traced)
+        else:
+            _regions.leave(self)
 
     def __call__(self, func: Callable[_P, _R]) -> Callable[_P, _R]:
         if not callable(func):
@@ -104,12 +117,17 @@ class autocast:  # noqa: N801 (torch's spelling)
 
         @functools.wraps(func)
         def decorate_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self:
+            # A new object where code is traced: Dynamo enters no object that it has not seen made.
+            region = self._again() if torch.compiler.is_compiling() else self
+            with region:
                 return func(*args, **kwargs)
 
         # What torch.jit.script says when it meets one; the name is torch's.
         decorate_autocast.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
         return decorate_autocast
+
+    def _again(self) -> autocast:
+        return autocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
     def __repr__(self) -> str:
         return (
@@ -118,17 +136,21 @@ class autocast:  # noqa: N801 (torch's spelling)
         )
 
 
-def _check_device(device_type: str, *, enabled: bool) -> None:
+def check_device(device_type: Any, *, enabled: bool) -> None:
+    """Refuse what is no device, a device that torch cannot autocast, and, if ``enabled``, missing CUDA."""
+    if not isinstance(device_type, str):
+        raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
     try:
         known = torch.amp.is_autocast_available(device_type)
     except RuntimeError:
         known = False
     if not known:
         names = [name for name in (*_DEVICES, _torch_internals.privateuse1_name()) if name != "privateuseone"]
+        known_names = near_names(device_type, names)
         raise DeviceError(
-            f"expected a device type that torch can autocast, got {device_type!r}. {near_names(device_type, names)}"
+            f"expected a device type that torch can autocast, got {device_type!r}. {known_names}"
         )
-    if enabled and device_type == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
+    if enabled and device_type == "cuda" and _torch_internals.cuda_is_missing():
         raise DeviceError(
             'expected a CUDA device for autocast("cuda"), got a machine or a build of torch without one; '
             'write autocast("cpu"), or autocast("cuda", enabled=torch.cuda.is_available()) to go on in fp32'
@@ -150,3 +172,11 @@ def _check_dtype(device_type: str, dtype: Any) -> None:
             f"expected a format that this CUDA device can compute in, got torch.bfloat16 on "
             f"{torch.cuda.get_device_name()}; use torch.float16 with a GradScaler"
         )
+
+
+class QuietRegion(autocast):
+    """A region that is opened inside a forward or a backward, where a nested backward is no mistake."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype, enabled: bool) -> None:
+        super().__init__(device_type, dtype, enabled)
+        self._audible = False

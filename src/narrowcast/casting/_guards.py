@@ -1,9 +1,9 @@
 """What is watched while a region is open: writes to weights, and a backward in the wrong place.
 
-torch keeps the cast of a weight until the outermost region ends. With the training loop inside the region, the
-optimizer writes the weights and the model goes on computing with the old casts: training freezes without a word.
-So a step of any optimizer, and ``Module.load_state_dict``, drop the casts. A write by hand inside a region
-(``p.data``, ``p.copy_`` under ``no_grad``) is not seen; call ``torch.clear_autocast_cache()`` after it.
+torch keeps the cast of a weight until the outermost region ends. With the training loop inside the region,
+the optimizer writes the weights and the model goes on computing with the old casts: training freezes without
+a word. So a step of any optimizer, and ``Module.load_state_dict``, drop the casts. A write by hand inside a
+region (``p.data``, ``p.copy_`` under ``no_grad``) is not seen; ``torch.clear_autocast_cache()`` helps there.
 """
 
 from __future__ import annotations
@@ -18,51 +18,53 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowcast.casting import _torch_internals
 
+_autograd: Any = torch.autograd  # the module, of which mypy would not let us replace a function
 BACKWARD_INSIDE = (
-    "backward was called inside an nc.autocast region: what it computes is cast a second time; "
-    "end the region after the loss, and call backward after it"
+    "backward was called inside an nc.autocast region, where its own operations may be cast as well; "
+    "end the region after the loss and call backward after it"
 )
 
-_hooked_optimizers = False
-_backward_warned = False
-_wrapper: Callable[..., Any] | None = None
-_backward_below: Callable[..., Any] | None = None
-_called_inside: Callable[[], bool] = bool  # set by the room's regions, which this file cannot import
+
+class _Process:
+    def __init__(self) -> None:
+        self.optimizers_hooked = False
+        self.backward_warned = False
+        self.our_backward: Any = None
+        self.is_inside: Callable[[], bool] = bool  # the room's regions, which this file cannot import
 
 
-def tell_whether_inside(called_inside: Callable[[], bool]) -> None:
+_process = _Process()
+
+
+def tell_whether_inside(is_inside: Callable[[], bool]) -> None:
     """Hand over the question whether the calling thread is inside a region."""
-    global _called_inside
-    _called_inside = called_inside
+    _process.is_inside = is_inside
 
 
 def forget_warnings() -> None:
     """Let the next backward inside a region warn again, as in a fresh process."""
-    global _backward_warned
-    _backward_warned = False
+    _process.backward_warned = False
 
 
 def install() -> None:
     """Called when the first region of the process opens."""
-    global _hooked_optimizers, _wrapper, _backward_below
-    if not _hooked_optimizers:
+    if not _process.optimizers_hooked:
         register_optimizer_step_post_hook(_drop_after_step)
-        _hooked_optimizers = True
+        _process.optimizers_hooked = True
     _torch_internals.replace_loaded_keys(_DroppingKeys)
-    if not _backward_warned:
-        _backward_below = torch.autograd.backward
-        _wrapper = torch.autograd.backward = _warning_backward(_backward_below)
+    if not _process.backward_warned:
+        _process.our_backward = _autograd.backward = _warning_backward(_autograd.backward)
 
 
 def remove() -> None:
     """Called when the last region of the process closes."""
-    global _wrapper, _backward_below
     if _torch_internals.current_loaded_keys() is _DroppingKeys:
         _torch_internals.replace_loaded_keys(_torch_internals.LoadedKeys)
-    # Whoever replaced it since keeps calling ours, which then hands everything on.
-    if _wrapper is not None and torch.autograd.backward is _wrapper:
-        torch.autograd.backward = _backward_below
-    _wrapper = _backward_below = None
+    ours = _process.our_backward
+    # Whoever replaced it since goes on calling ours, which outside a region hands everything on.
+    if ours is not None and _autograd.backward is ours:
+        _autograd.backward = ours.__wrapped__
+    _process.our_backward = None
 
 
 def _drop_after_step(*_: object) -> None:
@@ -79,9 +81,8 @@ class _DroppingKeys(_torch_internals.LoadedKeys):  # type: ignore[misc]
 
 def _warning_backward(below: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        global _backward_warned
-        if not _backward_warned and _called_inside():
-            _backward_warned = True
+        if not _process.backward_warned and _process.is_inside():
+            _process.backward_warned = True
             warnings.warn(BACKWARD_INSIDE, UserWarning, stacklevel=_frames_to_the_caller())
         return below(*args, **kwargs)
 
@@ -90,8 +91,8 @@ def _warning_backward(below: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _frames_to_the_caller() -> int:
-    """``stacklevel`` that names the user's line, whether through ``loss.backward()`` or directly."""
+    """``stacklevel`` that names the user's line, ``loss.backward()`` as well as ``torch.autograd``."""
     level, frame = 2, sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
-        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        level, frame = level + 1, frame.f_back
     return level

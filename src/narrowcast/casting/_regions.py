@@ -1,10 +1,11 @@
 """The autocast state of torch, entered and left: what was there before is kept on a stack of the thread.
 
-torch keeps casts of weights in one cache for the whole process, whose key is the weight alone. Two rules keep a
-cast of one format out of a region of another. Inside a thread, the cache is dropped whenever the format in
-force changes. Between threads, a region may use the cache only while no other thread has a region that uses it
-for another format; otherwise it runs with the cache off, casts its weights at each use, and is right.
+torch keeps casts of weights in one cache for the whole process, whose key is the weight alone. Two rules keep
+a cast of one format out of a region of another. Inside a thread, the cache is dropped whenever the format in
+force changes. Between threads, a region may use the cache only while no other thread has a region that uses
+it for another format; otherwise it runs with the cache off, casts its weights at each use, and is right.
 A region in float32 neither reads nor writes the cache, since only casts of fp32 weights are kept there.
+Regions that torch.autocast itself opened in other threads are not seen.
 """
 
 from __future__ import annotations
@@ -22,19 +23,12 @@ class _Frame:
     """One entered region, and the state that leaving it brings back."""
 
     __slots__ = (
-        "audible",
-        "cache_before",
-        "caching",
-        "device",
-        "dtype",
-        "dtype_before",
-        "enabled_before",
-        "owner",
-        "thread",
+        "audible", "cache_before", "caching", "device", "dtype", "dtype_before", "enabled_before",
+        "owner", "thread",
     )  # fmt: skip
 
     def __init__(
-        self, owner: object, thread: list[_Frame], device: str, dtype: torch.dtype, *, audible: bool
+        self, owner: object, thread: list[_Frame], device: str, dtype: torch.dtype, audible: bool
     ) -> None:
         self.owner = owner
         self.thread = thread
@@ -52,11 +46,66 @@ class _Thread(threading.local):
         self.frames: list[_Frame] = []
 
 
+class _Process:
+    """What the regions of all threads share; read and written with the lock held."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.caching: set[_Frame] = set()
+        self.format_of_casts: torch.dtype | None = None
+        self.audible_regions = 0
+
+    def open(self, frame: _Frame, *, cache: bool) -> None:
+        with self.lock:
+            if frame.enabled_before and frame.cache_before:  # perhaps by torch.autocast, which has no frame
+                self.hold_casts_of(frame.dtype_before)
+            if cache and self.may_cache(frame):
+                frame.caching = True
+                self.caching.add(frame)
+                self.hold_casts_of(frame.dtype)
+            if frame.audible:
+                self.audible_regions += 1
+                if self.audible_regions == 1:
+                    _guards.install()
+
+    def close(self, frame: _Frame, *, drop: bool) -> None:
+        with self.lock:
+            if frame.caching:
+                self.caching.discard(frame)
+            if frame.audible:
+                self.audible_regions -= 1
+                if self.audible_regions == 0:
+                    _guards.remove()
+            if drop:
+                torch.clear_autocast_cache()
+                self.format_of_casts = None
+            elif frame.enabled_before and frame.cache_before:
+                self.hold_casts_of(frame.dtype_before)
+
+    def may_cache(self, frame: _Frame) -> bool:
+        for other in self.caching:
+            if other.dtype != frame.dtype and other.thread is not frame.thread:
+                return False
+        return True
+
+    def hold_casts_of(self, dtype: torch.dtype) -> None:
+        if dtype in (self.format_of_casts, torch.float32):
+            return
+        if self.format_of_casts is not None:
+            torch.clear_autocast_cache()
+        self.format_of_casts = dtype
+
+    def after_fork(self) -> None:
+        """The child has this thread alone, and the lock may have been held by another."""
+        self.lock = threading.Lock()
+        self.caching = {frame for frame in self.caching if frame.thread is _here.frames}
+        self.audible_regions = sum(frame.audible for frame in _here.frames)
+
+
 _here = _Thread()
-_lock = threading.Lock()
-_caching: set[_Frame] = set()  # of all threads
-_format_of_casts: torch.dtype | None = None  # that the process's cache may hold
-_audible_regions = 0  # of all threads
+_process = _Process()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.after_fork)
 
 
 def enter(
@@ -66,33 +115,20 @@ def enter(
     enabled: bool,
     cache_enabled: bool,
     *,
-    audible: bool = True,
+    audible: bool,
 ) -> None:
     """Open a region in this thread; ``leave(owner)`` closes it.
 
-    ``audible``: a backward inside it is worth a warning. Not so where a backward pass itself opens the region.
+    ``audible``: a backward inside it is worth a warning. Not where a backward pass itself opens the region.
     """
-    global _audible_regions
     frames = _here.frames
-    frame = _Frame(owner, frames, device, dtype, audible=audible and enabled)
+    frame = _Frame(owner, frames, device, dtype, audible and enabled)
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype)
     torch.autocast_increment_nesting()
-    with _lock:
-        if (
-            frame.enabled_before and frame.cache_before
-        ):  # also a region of torch's own, which is not on our stack
-            _hold_casts_of(frame.dtype_before)
-        if enabled and cache_enabled and dtype != torch.float32:
-            cache_enabled = frame.caching = _may_cache(frame)
-            if frame.caching:
-                _caching.add(frame)
-                _hold_casts_of(dtype)
-        if frame.audible:
-            _audible_regions += 1
-            if _audible_regions == 1:
-                _guards.install()
-    torch.set_autocast_cache_enabled(cache_enabled)
+    wants_cache = enabled and cache_enabled and dtype != torch.float32
+    _process.open(frame, cache=wants_cache)
+    torch.set_autocast_cache_enabled(frame.caching if wants_cache else cache_enabled)
     frames.append(frame)
 
 
@@ -100,104 +136,47 @@ def leave(owner: object) -> None:
     """Close the region that ``owner`` opened last in this thread.
 
     Raises:
-        RegionError: it is not the innermost one, or ``owner`` opened none here. The state is right afterwards.
+        RegionError: it is not the innermost one, or ``owner`` opened none here. The state is right after it.
     """
     frames = _here.frames
     if frames and frames[-1].owner is owner:
-        _restore(frames.pop())
+        frame = frames.pop()
+        torch.set_autocast_enabled(frame.device, frame.enabled_before)
+        torch.set_autocast_dtype(frame.device, frame.dtype_before)
+        torch.set_autocast_cache_enabled(frame.cache_before)
+        _process.close(frame, drop=torch.autocast_decrement_nesting() == 0)
         return
-    for index in range(len(frames) - 1, -1, -1):
-        if frames[index].owner is owner:
-            break
-    else:
+    owned = [index for index, frame in enumerate(frames) if frame.owner is owner]
+    if not owned:
         raise RegionError(
             "expected a region that this thread entered, got one that it did not enter or has left already; "
             "leave a region in the thread that entered it, as a with statement does"
         )
-    frame = frames.pop(index)
-    _hand_up(frame, frames[index:])
+    frame, above = frames.pop(owned[-1]), frames[owned[-1] :]
+    _take_from_below(frame, above)
     raise RegionError(
-        f"expected the innermost region to be left first, got the {frame.device} region in {frame.dtype} with "
-        f"{len(frames) - index} still open inside it; a generator or coroutine that stops inside a region does "
-        f"this: open the region around each step of it"
+        f"expected the innermost region to be left first, got the {frame.device} region in {frame.dtype} "
+        f"with {len(above)} still open inside it; a generator or a coroutine that stops inside a region does "
+        f"this: open the region around each of its steps"
     )
 
 
-def _hand_up(frame: _Frame, above: list[_Frame]) -> None:
-    """Take a frame from below others: they bring back what it would have brought back."""
+def _take_from_below(frame: _Frame, above: list[_Frame]) -> None:
+    """Close a region under others, which are to bring back later what it would have brought back."""
     above[0].cache_before = frame.cache_before
-    for other in above:
-        if other.device == frame.device:
-            other.enabled_before, other.dtype_before = frame.enabled_before, frame.dtype_before
-            break
+    heirs = [other for other in above if other.device == frame.device]
+    if heirs:
+        heirs[0].enabled_before, heirs[0].dtype_before = frame.enabled_before, frame.dtype_before
     else:
         torch.set_autocast_enabled(frame.device, frame.enabled_before)
         torch.set_autocast_dtype(frame.device, frame.dtype_before)
     torch.autocast_decrement_nesting()
-    with _lock:
-        _forget(frame)
-        _drop()
+    _process.close(frame, drop=True)
 
 
-def _restore(frame: _Frame) -> None:
-    torch.set_autocast_enabled(frame.device, frame.enabled_before)
-    torch.set_autocast_dtype(frame.device, frame.dtype_before)
-    torch.set_autocast_cache_enabled(frame.cache_before)
-    depth = torch.autocast_decrement_nesting()
-    with _lock:
-        if frame.caching or frame.audible:
-            _forget(frame)
-        if depth == 0:
-            _drop()
-        elif frame.enabled_before and frame.cache_before:
-            _hold_casts_of(frame.dtype_before)
-
-
-def _forget(frame: _Frame) -> None:
-    global _audible_regions
-    _caching.discard(frame)
-    if frame.audible:
-        _audible_regions -= 1
-        if _audible_regions == 0:
-            _guards.remove()
-
-
-def _may_cache(frame: _Frame) -> bool:
-    for other in _caching:  # noqa: SIM110 (a generator would cost as much as the rest of the region)
-        if other.thread is not frame.thread and other.dtype != frame.dtype:
-            return False
-    return True
-
-
-def _hold_casts_of(dtype: torch.dtype) -> None:
-    global _format_of_casts
-    if dtype == _format_of_casts or dtype == torch.float32:
-        return
-    if _format_of_casts is not None:
-        torch.clear_autocast_cache()
-    _format_of_casts = dtype
-
-
-def _drop() -> None:
-    global _format_of_casts
-    torch.clear_autocast_cache()
-    _format_of_casts = None
-
-
-def open_here() -> bool:
-    """Whether this thread is in an audible region whose casts are in force now."""
+def is_inside() -> bool:
+    """Whether this thread is in an audible region, and casting is on there."""
     return any(frame.audible and torch.is_autocast_enabled(frame.device) for frame in _here.frames)
 
 
-def _after_fork() -> None:
-    """The child has one thread, and the lock may have been held by another."""
-    global _lock, _audible_regions
-    _lock = threading.Lock()
-    for frame in list(_caching):
-        if frame.thread is not _here.frames:
-            _caching.discard(frame)
-    _audible_regions = sum(frame.audible for frame in _here.frames)
-
-
-os.register_at_fork(after_in_child=_after_fork)
-_guards.tell_whether_inside(open_here)
+_guards.tell_whether_inside(is_inside)

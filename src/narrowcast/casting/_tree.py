@@ -32,10 +32,10 @@ def cast_floating(
 
     Returns:
         ``value`` itself where nothing was cast, else a copy of the containers on the way to what was cast;
-        parts in which nothing was cast are shared with ``value``, and an object that occurs twice, or contains
-        itself, does so in the copy. Casts are differentiable and stay on the tensor's device. Widening is
-        exact, NaN, infinities and the sign of zero included; narrowing rounds to nearest even and overflows to
-        infinity, as ``Tensor.to``. Keys of dicts are not cast.
+        parts in which nothing was cast are shared with ``value``, and an object that occurs twice, or
+        contains itself, does so in the copy. Casts are differentiable and stay on the tensor's device.
+        Widening is exact, NaN, infinities and the sign of zero included; narrowing rounds to nearest even and
+        overflows to infinity, as ``Tensor.to``. Keys of dicts are not cast.
 
     >>> cast_floating((torch.ones(2, dtype=torch.bfloat16), torch.arange(2)), torch.float32)
     (tensor([1., 1.]), tensor([0, 1]))
@@ -153,7 +153,7 @@ def _rebuild_dict(value: Any, cast: _Cast) -> Any:
     copy = (defaultdict if isinstance(value, defaultdict) else base).__new__(type(value))
     cast.copies[id(value)] = copy
     if isinstance(value, defaultdict):
-        copy.default_factory = value.default_factory  # type: ignore[attr-defined]
+        copy.default_factory = value.default_factory
     for key in base.__iter__(value):
         base.__setitem__(copy, key, cast.walk(dict.__getitem__(value, key)))
     if getattr(value, "__dict__", None) is value:  # the "attribute dict" idiom: its items are its attributes
@@ -250,7 +250,7 @@ def _find_kind(cls: type) -> _Kind | None:
         ((set, frozenset), _SET),
         ((torch.distributions.Distribution, UserDict, UserList, types.SimpleNamespace), _OBJECT),
     ):
-        if issubclass(cls, base):  # type: ignore[arg-type]
+        if issubclass(cls, base):
             return kind
     # A dataclass on top of another built-in type (an exception, say) cannot be made by object.__new__.
     if dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__:
