@@ -115,16 +115,7 @@ class autocast:  # noqa: N801 (torch's spelling)
                 f'"with nc.autocast({self.device!r}):"'
             )
 
-        @functools.wraps(func)
-        def decorate_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            # A new object where code is traced: Dynamo enters no object that it has not seen made.
-            region = self._again() if torch.compiler.is_compiling() else self
-            with region:
-                return func(*args, **kwargs)
-
-        # What torch.jit.script says when it meets one; the name is torch's.
-        decorate_autocast.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
-        return decorate_autocast
+        return _decorate(self, func)
 
     def _again(self) -> autocast:
         return autocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
@@ -134,6 +125,18 @@ class autocast:  # noqa: N801 (torch's spelling)
             f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
             f"cache_enabled={self._cache_enabled})"
         )
+
+
+def _decorate(region: autocast, func: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(func)
+    def decorate_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # A new object where code is traced: Dynamo enters no object that it has not seen made.
+        with region._again() if torch.compiler.is_compiling() else region:
+            return func(*args, **kwargs)
+
+    # What torch.jit.script says when it meets one; the name is torch's.
+    decorate_autocast.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
+    return decorate_autocast
 
 
 def check_device(device_type: Any, *, enabled: bool) -> None:

@@ -91,8 +91,7 @@ class _Process:
     def hold_casts_of(self, dtype: torch.dtype) -> None:
         if dtype in (self.format_of_casts, torch.float32):
             return
-        if self.format_of_casts is not None:
-            torch.clear_autocast_cache()
+        torch.clear_autocast_cache()  # without a known format too: torch.autocast may have filled it
         self.format_of_casts = dtype
 
     def after_fork(self) -> None:
