@@ -1,0 +1,111 @@
+"""Mixed precision put under code that was not written for it, for as long as a ``with`` lasts."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from narrowcast.attach._backward import Backward
+from narrowcast.attach._ledger import Ledger
+from narrowcast.attach._patches import Patches
+from narrowcast.attach._regions import Regions
+from narrowcast.attach._scale import RunningScale
+from narrowcast.attach._steps import Steps
+from narrowcast.errors import RegionError
+from narrowcast.observe import CaptureWriter
+from narrowcast.policy import Policy, as_policy
+from narrowcast.scaling import LossScale, Off
+
+_attached: Attachment | None = None
+
+
+class Attachment:
+    """Runs everything inside ``with`` in mixed precision, whoever wrote it.
+
+    The outermost call of each module that holds parameters is a region of ``policy``, whose floating
+    outputs are handed on in fp32. In fp16 the loss is scaled where the outermost backward starts, and each
+    leaf's gradient is unscaled before it is accumulated; an optimizer step on gradients that overflowed
+    is skipped, leaving parameters and state as they were. On leaving, torch is as it was before.
+
+    Args:
+        policy: a ``Policy`` or the name of a preset.
+        loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
+        writer: where to write what happens; it is closed on leaving.
+
+    Attributes:
+        facts: after leaving, the ``end`` event of the capture.
+
+    Raises:
+        RegionError: on entering, when another attachment is in force: there is one for the process.
+        UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
+        ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str = "auto",
+        loss_scale: LossScale | None = None,
+        *,
+        writer: CaptureWriter | None = None,
+    ) -> None:
+        self.policy = as_policy(policy)
+        self.facts: dict[str, Any] = {}
+        self.exit_code: int | None = None
+        self.aside: str | None = None
+        self.scale = RunningScale(Off() if loss_scale is None else loss_scale)
+        self.ledger = Ledger(writer)
+        self._patches = Patches()
+        self._backward = Backward(self.scale, self.ledger)
+        self._regions = Regions(self.policy, loss_scale, self.scale, self.ledger, self._step_aside)
+        self._steps = Steps(self.scale, self._backward.leaves, self.ledger, self._regions.parameter_names)
+
+    def __enter__(self) -> Self:
+        global _attached
+        if _attached is not None:
+            raise RegionError("an Attachment is in force already; leave it before entering another one")
+        _attached = self
+        self._regions.install(self._patches)
+        self._backward.install(self._patches)
+        self._steps.install(self._patches)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _attached
+        _attached = None
+        try:
+            self._note_what_was_unusual()
+        finally:
+            self._patches.restore()
+            self._steps.uninstall()
+            self._backward.leaves.remove_hooks()
+            self.ledger.final_scale = self.scale.value.scale if self.scale.active else None
+            self.facts = self.ledger.close(self.exit_code)
+
+    def _step_aside(self, why: str) -> None:
+        """Leave the rest to the script: no new region, no scaling, no skipping."""
+        if self.aside is None:
+            self.aside = why
+            self.ledger.note(f"{why}, so it was left to it: nothing was added")
+            self.scale.value = Off()
+            self._regions.set_aside = self._backward.set_aside = self._steps.set_aside = True
+
+    def _note_what_was_unusual(self) -> None:
+        if self.aside is not None:
+            return
+        if not self._regions.called_a_module:
+            self.ledger.note("no module with parameters was called, so nothing ran in mixed precision")
+        elif self.ledger.backwards and not self.ledger.steps and not self.ledger.skipped_steps:
+            self.ledger.note(
+                "no torch.optim.Optimizer stepped: updates, if any, were made by hand, and none could be skipped"
+            )
+
+
+def _in_a_forked_child() -> None:
+    if _attached is not None:
+        _attached.ledger.forget_writer()
+
+
+os.register_at_fork(after_in_child=_in_a_forked_child)

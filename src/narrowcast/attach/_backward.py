@@ -1,0 +1,298 @@
+"""Backward passes of a script: scaled where they start, unscaled before a leaf accumulates.
+
+The scale never leaks: ``p.grad`` is always the true gradient. Which pass a hook works for is asked of the
+autograd engine by the pass's number, so nested passes and other threads cannot be mistaken for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from narrowcast.attach._leaves import Leaf, Leaves
+from narrowcast.attach._ledger import Ledger
+from narrowcast.attach._patches import Patches
+from narrowcast.attach._scale import RunningScale
+from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped
+from narrowcast.errors import UnsupportedError
+from narrowcast.gradients import nonfinite_flags
+
+
+class _Thread(threading.local):
+    """Whether this thread is already inside a replaced function: torch may call it again by its name."""
+
+    entered = False
+
+
+class Backward:
+    """Replaces ``torch.autograd.backward`` and ``torch.autograd.grad``, and wraps hooks that see gradients."""
+
+    def __init__(self, scale: RunningScale, ledger: Ledger) -> None:
+        self._scale = scale
+        self._ledger = ledger
+        self._thread = _Thread()
+        self._accumulating: dict[int, float] = {}
+        self._returning: dict[int, float] = {}
+        self._retained: list[weakref.ref[torch.Tensor]] = []
+        self._nested_leaves: list[Leaf] = []
+        self.leaves = Leaves(self._unscale)
+        self.set_aside = False
+
+    def install(self, patches: Patches) -> None:
+        self._torch_backward = torch.autograd.backward
+        self._torch_grad = torch.autograd.grad
+        patches.replace(torch.autograd, "backward", self._wrap(self._torch_backward, self.backward))
+        patches.replace(torch.autograd, "grad", self._wrap(self._torch_grad, self.grad))
+        self._install_hook_views(patches)
+
+    def _wrap(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            # torch may dispatch to itself by name (tensor subclasses): that is the same pass, not a nested one.
+            again = self._thread.entered and graph_task_id() == NO_GRAPH_TASK
+            if self.set_aside or again:
+                return original(*args, **kwargs)
+            before, self._thread.entered = self._thread.entered, True
+            try:
+                return replacement(*args, **kwargs)
+            finally:
+                self._thread.entered = before
+
+        return wrapper
+
+    # ---- torch.autograd.backward
+
+    def backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
+        enclosing = graph_task_id()
+        outermost = enclosing == NO_GRAPH_TASK
+        roots = _as_tuple(tensors)
+        if outermost:
+            self._ledger.saw_backward(_one_number(roots))
+        factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
+        if grad_variables is not None and grad_tensors is None:
+            grad_tensors = grad_variables
+        if factor is None or (outermost and not self._scale.active):
+            self._torch_backward(tensors, grad_tensors, retain_graph, create_graph, inputs=inputs)
+            return
+        roots, seeds = _roots_and_seeds(roots, grad_tensors)
+        if outermost:
+            seeds = _scaled(roots, seeds, factor)
+        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+        leaves = self.leaves.reached_from(nodes)
+        number = self._scale.next_backward() if outermost else self._scale.backward
+        self.leaves.backward_begins(leaves, number)
+        with self._numbered(nodes, self._accumulating, factor), self._retained_unscaled(inputs, factor, outermost):
+            self._torch_backward(roots, seeds, retain_graph, create_graph, inputs=inputs)
+        if outermost:
+            # Only now has DDP reduced what it reduces, so that every rank sees the same.
+            nested, self._nested_leaves = self._nested_leaves, []
+            self.leaves.backward_ended(list(dict.fromkeys([*leaves, *nested])), number)
+        else:
+            self._nested_leaves += leaves
+
+    def _factor_of(self, task: int) -> float | None:
+        factor = self._accumulating.get(task)
+        return self._returning.get(task) if factor is None else factor
+
+    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Hook of every leaf, called before it accumulates ``gradient``."""
+        factor = self._accumulating.get(graph_task_id())
+        return None if factor is None else gradient * (1.0 / factor)
+
+    @contextmanager
+    def _numbered(self, nodes: Sequence[Any], table: dict[int, float], factor: float) -> Iterator[None]:
+        """Learn the number of the pass that starts at ``nodes`` from its first node, and forget it after."""
+        numbers: list[int] = []
+
+        def learn(_: Any) -> None:
+            number = graph_task_id()
+            numbers.append(number)
+            table[number] = factor
+
+        handles = [node.register_prehook(learn) for node in nodes]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for number in numbers:
+                table.pop(number, None)
+
+    # ---- torch.autograd.grad
+
+    def grad(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """``torch.autograd.grad`` from scaled outputs, returning true gradients.
+
+        Where the scaled pass overflows it is run again unscaled: nothing after it could skip and retry.
+        """
+        roots = _as_tuple(outputs)
+        plain = all(isinstance(root, torch.Tensor) and root.grad_fn is not None for root in roots)
+        keywords = {
+            "create_graph": create_graph,
+            "only_inputs": only_inputs,
+            "allow_unused": allow_unused,
+            "is_grads_batched": is_grads_batched,
+            "materialize_grads": materialize_grads,
+        }
+        if (
+            not self._scale.active
+            or graph_task_id() != NO_GRAPH_TASK
+            or not plain
+            or any(is_functorch_wrapped(root) for root in roots)
+        ):
+            return self._torch_grad(outputs, inputs, grad_outputs, retain_graph, **keywords)
+        factor = self._scale.value.scale
+        seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
+        with self._numbered([root.grad_fn for root in roots], self._returning, factor):
+            scaled = self._torch_grad(roots, inputs, seeds, True, **keywords)
+        found = [gradient for gradient in scaled if gradient is not None]
+        if any(nonfinite_flags(found).read()):
+            return self._torch_grad(outputs, inputs, grad_outputs, retain_graph, **keywords)
+        return tuple(None if g is None else g * (1.0 / factor) for g in scaled)  # type: ignore[misc]
+
+    # ---- gradients that a script looks at on the way
+
+    def _install_hook_views(self, patches: Patches) -> None:
+        register_hook = torch.Tensor.register_hook
+        retain_grad = torch.Tensor.retain_grad
+
+        def tensor_register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            # A leaf's hooks run after its gradient was unscaled.
+            return register_hook(tensor, hook if tensor.grad_fn is None else self._true_view(hook, 0))
+
+        def tensor_retain_grad(tensor: torch.Tensor) -> None:
+            if tensor.grad_fn is not None and not any(kept() is tensor for kept in self._retained):
+                self._retained.append(weakref.ref(tensor))
+            retain_grad(tensor)
+
+        patches.replace(torch.Tensor, "register_hook", functools.wraps(register_hook)(tensor_register_hook))
+        patches.replace(torch.Tensor, "retain_grad", functools.wraps(retain_grad)(tensor_retain_grad))
+        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+            patches.replace(torch.nn.Module, name, self._true_view_registrar(getattr(torch.nn.Module, name)))
+
+    def _true_view_registrar(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(register)
+        def registrar(module: torch.nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return register(module, self._true_view(hook, 1), *args, **kwargs)
+
+        return registrar
+
+    def _true_view(self, hook: Callable[..., Any], replaces: int) -> Callable[..., Any]:
+        """``hook`` shown true gradients in fp32; what it returns is scaled like argument ``replaces``."""
+
+        @functools.wraps(hook)
+        def viewed(*args: Any) -> Any:
+            factor = self._factor_of(graph_task_id())
+            if factor is None:
+                return hook(*args)
+            result = hook(*(_map(a, lambda g: (g.float() if g.is_floating_point() else g) / factor) for a in args))
+            return None if result is None else _rescaled(result, args[replaces], factor)
+
+        return viewed
+
+    @contextmanager
+    def _retained_unscaled(self, inputs: Any, factor: float, outermost: bool) -> Iterator[None]:
+        """Give tensors with ``retain_grad`` true gradients too: what they hold is added back afterwards."""
+        if not outermost:
+            yield
+            return
+        self._retained = [kept for kept in self._retained if kept() is not None]
+        named = [t for t in _as_tuple(inputs) if isinstance(t, torch.Tensor)] if inputs is not None else []
+        kept = {id(t): t for ref in self._retained if (t := ref()) is not None}
+        kept |= {id(t): t for t in named if t.grad_fn is not None}
+        earlier = [(tensor, tensor.grad) for tensor in kept.values()]
+        for tensor, _ in earlier:
+            tensor.grad = None
+        try:
+            yield
+        finally:
+            for tensor, before in earlier:
+                true = None if tensor.grad is None else tensor.grad * (1.0 / factor)
+                tensor.grad = before if true is None else true if before is None else before + true
+
+
+def _as_tuple(tensors: Any) -> tuple[Any, ...]:
+    single = isinstance(tensors, torch.Tensor | torch.autograd.graph.GradientEdge)
+    if isinstance(tensors, dict):
+        return tuple(tensors.values())
+    return (tensors,) if single else tuple(tensors)
+
+
+def _as_seeds(grad_tensors: Any, count: int) -> list[Any]:
+    if grad_tensors is None:
+        return [None] * count
+    return list(_as_tuple(grad_tensors))
+
+
+def _one_number(roots: tuple[Any, ...]) -> torch.Tensor | None:
+    if len(roots) != 1 or not isinstance(roots[0], torch.Tensor):
+        return None
+    return roots[0] if roots[0].numel() == 1 and not roots[0].is_complex() else None
+
+
+def _roots_and_seeds(roots: tuple[Any, ...], grad_tensors: Any) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
+    """Roots that each have a graph node, so that the pass can be numbered, and their seeds."""
+    edges = [root for root in roots if not isinstance(root, torch.Tensor)]
+    if edges:
+        raise UnsupportedError(
+            "backward from a GradientEdge cannot be scaled for fp16: call backward on the tensor itself, "
+            "or use --policy bf16"
+        )
+    viewed = tuple(root.view_as(root) if root.requires_grad and root.is_leaf else root for root in roots)
+    return viewed, _as_seeds(grad_tensors, len(roots))
+
+
+def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) -> list[Any]:
+    scaled: list[Any] = []
+    for root, seed in zip(roots, seeds, strict=False):
+        if seed is not None:
+            scaled.append(seed * factor)
+        elif root.numel() == 1 and not root.is_complex():
+            scaled.append(torch.full_like(root, factor))
+        else:
+            scaled.append(None)  # torch says what is missing
+    return scaled
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_map(item, change) for item in value)
+    return value
+
+
+def _rescaled(result: Any, like: Any, factor: float) -> Any:
+    if isinstance(result, tuple) and isinstance(like, tuple):
+        return tuple(_rescaled(r, g, factor) for r, g in zip(result, like, strict=False))
+    if isinstance(like, tuple) and len(like) == 1:
+        return _rescaled(result, like[0], factor)
+    if isinstance(result, torch.Tensor) and isinstance(like, torch.Tensor):
+        return (result * factor).to(like.dtype)
+    return result

@@ -1,0 +1,189 @@
+"""The leaves that backward reaches: their unscaling hooks, their overflow flags, and who updates them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from narrowcast.attach._torch_internals import register_hook_first
+from narrowcast.errors import UnsupportedError
+from narrowcast.gradients import NonfiniteFlags, nonfinite_flags
+
+_COMPARE_WHOLE_UP_TO = 1_000_000
+_SAMPLES = 4096
+_ACCUMULATE_GRAD = type(
+    torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
+)
+
+
+@dataclass(slots=True, eq=False)
+class Leaf:
+    """What is known of one tensor that gradients accumulate in.
+
+    Attributes:
+        overflow: a gradient that it still holds, or whose remains it holds, was not finite.
+        clean_since: backward before which its gradient was thrown away.
+        owned: an optimizer has stepped on it, or has skipped.
+        checked: identity and version of the gradient that the last check read.
+        before: its value when a backward ended, to see updates that no optimizer made.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    remove_hook: Callable[[], None]
+    overflow: bool = False
+    clean_since: int = 0
+    owned: bool = False
+    checked: tuple[int, int] | None = None
+    before: tuple[int, torch.Tensor] | None = None
+
+
+@dataclass(slots=True)
+class _Unread:
+    backward: int
+    leaves: list[Leaf]
+    flags: NonfiniteFlags = field(repr=False)
+
+
+class Leaves:
+    """Every leaf that a scaled backward reached, found by walking its graph."""
+
+    def __init__(self, unscale: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._unscale = unscale
+        self._by_id: dict[int, Leaf] = {}
+        self._unread: list[_Unread] = []
+
+    def reached_from(self, roots: Iterable[Any]) -> list[Leaf]:
+        """The leaves below graph nodes ``roots``; each has its hook from now on."""
+        seen = set(roots)
+        waiting = list(seen)
+        leaves = []
+        while waiting:
+            node = waiting.pop()
+            if type(node) is _ACCUMULATE_GRAD:
+                leaves.append(self._hooked(node.variable))
+                continue
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        return leaves
+
+    def _hooked(self, tensor: torch.Tensor) -> Leaf:
+        key = id(tensor)
+        leaf = self._by_id.get(key)
+        if leaf is None or leaf.tensor() is not tensor:
+            handle = register_hook_first(tensor, self._unscale)
+            leaf = Leaf(weakref.ref(tensor), handle.remove)
+            self._by_id[key] = leaf
+        return leaf
+
+    def find(self, tensor: torch.Tensor) -> Leaf | None:
+        leaf = self._by_id.get(id(tensor))
+        return leaf if leaf is not None and leaf.tensor() is tensor else None
+
+    def backward_begins(self, leaves: Sequence[Leaf], backward: int) -> None:
+        """Forget overflows of gradients that are gone: set to None, or filled with zeros.
+
+        Raises:
+            UnsupportedError: when a leaf changed since its last backward and no optimizer has it.
+        """
+        for leaf in leaves:
+            tensor = leaf.tensor()
+            if tensor is None:
+                continue
+            if leaf.before is not None and not leaf.owned and _changed(tensor, leaf.before):
+                raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
+            gradient = tensor.grad
+            if gradient is None or self._is_emptied(leaf, gradient):
+                leaf.overflow, leaf.clean_since = False, backward
+
+    def _is_emptied(self, leaf: Leaf, gradient: torch.Tensor) -> bool:
+        """Whether a gradient that overflowed is all zeros now; reads the device only after a change."""
+        if leaf.checked is None or leaf.checked == (id(gradient), gradient._version):
+            return False
+        self._read()
+        return leaf.overflow and not bool(gradient.any())
+
+    def backward_ended(self, leaves: Sequence[Leaf], backward: int) -> None:
+        """Check what the leaves accumulated, before the script can clamp it; the answer is read later."""
+        holding, gradients = [], []
+        for leaf in leaves:
+            tensor = leaf.tensor()
+            if tensor is None:
+                continue
+            if not leaf.owned:
+                leaf.before = _remember(tensor)
+            if tensor.grad is not None:
+                holding.append(leaf)
+                gradients.append(tensor.grad)
+                leaf.checked = (id(tensor.grad), tensor.grad._version)
+        self._unread.append(_Unread(backward, holding, nonfinite_flags(gradients)))
+
+    def nonfinite_among(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those whose gradient overflowed in a backward, or is not finite now; waits for the device."""
+        self._read()
+        changed = [p for p in parameters if p.grad is not None and self._changed_since_check(p)]
+        now = nonfinite_flags([p.grad for p in changed if p.grad is not None]).read()
+        bad = {id(p) for p, flag in zip(changed, now, strict=True) if flag}
+        bad |= {id(p) for p in parameters if (leaf := self.find(p)) is not None and leaf.overflow}
+        return [p for p in parameters if id(p) in bad]
+
+    def _changed_since_check(self, parameter: torch.Tensor) -> bool:
+        leaf, gradient = self.find(parameter), parameter.grad
+        assert gradient is not None
+        return leaf is None or leaf.checked != (id(gradient), gradient._version)
+
+    def used(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
+        """An optimizer stepped on these gradients, or skipped them."""
+        for parameter in parameters:
+            leaf = self.find(parameter)
+            if leaf is not None:
+                leaf.owned, leaf.before = True, None
+                leaf.overflow, leaf.clean_since = False, backward + 1
+
+    def changed_by_hand(self) -> bool:
+        """Whether any leaf changed since its last backward without an optimizer."""
+        leaves = [(leaf, leaf.tensor()) for leaf in self._by_id.values() if leaf.before and not leaf.owned]
+        return any(t is not None and leaf.before and _changed(t, leaf.before) for leaf, t in leaves)
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for batch in unread:
+            for leaf, flag in zip(batch.leaves, batch.flags.read(), strict=True):
+                leaf.overflow |= flag and batch.backward >= leaf.clean_since
+        self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
+
+    def remove_hooks(self) -> None:
+        for leaf in self._by_id.values():
+            leaf.remove_hook()
+        self._by_id.clear()
+        self._unread.clear()
+
+
+def _remember(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
+    return tensor._version, _sample(tensor).clone()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach().reshape(-1)
+    stride = 1 if values.numel() <= _COMPARE_WHOLE_UP_TO else values.numel() // _SAMPLES
+    return values[::stride]
+
+
+def _changed(tensor: torch.Tensor, before: tuple[int, torch.Tensor]) -> bool:
+    version, sample = before
+    if tensor.numel() > _COMPARE_WHOLE_UP_TO and tensor._version != version:
+        return True
+    return not torch.equal(_sample(tensor), sample)
+
+
+_BY_HAND = (
+    "a tensor of shape {shape} was updated by hand: it changed after backward and no torch.optim.Optimizer "
+    "has stepped on it. In fp16 a step whose gradients overflow must be skipped, and only "
+    "Optimizer.step can be. Use --policy bf16, which needs no skipping, or put the update into a "
+    "torch.optim.Optimizer (SAM's first step is such an update too)."
+)

@@ -1,0 +1,249 @@
+"""Where mixed precision is on: the outermost call of a module that holds parameters, and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils.data import get_worker_info
+
+from narrowcast.attach._ledger import Ledger
+from narrowcast.attach._patches import Patches
+from narrowcast.attach._scale import RunningScale
+from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id
+from narrowcast.casting import autocast, cast_floating
+from narrowcast.errors import UnsupportedError
+from narrowcast.machine import best_format, known_device_types, slow_format_warning
+from narrowcast.policy import Policy, format_name, resolve
+from narrowcast.scaling import Dynamic, LossScale
+
+
+class _Thread(threading.local):
+    """How many of our regions this thread is in, and whether it is opening one."""
+
+    depth = 0
+    opening = False
+
+
+class Regions:
+    """Replaces ``nn.Module.__call__``, so that a region closes whatever is raised in it, and steps aside for
+    scripts that use autocast or a GradScaler themselves.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        asked_scale: LossScale | None,
+        scale: RunningScale,
+        ledger: Ledger,
+        step_aside: Callable[[str], None],
+    ) -> None:
+        self._policy = policy
+        self._asked_scale = asked_scale
+        self._scale = scale
+        self._ledger = ledger
+        self._step_aside = step_aside
+        self._thread = _Thread()
+        self._dtypes: dict[str, torch.dtype | None] = {}
+        self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.set_aside = False
+
+    def install(self, patches: Patches) -> None:
+        patches.replace(torch.nn.Module, "__call__", self._module_call(torch.nn.Module.__call__))
+        patches.replace(
+            torch.utils.checkpoint, "checkpoint", self._checkpoint(torch.utils.checkpoint.checkpoint)
+        )
+        patches.replace(torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__))
+        patches.replace(autocast, "__enter__", self._autocast_enter(autocast.__enter__))
+        patches.replace(torch.amp.GradScaler, "__init__", self._scaler_init(torch.amp.GradScaler.__init__))
+
+    def parameter_names(self) -> dict[int, str]:
+        """``id`` of each parameter of the modules that were called -> its name, with the module's class."""
+        return {
+            id(parameter): f"{type(module).__name__}.{name}"
+            for module in list(self._trained)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+
+    @property
+    def called_a_module(self) -> bool:
+        return bool(self._dtypes)
+
+    # ---- the region
+
+    def _module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        thread = self._thread
+
+        @functools.wraps(original)
+        def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            if torch.compiler.is_dynamo_compiling():
+                return self._traced_call(original, module, args, kwargs)
+            if thread.depth or self.set_aside:
+                return original(module, *args, **kwargs)
+            return self._outermost_call(original, module, args, kwargs)
+
+        return __call__
+
+    def _outermost_call(
+        self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        parameter = next(module.parameters(), None)
+        if parameter is None or get_worker_info() is not None:
+            return original(module, *args, **kwargs)
+        device_type = parameter.device.type
+        dtype = self._dtype_on(device_type)
+        if module not in self._trained:
+            self._meet(module)
+        if dtype is None or (graph_task_id() != NO_GRAPH_TASK and torch.is_autocast_enabled(device_type)):
+            # Within a backward, a region that is already on belongs to a recomputed forward.
+            return original(module, *args, **kwargs)
+        thread = self._thread
+        region = autocast(device_type, dtype)
+        thread.opening = True
+        region.__enter__()
+        thread.opening = False
+        thread.depth += 1
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            thread.depth -= 1
+            region.__exit__(*sys.exc_info())
+        return cast_floating(output, torch.float32)
+
+    def _traced_call(
+        self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """The same inside a function that ``torch.compile`` traces, in terms that it can trace."""
+        parameter = next(module.parameters(), None)
+        if self.set_aside or parameter is None or torch.is_autocast_enabled(parameter.device.type):
+            return original(module, *args, **kwargs)
+        dtype = self._dtypes.get(parameter.device.type, torch.float32)
+        if dtype is None:
+            return original(module, *args, **kwargs)
+        with torch.autocast(parameter.device.type, dtype):
+            output = original(module, *args, **kwargs)
+        return torch.utils._pytree.tree_map(
+            lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16) else t, output
+        )
+
+    def _dtype_on(self, device_type: str) -> torch.dtype | None:
+        """What a region on this device computes in; None: there is nothing to open."""
+        if device_type not in self._dtypes:
+            self._decide(device_type)
+        return self._dtypes[device_type]
+
+    def _decide(self, device_type: str) -> None:
+        if device_type not in known_device_types():
+            self._dtypes[device_type] = None
+            self._ledger.note(f"modules on device {device_type!r} stay in fp32: torch has no autocast for it")
+            return
+        dtype = resolve(self._policy, device_type)
+        automatic = self._policy.compute == "auto"
+        because = best_format(device_type).because if automatic else "the policy says so"
+        name = format_name(dtype)
+        self._ledger.saw_device(device_type, name, because)
+        slow = slow_format_warning(name, device_type)
+        if slow:
+            self._ledger.note(slow)
+        if dtype == torch.float16 and self._asked_scale is None and not self._scale.active:
+            self._scale.value = Dynamic()
+        self._dtypes[device_type] = None if dtype == torch.float32 else dtype
+
+    def _meet(self, module: torch.nn.Module) -> None:
+        """A module is called from outside for the first time.
+
+        Raises:
+            UnsupportedError: its gradients do not pass leaf hooks, and the loss would be scaled.
+        """
+        if self._scale.active:
+            refuse_sharded(module)
+        self._trained.add(module)
+
+    # ---- recomputation
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Recomputation knows how deep in our regions the first computation was."""
+
+        @functools.wraps(original)
+        def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return original(function, *args, **kwargs)
+            depth = self._thread.depth
+
+            @functools.wraps(function)
+            def at_depth(*function_args: Any, **function_kwargs: Any) -> Any:
+                before, self._thread.depth = self._thread.depth, depth
+                try:
+                    return function(*function_args, **function_kwargs)
+                finally:
+                    self._thread.depth = before
+
+            return original(at_depth, *args, **kwargs)
+
+        return checkpoint
+
+    # ---- scripts that do it themselves
+
+    def _autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __enter__(region: Any) -> Any:  # noqa: N807
+            if torch.compiler.is_dynamo_compiling() or self._thread.opening:
+                return original(region)
+            result = original(region)
+            if not self.set_aside and _is_on(region) and _entered_by_the_script(sys._getframe(1)):
+                self._step_aside("the script uses autocast itself")
+            return result
+
+        return __enter__
+
+    def _scaler_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(scaler, *args, **kwargs)
+            if scaler.is_enabled():
+                self._step_aside("the script makes a GradScaler itself")
+
+        return __init__
+
+
+def refuse_sharded(module: torch.nn.Module) -> None:
+    """Refuse to scale losses for modules whose gradients never pass the hooks of their leaves.
+
+    Raises:
+        UnsupportedError: for FSDP, FSDP2 and parameters that are DTensors.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None and "torch.distributed.tensor" not in sys.modules:
+        return
+    kinds = tuple(vars(fsdp)[n] for n in ("FSDPModule", "FullyShardedDataParallel") if fsdp and n in vars(fsdp))
+    sharded = any(isinstance(part, kinds) for part in module.modules()) if kinds else False
+    distributed = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+    if sharded or distributed:
+        raise UnsupportedError(
+            f"{type(module).__name__} is sharded (FSDP or DTensor parameters), where the gradients of a scaled "
+            "loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "
+            "Use --policy bf16, which needs no loss scale."
+        )
+
+
+def _is_on(region: Any) -> bool:
+    return bool(torch.is_autocast_enabled(getattr(region, "device", None) or region.device_type))
+
+
+def _entered_by_the_script(frame: Any) -> bool:
+    """Whether a region was entered by code that is neither torch's own nor ours."""
+    while frame is not None:
+        if frame.f_code.co_name == "_enter_autocast":
+            return False  # a compiled graph enters what was traced
+        module = frame.f_globals.get("__name__", "")
+        helper = module.endswith("autocast_mode") or module.startswith("narrowcast.")
+        if not helper and module != "contextlib":
+            return module.split(".")[0] != "torch"
+        frame = frame.f_back
+    return True

@@ -1,0 +1,232 @@
+"""Optimizer steps of a script: counted, and skipped whole when a gradient overflowed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from narrowcast.attach._leaves import Leaves
+from narrowcast.attach._ledger import Ledger
+from narrowcast.attach._patches import Patches
+from narrowcast.attach._scale import RunningScale
+from narrowcast.errors import ScaleCollapseError
+
+PATIENCE = 25
+"""Skipped steps in a row, of one optimizer, after which the scale is not to blame."""
+
+_Step = Callable[..., Any]
+
+
+class _SkippedInClosure(BaseException):
+    """Leaves an optimizer from inside its closure; no ``except Exception`` of the optimizer stops it."""
+
+    def __init__(self, loss: Any, bad: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+        self.bad = bad
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stepping: list[int] = []
+
+
+class Steps:
+    """Wraps the ``step`` of every optimizer class, where torch itself wraps it to call step hooks.
+
+    torch's public step hooks can neither leave a step out nor see one that raises; a wrapper around the
+    whole step can, and leaves the optimizer, its groups and its state alone.
+    """
+
+    def __init__(
+        self,
+        scale: RunningScale,
+        leaves: Leaves,
+        ledger: Ledger,
+        names: Callable[[], dict[int, str]],
+    ) -> None:
+        self._scale = scale
+        self._leaves = leaves
+        self._ledger = ledger
+        self._names = names
+        self._thread = _Thread()
+        self._skips_in_a_row: Counter[int] = Counter()
+        self._skipping_since: dict[int, int] = {}
+        self.installed = False
+        self.set_aside = False
+
+    def install(self, patches: Patches) -> None:
+        self.installed = True
+        hook_step = torch.optim.Optimizer.profile_hook_step
+        patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(self._hooked(hook_step)))
+        for kind in _subclasses(torch.optim.Optimizer):
+            step = vars(kind).get("step")
+            if getattr(step, "hooked", False):
+                patches.replace(kind, "step", self._wrap(step))
+
+    def uninstall(self) -> None:
+        """Give each class that torch wrapped meanwhile the wrapper that torch alone would have given it."""
+        self.installed = False
+        for kind in _subclasses(torch.optim.Optimizer):
+            step = vars(kind).get("step")
+            if getattr(step, "narrowcast_wraps", None) is not None:
+                kind.step = step.narrowcast_wraps  # type: ignore[attr-defined]
+
+    def _hooked(self, hook_step: Callable[[_Step], _Step]) -> Callable[[_Step], _Step]:
+        @functools.wraps(hook_step)
+        def profile_hook_step(step: _Step) -> _Step:
+            return self._wrap(hook_step(step))
+
+        return profile_hook_step
+
+    def _wrap(self, hooked: _Step) -> _Step:
+        @functools.wraps(hooked)
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            again = id(optimizer) in self._thread.stepping  # a subclass calls super().step()
+            if not self.installed or self.set_aside or again:
+                return hooked(optimizer, *args, **kwargs)
+            self._thread.stepping.append(id(optimizer))
+            try:
+                return self._step(hooked, optimizer, args, kwargs)
+            finally:
+                self._thread.stepping.pop()
+
+        # torch reads and sets ``hooked`` on the class's step to wrap it only once.
+        hooked.hooked = step.hooked = True  # type: ignore[attr-defined]
+        step.narrowcast_wraps = hooked  # type: ignore[attr-defined]
+        return step
+
+    def _step(self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._scale.active:
+            result = hooked(optimizer, *args, **kwargs)
+            self._saw_step(skipped=False)
+            return result
+        if _closure_of(args, kwargs) is not None:
+            return self._step_with_closure(hooked, optimizer, args, kwargs)
+        bad = self._leaves.nonfinite_among(_parameters(optimizer))
+        if bad:
+            self._skip(optimizer, bad)
+            return None
+        result = hooked(optimizer, *args, **kwargs)
+        self._took(optimizer)
+        return result
+
+    def _saw_step(self, *, skipped: bool) -> None:
+        if len(self._thread.stepping) == 1:  # an optimizer that steps another one takes one step
+            scale = self._scale.value.scale if self._scale.active else None
+            self._ledger.saw_step(skipped=skipped, scale=scale)
+
+    def _took(self, optimizer: torch.optim.Optimizer) -> None:
+        self._skips_in_a_row.pop(id(optimizer), None)
+        self._saw_step(skipped=False)
+        self._leaves.used(_parameters(optimizer), self._scale.backward)
+        self._scale.after_step(overflow=False)
+
+    def _skip(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
+        self._saw_step(skipped=True)
+        self._leaves.used(_parameters(optimizer), self._scale.backward)
+        self._scale.after_step(overflow=True)
+        key = id(optimizer)
+        if not self._skips_in_a_row[key]:
+            self._skipping_since[key] = self._ledger.steps + self._ledger.skipped_steps
+        self._skips_in_a_row[key] += 1
+        if self._skips_in_a_row[key] >= PATIENCE:
+            self._collapse(optimizer, bad, self._skipping_since[key])
+
+    def _collapse(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor], since: int) -> None:
+        names = self._names()
+        known = [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in bad]
+        listed = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
+        raise ScaleCollapseError(
+            f"{PATIENCE} steps of {type(optimizer).__name__} in a row were skipped, since step {since}: the "
+            f"gradients of {listed} are not finite, and lowering the loss scale to "
+            f"{self._scale.value.scale:g} did not help. The values overflow in the forward pass, or the "
+            "loss itself is not finite: try --policy bf16, and --policy fp32 to see whether FP32 has it too."
+        )
+
+    # ---- closures
+
+    def _step_with_closure(
+        self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> Any:
+        """A step whose closure is evaluated again, at a lower scale, where its gradients overflow."""
+        before = _Snapshot(optimizer)
+        args, kwargs = _with_closure(args, kwargs, lambda closure: self._checked(closure, optimizer))
+        try:
+            result = hooked(optimizer, *args, **kwargs)
+        except _SkippedInClosure as skipped:
+            before.restore()
+            self._skip(optimizer, skipped.bad)
+            return skipped.loss
+        self._took(optimizer)
+        return result
+
+    def _checked(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def evaluate() -> Any:
+            for _ in range(PATIENCE):
+                loss = closure()
+                bad = self._leaves.nonfinite_among(_parameters(optimizer))
+                if not bad:
+                    return loss
+                if isinstance(loss, torch.Tensor) and not bool(torch.isfinite(loss.detach()).all()):
+                    break  # the forward pass overflowed: no loss scale changes that
+                scale = self._scale.value
+                self._scale.after_step(overflow=True)
+                if self._scale.value == scale:
+                    break  # a fixed scale
+                for parameter in _parameters(optimizer):
+                    parameter.grad = None
+            raise _SkippedInClosure(loss, bad)
+
+        return evaluate
+
+
+class _Snapshot:
+    """Parameters, state and settings of an optimizer, to undo a step that went wrong half-way."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values = [(p, p.detach().clone()) for p in _parameters(optimizer)]
+        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+        self._settings = [_without_parameters(group) for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for parameter, value in self._values:
+                parameter.copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _closure_of(args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    closure = kwargs.get("closure", args[0] if args else None)
+    return closure if callable(closure) else None
+
+
+def _with_closure(args: Any, kwargs: Any, change: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": change(kwargs["closure"])}
+    return (change(args[0]), *args[1:]), kwargs
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

@@ -1,0 +1,73 @@
+"""The command line: words in, exit code out. Imports no torch before a verb needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+from typer.exceptions import TyperException
+
+from narrowcast.cli.compare import compare
+from narrowcast.cli.run import run
+from narrowcast.errors import NarrowcastError
+
+WRONG_USE = 2
+INTERRUPTED = 130
+# Everything after the script's name belongs to the script.
+_SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    name="narrowcast",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from narrowcast import __version__
+
+        print(__version__)  # noqa: T201
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    """Mixed-precision training for PyTorch that you can steer, trust and explain.
+
+    An unmodified FP32 script in mixed precision:  narrowcast run train.py --its --own args
+    The same with proof that it pays:  narrowcast compare train.py --its --own args
+    """
+
+
+app.command(context_settings=_SCRIPT_LAST)(run)
+app.command(context_settings=_SCRIPT_LAST)(compare)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command ``argv`` (default: this process's) and return its exit code.
+
+    Wrong use is one line on stderr and 2. What a script raises under ``run`` comes out as it is.
+    """
+    try:
+        action = app(list(sys.argv[1:] if argv is None else argv), prog_name="narrowcast", standalone_mode=False)
+    except TyperException as error:
+        text = getattr(error, "format_message", error.__str__)()
+        return _complain(text or "see narrowcast --help", getattr(error, "exit_code", WRONG_USE))
+    except NarrowcastError as error:
+        return _complain(str(error), WRONG_USE)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+    return int(action() if callable(action) else action or 0)
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"narrowcast: {text}", file=sys.stderr)  # noqa: T201
+    return code

@@ -1,0 +1,121 @@
+"""The capture: JSON lines, appended as they happen, so that a killed run keeps what it had.
+
+The first line is ``{"event": "start", "schema": 1, ...}``. Then, in the order in which they happened:
+
+==========  ==================================================================================
+event       fields
+==========  ==================================================================================
+start       schema, argv, policy, loss_scale, rank, started (seconds since 1970), seed
+device      device_type, format, because: the first region on a device type
+step        time_s (since start), interval_s (since the step before; null for the first),
+            skipped, scale, loss (the scalar that the latest ``backward`` started from, or null)
+note        text: something that the person should know
+end         exit_code, wall_s, backwards, steps, skipped_steps, final_scale, final_loss,
+            peak_resident_bytes, peak_tensor_bytes (CUDA's allocator; null elsewhere), versions
+==========  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from narrowcast.errors import CaptureError, RunFolderError
+
+SCHEMA = 1
+Event = dict[str, Any]
+
+
+class CaptureWriter:
+    """Appends events to a capture file; each ``write`` reaches the operating system before it returns.
+
+    A NaN or an infinity is written as the string ``"nan"``, ``"inf"`` or ``"-inf"``, since JSON has none.
+
+    Raises:
+        RunFolderError: when the file cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(f"cannot write the capture {path}: {error.strerror}") from error
+
+    def write(self, *events: Event) -> None:
+        lines = [json.dumps({key: _plain(value) for key, value in event.items()}) for event in events]
+        self._file.write("".join(line + "\n" for line in lines))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A capture that was read back: its events, in order, as dictionaries."""
+
+    events: tuple[Event, ...]
+
+    def of(self, kind: str) -> list[Event]:
+        """All events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def start(self) -> Event:
+        return self.events[0]
+
+    @property
+    def end(self) -> Event | None:
+        """The last line of a run that ended by itself; None for one that was killed."""
+        ends = self.of("end")
+        return ends[-1] if ends else None
+
+
+def read_capture(path: Path) -> Capture:
+    """Read a capture. A line cut short at the end (the run was killed while writing) is left out.
+
+    Raises:
+        CaptureError: when the file is missing, holds no event, or has another schema.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise CaptureError(f"cannot read the capture {path}: {error.strerror}") from error
+    events: list[Event] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise CaptureError(f"{path}:{number} is no JSON: {error.msg}") from error
+        events.append({key: _number(value) for key, value in event.items()})
+    if not events or events[0].get("event") != "start":
+        raise CaptureError(f"{path} does not begin with a start event: is it a capture of narrowcast run?")
+    if events[0].get("schema") != SCHEMA:
+        raise CaptureError(
+            f"{path} has schema {events[0].get('schema')!r} and this version of narrowcast reads {SCHEMA}: "
+            "use the version that wrote it"
+        )
+    return Capture(events=tuple(events))
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
