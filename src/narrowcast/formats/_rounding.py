@@ -1,0 +1,120 @@
+"""The reference that fast conversions are held against: slow, one number at a time, in exact integers."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from fractions import Fraction
+
+from narrowcast.errors import FormatError, near_names
+from narrowcast.formats._codec import Units, units_of
+from narrowcast.formats._format import Format
+
+
+class RoundingMode(StrEnum):
+    """Which of its two neighbours a number goes to; a number of the format always stays.
+
+    ``NEAREST_EVEN``: the nearer one; from the middle, the one with the even code (IEEE 754-2019, 4.3.1).
+    ``TOWARD_ZERO``: the one of smaller magnitude (IEEE 754-2019, 4.3.2).
+    ``STOCHASTIC``: the one of larger magnitude with a probability equal to the fraction of the way to it.
+    """
+
+    NEAREST_EVEN = "nearest-even"
+    TOWARD_ZERO = "toward-zero"
+    STOCHASTIC = "stochastic"
+
+    def __repr__(self) -> str:
+        return f"RoundingMode.{self.name}"
+
+
+def round_to(
+    format: Format,
+    x: float,
+    mode: RoundingMode | str = RoundingMode.NEAREST_EVEN,
+    *,
+    u: float | Fraction | None = None,
+    saturate: bool = False,
+) -> float:
+    """``x`` rounded to ``format`` in one step, exact, as a Python float.
+
+    NaN gives NaN. Infinities stay where the format has them. The sign is kept, so that -0.0 and negative
+    numbers that round to zero give -0.0, and 0.0 where the format has no -0.0. Subnormals are rounded like
+    any other number: none is flushed that is not nearer to zero.
+
+    Overflow is decided after rounding with an exponent that has no upper limit (IEEE 754-2019, 7.4), so that
+    what rounds to ``max`` is no overflow. What is past ``max`` then becomes an infinity, or NaN where the
+    format has none, and so does an infinite ``x``. With ``saturate`` both become ``max`` with the sign of
+    ``x``, the saturating conversion of OFP8 1.0. ``TOWARD_ZERO`` gives ``max`` for every finite overflow.
+    PyTorch's conversion to OCP E4M3 saturates since pull request 178817 of April 2026, which 2.13 has, and
+    gave NaN before; its conversions to the other formats do not saturate.
+
+    Args:
+        format: the format to round to.
+        x: a Python float; a number of any other type is made one first.
+        mode: a ``RoundingMode`` or its value.
+        u: the random number, 0 <= u < 1, that stochastic rounding compares with the fraction, exactly: ``x``
+            goes to the larger magnitude if ``u`` is below the fraction. Given, the result is reproducible.
+        saturate: give ``max`` instead of an infinity or NaN on overflow.
+
+    Raises:
+        FormatError: a mode that does not exist; stochastic rounding without ``u`` or with ``u`` outside
+            [0, 1); ``u`` with a mode that draws nothing.
+
+    >>> from narrowcast.formats import FLOAT16, round_to
+    >>> round_to(FLOAT16, 1 + 2**-11), round_to(FLOAT16, 1 + 2**-11, "stochastic", u=0.25)
+    (1.0, 1.0009765625)
+    """
+    mode = _checked_mode(mode, u)
+    x = float(x)
+    if math.isnan(x):
+        return math.nan
+    if math.isinf(x):
+        return _overflowed(format, x, saturate=saturate)
+    if x == 0.0:
+        return _signed(format, 0.0, x)
+    if math.frexp(x)[1] - 1 > format.max_exponent:
+        magnitude = math.inf
+    else:
+        units = units_of(format, abs(x))
+        magnitude = math.ldexp(units.whole + _goes_away(units, mode, u), units.unit_exponent)
+    if magnitude > format.max:
+        return _overflowed(format, x, saturate=saturate or mode is RoundingMode.TOWARD_ZERO)
+    return _signed(format, magnitude, x)
+
+
+def _checked_mode(mode: RoundingMode | str, u: float | Fraction | None) -> RoundingMode:
+    known = [str(each) for each in RoundingMode]
+    if mode not in known:
+        raise FormatError(f'"{mode}" is not a rounding mode. {near_names(str(mode), known)}')
+    mode = RoundingMode(mode)
+    if mode is not RoundingMode.STOCHASTIC:
+        if u is not None:
+            raise FormatError(f"{mode} rounding draws nothing: leave out u, or ask for stochastic")
+    elif u is None:
+        raise FormatError("stochastic rounding needs a random number: pass u, 0 <= u < 1")
+    elif not 0 <= u < 1:
+        raise FormatError(f"u must be in [0, 1), not {u}")
+    return mode
+
+
+def _goes_away(units: Units, mode: RoundingMode, u: float | Fraction | None) -> bool:
+    """Whether the magnitude goes to the larger of its two neighbours."""
+    if mode is RoundingMode.TOWARD_ZERO:
+        return False
+    if mode is RoundingMode.STOCHASTIC:
+        assert u is not None
+        return Fraction(u) < Fraction(units.rest, units.divisor)
+    twice = 2 * units.rest
+    return twice > units.divisor or (twice == units.divisor and units.whole % 2 == 1)
+
+
+def _overflowed(format: Format, x: float, *, saturate: bool) -> float:
+    if saturate:
+        return math.copysign(format.max, x)
+    return math.copysign(math.inf, x) if format.has_infinity else math.nan
+
+
+def _signed(format: Format, magnitude: float, x: float) -> float:
+    if magnitude == 0.0 and not format.has_negative_zero:
+        return 0.0
+    return math.copysign(magnitude, x)
