@@ -53,7 +53,10 @@ def _global_state() -> dict[str, object]:
         "path": list(sys.path),
         "main": sys.modules["__main__"],
         "folder": os.getcwd(),
-        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        # torch sets the second for itself when it first imports its compiler.
+        "environment": {
+            k: v for k, v in os.environ.items() if k not in {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+        },
     }
 
 
@@ -69,6 +72,8 @@ def _nothing_global_changes():
     yield
     after = _global_state()
     changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    if "environment" in changed:
+        changed["environment"] = set(before["environment"].items()) ^ set(after["environment"].items())
     assert not changed, f"global state was left changed: {changed}"
 
 
@@ -111,5 +116,3 @@ def pytest_sessionfinish(session, exitstatus):
     if over and exitstatus == 0:
         print(f"\nover the time budget of tests/conftest.py: {over}", file=sys.stderr)
         session.exitstatus = 1
-
-

@@ -32,7 +32,9 @@ def imports_of(path: Path) -> list[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import hides which room it comes from"
             module = node.module or ""
-            found += [(f"{module}.{a.name}" if module == "narrowcast" else module, node.lineno) for a in node.names]
+            found += [
+                (f"{module}.{a.name}" if module == "narrowcast" else module, node.lineno) for a in node.names
+            ]
     return found
 
 
@@ -55,7 +57,9 @@ def test_a_room_imports_only_rooms_above_it(path):
         if parts[0] != "narrowcast" or len(parts) < 2 or parts[1].startswith("__"):
             continue
         assert parts[1] in ORDER, f"{path}:{line} imports {module}, which is no room"
-        assert ORDER.index(parts[1]) <= ORDER.index(room), f"{path}:{line}: {room}/ imports {parts[1]}/ below it"
+        assert ORDER.index(parts[1]) <= ORDER.index(room), (
+            f"{path}:{line}: {room}/ imports {parts[1]}/ below it"
+        )
         if parts[1] != room and parts[1] != "errors":
             assert len(parts) == 2, f"{path}:{line}: reach into {parts[1]}/ through its door, not {module}"
 
@@ -135,7 +139,9 @@ def test_a_function_past_60_lines_is_a_question():
             if isinstance(node, ast.FunctionDef):
                 doc = ast.get_docstring(node)
                 body = (node.end_lineno or 0) - node.lineno - (len(doc.splitlines()) if doc else 0)
-                assert body <= 60, f"{path.name}:{node.lineno} {node.name} has {body} lines: what are its halves?"
+                assert body <= 60, (
+                    f"{path.name}:{node.lineno} {node.name} has {body} lines: what are its halves?"
+                )
 
 
 def test_the_version_is_written_once():

@@ -57,7 +57,9 @@ class Attachment:
         self.ledger = Ledger(writer)
         self._patches = Patches()
         self._backward = Backward(self.scale, self.ledger)
-        self._regions = Regions(self.policy, loss_scale, self.scale, self.ledger, self._step_aside)
+        self._regions = Regions(
+            self.policy, loss_scale, self.scale, self.ledger, self._step_aside, self._backward.recomputed
+        )
         self._steps = Steps(self.scale, self._backward.leaves, self.ledger, self._regions.parameter_names)
 
     def __enter__(self) -> Self:

@@ -25,9 +25,15 @@ from narrowcast.gradients import nonfinite_flags
 
 
 class _Thread(threading.local):
-    """Whether this thread is already inside a replaced function: torch may call it again by its name."""
+    """What this thread is in the middle of.
+
+    Attributes:
+        entered: a replaced function; torch may call it again by its name.
+        recomputing: a reentrant checkpoint has run its function again and starts its own pass next.
+    """
 
     entered = False
+    recomputing = False
 
 
 class Backward:
@@ -36,7 +42,7 @@ class Backward:
     def __init__(self, scale: RunningScale, ledger: Ledger) -> None:
         self._scale = scale
         self._ledger = ledger
-        self._thread = _Thread()
+        self.thread = _Thread()
         self._accumulating: dict[int, float] = {}
         self._returning: dict[int, float] = {}
         self._retained: list[weakref.ref[torch.Tensor]] = []
@@ -55,14 +61,14 @@ class Backward:
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # torch may dispatch to itself by name (tensor subclasses): that is the same pass, not a nested one.
-            again = self._thread.entered and graph_task_id() == NO_GRAPH_TASK
+            again = self.thread.entered and graph_task_id() == NO_GRAPH_TASK
             if self.set_aside or again:
                 return original(*args, **kwargs)
-            before, self._thread.entered = self._thread.entered, True
+            before, self.thread.entered = self.thread.entered, True
             try:
                 return replacement(*args, **kwargs)
             finally:
-                self._thread.entered = before
+                self.thread.entered = before
 
         return wrapper
 
@@ -93,10 +99,14 @@ class Backward:
         if outermost:
             seeds = _scaled(roots, seeds, factor)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        leaves = self.leaves.reached_from(nodes)
+        recomputing, self.thread.recomputing = self.thread.recomputing, False
+        leaves = self.leaves.reached_from(nodes, nested=not outermost, recomputing=recomputing)
         number = self._scale.next_backward() if outermost else self._scale.backward
         self.leaves.backward_begins(leaves, number)
-        with self._numbered(nodes, self._accumulating, factor), self._retained_unscaled(inputs, factor, outermost):
+        with (
+            self._numbered(nodes, self._accumulating, factor),
+            self._retained_unscaled(inputs, factor, outermost),
+        ):
             self._torch_backward(roots, seeds, retain_graph, create_graph, inputs=inputs)
         if outermost:
             # Only now has DDP reduced what it reduces, so that every rank sees the same.
@@ -104,6 +114,12 @@ class Backward:
             self.leaves.backward_ended(list(dict.fromkeys([*leaves, *nested])), number)
         else:
             self._nested_leaves += leaves
+
+    def recomputed(self, inputs: Sequence[torch.Tensor]) -> None:
+        """A checkpoint ran its function again on ``inputs``, which stand for what it was first called with."""
+        self.thread.recomputing = True
+        for tensor in inputs:
+            self.leaves.pass_on(tensor)
 
     def _factor_of(self, task: int) -> float | None:
         factor = self._accumulating.get(task)
@@ -211,7 +227,9 @@ class Backward:
             factor = self._factor_of(graph_task_id())
             if factor is None:
                 return hook(*args)
-            result = hook(*(_map(a, lambda g: (g.float() if g.is_floating_point() else g) / factor) for a in args))
+            result = hook(
+                *(_map(a, lambda g: (g.float() if g.is_floating_point() else g) / factor) for a in args)
+            )
             return None if result is None else _rescaled(result, args[replaces], factor)
 
         return viewed

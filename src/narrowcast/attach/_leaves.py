@@ -15,9 +15,7 @@ from narrowcast.gradients import NonfiniteFlags, nonfinite_flags
 
 _COMPARE_WHOLE_UP_TO = 1_000_000
 _SAMPLES = 4096
-_ACCUMULATE_GRAD = type(
-    torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
-)
+_ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,16 +53,41 @@ class Leaves:
         self._unscale = unscale
         self._by_id: dict[int, Leaf] = {}
         self._unread: list[_Unread] = []
+        self._passed_on: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def reached_from(self, roots: Iterable[Any]) -> list[Leaf]:
-        """The leaves below graph nodes ``roots``; each has its hook from now on."""
+    def pass_on(self, tensor: torch.Tensor) -> None:
+        """``tensor`` stands for another one inside a backward: its gradient goes on, scaled, through that."""
+        self._passed_on[id(tensor)] = weakref.ref(tensor)
+
+    def _is_passed_on(self, tensor: torch.Tensor, nested: bool, recomputing: bool) -> bool:
+        """Whether a leaf of a nested pass is a stand-in.
+
+        A checkpoint's stand-ins are known. Another Function that runs a pass inside its backward makes its
+        own: a leaf that is no parameter, and that no pass ever reached from outside, is taken for one.
+        """
+        if not nested:
+            return False
+        stand_in = self._passed_on.get(id(tensor))
+        if stand_in is not None and stand_in() is tensor:
+            return True
+        known = recomputing or isinstance(tensor, torch.nn.Parameter) or self.find(tensor) is not None
+        return not known
+
+    def reached_from(
+        self, roots: Iterable[Any], *, nested: bool = False, recomputing: bool = False
+    ) -> list[Leaf]:
+        """The leaves below graph nodes ``roots``; each has its hook from now on.
+
+        ``nested``: the pass runs inside another one; leaves that only stand in for others get no hook.
+        """
         seen = set(roots)
         waiting = list(seen)
         leaves = []
         while waiting:
             node = waiting.pop()
             if type(node) is _ACCUMULATE_GRAD:
-                leaves.append(self._hooked(node.variable))
+                if not self._is_passed_on(node.variable, nested, recomputing):
+                    leaves.append(self._hooked(node.variable))
                 continue
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
@@ -137,12 +160,19 @@ class Leaves:
         assert gradient is not None
         return leaf is None or leaf.checked != (id(gradient), gradient._version)
 
+    def own(self, parameters: Iterable[torch.Tensor]) -> None:
+        """An optimizer begins a step on these parameters."""
+        for parameter in parameters:
+            leaf = self.find(parameter)
+            if leaf is None:
+                leaf = self._hooked(parameter)
+            leaf.owned, leaf.before = True, None
+
     def used(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
         """An optimizer stepped on these gradients, or skipped them."""
         for parameter in parameters:
             leaf = self.find(parameter)
             if leaf is not None:
-                leaf.owned, leaf.before = True, None
                 leaf.overflow, leaf.clean_since = False, backward + 1
 
     def changed_by_hand(self) -> bool:
@@ -156,6 +186,7 @@ class Leaves:
             for leaf, flag in zip(batch.leaves, batch.flags.read(), strict=True):
                 leaf.overflow |= flag and batch.backward >= leaf.clean_since
         self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
+        self._passed_on = {key: kept for key, kept in self._passed_on.items() if kept() is not None}
 
     def remove_hooks(self) -> None:
         for leaf in self._by_id.values():

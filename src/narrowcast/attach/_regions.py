@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,12 +43,14 @@ class Regions:
         scale: RunningScale,
         ledger: Ledger,
         step_aside: Callable[[str], None],
+        recomputed: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
         self._policy = policy
         self._asked_scale = asked_scale
         self._scale = scale
         self._ledger = ledger
         self._step_aside = step_aside
+        self._recomputed = recomputed
         self._thread = _Thread()
         self._dtypes: dict[str, torch.dtype | None] = {}
         self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -129,7 +131,10 @@ class Regions:
         with torch.autocast(parameter.device.type, dtype):
             output = original(module, *args, **kwargs)
         return torch.utils._pytree.tree_map(
-            lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16) else t, output
+            lambda t: (
+                t.float() if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16) else t
+            ),
+            output,
         )
 
     def _dtype_on(self, device_type: str) -> torch.dtype | None:
@@ -175,12 +180,19 @@ class Regions:
             if torch.compiler.is_dynamo_compiling():
                 return original(function, *args, **kwargs)
             depth = self._thread.depth
+            first_inputs: set[int] | None = None
 
             @functools.wraps(function)
-            def at_depth(*function_args: Any, **function_kwargs: Any) -> Any:
+            def at_depth(*inputs: Any, **keywords: Any) -> Any:
+                nonlocal first_inputs
+                tensors = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad}
+                if first_inputs is None:
+                    first_inputs = set(tensors)
+                elif stand_ins := [t for key, t in tensors.items() if key not in first_inputs]:
+                    self._recomputed(stand_ins)
                 before, self._thread.depth = self._thread.depth, depth
                 try:
-                    return function(*function_args, **function_kwargs)
+                    return function(*inputs, **keywords)
                 finally:
                     self._thread.depth = before
 
@@ -221,7 +233,9 @@ def refuse_sharded(module: torch.nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None and "torch.distributed.tensor" not in sys.modules:
         return
-    kinds = tuple(vars(fsdp)[n] for n in ("FSDPModule", "FullyShardedDataParallel") if fsdp and n in vars(fsdp))
+    kinds = tuple(
+        vars(fsdp)[n] for n in ("FSDPModule", "FullyShardedDataParallel") if fsdp and n in vars(fsdp)
+    )
     sharded = any(isinstance(part, kinds) for part in module.modules()) if kinds else False
     distributed = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
     if sharded or distributed:

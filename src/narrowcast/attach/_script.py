@@ -89,7 +89,12 @@ class Script:
         if spec is None or code is None or spec.origin is None:
             raise ScriptError(f"cannot run module {module}: no module of that name with a source was found")
         return cls(
-            name=module, code=code, argv=(spec.origin, *arguments), file=spec.origin, first_path=here, spec=spec
+            name=module,
+            code=code,
+            argv=(spec.origin, *arguments),
+            file=spec.origin,
+            first_path=here,
+            spec=spec,
         )
 
 

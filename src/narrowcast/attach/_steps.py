@@ -107,6 +107,7 @@ class Steps:
             result = hooked(optimizer, *args, **kwargs)
             self._saw_step(skipped=False)
             return result
+        self._leaves.own(_parameters(optimizer))
         if _closure_of(args, kwargs) is not None:
             return self._step_with_closure(hooked, optimizer, args, kwargs)
         bad = self._leaves.nonfinite_among(_parameters(optimizer))

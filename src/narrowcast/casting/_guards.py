@@ -2,8 +2,10 @@
 
 torch keeps the cast of a weight until the outermost region ends. With the training loop inside the region,
 the optimizer writes the weights and the model goes on computing with the old casts: training freezes without
-a word. So a step of any optimizer, and ``Module.load_state_dict``, drop the casts. A write by hand inside a
-region (``p.data``, ``p.copy_`` under ``no_grad``) is not seen; ``torch.clear_autocast_cache()`` helps there.
+a word. So a step of any optimizer, ``Module.load_state_dict`` and a backward inside the region drop the
+casts; the backward for what writes weights outside a step, as SAM and updates by hand, or between the calls
+of a closure, as LBFGS. Other writes inside a region (an average of weights copied in, say) are not seen:
+``torch.clear_autocast_cache()`` after them helps.
 """
 
 from __future__ import annotations
@@ -30,15 +32,17 @@ class _Process:
         self.optimizers_hooked = False
         self.backward_warned = False
         self.our_backward: Any = None
-        self.is_inside: Callable[[], bool] = bool  # the room's regions, which this file cannot import
+        # Of the calling thread. Set by the file of the regions, which this one cannot import.
+        self.is_open_here: Callable[[], bool] = bool
+        self.is_on_here: Callable[[], bool] = bool
 
 
 _process = _Process()
 
 
-def tell_whether_inside(is_inside: Callable[[], bool]) -> None:
-    """Hand over the question whether the calling thread is inside a region."""
-    _process.is_inside = is_inside
+def ask(*, is_open_here: Callable[[], bool], is_on_here: Callable[[], bool]) -> None:
+    """Hand over who knows whether the calling thread is in a region, and whether casting is on there."""
+    _process.is_open_here, _process.is_on_here = is_open_here, is_on_here
 
 
 def forget_warnings() -> None:
@@ -52,8 +56,7 @@ def install() -> None:
         register_optimizer_step_post_hook(_drop_after_step)
         _process.optimizers_hooked = True
     _torch_internals.replace_loaded_keys(_DroppingKeys)
-    if not _process.backward_warned:
-        _process.our_backward = _autograd.backward = _warning_backward(_autograd.backward)
+    _process.our_backward = _autograd.backward = _watched_backward(_autograd.backward)
 
 
 def remove() -> None:
@@ -79,12 +82,17 @@ class _DroppingKeys(_torch_internals.LoadedKeys):  # type: ignore[misc]
         return _torch_internals.LoadedKeys(*args, **kwargs)
 
 
-def _warning_backward(below: Callable[..., Any]) -> Callable[..., Any]:
+def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if not _process.backward_warned and _process.is_inside():
+        if not _process.is_open_here():
+            return below(*args, **kwargs)
+        if not _process.backward_warned and _process.is_on_here():
             _process.backward_warned = True
             warnings.warn(BACKWARD_INSIDE, UserWarning, stacklevel=_frames_to_the_caller())
-        return below(*args, **kwargs)
+        try:
+            return below(*args, **kwargs)
+        finally:
+            torch.clear_autocast_cache()
 
     backward.__wrapped__ = below  # type: ignore[attr-defined]
     return backward

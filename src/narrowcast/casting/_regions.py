@@ -173,9 +173,14 @@ def _take_from_below(frame: _Frame, above: list[_Frame]) -> None:
     _process.close(frame, drop=True)
 
 
-def is_inside() -> bool:
-    """Whether this thread is in an audible region, and casting is on there."""
+def is_open_here() -> bool:
+    """Whether this thread is in an audible region."""
+    return any(frame.audible for frame in _here.frames)
+
+
+def is_on_here() -> bool:
+    """Whether casting is on, too."""
     return any(frame.audible and torch.is_autocast_enabled(frame.device) for frame in _here.frames)
 
 
-_guards.tell_whether_inside(is_inside)
+_guards.ask(is_open_here=is_open_here, is_on_here=is_on_here)

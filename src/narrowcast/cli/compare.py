@@ -56,7 +56,9 @@ def compare(
     folder = make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir)
     words = (*(["-m"] if module else []), script, *(arguments or []))
     return _compare(
-        ComparisonSettings(target=words, policy=policy, loss_scale=loss_scale, seed=seed, folder=Path(folder)),
+        ComparisonSettings(
+            target=words, policy=policy, loss_scale=loss_scale, seed=seed, folder=Path(folder)
+        ),
         as_json=as_json,
     )
 
@@ -71,7 +73,9 @@ def _compare(settings: "ComparisonSettings", *, as_json: bool) -> int:  # type: 
     console = Console(stderr=True)
     try:
         with console.status("starting the FP32 run") as status:
-            result = run_both(settings, progress=lambda text: status.update(text[: console.width - 4])).to_dict()
+            result = run_both(
+                settings, progress=lambda text: status.update(text[: console.width - 4])
+            ).to_dict()
     except ScriptError as error:
         _talk(str(error))
         return SCRIPT_FAILED

@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Wrong use is one line on stderr and 2. What a script raises under ``run`` comes out as it is.
     """
     try:
-        action = app(list(sys.argv[1:] if argv is None else argv), prog_name="narrowcast", standalone_mode=False)
+        action = app(
+            list(sys.argv[1:] if argv is None else argv), prog_name="narrowcast", standalone_mode=False
+        )
     except TyperException as error:
         text = getattr(error, "format_message", error.__str__)()
         return _complain(text or "see narrowcast --help", getattr(error, "exit_code", WRONG_USE))

@@ -40,8 +40,12 @@ RunDirOption = Annotated[
         show_default=False,
     ),
 ]
-CacheDirOption = Annotated[Path | None, typer.Option("--cache-dir", envvar="NARROWCAST_CACHE_DIR", hidden=True)]
-ModuleOption = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as in python -m.")]
+CacheDirOption = Annotated[
+    Path | None, typer.Option("--cache-dir", envvar="NARROWCAST_CACHE_DIR", hidden=True)
+]
+ModuleOption = Annotated[
+    bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as in python -m.")
+]
 ScriptArgument = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")]
 RestArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[ARGS]...", help="Everything after it belongs to the script.")
@@ -57,7 +61,9 @@ def run(
     run_dir: RunDirOption = None,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", help="Seed Python, NumPy and torch before the script starts.", show_default=False),
+        typer.Option(
+            "--seed", help="Seed Python, NumPy and torch before the script starts.", show_default=False
+        ),
     ] = None,
     cache_dir: CacheDirOption = None,
 ) -> Callable[[], int]:

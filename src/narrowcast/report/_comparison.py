@@ -50,7 +50,9 @@ def comparison_table(comparison: dict[str, Any], *, color: bool = False) -> str:
         if (left, right) != (_UNKNOWN, _UNKNOWN):
             table.add_row(name, left, right, verdict)
     stream = io.StringIO()
-    console = Console(file=stream, width=_WIDTH, force_terminal=color, color_system="standard" if color else None)
+    console = Console(
+        file=stream, width=_WIDTH, force_terminal=color, color_system="standard" if color else None
+    )
     console.print(table)
     console.print("The script's own last line:", style="bold" if color else "")
     console.print(Text(f"  FP32   {fp32['last_line'] or '(it printed nothing)'}"))

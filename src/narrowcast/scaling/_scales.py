@@ -88,7 +88,9 @@ class Dynamic:
         if not 0.0 < self.backoff_factor < 1.0:
             raise ScaleError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor!r}")
         if not isinstance(self.growth_interval, int) or self.growth_interval < 1:
-            raise ScaleError(f"growth_interval must be a whole number of at least 1, got {self.growth_interval!r}")
+            raise ScaleError(
+                f"growth_interval must be a whole number of at least 1, got {self.growth_interval!r}"
+            )
         if not isinstance(self.good_steps, int) or not 0 <= self.good_steps < self.growth_interval:
             raise ScaleError(
                 f"good_steps must be a whole number from 0 to growth_interval - 1, got {self.good_steps!r}"

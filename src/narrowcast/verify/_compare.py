@@ -100,10 +100,22 @@ def _run(
     folder = settings.folder / name.lower()
     folder.mkdir(parents=True, exist_ok=True)
     seed = ["--seed", str(settings.seed)]
-    command = [sys.executable, "-m", "narrowcast", "run", *options, *seed, "--run-dir", str(folder), *settings.target]
+    command = [
+        sys.executable,
+        "-m",
+        "narrowcast",
+        "run",
+        *options,
+        *seed,
+        "--run-dir",
+        str(folder),
+        *settings.target,
+    ]
     out, err = folder / "stdout.txt", folder / "stderr.txt"
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=_environment())
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=_environment()
+        )
         try:
             while True:
                 try:
@@ -117,11 +129,15 @@ def _run(
             raise
     if code != 0:
         said = "\n".join(err.read_text(errors="replace").splitlines()[-_ERROR_LINES:])
-        raise ScriptError(f"the script failed in its {name} run, with exit code {code}; it ended with:\n{said}")
+        raise ScriptError(
+            f"the script failed in its {name} run, with exit code {code}; it ended with:\n{said}"
+        )
     try:
         capture = read_capture(folder / "capture.jsonl")
     except CaptureError as error:
-        raise ScriptError(f"the {name} run left no capture, so there is nothing to compare: {error}") from error
+        raise ScriptError(
+            f"the {name} run left no capture, so there is nothing to compare: {error}"
+        ) from error
     return capture, _last_line(out)
 
 
@@ -133,7 +149,9 @@ def _environment() -> dict[str, str]:
 def _last_line(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
-        lines = [line.strip() for line in file.read().decode(errors="replace").replace("\r", "\n").splitlines()]
+        lines = [
+            line.strip() for line in file.read().decode(errors="replace").replace("\r", "\n").splitlines()
+        ]
     written = [line for line in lines if line]
     return written[-1] if written else ""
 

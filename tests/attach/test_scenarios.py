@@ -1,0 +1,85 @@
+"""Every hard case, in bf16 and fp16, against the same function in plain FP32."""
+
+import math
+
+import pytest
+import torch
+
+from narrowcast.attach import Attachment
+from narrowcast.scaling import Dynamic
+
+from scenarios import DEPTH, SCENARIOS
+
+# Unit roundoff: the largest relative error of one rounding to nearest.
+ROUNDOFF = {"bf16": 2.0**-9, "fp16": 2.0**-12}
+# Roundings between a weight and its gradient, each layer: input, weight, bias and output on the way forward; the
+# same four on the way back; twice that where a gradient is differentiated again. To first order the relative
+# error of a gradient is at most their number times the roundoff, times how much a layer magnifies a relative
+# error, which for these networks (tanh, weights of the default initialisation) is below 2.
+ROUNDINGS = 2 * 8 * DEPTH * 2
+
+
+def tolerance(policy):
+    return ROUNDINGS * ROUNDOFF[policy]
+
+
+def relative_error(found, expected):
+    difference = math.sqrt(
+        sum(float((f.double() - e.double()).square().sum()) for f, e in zip(found, expected, strict=True))
+    )
+    return difference / math.sqrt(sum(float(e.double().square().sum()) for e in expected))
+
+
+def finite_everywhere(optimizers):
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            assert all(bool(torch.isfinite(p).all()) for p in group["params"])
+        for state in optimizer.state.values():
+            for value in state.values():
+                for tensor in value if isinstance(value, list) else [value]:
+                    if isinstance(tensor, torch.Tensor):
+                        assert bool(torch.isfinite(tensor).all())
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_training_ends_where_fp32_ends(name, policy):
+    expected = SCENARIOS[name]()
+    with Attachment(policy) as attached:
+        found = SCENARIOS[name]()
+    if not attached.facts["skipped_steps"]:
+        assert relative_error(found.first_gradients, expected.first_gradients) < tolerance(policy)
+    # An error of this share in every gradient moves the end of a descent by at most this share of its length.
+    length = abs(expected.loss_before - expected.loss_after)
+    assert length > 0.01, "this scenario does not train"
+    assert abs(found.loss_after - expected.loss_after) < tolerance(policy) * max(length, expected.loss_before)
+    moved = relative_error(found.parameters, expected.parameters)
+    assert moved < 2 * tolerance(policy)
+    assert moved > 0, "nothing ran in mixed precision"
+    finite_everywhere(found.optimizers)
+    assert attached.facts["skipped_steps"] == 0 or policy == "fp16"
+    assert attached.aside is None
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_gradients_read_by_the_script_are_fp32s_at_any_scale(name):
+    """Two scales, one result: powers of two that neither overflow nor underflow cancel to the bit."""
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as low:
+        first = SCENARIOS[name]()
+    with Attachment("fp16", Dynamic(scale=2.0**10)) as high:
+        second = SCENARIOS[name]()
+    expected = SCENARIOS[name]()
+    assert relative_error(second.first_gradients, expected.first_gradients) < tolerance("fp16")
+    assert low.facts["skipped_steps"] == high.facts["skipped_steps"] == 0
+    # fp16 subnormals differ between the scales, so equality holds up to their share of the gradients.
+    assert relative_error(first.first_gradients, second.first_gradients) < ROUNDOFF["fp16"]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_fp32_changes_nothing(name):
+    expected = SCENARIOS[name]()
+    with Attachment("fp32") as attached:
+        found = SCENARIOS[name]()
+    assert all(torch.equal(f, e) for f, e in zip(found.parameters, expected.parameters, strict=True))
+    assert found.loss_after == expected.loss_after
+    assert attached.facts["steps"] > 0

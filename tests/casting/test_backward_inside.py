@@ -1,0 +1,130 @@
+"""A backward inside an open region warns, once a process, and names the line that called it."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowcast as nc
+from narrowcast.casting import forget_warnings
+
+LINE = (
+    "backward was called inside an nc.autocast region, where its own operations may be cast as well; "
+    "end the region after the loss and call backward after it"
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_fresh_process():
+    forget_warnings()
+    yield
+    forget_warnings()
+
+
+def loss():
+    return nn.Linear(4, 1)(torch.randn(2, 4)).float().sum()
+
+
+@pytest.mark.parametrize(
+    "call", [lambda t: t.backward(), lambda t: torch.autograd.backward(t, retain_graph=True)]
+)
+def test_it_warns_once_and_names_the_line(call):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with nc.autocast("cpu"):
+            call(loss())
+            call(loss())
+        with nc.autocast("cpu"):
+            call(loss())
+    assert [(str(w.message), w.category, w.filename) for w in seen] == [(LINE, UserWarning, __file__)]
+
+
+def test_it_does_not_warn_after_the_region_or_where_casting_is_off():
+    with nc.autocast("cpu"):
+        value = loss()
+        with nc.autocast("cpu", enabled=False):
+            loss().backward()
+    value.backward()
+    with nc.autocast("cpu", enabled=False):
+        loss().backward()
+
+
+def test_it_does_not_warn_in_a_thread_without_a_region():
+    errors = []
+
+    def other():
+        try:
+            loss().backward()
+        except UserWarning as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    with nc.autocast("cpu"):
+        thread.start()
+        thread.join(30)
+    assert not errors
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_does_not_warn(reentrant):
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    with nc.autocast("cpu"):
+        y = checkpoint(layer, x, use_reentrant=reentrant)
+    y.float().sum().backward()
+    assert x.grad is not None
+
+
+def test_a_custom_function_may_call_backward_in_its_backward():
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        @nc.custom_fwd(device_type="cpu")
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @nc.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            x, w = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            with torch.enable_grad():
+                y = x @ w
+            torch.autograd.backward(y, grad)
+            return x.grad, w.grad
+
+    x, w = torch.randn(2, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
+    with nc.autocast("cpu"):
+        y = Recompute.apply(x, w)
+    y.float().sum().backward()
+    assert w.grad.dtype == torch.float32
+
+
+def test_torchs_function_is_back_after_the_outermost_region():
+    before = torch.autograd.backward
+    with nc.autocast("cpu"):
+        assert torch.autograd.backward is not before
+        with nc.autocast("cpu"):
+            pass
+        assert torch.autograd.backward is not before
+    assert torch.autograd.backward is before
+
+
+def test_another_replacement_made_inside_is_left_in_place(monkeypatch):
+    before, calls = torch.autograd.backward, []
+    with nc.autocast("cpu"):
+        below = torch.autograd.backward
+
+        def other(*args, **kwargs):
+            calls.append(len(args))
+            return below(*args, **kwargs)
+
+        torch.autograd.backward = other
+    assert torch.autograd.backward is other
+    loss().backward()  # through ours, outside: no warning
+    with nc.autocast("cpu"), pytest.warns(UserWarning, match="inside an nc.autocast"):  # ours, other, ours
+        loss().backward()
+    assert torch.autograd.backward is other
+    assert len(calls) == 2
+    torch.autograd.backward = before

@@ -1,0 +1,176 @@
+"""Weights written while a region is open take effect at once: training does not freeze."""
+
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.casting import _torch_internals, forget_warnings
+
+OPTIMIZER_FILE = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the name
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
+    (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
+    (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 2}),
+]
+
+
+def losses(autocast, optimizer_class, settings):
+    """Three steps, all inside one region."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 1), torch.randn(16, 8)
+    optimizer = optimizer_class(model.parameters(), **settings)
+    seen = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        seen.append(loss.item())
+        return loss
+
+    with autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            if optimizer_class is torch.optim.LBFGS:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    return seen
+
+
+@pytest.fixture
+def warned_already():
+    """These loops call backward inside the region, which is the point."""
+    with nc.autocast("cpu"), pytest.warns(UserWarning, match="backward was called inside"):
+        torch.ones(1, requires_grad=True).backward()
+    yield
+    forget_warnings()
+
+
+@pytest.mark.parametrize(("optimizer", "settings"), OPTIMIZERS)
+def test_training_inside_a_region_freezes_under_torch_and_not_under_ours(
+    optimizer, settings, warned_already, without_our_hook
+):
+    frozen = losses(torch.autocast, optimizer, settings)
+    assert len(set(frozen)) == 1, "torch drops stale casts now: is our optimizer hook still needed?"
+    without_our_hook.undo()
+    moving = losses(nc.autocast, optimizer, settings)
+    uncached = losses(partial(torch.autocast, cache_enabled=False), optimizer, settings)
+    assert moving == uncached
+    assert moving[-1] < moving[0]
+
+
+@pytest.fixture
+def without_our_hook(monkeypatch):
+    """The hook is for the whole process, torch's own regions too: take it out to see torch as it is."""
+    with monkeypatch.context() as patch:
+        patch.setattr(OPTIMIZER_FILE, "_global_optimizer_post_hooks", {})
+        yield patch
+
+
+def test_weights_written_by_hand_after_a_backward_take_effect(warned_already):
+    layer, x = nn.Linear(8, 1), torch.randn(16, 8)
+    seen = []
+    with nc.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            loss = layer(x).square().mean()
+            with nc.autocast("cpu", enabled=False):
+                loss.backward()
+            with torch.no_grad():
+                for p in layer.parameters():
+                    p.sub_(0.1 * p.grad)
+                    p.grad = None
+            seen.append(loss.item())
+    assert sorted(seen, reverse=True) == seen
+    assert len(set(seen)) == 3
+
+
+def test_the_hook_is_registered_once():
+    for _ in range(3):
+        with nc.autocast("cpu"):
+            pass
+    hooks = OPTIMIZER_FILE._global_optimizer_post_hooks.values()
+    assert [hook.__module__ for hook in hooks].count("narrowcast.casting._guards") == 1
+
+
+def loads(autocast, **how):
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    other = nn.Linear(4, 4)
+    with autocast("cpu", torch.bfloat16):
+        layer(x)
+        result = nn.Sequential(layer).load_state_dict(nn.Sequential(other).state_dict(), **how)
+        inside = layer(x)
+    with autocast("cpu", torch.bfloat16):
+        return torch.equal(inside, other(x)), result
+
+
+def test_loaded_weights_take_effect_inside_a_region():
+    assert loads(torch.autocast)[0] is False, "torch drops stale casts on loading now"
+    right, result = loads(nc.autocast)
+    assert right
+    assert type(result) is _torch_internals.LoadedKeys
+    assert repr(result) == "<All keys matched successfully>"
+    assert loads(nc.autocast, assign=True)[0]
+
+
+def test_weights_that_loaded_before_an_error_take_effect_too():
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    other = nn.Linear(4, 4)
+    with nc.autocast("cpu", torch.bfloat16):
+        layer(x)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            layer.load_state_dict({"weight": other.weight})
+        with torch.no_grad():
+            layer.bias.copy_(other.bias)
+        torch.clear_autocast_cache()
+        assert torch.equal(layer(x), other(x))
+
+
+def test_load_state_dict_is_torchs_own_outside_regions():
+    module = _torch_internals._module_file
+    assert module._IncompatibleKeys is _torch_internals.LoadedKeys
+    with nc.autocast("cpu"):
+        assert module._IncompatibleKeys is not _torch_internals.LoadedKeys
+        with nc.autocast("cpu", enabled=False), nc.autocast("cpu", torch.float16):
+            pass
+        assert module._IncompatibleKeys is not _torch_internals.LoadedKeys
+    assert module._IncompatibleKeys is _torch_internals.LoadedKeys
+
+
+def test_the_last_region_of_all_threads_takes_the_watch_down():
+    module = _torch_internals._module_file
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with nc.autocast("cpu"):
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    with nc.autocast("cpu"):
+        thread.start()
+        entered.wait(30)
+    assert module._IncompatibleKeys is not _torch_internals.LoadedKeys
+    leave.set()
+    thread.join(30)
+    assert module._IncompatibleKeys is _torch_internals.LoadedKeys
+
+
+def test_the_private_names_of_torch_are_where_they_were():
+    """If this fails, torch moved a name of _torch_internals.py: find what load_state_dict makes now."""
+    names = nn.Module.load_state_dict.__code__.co_names
+    nested = [
+        code.co_names for code in nn.Module.load_state_dict.__code__.co_consts if hasattr(code, "co_names")
+    ]
+    assert "_IncompatibleKeys" in names
+    assert any("_IncompatibleKeys" in found for found in nested), "once a module, after it was written"
+    assert nn.Module.load_state_dict.__globals__ is vars(_torch_internals._module_file)
+    assert _torch_internals.LoadedKeys._fields == ("missing_keys", "unexpected_keys")
+    assert torch.amp.is_autocast_available(_torch_internals.privateuse1_name())
+    assert _torch_internals.cuda_is_missing() in (True, False)
