@@ -1,7 +1,7 @@
 """A convolutional classifier for scikit-learn's handwritten digits.
 
 The data set is real and ships with scikit-learn: 1797 grey images of 8 by 8 pixels, ten classes. They are
-enlarged to 16 by 16, half are held out, and a small VGG-like network is trained on the others.
+enlarged to 16 by 16, 899 are held out, and a small VGG-like network is trained on the other 898.
 
 Run it:
 
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 IMAGE_SIZE = 16
 CLASSES = 10
 BRIGHTEST = 16.0  # load_digits counts the inked pixels of 4 by 4 blocks: 0 to 16
-TEST_SHARE = 0.5
+TEST_SHARE = 0.5  # many held-out images, so that one of them moves the accuracy by 0.0011 only
 
 
 class DigitNet(nn.Module):

@@ -16,7 +16,7 @@ from matplotlib.image import imread
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL_DIGITS = ("--epochs", "4", "--width", "32", "--batch-size", "32", "--device", "cpu")
 SMALL_SINE = ("--size", "48", "--hidden", "64", "--epochs", "300", "--device", "cpu")
-# Seeds 0 to 2 come to 0.009 at that size; one grey everywhere gets the target's variance, 0.11.
+# Seeds 0 to 2 come to 0.009 at that size; one colour everywhere gets the target's variance, 0.11.
 LARGEST_LOSS = 0.03
 
 
@@ -147,8 +147,8 @@ def test_sine_draws_the_target_beside_a_prediction_like_it(small_sine, sine):
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     drawn, predicted = (values(panel, (48, 48)) for panel in panels(imread(path)[..., :3]))
     target = sine.quantized_cosines(sine.coordinate_grid(48), (4.0, 2.0), 4).numpy()
-    # The colour map has 256 entries: a value comes back as the lower end of its 256th, at most one step off.
-    assert np.abs(drawn - target).max() <= 1 / 255
+    # The colour map has 256 entries; drawing may round a value to a neighbour of its own, never further.
+    assert np.abs(drawn - target).max() < 1.5 / 255
     assert np.mean((predicted - target) ** 2) < LARGEST_LOSS
     # The loss allowed is 0.03 of a variance of 0.11: a correlation of at least sqrt(1 - 0.03 / 0.11) = 0.85.
     assert np.corrcoef(predicted.ravel(), target.ravel())[0, 1] > 0.85
@@ -206,6 +206,12 @@ def test_target_is_the_quantized_sum_of_cosines(sine, size, frequency, levels):
     values = np.unique(got)
     assert len(values) == levels
     assert (values[0], values[-1]) == (0, 1)
+
+
+def test_a_value_on_an_edge_is_of_the_level_above(sine):
+    # At coordinates 0, 1/2 and 1 the cosines are 1, -1 and 1 exactly, and 0 is the edge between two levels.
+    got = sine.quantized_cosines(sine.coordinate_grid(3), (1.0, 1.0), 2)
+    assert got.tolist() == [[1, 1, 1], [1, 0, 1], [1, 1, 1]]
 
 
 def test_grid_is_x_across_and_y_down(sine):
