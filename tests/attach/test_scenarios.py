@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
+from scenarios import DEPTH, SCENARIOS
 
 from narrowcast.attach import Attachment
 from narrowcast.scaling import Dynamic
-
-from scenarios import DEPTH, SCENARIOS
 
 # Unit roundoff: the largest relative error of one rounding to nearest.
 ROUNDOFF = {"bf16": 2.0**-9, "fp16": 2.0**-12}

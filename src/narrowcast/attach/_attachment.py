@@ -56,14 +56,18 @@ class Attachment:
         self.scale = RunningScale(Off() if loss_scale is None else loss_scale)
         self.ledger = Ledger(writer)
         self._patches = Patches()
-        self._backward = Backward(self.scale, self.ledger)
         self._regions = Regions(
-            self.policy, loss_scale, self.scale, self.ledger, self._step_aside, self._backward.recomputed
+            self.policy,
+            loss_scale,
+            self.scale,
+            self.ledger,
+            step_aside=self._step_aside,
         )
+        self._backward = Backward(self.scale, self.ledger, self._regions.settle, self._regions.recomputation)
         self._steps = Steps(self.scale, self._backward.leaves, self.ledger, self._regions.parameter_names)
 
     def __enter__(self) -> Self:
-        global _attached
+        global _attached  # noqa: PLW0603 (torch is patched once for the process)
         if _attached is not None:
             raise RegionError("an Attachment is in force already; leave it before entering another one")
         _attached = self
@@ -75,7 +79,7 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _attached
+        global _attached  # noqa: PLW0603
         _attached = None
         try:
             self._note_what_was_unusual()
@@ -97,12 +101,11 @@ class Attachment:
     def _note_what_was_unusual(self) -> None:
         if self.aside is not None:
             return
+        self._regions.settle()
         if not self._regions.called_a_module:
             self.ledger.note("no module with parameters was called, so nothing ran in mixed precision")
         elif self.ledger.backwards and not self.ledger.steps and not self.ledger.skipped_steps:
-            self.ledger.note(
-                "no torch.optim.Optimizer stepped: updates, if any, were made by hand, and none could be skipped"
-            )
+            self.ledger.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
 
 def _in_a_forked_child() -> None:

@@ -18,6 +18,7 @@ import torch
 from narrowcast.attach._leaves import Leaf, Leaves
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
+from narrowcast.attach._recomputation import Recomputation
 from narrowcast.attach._scale import RunningScale
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped
 from narrowcast.errors import UnsupportedError
@@ -25,24 +26,22 @@ from narrowcast.gradients import nonfinite_flags
 
 
 class _Thread(threading.local):
-    """What this thread is in the middle of.
-
-    Attributes:
-        entered: a replaced function; torch may call it again by its name.
-        recomputing: a reentrant checkpoint has run its function again and starts its own pass next.
-    """
+    """Whether this thread is already inside a replaced function: torch may call it again by its name."""
 
     entered = False
-    recomputing = False
 
 
 class Backward:
-    """Replaces ``torch.autograd.backward`` and ``torch.autograd.grad``, and wraps hooks that see gradients."""
+    """Replaces ``torch.autograd.backward`` and ``grad``, and wraps the hooks that see gradients."""
 
-    def __init__(self, scale: RunningScale, ledger: Ledger) -> None:
+    def __init__(
+        self, scale: RunningScale, ledger: Ledger, settle: Callable[[], None], recomputation: Recomputation
+    ) -> None:
         self._scale = scale
         self._ledger = ledger
-        self.thread = _Thread()
+        self._settle = settle
+        self._recomputation = recomputation
+        self._thread = _Thread()
         self._accumulating: dict[int, float] = {}
         self._returning: dict[int, float] = {}
         self._retained: list[weakref.ref[torch.Tensor]] = []
@@ -60,15 +59,15 @@ class Backward:
     def _wrap(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # torch may dispatch to itself by name (tensor subclasses): that is the same pass, not a nested one.
-            again = self.thread.entered and graph_task_id() == NO_GRAPH_TASK
+            # Tensor subclasses make torch call itself by name: that is the same pass, not a nested one.
+            again = self._thread.entered and graph_task_id() == NO_GRAPH_TASK
             if self.set_aside or again:
                 return original(*args, **kwargs)
-            before, self.thread.entered = self.thread.entered, True
+            before, self._thread.entered = self._thread.entered, True
             try:
                 return replacement(*args, **kwargs)
             finally:
-                self.thread.entered = before
+                self._thread.entered = before
 
         return wrapper
 
@@ -88,6 +87,7 @@ class Backward:
         outermost = enclosing == NO_GRAPH_TASK
         roots = _as_tuple(tensors)
         if outermost:
+            self._settle()
             self._ledger.saw_backward(_one_number(roots))
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
         if grad_variables is not None and grad_tensors is None:
@@ -99,8 +99,7 @@ class Backward:
         if outermost:
             seeds = _scaled(roots, seeds, factor)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        recomputing, self.thread.recomputing = self.thread.recomputing, False
-        leaves = self.leaves.reached_from(nodes, nested=not outermost, recomputing=recomputing)
+        leaves = self.leaves.reached_from(nodes, passed_on=None if outermost else self._stands_in())
         number = self._scale.next_backward() if outermost else self._scale.backward
         self.leaves.backward_begins(leaves, number)
         with (
@@ -115,11 +114,15 @@ class Backward:
         else:
             self._nested_leaves += leaves
 
-    def recomputed(self, inputs: Sequence[torch.Tensor]) -> None:
-        """A checkpoint ran its function again on ``inputs``, which stand for what it was first called with."""
-        self.thread.recomputing = True
-        for tensor in inputs:
-            self.leaves.pass_on(tensor)
+    def _stands_in(self) -> Callable[[torch.Tensor], bool]:
+        """Which leaves of the nested pass that begins now only stand in for other tensors.
+
+        A checkpoint's stand-ins are known. Another Function that runs a pass inside its backward makes its
+        own: a leaf that is no parameter, and that no pass ever reached from outside, is taken for one.
+        """
+        if self._recomputation.take_pending():
+            return self._recomputation.is_stand_in
+        return lambda t: not isinstance(t, torch.nn.Parameter) and self.leaves.find(t) is None
 
     def _factor_of(self, task: int) -> float | None:
         factor = self._accumulating.get(task)
@@ -162,14 +165,15 @@ class Backward:
         allow_unused: bool | None = None,
         is_grads_batched: bool = False,
         materialize_grads: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Any:
         """``torch.autograd.grad`` from scaled outputs, returning true gradients.
 
         Where the scaled pass overflows it is run again unscaled: nothing after it could skip and retry.
         """
         roots = _as_tuple(outputs)
-        plain = all(isinstance(root, torch.Tensor) and root.grad_fn is not None for root in roots)
-        keywords = {
+        # A subclass may hold no data to look at: torch.compile differentiates such tensors while it traces.
+        plain = all(type(root) is torch.Tensor and root.grad_fn is not None for root in roots)
+        keywords: dict[str, Any] = {
             "create_graph": create_graph,
             "only_inputs": only_inputs,
             "allow_unused": allow_unused,
@@ -190,13 +194,13 @@ class Backward:
         found = [gradient for gradient in scaled if gradient is not None]
         if any(nonfinite_flags(found).read()):
             return self._torch_grad(outputs, inputs, grad_outputs, retain_graph, **keywords)
-        return tuple(None if g is None else g * (1.0 / factor) for g in scaled)  # type: ignore[misc]
+        return tuple(None if g is None else g * (1.0 / factor) for g in scaled)
 
     # ---- gradients that a script looks at on the way
 
     def _install_hook_views(self, patches: Patches) -> None:
         register_hook = torch.Tensor.register_hook
-        retain_grad = torch.Tensor.retain_grad
+        retain_grad: Callable[..., None] = vars(torch._C.TensorBase)["retain_grad"]
 
         def tensor_register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
             # A leaf's hooks run after its gradient was unscaled.

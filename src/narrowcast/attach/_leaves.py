@@ -53,32 +53,13 @@ class Leaves:
         self._unscale = unscale
         self._by_id: dict[int, Leaf] = {}
         self._unread: list[_Unread] = []
-        self._passed_on: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def pass_on(self, tensor: torch.Tensor) -> None:
-        """``tensor`` stands for another one inside a backward: its gradient goes on, scaled, through that."""
-        self._passed_on[id(tensor)] = weakref.ref(tensor)
-
-    def _is_passed_on(self, tensor: torch.Tensor, nested: bool, recomputing: bool) -> bool:
-        """Whether a leaf of a nested pass is a stand-in.
-
-        A checkpoint's stand-ins are known. Another Function that runs a pass inside its backward makes its
-        own: a leaf that is no parameter, and that no pass ever reached from outside, is taken for one.
-        """
-        if not nested:
-            return False
-        stand_in = self._passed_on.get(id(tensor))
-        if stand_in is not None and stand_in() is tensor:
-            return True
-        known = recomputing or isinstance(tensor, torch.nn.Parameter) or self.find(tensor) is not None
-        return not known
 
     def reached_from(
-        self, roots: Iterable[Any], *, nested: bool = False, recomputing: bool = False
+        self, roots: Iterable[Any], *, passed_on: Callable[[torch.Tensor], bool] | None = None
     ) -> list[Leaf]:
         """The leaves below graph nodes ``roots``; each has its hook from now on.
 
-        ``nested``: the pass runs inside another one; leaves that only stand in for others get no hook.
+        ``passed_on`` names the leaves to leave out: they stand for other tensors of an enclosing pass.
         """
         seen = set(roots)
         waiting = list(seen)
@@ -86,8 +67,9 @@ class Leaves:
         while waiting:
             node = waiting.pop()
             if type(node) is _ACCUMULATE_GRAD:
-                if not self._is_passed_on(node.variable, nested, recomputing):
-                    leaves.append(self._hooked(node.variable))
+                tensor: torch.Tensor = node.variable  # type: ignore[attr-defined]
+                if passed_on is None or not passed_on(tensor):
+                    leaves.append(self._hooked(tensor))
                 continue
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
@@ -186,7 +168,6 @@ class Leaves:
             for leaf, flag in zip(batch.leaves, batch.flags.read(), strict=True):
                 leaf.overflow |= flag and batch.backward >= leaf.clean_since
         self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
-        self._passed_on = {key: kept for key, kept in self._passed_on.items() if kept() is not None}
 
     def remove_hooks(self) -> None:
         for leaf in self._by_id.values():

@@ -45,7 +45,7 @@ class Ledger:
         self._loss = None if loss is None else loss.detach()
 
     def saw_step(self, *, skipped: bool, scale: float | None) -> None:
-        """An optimizer took a step, or skipped one; ``scale`` is the one that its gradients were made with."""
+        """An optimizer took a step or skipped one; ``scale`` is the one its gradients were made with."""
         self.steps += not skipped
         self.skipped_steps += skipped
         if not self._writer:
@@ -94,7 +94,7 @@ class Ledger:
             "final_scale": self.final_scale,
             "final_loss": _number(self._loss),
             "peak_resident_bytes": _peak_resident_bytes(),
-            "peak_tensor_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
+            "peak_tensor_bytes": _peak_gpu_tensor_bytes(),
             "versions": versions(),
         }
 
@@ -110,6 +110,12 @@ class Ledger:
 
 def _number(loss: torch.Tensor | None) -> float | None:
     return None if loss is None else float(loss.float())
+
+
+def _peak_gpu_tensor_bytes() -> int | None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.max_memory_allocated()
 
 
 def _peak_resident_bytes() -> int:

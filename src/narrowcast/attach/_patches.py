@@ -13,7 +13,7 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set ``owner.name`` to ``value``; an attribute that ``owner`` only inherited is deleted again later."""
+        """Set ``owner.name`` to ``value``; what ``owner`` only inherited is inherited again later."""
         if name in vars(owner):
             original = vars(owner)[name]
             self._undo.append(lambda: setattr(owner, name, original))

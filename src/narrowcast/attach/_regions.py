@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
+from narrowcast.attach._recomputation import Recomputation
 from narrowcast.attach._scale import RunningScale
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id
 from narrowcast.casting import autocast, cast_floating
@@ -43,17 +44,20 @@ class Regions:
         scale: RunningScale,
         ledger: Ledger,
         step_aside: Callable[[str], None],
-        recomputed: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
         self._policy = policy
         self._asked_scale = asked_scale
         self._scale = scale
         self._ledger = ledger
         self._step_aside = step_aside
-        self._recomputed = recomputed
+        self.recomputation = Recomputation()
         self._thread = _Thread()
         self._dtypes: dict[str, torch.dtype | None] = {}
         self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # Tracing may read what is known beforehand and set an attribute, and no more.
+        devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        self._traceable_dtypes = {device: resolve(policy, device) for device in devices}
+        self._traced_on: str | None = None
         self.set_aside = False
 
     def install(self, patches: Patches) -> None:
@@ -125,17 +129,18 @@ class Regions:
         parameter = next(module.parameters(), None)
         if self.set_aside or parameter is None or torch.is_autocast_enabled(parameter.device.type):
             return original(module, *args, **kwargs)
-        dtype = self._dtypes.get(parameter.device.type, torch.float32)
-        if dtype is None:
+        dtype = self._traceable_dtypes.get(parameter.device.type, torch.float32)
+        if dtype == torch.float32:
             return original(module, *args, **kwargs)
+        self._traced_on = parameter.device.type
         with torch.autocast(parameter.device.type, dtype):
             output = original(module, *args, **kwargs)
-        return torch.utils._pytree.tree_map(
-            lambda t: (
-                t.float() if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16) else t
-            ),
-            output,
-        )
+        return cast_floating(output, torch.float32)
+
+    def settle(self) -> None:
+        """Decide for a device whose regions were only traced so far."""
+        if self._traced_on is not None:
+            self._dtype_on(self._traced_on)
 
     def _dtype_on(self, device_type: str) -> torch.dtype | None:
         """What a region on this device computes in; None: there is nothing to open."""
@@ -189,7 +194,7 @@ class Regions:
                 if first_inputs is None:
                     first_inputs = set(tensors)
                 elif stand_ins := [t for key, t in tensors.items() if key not in first_inputs]:
-                    self._recomputed(stand_ins)
+                    self.recomputation.begins(stand_ins)
                 before, self._thread.depth = self._thread.depth, depth
                 try:
                     return function(*inputs, **keywords)
@@ -225,7 +230,7 @@ class Regions:
 
 
 def refuse_sharded(module: torch.nn.Module) -> None:
-    """Refuse to scale losses for modules whose gradients never pass the hooks of their leaves.
+    """Refuse to scale losses for modules whose gradients pass no leaf hooks.
 
     Raises:
         UnsupportedError: for FSDP, FSDP2 and parameters that are DTensors.
@@ -233,15 +238,14 @@ def refuse_sharded(module: torch.nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None and "torch.distributed.tensor" not in sys.modules:
         return
-    kinds = tuple(
-        vars(fsdp)[n] for n in ("FSDPModule", "FullyShardedDataParallel") if fsdp and n in vars(fsdp)
-    )
+    names = ("FSDPModule", "FullyShardedDataParallel")
+    kinds = tuple(vars(fsdp)[name] for name in names if fsdp and name in vars(fsdp))
     sharded = any(isinstance(part, kinds) for part in module.modules()) if kinds else False
     distributed = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
     if sharded or distributed:
         raise UnsupportedError(
-            f"{type(module).__name__} is sharded (FSDP or DTensor parameters), where the gradients of a scaled "
-            "loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "
+            f"{type(module).__name__} is sharded (FSDP or DTensor parameters), where the gradients of a "
+            "scaled loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "
             "Use --policy bf16, which needs no loss scale."
         )
 
@@ -251,13 +255,13 @@ def _is_on(region: Any) -> bool:
 
 
 def _entered_by_the_script(frame: Any) -> bool:
-    """Whether a region was entered by code that is neither torch's own nor ours."""
+    """Whether code that is neither torch's own nor ours entered a region."""
     while frame is not None:
         if frame.f_code.co_name == "_enter_autocast":
             return False  # a compiled graph enters what was traced
         module = frame.f_globals.get("__name__", "")
         helper = module.endswith("autocast_mode") or module.startswith("narrowcast.")
         if not helper and module != "contextlib":
-            return module.split(".")[0] != "torch"
+            return bool(module.split(".")[0] != "torch")
         frame = frame.f_back
     return True

@@ -67,16 +67,16 @@ class Steps:
         patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(self._hooked(hook_step)))
         for kind in _subclasses(torch.optim.Optimizer):
             step = vars(kind).get("step")
-            if getattr(step, "hooked", False):
+            if step is not None and getattr(step, "hooked", False):
                 patches.replace(kind, "step", self._wrap(step))
 
     def uninstall(self) -> None:
         """Give each class that torch wrapped meanwhile the wrapper that torch alone would have given it."""
         self.installed = False
         for kind in _subclasses(torch.optim.Optimizer):
-            step = vars(kind).get("step")
-            if getattr(step, "narrowcast_wraps", None) is not None:
-                kind.step = step.narrowcast_wraps  # type: ignore[attr-defined]
+            wrapped = getattr(vars(kind).get("step"), "narrowcast_wraps", None)
+            if wrapped is not None:
+                kind.step = wrapped  # type: ignore[attr-defined]
 
     def _hooked(self, hook_step: Callable[[_Step], _Step]) -> Callable[[_Step], _Step]:
         @functools.wraps(hook_step)
@@ -228,6 +228,7 @@ def _with_closure(args: Any, kwargs: Any, change: Callable[[Callable[[], Any]], 
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for subclass in kind.__subclasses__():
+    subclasses: list[type] = kind.__subclasses__()
+    for subclass in subclasses:
         yield subclass
         yield from _subclasses(subclass)

@@ -1,0 +1,297 @@
+"""A planted overflow: the step is skipped, the scale halves, training goes on, nothing stored is ever non-finite."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenarios import SignDescent, data, network
+
+from narrowcast.attach import Attachment
+from narrowcast.errors import ScaleCollapseError
+from narrowcast.scaling import Dynamic, Static
+
+DENSE_OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+    "SGD fused": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, 1e-3),
+    "Adam fused": lambda p: torch.optim.Adam(p, 1e-3, fused=True),
+    "Adam for-loop": lambda p: torch.optim.Adam(p, 1e-3, foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-3),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "custom": lambda p: SignDescent(p, 0.01),
+}
+
+
+def tensors_of(optimizer):
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    for state in optimizer.state.values():
+        for value in state.values():
+            found += [
+                t for t in (value if isinstance(value, list) else [value]) if isinstance(t, torch.Tensor)
+            ]
+    return found
+
+
+def all_finite(optimizer):
+    return all(bool(torch.isfinite(t).all()) for t in tensors_of(optimizer))
+
+
+def copies_of(optimizer):
+    return [t.detach().clone() for t in tensors_of(optimizer)]
+
+
+def backward(model, loss_factor=1.0):
+    x, y = data()
+    (F.mse_loss(model(x), y) * loss_factor).backward()
+
+
+@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
+def test_a_skipped_step_changes_nothing(name):
+    model = network()
+    optimizer = DENSE_OPTIMIZERS[name](model.parameters())
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        backward(model)
+        optimizer.step()
+        before = copies_of(optimizer)
+        optimizer.zero_grad()
+        backward(model, loss_factor=1e6)  # 1e6 * 2**8 is beyond fp16
+        assert any(not torch.isfinite(p.grad).all() for p in model.parameters())
+        assert optimizer.step() is None
+        after = copies_of(optimizer)
+        assert len(before) == len(after)
+        assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+        assert attached.scale.value.scale == 2.0**7
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    assert all(p is q for group, old in zip(optimizer.param_groups, groups, strict=True)
+               for p, q in zip(group["params"], old, strict=True))  # fmt: skip
+    assert not all(torch.equal(a, b) for a, b in zip(after, copies_of(optimizer), strict=False))
+    assert all_finite(optimizer)
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**24])
+def test_training_recovers_from_a_scale_that_is_far_too_high(scale):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    with Attachment("fp16", Dynamic(scale=scale)) as attached:
+        for _ in range(40):
+            optimizer.zero_grad()
+            backward(model, 100.0)
+            optimizer.step()
+            assert all_finite(optimizer)
+    assert attached.facts["skipped_steps"] > 0
+    assert attached.facts["final_scale"] == scale / 2 ** attached.facts["skipped_steps"]
+    assert attached.facts["steps"] + attached.facts["skipped_steps"] == 40
+
+
+def test_the_scale_moves_as_that_of_torch_does():
+    """The same overflows in torch.amp.GradScaler, with its own rule, give the same scales."""
+    factors = [1.0, 1e6, 1e6, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e6, 1.0]
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    expected = []
+    for factor in factors:
+        optimizer.zero_grad()
+        x, y = data()
+        with torch.autocast("cpu", torch.float16):
+            prediction = model(x)
+        theirs.scale(F.mse_loss(prediction.float(), y) * factor).backward()
+        theirs.step(optimizer)
+        theirs.update()
+        expected.append(theirs.get_scale())
+    found, model = [], network()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    with Attachment("fp16", Dynamic(scale=2.0**8, growth_interval=3)) as attached:
+        for factor in factors:
+            optimizer.zero_grad()
+            backward(model, factor)
+            optimizer.step()
+            found.append(attached.scale.value.scale)
+    assert found == expected
+    assert len(set(found)) > 2
+
+
+@pytest.mark.parametrize("hide", ["clamp", "nan_to_num", "clip_grad_value_", "clip_grad_norm_"])
+def test_an_overflow_that_the_script_clamps_away_is_still_skipped(hide):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        backward(model, 1e6)
+        before = copies_of(optimizer)
+        parameters = list(model.parameters())
+        match hide:
+            case "clamp":
+                for p in parameters:
+                    p.grad.nan_to_num_(0.0).clamp_(-1, 1)
+            case "nan_to_num":
+                for p in parameters:
+                    p.grad.data = torch.nan_to_num(p.grad.data, 0.0, 0.0, 0.0)
+            case "clip_grad_value_":
+                torch.nn.utils.clip_grad_value_(parameters, 0.1)
+            case "clip_grad_norm_":
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        assert all(torch.equal(b, a) for b, a in zip(before, copies_of(optimizer), strict=True))
+    assert attached.facts["skipped_steps"] == 1
+
+
+def test_one_bad_micro_batch_skips_the_step_it_would_have_entered():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        for factor in (1.0, 1e6, 1.0):
+            backward(model, factor)
+        before = copies_of(optimizer)
+        optimizer.step()
+        assert all(torch.equal(b, a) for b, a in zip(before, copies_of(optimizer), strict=True))
+    assert attached.facts["skipped_steps"] == 1
+    assert attached.facts["final_scale"] == 2.0**7
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_overflow_that_was_thrown_away_skips_nothing(set_to_none):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        backward(model, 1e6)
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(model)
+        optimizer.step()
+    assert attached.facts["skipped_steps"] == 0
+
+
+def test_one_optimizer_skips_while_the_other_steps():
+    """A joint backward overflows in one branch only; the scale backs off once."""
+    left, right = network(seed=3), network(seed=4)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (left, right)]
+    x, y = data()
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        (F.mse_loss(left(x), y) * 1e6 + F.mse_loss(right(x), y)).backward()
+        before = [copies_of(optimizer) for optimizer in optimizers]
+        for optimizer in optimizers:
+            optimizer.step()
+        after = [copies_of(optimizer) for optimizer in optimizers]
+    assert all(torch.equal(b, a) for b, a in zip(before[0], after[0], strict=True))
+    assert not any(torch.equal(b, a) for b, a in zip(before[1], after[1], strict=True))
+    assert attached.facts["final_scale"] == 2.0**7
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (1, 1)
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"),
+    lambda p: torch.optim.LBFGS(p, max_iter=4),
+    lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+    lambda p: torch.optim.Adam(p, 1e-3),
+], ids=["LBFGS strong_wolfe", "LBFGS", "SGD", "Adam"])  # fmt: skip
+def test_a_closure_whose_gradients_overflow_is_evaluated_again_at_a_lower_scale(make):
+    model = network()
+    optimizer = make(model.parameters())
+    x, y = data()
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    with Attachment("fp16", Dynamic(scale=2.0**24)) as attached:
+        for _ in range(4):
+            losses.append(float(optimizer.step(closure).detach()))
+            assert all_finite(optimizer)
+    assert attached.facts["skipped_steps"] == 0
+    assert attached.facts["final_scale"] < 2.0**20
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.LBFGS(p, max_iter=4), lambda p: torch.optim.Adam(p, 1e-3),
+], ids=["LBFGS", "Adam"])  # fmt: skip
+def test_a_closure_whose_forward_overflows_leaves_parameters_and_state_as_they_were(make):
+    model = network()
+    optimizer = make(model.parameters())
+    x, y = data()
+    blow_up = False
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x) * (math.inf if blow_up else 1.0), y)
+        loss.backward()
+        return loss
+
+    with Attachment("fp16", Dynamic(scale=2.0**6)) as attached:
+        optimizer.step(closure)
+        before = copies_of(optimizer)
+        blow_up = True
+        optimizer.step(closure)
+        after = copies_of(optimizer)
+        assert len(before) == len(after)
+        assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+        blow_up = False
+        optimizer.step(closure)
+        assert all_finite(optimizer)
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
+    assert attached.facts["final_scale"] == 2.0**5
+
+
+def test_a_fixed_scale_skips_and_stays():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Static(scale=1024.0)) as attached:
+        backward(model, 1e6)
+        optimizer.step()
+    assert attached.facts["skipped_steps"] == 1
+    assert attached.facts["final_scale"] == 1024.0
+
+
+def test_a_scheduler_after_a_skip_raises_no_warning():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(model, 1e6)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_hopeless_training_ends_with_an_error_that_names_the_parameters():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        backward(model)
+        optimizer.step()
+        with pytest.raises(ScaleCollapseError, match=r"25 steps of SGD in a row were skipped, since step 2: .*"
+                           r"Sequential\.0\.weight, Sequential\.0\.bias.* --policy bf16"):  # fmt: skip
+            for _ in range(100):
+                optimizer.zero_grad()
+                backward(model, math.nan)
+                optimizer.step()
+    assert attached.facts["skipped_steps"] == 25
+    assert all_finite(optimizer)
+
+
+def test_growth_after_good_steps():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Attachment("fp16", Dynamic(scale=2.0**4, growth_interval=5)) as attached:
+        for _ in range(10):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    assert attached.facts["final_scale"] == 2.0**6
