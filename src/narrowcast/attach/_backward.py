@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,7 +200,7 @@ class Backward:
     # ---- gradients that a script looks at on the way
 
     def _install_hook_views(self, patches: Patches) -> None:
-        register_hook = torch.Tensor.register_hook
+        register_hook: Callable[..., Any] = torch.Tensor.register_hook
         retain_grad: Callable[..., None] = vars(torch._C.TensorBase)["retain_grad"]
 
         def tensor_register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
@@ -248,15 +249,23 @@ class Backward:
         named = [t for t in _as_tuple(inputs) if isinstance(t, torch.Tensor)] if inputs is not None else []
         kept = {id(t): t for ref in self._retained if (t := ref()) is not None}
         kept |= {id(t): t for t in named if t.grad_fn is not None}
-        earlier = [(tensor, tensor.grad) for tensor in kept.values()]
+        earlier = [(tensor, _gradient_of(tensor)) for tensor in kept.values()]
         for tensor, _ in earlier:
             tensor.grad = None
         try:
             yield
         finally:
             for tensor, before in earlier:
-                true = None if tensor.grad is None else tensor.grad * (1.0 / factor)
+                scaled = _gradient_of(tensor)
+                true = None if scaled is None else scaled * (1.0 / factor)
                 tensor.grad = before if true is None else true if before is None else before + true
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """``tensor.grad``, which torch warns about on a tensor in the middle of a graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor.grad
 
 
 def _as_tuple(tensors: Any) -> tuple[Any, ...]:

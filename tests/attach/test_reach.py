@@ -1,0 +1,522 @@
+"""How far the region and the scale reach, and that they end there."""
+
+import dataclasses
+import threading
+import warnings
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenarios import data, network
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from narrowcast.attach import Attachment
+from narrowcast.casting import autocast
+from narrowcast.errors import RegionError, UnsupportedError
+from narrowcast.scaling import Dynamic, Static
+
+SCALE = 2.0**8
+SLOW_FP16 = "fp16 on this CPU has no instructions and is very slow"
+
+
+class Recording(nn.Module):
+    """Tells in which format its layer computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.dtypes = []
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.dtypes.append(out.dtype)
+        return out
+
+
+@pytest.mark.parametrize(("policy", "inside"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_region_is_the_outermost_call(policy, inside):
+    model, x = Recording(), torch.randn(2, 4)
+    with Attachment(policy):
+        out = model(x)
+        assert model.dtypes == [inside]
+        assert out.dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")
+        assert (x @ model.layer.weight).dtype == torch.float32
+        assert F.mse_loss(out, x).dtype == torch.float32
+    assert model(x).dtype == model.dtypes[-1] == torch.float32
+
+
+def test_a_module_without_parameters_opens_no_region():
+    class Product(nn.Module):
+        def forward(self, a, b):
+            return a @ b
+
+    a = torch.randn(3, 3)
+    with Attachment("bf16") as attached:
+        assert torch.equal(Product()(a, a), a @ a)
+    assert attached.ledger.notes == [
+        "no module with parameters was called, so nothing ran in mixed precision"
+    ]
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: tuple
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda t: (t, [t, {"a": t}]),
+    lambda t: Pair(t, t),
+    lambda t: OrderedDict(x=t),
+    lambda t: Output(t, (t, t)),
+    lambda t: torch.distributions.Normal(t, t.exp()),
+    lambda t: t.max(dim=1),
+], ids=["nested", "namedtuple", "OrderedDict", "dataclass", "distribution", "torch.return_types"])  # fmt: skip
+def test_outputs_of_any_shape_are_handed_on_in_fp32(wrap):
+    class Wrapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return wrap(self.layer(x))
+
+    def dtypes(value):
+        if isinstance(value, torch.Tensor):
+            return {value.dtype} if value.is_floating_point() else set()
+        if dataclasses.is_dataclass(value) or isinstance(value, torch.distributions.Distribution):
+            value = vars(value)
+        parts = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else []
+        )
+        return set().union(*map(dtypes, parts))
+
+    model, x = Wrapping(), torch.randn(2, 4)
+    expected = model(x)
+    with Attachment("bf16"):
+        found = model(x)
+    assert type(found) is type(expected)
+    assert dtypes(found) == dtypes(expected) == {torch.float32}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_the_region_closes_whatever_is_raised_in_it(error):
+    class Raising(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.layer(x)
+            raise error
+
+    with Attachment("bf16"):
+        with pytest.raises(error):
+            Raising()(torch.randn(2, 4))
+        assert not torch.is_autocast_enabled("cpu")
+        assert Recording()(torch.randn(2, 4)).dtype == torch.float32
+
+
+def test_a_local_region_that_turns_casting_off_is_honoured():
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                self.inner = self.layer(x)
+            return self.layer(x)
+
+    model = Careful()
+    with Attachment("bf16") as attached:
+        model(torch.randn(2, 4))
+    assert model.inner.dtype == torch.float32
+    assert attached.aside is None
+
+
+class _Squares(Dataset):
+    def __init__(self, encoder):
+        self.encoder = encoder
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        out = self.encoder(torch.ones(4) * index)
+        return out, self.encoder.dtypes[-1] == torch.float32
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_region_opens_in_a_data_loader_worker(workers):
+    with Attachment("bf16") as attached, torch.no_grad():
+        batches = list(DataLoader(_Squares(Recording()), batch_size=2, num_workers=workers))
+    assert all(bool(fp32) == (workers > 0) for _, kinds in batches for fp32 in kinds)
+    assert attached.facts["steps"] == 0
+
+
+def test_threads_that_train_at_once():
+    """Two replicas in two threads, each with its own scaled backward: no gradient is unscaled twice or not at all."""
+    x, y = data()
+
+    def train(seed):
+        model = network(seed=seed)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for _ in range(10):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    expected = [train(seed) for seed in (11, 12)]
+    found = {}
+    with Attachment("fp16", Static(scale=SCALE)):
+        threads = [threading.Thread(target=lambda s=s: found.update({s: train(s)})) for s in (11, 12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for want, seed in zip(expected, (11, 12), strict=True):
+        # Ten steps of gradients with an error of at most 96 roundoffs of fp16 (see test_scenarios).
+        assert (found[seed] - want).norm() / want.norm() < 96 * 2.0**-12
+
+
+# ---- gradients that the script looks at
+
+
+def gradient_seen(attach_as, register):
+    model, (x, y) = network(), data()
+    seen = []
+    with Attachment(*attach_as):
+        hidden = model[:2](x)
+        register(model, hidden, seen)
+        F.mse_loss(model[2:](hidden), y).backward()
+    return seen
+
+
+def _tensor_hook(model, hidden, seen):
+    hidden.register_hook(lambda gradient: seen.append(gradient.clone()))
+
+
+def _module_hook(model, hidden, seen):
+    model[4].register_full_backward_hook(lambda m, gi, go: seen.extend([gi[0].clone(), go[0].clone()]))
+
+
+def _module_pre_hook(model, hidden, seen):
+    model[4].register_full_backward_pre_hook(lambda m, go: seen.append(go[0].clone()))
+
+
+def _post_accumulate(model, hidden, seen):
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+
+def _parameter_hook(model, hidden, seen):
+    model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+
+
+@pytest.mark.parametrize(
+    "register", [_tensor_hook, _module_hook, _module_pre_hook, _post_accumulate, _parameter_hook]
+)
+def test_hooks_see_true_gradients(register):
+    expected = gradient_seen(("fp32",), register)
+    found = gradient_seen(("fp16", Static(scale=2.0**12)), register)
+    assert len(found) == len(expected) > 0
+    for f, e in zip(found, expected, strict=True):
+        assert (f - e).norm() / e.norm() < 2.0**-8  # 16 roundoffs of fp16 on the way there
+
+
+def test_a_hook_that_changes_a_gradient_changes_the_true_one():
+    def clamp(model, hidden, seen):
+        hidden.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
+        model[0].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+    expected = gradient_seen(("fp32",), clamp)
+    found = gradient_seen(("fp16", Static(scale=2.0**12)), clamp)
+    assert (found[0] - expected[0]).norm() / expected[0].norm() < 2.0**-8
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_retained_gradients_are_true_and_accumulate(times):
+    def retained(*attach_as):
+        model, (x, y) = network(), data()
+        with Attachment(*attach_as):
+            hidden = model[:2](x)
+            hidden.retain_grad()
+            loss = F.mse_loss(model[2:](hidden), y)
+            for _ in range(times):
+                loss.backward(retain_graph=True)
+        return hidden.grad
+
+    expected, found = retained("fp32"), retained("fp16", Static(scale=2.0**12))
+    assert (found - expected).norm() / expected.norm() < 2.0**-8
+
+
+def test_backward_into_chosen_inputs():
+    def chosen(*attach_as):
+        model, (x, y) = network(), data()
+        with Attachment(*attach_as):
+            hidden = model[:2](x)
+            F.mse_loss(model[2:](hidden), y).backward(inputs=[hidden, model[4].weight])
+        assert model[0].weight.grad is None
+        with warnings.catch_warnings(action="ignore"):
+            return hidden.grad, model[4].weight.grad
+
+    for found, expected in zip(chosen("fp16", Static(scale=2.0**12)), chosen("fp32"), strict=True):
+        assert (found - expected).norm() / expected.norm() < 2.0**-8
+
+
+def test_autograd_grad_returns_true_gradients_also_where_the_scale_overflows():
+    def slopes(*attach_as):
+        model, (x, y) = network(), data()
+        with Attachment(*attach_as):
+            return torch.autograd.grad(F.mse_loss(model(x), y) * 100, list(model.parameters()))
+
+    expected = slopes("fp32")
+    for scale in (2.0**4, 2.0**24):
+        found = slopes("fp16", Static(scale=scale))
+        for f, e in zip(found, expected, strict=True):
+            assert (f - e).norm() / e.norm() < 2.0**-7
+
+
+def test_autograd_grad_survives_where_unscaled_fp16_would_underflow():
+    """Gradients of 1e-9 are 0 in fp16 (smallest subnormal 6e-8); scaled by 2**16 they are not."""
+    x, y = data()
+
+    def slopes(*attach_as):
+        model = network()
+        with Attachment(*attach_as):
+            return torch.autograd.grad(F.mse_loss(model(x), y) * 1e-7, model[0].weight)[0]
+
+    expected = slopes("fp32")
+    assert (slopes("fp16", Dynamic()) - expected).norm() / expected.norm() < 2.0**-6
+    assert (slopes("fp16", Static(scale=1.0)) - expected).norm() / expected.norm() > 0.1
+
+
+def test_a_function_that_runs_a_pass_inside_its_backward():
+    """As adjoint solvers do: torch.autograd.grad there is not unscaled, or it would be unscaled twice."""
+
+    class Adjoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return torch.tanh(x @ weight)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            with torch.enable_grad():
+                x, copy = x.detach().requires_grad_(), weight.detach().requires_grad_()
+                out = torch.tanh(x @ copy)
+            if ctx.needs_input_grad[0]:
+                (dx,) = torch.autograd.grad(out, x, gradient, retain_graph=True)
+                out.backward(gradient)
+                return dx, copy.grad
+            out.backward(gradient)
+            return None, copy.grad
+
+    def train(*attach_as):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(4, 4), torch.randn(8, 4)
+        weight = nn.Parameter(torch.randn(4, 4))
+        with Attachment(*attach_as):
+            Adjoint.apply(layer(x), weight).square().mean().backward()
+        return layer.weight.grad, weight.grad
+
+    for found, expected in zip(train("fp16", Static(scale=2.0**10)), train("fp32"), strict=True):
+        assert (found - expected).norm() / expected.norm() < 2.0**-8
+
+
+def test_func_grad_and_vmap_are_left_alone():
+    model, (x, y) = network(), data()
+    parameters = {k: v.detach() for k, v in model.named_parameters()}
+
+    def loss(values, a, b):
+        return F.mse_loss(torch.func.functional_call(model, values, (a,)), b)
+
+    def per_sample():
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(
+            parameters, x[:, None], y[:, None]
+        )
+
+    expected = per_sample()
+    with Attachment("bf16"):
+        found = per_sample()
+    for key in expected:
+        assert (found[key] - expected[key]).norm() / expected[key].norm() < 96 * 2.0**-9
+
+
+# ---- what is refused, and what is left to the script
+
+
+def _by_no_grad(parameters):
+    with torch.no_grad():
+        for p in parameters:
+            p -= 0.1 * p.grad
+
+
+def _by_data(parameters):
+    for p in parameters:
+        p.data.sub_(0.1 * p.grad)
+
+
+def _by_new_data(parameters):
+    for p in parameters:
+        p.data = p.data - 0.1 * p.grad
+
+
+@pytest.mark.parametrize("update", [_by_no_grad, _by_data, _by_new_data])
+def test_updates_by_hand_are_refused_in_fp16_and_right_in_bf16(update):
+    def train(steps=3):
+        model, (x, y) = network(), data()
+        for _ in range(steps):
+            F.mse_loss(model(x), y).backward()
+            update(model.parameters())
+            model.zero_grad()
+        return model[0].weight.detach()
+
+    expected = train()
+    with Attachment("bf16") as attached:
+        found = train()
+    assert (found - expected).norm() / expected.norm() < 96 * 2.0**-9
+    assert any("by hand" in note for note in attached.ledger.notes)
+    with Attachment("fp16"), pytest.raises(UnsupportedError, match=r"updated by hand.*--policy bf16"):
+        train()
+    train()
+
+
+def test_the_first_step_of_sam_is_refused_in_fp16():
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16"):
+        F.mse_loss(model(x), y).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=0.05)
+        with pytest.raises(UnsupportedError, match="SAM's first step"):
+            F.mse_loss(model(x), y).backward()
+        optimizer.zero_grad()
+
+
+def test_weights_clamped_by_a_gan_are_no_updates_by_hand():
+    generator, critic, (x, _) = network(out=12), network(), data()
+    optimize_g, optimize_d = (torch.optim.RMSprop(m.parameters(), 1e-3) for m in (generator, critic))
+    with Attachment("fp16", Dynamic(scale=SCALE)) as attached:
+        for _ in range(3):
+            optimize_d.zero_grad()
+            (critic(generator(x).detach()).mean() - critic(x).mean()).backward()
+            optimize_d.step()
+            with torch.no_grad():
+                for p in critic.parameters():
+                    p.clamp_(-0.1, 0.1)
+            optimize_g.zero_grad()
+            (-critic(generator(x)).mean()).backward()
+            optimize_g.step()
+    assert attached.facts["steps"] == 6
+
+
+@pytest.mark.parametrize("region", [
+    lambda: torch.autocast("cpu", torch.bfloat16), lambda: autocast("cpu", torch.bfloat16),
+    lambda: torch.amp.autocast("cpu"),
+], ids=["torch", "narrowcast", "torch.amp"])  # fmt: skip
+def test_a_script_that_uses_autocast_is_left_to_it(region):
+    model = Recording()
+    with Attachment("fp16") as attached:
+        with region():
+            model(torch.randn(2, 4))
+        model(torch.randn(2, 4))
+    assert model.dtypes == [torch.bfloat16, torch.float32]
+    assert attached.ledger.notes == [
+        "the script uses autocast itself, so it was left to it: nothing was added"
+    ]
+    assert attached.facts["final_scale"] is None
+
+
+def test_autocast_as_a_decorator_is_seen_too():
+    model = Recording()
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(x):
+        return model(x)
+
+    with Attachment("fp16") as attached:
+        forward(torch.randn(2, 4))
+    assert model.dtypes == [torch.bfloat16]
+    assert attached.aside == "the script uses autocast itself"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_script_with_a_grad_scaler_is_left_to_it_unless_it_is_off(enabled):
+    model, (x, y) = network(), data()
+    with Attachment("bf16") as attached:
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (attached.aside is not None) == enabled
+
+
+def test_recomputation_is_not_taken_for_a_script_that_uses_autocast():
+    model = network()
+    with Attachment("bf16") as attached:
+        out = torch.utils.checkpoint.checkpoint(model, torch.randn(4, 12), use_reentrant=False)
+        out.sum().backward()
+    assert attached.aside is None
+
+
+def test_one_attachment_at_a_time():
+    with Attachment("bf16"), pytest.raises(RegionError, match="in force already"), Attachment("bf16"):
+        pass
+
+
+def test_optimizer_classes_first_used_inside_are_torchs_own_afterwards():
+    class Fresh(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model, (x, y) = network(), data()
+    with Attachment("fp16", Dynamic(scale=SCALE)) as attached:
+        optimizer = Fresh(model.parameters(), 0.1)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        assert hasattr(Fresh.step, "narrowcast_wraps")
+    assert attached.facts["steps"] == 1
+    assert not hasattr(Fresh.step, "narrowcast_wraps")
+    assert Fresh.step.hooked
+    optimizer.step()
+
+
+def test_hooks_of_leaves_are_gone_afterwards():
+    model, (x, y) = network(), data()
+    with Attachment("fp16"):
+        F.mse_loss(model(x), y).backward()
+        assert model[0].weight._backward_hooks
+    assert not model[0].weight._backward_hooks
+
+
+def test_leaves_that_a_script_drops_are_dropped():
+    with Attachment("fp16", Static(scale=SCALE)) as attached:
+        for _ in range(5):
+            model, (x, y) = network(), data()
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        del model, optimizer
+        x = torch.randn(3, requires_grad=True)
+        (x * 2).sum().backward()
+        assert len(attached._backward.leaves._by_id) <= 8
+
+
+def test_nothing_is_warned_about_in_ordinary_training():
+    model, (x, y) = network(), data()
+    with Attachment("bf16"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
