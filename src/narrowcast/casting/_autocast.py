@@ -53,6 +53,12 @@ class autocast:  # noqa: N801 (torch's spelling)
         RegionError: on leaving, if it is not the innermost region of this thread.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """In code that is traced, what its tracer can follow; nothing new otherwise."""
+        if torch.compiler.is_compiling():
+            return _traced.region(*_settle(*args, **kwargs))
+        return object.__new__(cls)
+
     def __init__(
         self,
         device_type: str,
@@ -62,33 +68,17 @@ class autocast:  # noqa: N801 (torch's spelling)
         *,
         policy: Policy | str | None = None,
     ) -> None:
-        check_device(device_type, enabled=enabled)
-        if policy is not None:
-            if dtype is not None:
-                raise PolicyError(
-                    f"expected a dtype or a policy, got both: {dtype} and {policy!r}; leave one of them out"
-                )
-            dtype = resolve(policy, device_type)
-        elif dtype is None:
-            dtype = torch.get_autocast_dtype(device_type)
-        if enabled:
-            _check_dtype(device_type, dtype)
-        if cache_enabled is None:
-            cache_enabled = torch.is_autocast_cache_enabled()
-        for name, flag in (("enabled", enabled), ("cache_enabled", cache_enabled)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"expected {name} to be a bool, got {flag!r} of type {type(flag).__name__}")
         # The names that torch.autocast gives them, which other libraries read.
-        self.device = device_type
-        self.fast_dtype = dtype
-        self._enabled = enabled
-        self._cache_enabled = cache_enabled
+        self.device, self.fast_dtype, self._enabled, self._cache_enabled = _settle(
+            device_type, dtype, enabled, cache_enabled, policy=policy
+        )
         self._audible = True
-        self._traced: list[_traced.Left] = []
+        self._traced: list[Any] = []
 
     def __enter__(self) -> autocast:
-        if torch.compiler.is_compiling():
-            _traced.enter(self._traced, self.device, self.fast_dtype, self._enabled, self._cache_enabled)
+        if torch.compiler.is_compiling():  # made before torch.export ran the code
+            self._traced.append(self._again())
+            self._traced[-1].__enter__()
         else:
             _regions.enter(
                 self,
@@ -104,7 +94,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._traced:
-            _traced.leave(self._traced)
+            self._traced.pop().__exit__(exc_type, exc, trace)
         else:
             _regions.leave(self)
 
@@ -117,7 +107,7 @@ class autocast:  # noqa: N801 (torch's spelling)
 
         return _decorate(self, func)
 
-    def _again(self) -> autocast:
+    def _again(self) -> Any:
         return autocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
     def __repr__(self) -> str:
@@ -137,6 +127,34 @@ def _decorate(region: autocast, func: Callable[_P, _R]) -> Callable[_P, _R]:
     # What torch.jit.script says when it meets one; the name is torch's.
     decorate_autocast.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
     return decorate_autocast
+
+
+def _settle(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    *,
+    policy: Policy | str | None = None,
+) -> tuple[str, torch.dtype, bool, bool]:
+    """What was asked for, with every default looked up; an error where it cannot be."""
+    check_device(device_type, enabled=enabled)
+    if policy is not None:
+        if dtype is not None:
+            raise PolicyError(
+                f"expected a dtype or a policy, got both: {dtype} and {policy!r}; leave one of them out"
+            )
+        dtype = resolve(policy, device_type)
+    elif dtype is None:
+        dtype = torch.get_autocast_dtype(device_type)
+    if enabled:
+        _check_dtype(device_type, dtype)
+    if cache_enabled is None:
+        cache_enabled = torch.is_autocast_cache_enabled()
+    for name, flag in (("enabled", enabled), ("cache_enabled", cache_enabled)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"expected {name} to be a bool, got {flag!r} of type {type(flag).__name__}")
+    return device_type, dtype, enabled, cache_enabled
 
 
 def check_device(device_type: Any, *, enabled: bool) -> None:

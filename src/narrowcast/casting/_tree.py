@@ -54,10 +54,33 @@ def cast_floating(
 
 def cast_where(value: _ValueT, dtype: torch.dtype, wants: Callable[[torch.Tensor], bool]) -> _ValueT:
     """As ``cast_floating``, for the tensors of which ``wants`` is true."""
+    if torch.compiler.is_compiling():
+        return _cast_plainly(value, dtype, wants)  # type: ignore[no-any-return]
     if not _contains(value, wants, set()):
         return value
     result: _ValueT = _Cast(dtype, wants).walk(value)
     return result
+
+
+def _cast_plainly(value: Any, dtype: torch.dtype, wants: Callable[[torch.Tensor], bool]) -> Any:
+    """For code that Dynamo traces, which cannot follow identities: plain trees; others break the graph."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if wants(value) else value
+    cls = type(value)
+    if cls is dict:
+        return {key: _cast_plainly(part, dtype, wants) for key, part in value.items()}
+    if cls is tuple or cls is list:
+        return cls([_cast_plainly(part, dtype, wants) for part in value])
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        return cls(*[_cast_plainly(part, dtype, wants) for part in value])
+    if value is None or isinstance(value, int | float | str):
+        return value
+    return _cast_untraced(value, dtype, wants)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _cast_untraced(value: Any, dtype: torch.dtype, wants: Callable[[torch.Tensor], bool]) -> Any:
+    return _Cast(dtype, wants).walk(value)
 
 
 def _contains(value: object, wants: Callable[[torch.Tensor], bool], seen: set[int]) -> bool:

@@ -1,0 +1,269 @@
+"""Regions in and around compiled and exported code: the right formats, and no graph break."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+import narrowcast as nc
+from narrowcast.errors import PolicyError, UnsupportedError
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def layer():
+    return nn.Linear(8, 8)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 8)
+
+
+def explicit(layer, x, dtype):
+    with torch.no_grad():
+        return torch.nn.functional.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+
+
+def compiled_whole(f):
+    counter = CompileCounter()
+    return torch.compile(f, backend=counter, fullgraph=True), counter
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_a_region_in_a_compiled_function_is_one_graph(layer, x, dtype):
+    def f(x):
+        with nc.autocast("cpu", dtype):
+            y = layer(x)
+        return y, layer(x)
+
+    compiled, counter = compiled_whole(f)
+    inside, outside = compiled(x)
+    assert counter.frame_count == 1
+    assert torch.equal(inside, explicit(layer, x, dtype))
+    assert outside.dtype == FP32
+
+
+@pytest.mark.parametrize("outer", [BF16, FP16, FP32])
+@pytest.mark.parametrize("inner", [BF16, FP16, FP32])
+def test_nested_formats_share_a_layer_in_one_graph(layer, x, outer, inner):
+    def f(x):
+        with nc.autocast("cpu", outer):
+            first = layer(x)
+            with nc.autocast("cpu", inner):
+                second = layer(x)
+            return first, second, layer(x)
+
+    compiled, counter = compiled_whole(f)
+    with nc.autocast("cpu", FP16 if outer == BF16 else BF16):
+        layer(x)  # whose cast must not be met inside
+        results = compiled(x)
+    assert counter.frame_count == 1
+    for result, dtype in zip(results, (outer, inner, outer), strict=True):
+        assert torch.equal(result, explicit(layer, x, dtype))
+
+
+def test_a_half_tensor_through_an_fp32_region_inside_a_region(layer, x):
+    def f(x):
+        with nc.autocast("cpu", BF16):
+            y = layer(x)
+            with nc.autocast("cpu", policy="fp32"):
+                return layer(y)
+
+    compiled, _ = compiled_whole(f)
+    expected = explicit(layer, explicit(layer, x, BF16), FP32)
+    assert torch.equal(compiled(x), expected)
+    assert torch.equal(f(x), expected)
+
+
+def test_a_disabled_region_inside_a_region(layer, x):
+    @nc.autocast("cpu", BF16)
+    def f(x):
+        with nc.autocast("cpu", enabled=False):
+            return layer(x)
+
+    compiled, counter = compiled_whole(f)
+    assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_a_decorated_function_is_one_graph(layer, x, dtype):
+    f = nc.autocast("cpu", dtype)(layer.forward)
+    compiled, counter = compiled_whole(f)
+    assert torch.equal(compiled(x), explicit(layer, x, dtype))
+    assert counter.frame_count == 1
+
+
+def test_a_region_made_outside_breaks_the_graph_and_is_right(layer, x):
+    region = nc.autocast("cpu", FP16)
+
+    def f(x):
+        y = x * 2
+        with region:
+            y = layer(y)
+        return y, layer(x)
+
+    inside, outside = torch.compile(f, backend="eager")(x)
+    assert torch.equal(inside, explicit(layer, x * 2, FP16))
+    assert outside.dtype == FP32
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_module_follows_the_region_that_it_is_called_in(layer, x, backend):
+    compiled = torch.compile(layer, backend=backend)
+    for dtype in (BF16, FP16, FP32, BF16):
+        with nc.autocast("cpu", dtype):
+            assert torch.equal(compiled(x), explicit(layer, x, dtype))
+            with nc.autocast("cpu", FP32):
+                assert torch.equal(compiled(x.to(BF16)), explicit(layer, x.to(BF16), FP32))
+            with nc.autocast("cpu", FP16):
+                assert compiled(x).dtype == FP16
+            assert compiled(x).dtype == dtype
+    assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_gradients_through_a_compiled_region(layer, x, dtype):
+    def f(x):
+        with nc.autocast("cpu", dtype):
+            return layer(x).float().square().sum()
+
+    f(x).backward()
+    expected = layer.weight.grad.clone()
+    layer.zero_grad()
+    torch.compile(f, backend="aot_eager", fullgraph=True)(x).backward()
+    assert torch.equal(layer.weight.grad, expected)
+
+
+def test_a_region_in_a_checkpoint_in_a_compiled_function(layer, x):
+    def block(x):
+        with nc.autocast("cpu", BF16):
+            return layer(x).relu()
+
+    def f(x):
+        return checkpoint(block, x, use_reentrant=False).float().sum()
+
+    f(x).backward()
+    expected = layer.weight.grad.clone()
+    layer.zero_grad()
+    torch.compile(f, backend="aot_eager", fullgraph=True)(x).backward()
+    assert torch.equal(layer.weight.grad, expected)
+
+
+def test_an_error_at_run_time_leaves_no_region_open(layer, x):
+    def f(x, i):
+        with nc.autocast("cpu", FP32):
+            return layer(x)[i]
+
+    # With backend="eager" torch.compile leaves the state of torch.autocast behind just so.
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    assert compiled(x, torch.tensor([1])).dtype == FP32
+    with pytest.raises(IndexError):
+        compiled(x, torch.tensor([7]))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_misuse_in_a_compiled_function_is_an_error():
+    def f(x):
+        with nc.autocast("cpu", torch.float64):
+            return x
+
+    with pytest.raises(PolicyError, match="expected a format that cpu can autocast to"):
+        torch.compile(f, backend="eager")(torch.ones(1))
+
+
+# Dynamo looks at modules that call deprecated parts of torch.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("method", ["step", "closure"])
+def test_a_compiled_optimizer_step_drops_casts(layer, x, method):
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer(x).sum().backward()
+    step = torch.compile(optimizer.step, backend="eager")
+    with nc.autocast("cpu", BF16):
+        before = layer(x)
+        step() if method == "step" else step(lambda: None)
+        assert torch.equal(layer(x), explicit(layer, x, BF16))
+        assert not torch.equal(layer(x), before)
+
+
+# Inductor warns of things of its own, and of the Python that it runs on.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiler: Inductor needs g++")
+def test_inductor(layer, x, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds to both
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+
+    def f(x):
+        with nc.autocast("cpu", BF16):
+            y = layer(x)
+            with nc.autocast("cpu", FP32):
+                return y, layer(y)
+
+    half, single = torch.compile(f, fullgraph=True)(x)
+    assert (half.dtype, single.dtype) == (BF16, FP32)
+    expected = explicit(layer, x, BF16)
+    # One rounding of bf16 apart: Inductor may sum in another order before it rounds.
+    assert torch.allclose(half.float(), expected.float(), rtol=2**-7, atol=2**-7)
+    assert torch.allclose(single, explicit(layer, half, FP32), rtol=1e-5, atol=1e-5)
+
+
+class Model(nn.Module):
+    def __init__(self, autocast, dtype):
+        super().__init__()
+        self.layer, self.autocast, self.dtype = nn.Linear(8, 8), autocast, dtype
+
+    def forward(self, x):
+        with self.autocast("cpu", self.dtype):
+            return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_keeps_the_region(x, strict):
+    graphs = []
+    for autocast in (torch.autocast, nc.autocast):
+        model = Model(autocast, BF16)
+        program = torch.export.export(model, (x,), strict=strict)
+        assert torch.equal(program.module()(x), explicit(model.layer, x, BF16))
+        assert program.run_decompositions().module()(x).dtype == BF16
+        graphs.append([str(node.target) for node in program.graph.nodes])
+    assert graphs[0] == graphs[1]
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+def test_an_exported_program_keeps_a_region_made_before(x):
+    class Made(Model):
+        def __init__(self):
+            super().__init__(None, None)
+            self.region = nc.autocast("cpu", FP16)
+
+        def forward(self, x):
+            with self.region:
+                return self.layer(x)
+
+    model = Made()
+    program = torch.export.export(model, (x,), strict=False)
+    assert torch.equal(program.module()(x), explicit(model.layer, x, FP16))
+
+
+def test_an_exported_float32_region_is_refused(x):
+    with pytest.raises(UnsupportedError) as raised:
+        torch.export.export(Model(nc.autocast, FP32), (x,), strict=False)
+    assert str(raised.value) == (
+        "expected a region in float16 or bfloat16 for torch.export, got torch.float32, which an exported "
+        "program cannot keep; leave the region out and cast the half inputs of its layers with .float()"
+    )
