@@ -165,8 +165,7 @@ def test_threads_that_train_at_once():
     """Two replicas in two threads, each with its own scaled backward: no gradient is unscaled twice or not at all."""
     x, y = data()
 
-    def train(seed):
-        model = network(seed=seed)
+    def train(model):
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         for _ in range(10):
             optimizer.zero_grad()
@@ -174,10 +173,10 @@ def test_threads_that_train_at_once():
             optimizer.step()
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
-    expected = [train(seed) for seed in (11, 12)]
-    found = {}
+    expected = [train(network(seed=seed)) for seed in (11, 12)]
+    found, models = {}, {seed: network(seed=seed) for seed in (11, 12)}
     with Attachment("fp16", Static(scale=SCALE)):
-        threads = [threading.Thread(target=lambda s=s: found.update({s: train(s)})) for s in (11, 12)]
+        threads = [threading.Thread(target=lambda s=s: found.update({s: train(models[s])})) for s in models]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Leaves:
         self._unscale = unscale
         self._by_id: dict[int, Leaf] = {}
         self._unread: list[_Unread] = []
+        self._lock = threading.RLock()
 
     def reached_from(
         self, roots: Iterable[Any], *, passed_on: Callable[[torch.Tensor], bool] | None = None
@@ -78,13 +80,12 @@ class Leaves:
         return leaves
 
     def _hooked(self, tensor: torch.Tensor) -> Leaf:
-        key = id(tensor)
-        leaf = self._by_id.get(key)
-        if leaf is None or leaf.tensor() is not tensor:
-            handle = register_hook_first(tensor, self._unscale)
-            leaf = Leaf(weakref.ref(tensor), handle.remove)
-            self._by_id[key] = leaf
-        return leaf
+        with self._lock:
+            leaf = self.find(tensor)
+            if leaf is None:
+                handle = register_hook_first(tensor, self._unscale)
+                leaf = self._by_id[id(tensor)] = Leaf(weakref.ref(tensor), handle.remove)
+            return leaf
 
     def find(self, tensor: torch.Tensor) -> Leaf | None:
         leaf = self._by_id.get(id(tensor))
@@ -126,7 +127,9 @@ class Leaves:
                 holding.append(leaf)
                 gradients.append(tensor.grad)
                 leaf.checked = (id(tensor.grad), tensor.grad._version)
-        self._unread.append(_Unread(backward, holding, nonfinite_flags(gradients)))
+        unread = _Unread(backward, holding, nonfinite_flags(gradients))
+        with self._lock:
+            self._unread.append(unread)
 
     def nonfinite_among(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those whose gradient overflowed in a backward, or is not finite now; waits for the device."""
@@ -163,11 +166,12 @@ class Leaves:
         return any(t is not None and leaf.before and _changed(t, leaf.before) for leaf, t in leaves)
 
     def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        for batch in unread:
-            for leaf, flag in zip(batch.leaves, batch.flags.read(), strict=True):
-                leaf.overflow |= flag and batch.backward >= leaf.clean_since
-        self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
+        with self._lock:
+            unread, self._unread = self._unread, []
+            for batch in unread:
+                for leaf, flag in zip(batch.leaves, batch.flags.read(), strict=True):
+                    leaf.overflow |= flag and batch.backward >= leaf.clean_since
+            self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
 
     def remove_hooks(self) -> None:
         for leaf in self._by_id.values():

@@ -1,0 +1,80 @@
+"""Two real processes under torchrun: ranks agree on every skip, and sharded models are refused or right."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def torchrun(script, *arguments, policy, folder, processes=2):
+    # Two processes of one thread each: more would fight for the same cores.
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+        "-m", "narrowcast", "run", "--policy", policy, "--run-dir", str(folder), str(SCRIPTS / script), *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    return done, done.stdout + done.stderr
+
+
+def results_of(done):
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def in_fp32(tmp_path_factory):
+    done, text = torchrun("ddp.py", policy="fp32", folder=tmp_path_factory.mktemp("fp32"))
+    assert done.returncode == 0, text
+    return results_of(done)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_ddp_trains_as_in_fp32_in_every_bucket_mode(policy, tmp_path, in_fp32):
+    done, text = torchrun("ddp.py", policy=policy, folder=tmp_path)
+    assert done.returncode == 0, text
+    found = results_of(done)
+    assert [r["case"] for r in found] == [r["case"] for r in in_fp32]
+    assert len(found) == 5
+    for result, expected in zip(found, in_fp32, strict=True):
+        assert result["ranks_agree"]
+        # Twelve steps whose gradients are off by at most 96 roundoffs (see test_scenarios).
+        roundoff = {"bf16": 2.0**-9, "fp16": 2.0**-12}[policy]
+        assert result["norm"] == pytest.approx(expected["norm"], rel=96 * roundoff)
+        assert result["norm"] != expected["norm"]
+    assert text.count("narrowcast: ") == 1, "one block, from rank 0"
+    assert {p.name for p in tmp_path.glob("capture*")} == {"capture.jsonl", "capture-rank1.jsonl"}
+
+
+def test_ranks_agree_on_a_skip_that_only_one_of_them_caused(tmp_path):
+    done, text = torchrun("ddp.py", "--overflow-on-rank", "1", policy="fp16", folder=tmp_path)
+    assert done.returncode == 0, text
+    for result in results_of(done):
+        assert result["ranks_agree"]
+        assert result["finite"]
+    ends = [
+        json.loads((tmp_path / name).read_text().splitlines()[-1])
+        for name in ("capture.jsonl", "capture-rank1.jsonl")
+    ]
+    assert ends[0]["skipped_steps"] == ends[1]["skipped_steps"] > 0
+    assert ends[0]["final_scale"] == ends[1]["final_scale"] < 2.0**16
+
+
+def test_fsdp2_runs_in_bf16_and_is_refused_in_fp16(tmp_path):
+    done, text = torchrun("fsdp2.py", policy="bf16", folder=tmp_path / "bf16")
+    assert done.returncode == 0, text
+    (bf16,) = results_of(done)
+    assert bf16["loss"][-1] < bf16["loss"][0]
+    done, text = torchrun("fsdp2.py", policy="fp32", folder=tmp_path / "fp32")
+    (fp32,) = results_of(done)
+    assert bf16["loss"][0] == pytest.approx(fp32["loss"][0], rel=96 * 2.0**-9)
+    assert bf16["loss"] != fp32["loss"]
+    done, text = torchrun("fsdp2.py", policy="fp16", folder=tmp_path / "fp16")
+    assert done.returncode == 1
+    assert "is sharded (FSDP or DTensor parameters)" in text
+    assert "--policy bf16" in text
