@@ -50,12 +50,12 @@ def _global_state() -> dict[str, object]:
         "optimizer hooks": len(optimizer._global_optimizer_pre_hooks),
         "excepthook": sys.excepthook,
         "argv": list(sys.argv),
-        "path": list(sys.path),
+        "path": [p for p in sys.path if "torchinductor" not in p],
         "main": sys.modules["__main__"],
         "folder": os.getcwd(),
-        # torch sets the second for itself when it first imports its compiler.
+        # torch's compiler keeps settings of its own there, from its first import on.
         "environment": {
-            k: v for k, v in os.environ.items() if k not in {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+            k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST" and "TORCHINDUCTOR" not in k
         },
     }
 
