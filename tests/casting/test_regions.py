@@ -5,6 +5,7 @@ import copy
 import itertools
 import os
 import pickle
+import signal
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.casting import _regions
 from narrowcast.errors import RegionError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -369,6 +371,9 @@ def test_casts_are_kept_where_that_is_safe():
         with nc.autocast("cpu", BF16, cache_enabled=False):
             layer(x), layer(x)
         assert count.casts == 4
+        with nc.autocast("cpu", BF16), nc.autocast("cpu", FP16):
+            layer(x), layer(x)
+        assert count.casts == 5
 
 
 def test_casts_are_kept_across_regions_for_who_holds_the_nesting_open():
@@ -381,6 +386,15 @@ def test_casts_are_kept_across_regions_for_who_holds_the_nesting_open():
         assert count.casts == 1
         with nc.autocast("cpu", BF16):
             assert layer(x).dtype == BF16
+        with nc.autocast("cpu", FP16):
+            layer(x)
+        with torch.autocast("cpu", BF16, cache_enabled=False):
+            layer(x)
+        torch.clear_autocast_cache()
+        with torch.autocast("cpu", BF16):
+            layer(x)
+            with nc.autocast("cpu", FP16):
+                assert layer(x).dtype == FP16
     torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
 
@@ -481,20 +495,21 @@ def test_a_fork_while_another_thread_is_inside():
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with nc.autocast("cpu", FP16):
+        with nc.autocast("cpu", FP16), _regions._process.lock:
             entered.set()
             leave.wait(30)
 
     thread = threading.Thread(target=other)
-    thread.start()
-    entered.wait(30)
     with nc.autocast("cpu", FP32):
+        thread.start()
+        entered.wait(30)
         child = os.fork()
         if child == 0:
+            signal.alarm(20)  # nobody here will ever give that lock back
             with nc.autocast("cpu", BF16):  # the other thread is not here, so nobody keeps fp16 casts
                 right = state() == (True, BF16, True)
             os._exit(0 if right and state()[:2] == (True, FP32) else 1)
+        leave.set()
+        thread.join(30)
         _, status = os.waitpid(child, 0)
-    leave.set()
-    thread.join(30)
     assert os.waitstatus_to_exitcode(status) == 0
