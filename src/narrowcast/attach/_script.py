@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
+import os
+import pkgutil
 import random
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-import narrowcast
+from narrowcast.attach._tracebacks import trim_threads_errors, without_our_frames
 from narrowcast.errors import ScriptError
-
-_OUR_FOLDER = str(Path(narrowcast.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Script:
         code: what runs.
         argv: ``sys.argv`` for it.
         file: the file that the code came from.
-        first_path: what Python puts at ``sys.path[0]`` for it.
+        first_path: what Python puts at ``sys.path[0]`` for it; None: nothing (``python -P``).
         spec: what ``__spec__`` is; None for a script given by its path.
     """
 
@@ -35,62 +36,58 @@ class Script:
     code: types.CodeType
     argv: tuple[str, ...]
     file: str
-    first_path: str
+    first_path: str | None
     spec: ModuleSpec | None
 
     @classmethod
     def from_path(cls, path: str, arguments: Sequence[str]) -> Script:
-        """The script at ``path``, as ``python path arguments...`` takes it.
+        """The script at ``path``, as ``python path arguments...`` takes it: a file, or a folder or a zip
+        file with a ``__main__.py`` in it.
 
         Raises:
             ScriptError: there is no such file, it is a notebook, or it does not compile.
         """
-        file = Path(path)
-        if file.suffix == ".ipynb":
+        if Path(path).suffix == ".ipynb":
             raise ScriptError(
-                f"{path} is a notebook, and only scripts can be run unmodified. In a notebook use the library: "
-                "import narrowcast as nc, then `with nc.autocast(...)` around the forward pass "
+                f"{path} is a notebook, and only scripts can be run unmodified. In a notebook use the "
+                "library: import narrowcast as nc, then `with nc.autocast(...)` around the forward pass "
                 "(or export it first: jupyter nbconvert --to script)"
             )
-        if file.is_dir():
-            file = file / "__main__.py"
-        try:
-            source = file.read_bytes()
-        except OSError as error:
-            raise ScriptError(f"cannot run {path}: {error.strerror or error}") from error
-        folder = str(file.parent.resolve()) if not Path(path).is_dir() else str(Path(path))
+        # As Python does: absolute, and otherwise as it was typed.
+        file = os.getcwd() if path == "." else os.path.join(os.getcwd(), path)
+        spec = _main_inside(file, path) if path else None
+        code = _code_of(spec, path) if spec else _compiled(file, path)
+        folder = None if sys.flags.safe_path else str(Path(file).resolve().parent)
         return cls(
-            name=Path(path).stem,
-            code=_compiled(source, str(file), path),
+            name=Path(os.path.normpath(file)).stem,
+            code=code,
             argv=(path, *arguments),
-            file=str(file),
-            first_path=folder,
-            spec=None,
+            file=spec.origin or file if spec else file,
+            first_path=file if spec else folder,
+            spec=spec,
         )
 
     @classmethod
     def from_module(cls, module: str, arguments: Sequence[str]) -> Script:
         """The module or package ``module``, as ``python -m module arguments...`` takes it.
 
+        Packages around it are imported when it runs, not here.
+
         Raises:
             ScriptError: there is no such module, or it has no source that could run.
         """
-        here = str(Path.cwd())
-        if not sys.path or sys.path[0] != here:
-            sys.path.insert(0, here)
+        here = None if sys.flags.safe_path else str(Path.cwd())
+        _set_first_path(here)
         try:
-            spec = importlib.util.find_spec(module)
-            if spec is not None and spec.submodule_search_locations is not None:
-                spec = importlib.util.find_spec(f"{module}.__main__")
+            spec = _spec_of(module)
         except (ImportError, ValueError) as error:
             raise ScriptError(f"cannot run module {module}: {error}") from error
-        loader = spec.loader if spec is not None else None
-        code = loader.get_code(spec.name) if spec and isinstance(loader, SourceFileLoader) else None
-        if spec is None or code is None or spec.origin is None:
-            raise ScriptError(f"cannot run module {module}: no module of that name with a source was found")
+        if spec is None or spec.origin is None:
+            hint = f" (for a file: narrowcast run {module})" if Path(module).is_file() else ""
+            raise ScriptError(f"cannot run module {module}: no module of that name was found{hint}")
         return cls(
             name=module,
-            code=code,
+            code=_code_of(spec, f"module {module}"),
             argv=(spec.origin, *arguments),
             file=spec.origin,
             first_path=here,
@@ -98,16 +95,71 @@ class Script:
         )
 
 
-def _compiled(source: bytes, file: str, path: str) -> types.CodeType:
+def _main_inside(file: str, path: str) -> ModuleSpec | None:
+    """What runs in a folder or a zip file; None for a file that is neither."""
+    finder: Any = pkgutil.get_importer(file)
+    if finder is None:
+        return None
+    spec: ModuleSpec | None = finder.find_spec("__main__")
+    if spec is None:
+        raise ScriptError(f"cannot run {path}: there is no __main__.py in it")
+    return spec
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """What ``-m module`` runs, found without importing the packages around it.
+
+    They are the script's own code: what they print or raise belongs to the run.
+    """
+    spec, path = None, None
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        finders = [find for finder in sys.meta_path if (find := getattr(finder, "find_spec", None))]
+        spec = next((found for find in finders if (found := find(name, path, None))), None)
+        if spec is None and count > 1:
+            spec = importlib.util.find_spec(module)  # a package may change its own __path__
+            break
+        path = spec.submodule_search_locations if spec else None
+        if spec is None or (path is None and count < len(parts)):
+            return None
+    package = spec is not None and spec.submodule_search_locations is not None
+    return _spec_of(f"{module}.__main__") if package and parts[-1] != "__main__" else spec
+
+
+def _code_of(spec: ModuleSpec, what: str) -> types.CodeType:
+    read = getattr(spec.loader, "get_code", None)
     try:
-        return compile(source, file, "exec", dont_inherit=True)
+        code = read(spec.name) if read else None
     except (SyntaxError, ValueError) as error:
-        line = f" at line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ScriptError(f"cannot run {path}: it is no Python{line}: {error.args[0]}") from error
+        raise _no_python(what, error) from error
+    except (ImportError, OSError) as error:
+        raise ScriptError(f"cannot run {what}: {error}") from error
+    if not isinstance(code, types.CodeType):
+        raise ScriptError(f"cannot run {what}: it has no Python code")
+    return code
+
+
+def _compiled(file: str, path: str) -> types.CodeType:
+    try:
+        return compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+    except OSError as error:
+        raise ScriptError(f"cannot run {path}: {error.strerror or error}") from error
+    except (SyntaxError, ValueError) as error:
+        raise _no_python(path, error) from error
+
+
+def _no_python(what: str, error: SyntaxError | ValueError) -> ScriptError:
+    where = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+    return ScriptError(f"cannot run {what}: it is no Python{where}: {error.args[0]}")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's (where it is installed) and torch's random numbers, before a script starts."""
+    """Seed Python's, NumPy's (where it is installed) and torch's random numbers, before a script starts.
+
+    Args:
+        seed: from 0 to 2**32 - 1, which is what all three take.
+    """
     import torch
 
     random.seed(seed)
@@ -127,48 +179,34 @@ def run_script(script: Script) -> None:
     """
     main = types.ModuleType("__main__")
     main.__dict__.update(
+        __annotations__={},
+        __builtins__=builtins,
+        __cached__=script.spec.cached if script.spec else None,
         __file__=script.file,
-        __cached__=None,
-        __spec__=script.spec,
-        __package__=script.spec.parent if script.spec else None,
         __loader__=script.spec.loader if script.spec else SourceFileLoader("__main__", script.file),
-        __builtins__=__builtins__,
+        __package__=script.spec.parent if script.spec else None,
+        __spec__=script.spec,
     )
     sys.argv = list(script.argv)
     sys.modules["__main__"] = main
-    if script.spec is None:
-        # Where Python put the folder of the command that was typed, the script's own belongs.
-        sys.path[:1] = [script.first_path]
-    sys.excepthook = without_our_frames(sys.excepthook)
-    exec(script.code, main.__dict__)
+    if "__mp_main__" in sys.modules:
+        # multiprocessing, imported with torch, keeps the main module under this name too: a spawned child
+        # sends objects of the script's classes under it.
+        sys.modules["__mp_main__"] = main
+    _set_first_path(script.first_path)
+    trim_threads_errors()
+    try:
+        if script.spec and script.spec.parent:
+            __import__(script.spec.parent)
+        exec(script.code, main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException:
+        # Only now, so that a script finds the hook that Python has, and one of its own is used.
+        sys.excepthook = without_our_frames(sys.excepthook, run_script.__code__)
+        raise
 
 
-def without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:
-    """An ``excepthook`` that leaves narrowcast's frames out of a traceback, except for its own errors."""
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
-        kept = _trimmed(trace)
-        return show(kind, error.with_traceback(kept), kept)
-
-    return excepthook
-
-
-def _trimmed(trace: types.TracebackType | None) -> types.TracebackType | None:
-    frames = []
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    kept = [t for t in frames if not _is_ours(t) and not _starts_us(t)]
-    for this, following in zip(kept, [*kept[1:], None], strict=True):
-        this.tb_next = following
-    return kept[0] if kept else None
-
-
-def _is_ours(trace: types.TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER)
-
-
-def _starts_us(trace: types.TracebackType) -> bool:
-    """The frames between the interpreter and this package: ``python -m`` and the installed command."""
-    file = trace.tb_frame.f_code.co_filename
-    return file == "<frozen runpy>" or (trace.tb_frame.f_back is None and Path(file).name == "narrowcast")
+def _set_first_path(first: str | None) -> None:
+    """Put ``first`` where Python put the folder of the command that was typed (nowhere with ``-P``)."""
+    sys.path[: 0 if sys.flags.safe_path else 1] = [] if first is None else [first]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from narrowcast.cli.run import (
+    LARGEST_SEED,
     CacheDirOption,
     LossScaleOption,
     ModuleOption,
@@ -17,9 +18,12 @@ from narrowcast.cli.run import (
     RestArgument,
     RunDirOption,
     ScriptArgument,
+    check_policy,
 )
-from narrowcast.policy import as_policy
 from narrowcast.scaling import parse
+
+if TYPE_CHECKING:
+    from narrowcast.verify import ComparisonSettings
 
 SCRIPT_FAILED = 3
 
@@ -31,12 +35,14 @@ def compare(
     loss_scale: LossScaleOption = None,
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Both runs start with it.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Both runs start with it.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
     cache_dir: CacheDirOption = None,
 ) -> int:
     """Run a script in FP32 and in mixed precision and show both side by side."""
-    as_policy(policy)
+    check_policy(policy)
     if loss_scale is not None:
         parse(loss_scale)
 
@@ -63,18 +69,19 @@ def compare(
     )
 
 
-def _compare(settings: "ComparisonSettings", *, as_json: bool) -> int:  # type: ignore[name-defined] # noqa: F821, UP037
+def _compare(settings: ComparisonSettings, *, as_json: bool) -> int:
     from rich.console import Console
+    from rich.text import Text
 
     from narrowcast.errors import ScriptError
-    from narrowcast.report import comparison_table
+    from narrowcast.report import comparison_table, printable
     from narrowcast.verify import compare as run_both
 
     console = Console(stderr=True)
     try:
         with console.status("starting the FP32 run") as status:
             result = run_both(
-                settings, progress=lambda text: status.update(text[: console.width - 4])
+                settings, progress=lambda text: status.update(Text(printable(text)[: console.width - 4]))
             ).to_dict()
     except ScriptError as error:
         _talk(str(error))
@@ -82,9 +89,15 @@ def _compare(settings: "ComparisonSettings", *, as_json: bool) -> int:  # type: 
     if as_json:
         print(json.dumps(result, indent=2))  # noqa: T201
         return 0
-    print(comparison_table(result, color=sys.stdout.isatty()))  # noqa: T201
+    _show(comparison_table(result, color=sys.stdout.isatty()))
     _talk(f"captures and output of both runs: {settings.folder}")
     return 0
+
+
+def _show(table: str) -> None:
+    """Print ``table``, with a question mark for what stdout's encoding does not have."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(table.encode(encoding, errors="replace").decode(encoding))  # noqa: T201
 
 
 def _talk(text: str) -> None:

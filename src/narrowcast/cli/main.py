@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong use is one line on stderr and 2. What a script raises under ``run`` comes out as it is.
     """
+    hook = sys.excepthook
     try:
         action = app(
             list(sys.argv[1:] if argv is None else argv), prog_name="narrowcast", standalone_mode=False
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), WRONG_USE)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
+    finally:
+        sys.excepthook = hook  # typer puts in its own, and the script is to find Python's
     return int(action() if callable(action) else action or 0)
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from narrowcast.errors import NarrowcastError, PolicyError
 from narrowcast.policy import PRESETS, as_policy
-from narrowcast.scaling import LossScale, parse
+from narrowcast.scaling import parse
+
+if TYPE_CHECKING:
+    from narrowcast.attach import Attachment, Script
+    from narrowcast.observe import CaptureWriter
+
+_INTERRUPTED = 130
+# What NumPy's seed takes; torch and Python take more.
+LARGEST_SEED = 2**32 - 1
 
 PolicyOption = Annotated[
     str,
@@ -48,7 +58,8 @@ ModuleOption = Annotated[
 ]
 ScriptArgument = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")]
 RestArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[ARGS]...", help="Everything after it belongs to the script.")
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="Everything after SCRIPT belongs to it.", show_default=False),
 ]
 
 
@@ -62,88 +73,132 @@ def run(
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed", help="Seed Python, NumPy and torch before the script starts.", show_default=False
+            "--seed",
+            min=0,
+            max=LARGEST_SEED,
+            help="Seed Python, NumPy and torch before the script starts.",
+            show_default=False,
         ),
     ] = None,
     cache_dir: CacheDirOption = None,
 ) -> Callable[[], int]:
     """Run an unmodified FP32 script in mixed precision."""
-    as_policy(policy)
+    check_policy(policy)
     scale = None if loss_scale is None else parse(loss_scale)
 
-    from narrowcast.attach import Script
+    from narrowcast.attach import Attachment, Script
     from narrowcast.machine import require_torch
+    from narrowcast.observe import SCHEMA, CaptureWriter, discard_captures, make_run_folder
 
     require_torch()
     found = (Script.from_module if module else Script.from_path)(script, arguments or [])
-    return lambda: _run(found, policy, scale, loss_scale, run_dir=run_dir, cache_dir=cache_dir, seed=seed)
-
-
-def _run(
-    script: Any,
-    policy: str,
-    scale: LossScale | None,
-    scale_word: str | None,
-    *,
-    run_dir: Path | None,
-    cache_dir: Path | None,
-    seed: int | None,
-) -> int:
-    from narrowcast.attach import Attachment, run_script, seed_everything
-    from narrowcast.observe import SCHEMA, CaptureWriter, make_run_folder, read_capture
-
-    rank = int(os.environ.get("RANK", "0") or 0)
-    name = script.name if rank == 0 else f"{script.name}-rank{rank}"
+    rank = _rank()
+    name = found.name if rank == 0 else f"{found.name}-rank{rank}"
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
-    capture = folder / ("capture.jsonl" if rank == 0 else f"capture-rank{rank}.jsonl")
-    writer = CaptureWriter(capture)
+    if rank == 0:
+        discard_captures(folder, from_rank=_world_size())
+    writer = CaptureWriter(folder / ("capture.jsonl" if rank == 0 else f"capture-rank{rank}.jsonl"))
     writer.write(
         {
             "event": "start",
             "schema": SCHEMA,
-            "argv": list(script.argv),
+            "argv": list(found.argv),
             "policy": policy,
-            "loss_scale": scale_word,
+            "loss_scale": loss_scale,
             "rank": rank,
             "started": time.time(),
             "seed": seed,
         }
     )
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
+    attachment = Attachment(policy, scale, writer=writer)
+    ending = _Ending(attachment, writer, shown=rank == 0)
+    return lambda: _run(found, attachment, ending, seed)
+
+
+def check_policy(policy: str) -> None:
+    """Refuse a policy that does not exist, saying so where its name came from the environment."""
+    try:
+        as_policy(policy)
+    except PolicyError as error:
+        came = " (from NARROWCAST_POLICY)" if policy == os.environ.get("NARROWCAST_POLICY") else ""
+        raise PolicyError(f"{error}{came}") from None
+
+
+def _run(script: Script, attachment: Attachment, ending: _Ending, seed: int | None) -> int:
+    from narrowcast.attach import run_script, seed_everything
+
     if seed is not None:
         seed_everything(seed)
-    attachment = Attachment(policy, scale, writer=writer)
+    attachment.__enter__()
+    attachment.exit_code = 1
     try:
-        with attachment:
-            attachment.exit_code = 1
-            try:
-                run_script(script)
-                _wait_for_threads()
-                attachment.exit_code = 0
-            except SystemExit as error:
-                attachment.exit_code = _exit_code(error)
-                raise
+        run_script(script)
+        attachment.exit_code = 0
+    except SystemExit as error:
+        attachment.exit_code = _exit_code(error)
+        raise
+    except KeyboardInterrupt:
+        attachment.exit_code = _INTERRUPTED
+        raise
     finally:
-        sys.stdout.flush()
-        if rank == 0:
-            _say(read_capture(capture), capture)
+        # Python shows the error, waits for the script's threads (until then they train as part of it),
+        # and then calls what was registered, the latest first: this before the script's own.
+        atexit.register(ending)
     return 0
 
 
-def _say(capture: Any, path: Path) -> None:
-    from narrowcast.report import run_block
+class _Ending:
+    """Puts torch back as it was, when the script and its threads have ended, and says what happened."""
 
-    print(run_block(capture, capture_path=str(path)), file=sys.stderr)  # noqa: T201
+    def __init__(self, attachment: Attachment, writer: CaptureWriter, *, shown: bool) -> None:
+        # Now, since the script may have a module beside it that is called like one that the report needs.
+        from narrowcast.report import run_block
+
+        self._block = run_block
+        self._attachment = attachment
+        self._writer = writer
+        self._shown = shown
+        self._process = os.getpid()
+
+    def __call__(self) -> None:
+        if os.getpid() != self._process:
+            return  # a child that the script forked, which ends while its parent's run goes on
+        self._attachment.__exit__(None, None, None)
+        if self._shown:
+            self._say()
+
+    def _say(self) -> None:
+        from narrowcast.observe import read_capture
+
+        try:
+            text = self._block(read_capture(self._writer.path), capture_path=str(self._writer.path))
+        except NarrowcastError as error:
+            text = f"narrowcast: {error}"
+        if self._writer.error is not None:
+            text += f"\n  the capture is incomplete: {self._writer.error.strerror}"
+        for stream in (sys.stdout, sys.stderr):
+            # The script may have closed them, or whoever read them has.
+            with suppress(OSError, ValueError, AttributeError):
+                if stream is sys.stderr:
+                    stream.write(f"{text}\n")
+                stream.flush()
 
 
-def _wait_for_threads() -> None:
-    """Python waits for a script's threads before it ends: until then they are part of the script."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+def _rank() -> int:
+    """This process's place among those that a launcher such as ``torchrun`` started; 0 where it is alone."""
+    return _whole_number(os.environ.get("RANK"), 0)
+
+
+def _world_size() -> int:
+    return _whole_number(os.environ.get("WORLD_SIZE"), 1)
+
+
+def _whole_number(text: str | None, otherwise: int) -> int:
+    return int(text) if text and text.isdecimal() else otherwise
 
 
 def _exit_code(error: SystemExit) -> int:
     if error.code is None:
         return 0
-    return error.code if isinstance(error.code, int) else 1
+    return int(error.code) if isinstance(error.code, int) else 1

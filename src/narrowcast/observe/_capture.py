@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,11 @@ class CaptureWriter:
     """Appends events to a capture file; each ``write`` reaches the operating system before it returns.
 
     A NaN or an infinity is written as the string ``"nan"``, ``"inf"`` or ``"-inf"``, since JSON has none.
+    A write that fails (a full disk) ends the capture and not the run: nothing more is written.
+
+    Attributes:
+        path: where the file is.
+        error: what ended the capture early; None: nothing did.
 
     Raises:
         RunFolderError: when the file cannot be created.
@@ -41,15 +47,24 @@ class CaptureWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.error: OSError | None = None
+        self._lock = threading.Lock()
         try:
-            self._file = path.open("w", encoding="utf-8")
+            # Unbuffered, so that nothing is left over that close could fail to write.
+            self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise RunFolderError(f"cannot write the capture {path}: {error.strerror}") from error
 
     def write(self, *events: Event) -> None:
+        """Append ``events``, each a line."""
         lines = [json.dumps({key: _plain(value) for key, value in event.items()}) for event in events]
-        self._file.write("".join(line + "\n" for line in lines))
-        self._file.flush()
+        left = memoryview("".join(line + "\n" for line in lines).encode())
+        with self._lock:
+            try:
+                while left and self.error is None:
+                    left = left[self._file.write(left) :]
+            except OSError as error:
+                self.error = error
 
     def close(self) -> None:
         self._file.close()
@@ -83,6 +98,28 @@ class Capture:
         ends = self.of("end")
         return ends[-1] if ends else None
 
+    def totals(self) -> Event:
+        """The ``end`` event; for a run that was killed, as much of it as its steps tell."""
+        end = self.end
+        if end is not None:
+            return end
+        steps = self.of("step")
+        last = steps[-1] if steps else {}
+        skipped_steps = sum(step["skipped"] for step in steps)
+        return {
+            "event": "end",
+            "exit_code": None,
+            "wall_s": last.get("time_s"),
+            "backwards": None,
+            "steps": len(steps) - skipped_steps,
+            "skipped_steps": skipped_steps,
+            "final_scale": last.get("scale"),
+            "final_loss": last.get("loss"),
+            "peak_resident_bytes": None,
+            "peak_tensor_bytes": None,
+            "versions": {},
+        }
+
 
 def read_capture(path: Path) -> Capture:
     """Read a capture. A line cut short at the end (the run was killed while writing) is left out.
@@ -91,9 +128,11 @@ def read_capture(path: Path) -> Capture:
         CaptureError: when the file is missing, holds no event, or has another schema.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode().rstrip("\n").split("\n")
     except OSError as error:
         raise CaptureError(f"cannot read the capture {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CaptureError(f"{path} is no text: is it a capture of narrowcast run?") from error
     events: list[Event] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -102,8 +141,10 @@ def read_capture(path: Path) -> Capture:
             if number == len(lines):
                 break
             raise CaptureError(f"{path}:{number} is no JSON: {error.msg}") from error
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            raise CaptureError(f"{path}:{number} is no event: is it a capture of narrowcast run?")
         events.append({key: _number(value) for key, value in event.items()})
-    if not events or events[0].get("event") != "start":
+    if not events or events[0]["event"] != "start":
         raise CaptureError(f"{path} does not begin with a start event: is it a capture of narrowcast run?")
     if events[0].get("schema") != SCHEMA:
         raise CaptureError(

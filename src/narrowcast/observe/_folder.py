@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
 
 from narrowcast.errors import RunFolderError
+
+# Characters of up to four bytes each, and a file system's names end at 255 bytes.
+_LONGEST_NAME = 40
+_OF_A_RANK = re.compile(r"capture-rank(\d+)\.jsonl")
 
 
 def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None = None) -> Path:
@@ -25,13 +30,42 @@ def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None 
     """
     if asked is not None:
         return _writable(asked)
-    stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    stamp = f"{name[:_LONGEST_NAME]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     if cache is not None:
         return _writable(cache / "runs" / stamp)
     try:
         return _writable(Path.home() / ".cache" / "narrowcast" / "runs" / stamp)
     except (RunFolderError, RuntimeError):
         return Path(tempfile.mkdtemp(prefix=f"narrowcast-{stamp}-"))
+
+
+def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
+    """Delete what an earlier run left in ``folder`` that was asked for again: captures, and what ``compare``
+    kept of the output. Results of two runs are never mixed; what the script itself wrote stays.
+
+    Args:
+        folder: of a run that is about to start.
+        from_rank: captures of ranks below it stay, because they are overwritten by their own process,
+            which may have started already.
+
+    Raises:
+        RunFolderError: when one cannot be deleted.
+    """
+    stale = [path for path in folder.glob("capture-rank*.jsonl") if _rank_of(path) >= from_rank]
+    if from_rank == 0:
+        stale += [folder / name for name in ("capture.jsonl", "stdout.txt", "stderr.txt")]
+    for path in stale:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot delete what an earlier run left, {path}: {error.strerror}"
+            ) from error
+
+
+def _rank_of(path: Path) -> int:
+    found = _OF_A_RANK.fullmatch(path.name)
+    return int(found[1]) if found else -1
 
 
 def _writable(folder: Path) -> Path:

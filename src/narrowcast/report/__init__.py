@@ -1,6 +1,7 @@
 """What a person reads, made from captures alone; nothing here imports torch."""
 
 from narrowcast.report._comparison import comparison_table
+from narrowcast.report._printable import printable
 from narrowcast.report._run_block import run_block
 
-__all__ = ["comparison_table", "run_block"]
+__all__ = ["comparison_table", "printable", "run_block"]

@@ -10,12 +10,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from narrowcast.report._printable import printable
+
 _WIDTH = 79
 _UNKNOWN = "-"
+_LONGEST_LINE = 200
 
 
 def comparison_table(comparison: dict[str, Any], *, color: bool = False) -> str:
-    """The result of ``narrowcast compare`` as a table of at most 79 columns, ``color`` for a terminal."""
+    """The result of ``narrowcast compare`` as a table of at most 79 columns, ``color`` for a terminal.
+
+    Args:
+        comparison: what ``Comparison.to_dict`` returns. A row with no number on either side is left out.
+        color: whether to use bold type.
+    """
     fp32, mixed, ratio = comparison["fp32"], comparison["mixed"], comparison["ratio"]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -42,9 +50,9 @@ def comparison_table(comparison: dict[str, Any], *, color: bool = False) -> str:
             _percent(ratio["peak_tensor_bytes"]),
         ),
         ("final loss", _loss(fp32["final_loss"]), _loss(mixed["final_loss"]), ""),
-        ("optimizer steps", str(fp32["steps"]), str(mixed["steps"]), ""),
-        ("skipped steps", str(fp32["skipped_steps"]), str(mixed["skipped_steps"]), ""),
-        ("wall time", f"{fp32['wall_s']:.1f} s", f"{mixed['wall_s']:.1f} s", ""),
+        ("optimizer steps", _count(fp32["steps"]), _count(mixed["steps"]), ""),
+        ("skipped steps", _count(fp32["skipped_steps"]), _count(mixed["skipped_steps"]), ""),
+        ("wall time", _seconds(fp32["wall_s"]), _seconds(mixed["wall_s"]), ""),
     ]
     for name, left, right, verdict in rows:
         if (left, right) != (_UNKNOWN, _UNKNOWN):
@@ -55,11 +63,26 @@ def comparison_table(comparison: dict[str, Any], *, color: bool = False) -> str:
     )
     console.print(table)
     console.print("The script's own last line:", style="bold" if color else "")
-    console.print(Text(f"  FP32   {fp32['last_line'] or '(it printed nothing)'}"))
-    console.print(Text(f"  mixed  {mixed['last_line'] or '(it printed nothing)'}"))
+    console.print(Text(f"  FP32   {_last_line(fp32)}"))
+    console.print(Text(f"  mixed  {_last_line(mixed)}"))
     for note in mixed["notes"]:
-        console.print(Text(f"note: {note}"))
+        console.print(Text(f"note: {printable(note)}"))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def _last_line(run: dict[str, Any]) -> str:
+    line = printable(run["last_line"])
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[:_LONGEST_LINE]} ..."
+    return line or "(it printed nothing)"
+
+
+def _count(count: int | None) -> str:
+    return _UNKNOWN if count is None else str(count)
+
+
+def _seconds(seconds: float | None) -> str:
+    return _UNKNOWN if seconds is None else f"{seconds:.1f} s"
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -70,13 +93,15 @@ def _mebibytes(count: int | None) -> str:
     return _UNKNOWN if count is None else f"{count / 2**20:.0f} MiB"
 
 
-def _loss(loss: float | None) -> str:
-    return _UNKNOWN if loss is None else f"{loss:.5g}"
+def _loss(loss: float | str | None) -> str:
+    return _UNKNOWN if loss is None else f"{float(loss):.5g}"
 
 
 def _times(ratio: float | None, more: str, less: str) -> str:
     if ratio is None:
         return ""
+    if abs(ratio - 1) < 0.005:
+        return "the same"
     return f"{ratio:.2f}x {more}" if ratio >= 1 else f"{1 / ratio:.2f}x {less}"
 
 

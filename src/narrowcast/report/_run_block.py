@@ -5,24 +5,32 @@ from __future__ import annotations
 import textwrap
 
 from narrowcast.observe import Capture
+from narrowcast.report._printable import printable
 
 _WIDTH = 79
 
 
 def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
-    """A few lines of at most 79 columns: format, steps, skipped steps, final scale, and what to know."""
-    end = capture.end or {}
+    """A few lines of at most 79 columns: format, steps, skipped steps, final scale, and what to know.
+
+    The capture's path stays on one line, however long. Of a run that was killed, what its steps tell.
+    """
+    totals = capture.totals()
     devices = capture.of("device")
     places = [f"{d['format']} on {d['device_type']} ({d['because']})" for d in devices]
     lines = _wrapped(f"narrowcast: {'; '.join(places) or 'nothing ran in mixed precision'}", "  ")
-    scale = end.get("final_scale")
-    said = "loss scale off" if scale is None else f"final loss scale {scale:g}"
-    skipped = end.get("skipped_steps", 0)
-    steps = end.get("steps", 0)
-    counts = f"{steps} optimizer step{'s' * (steps != 1)}, {skipped} skipped, {said}"
-    lines.append(f"  {counts}, {end.get('wall_s', 0.0):.1f} s")
+    scale, steps, wall_s = totals["final_scale"], totals["steps"], totals["wall_s"]
+    said = [
+        f"{steps} optimizer step{'s' * (steps != 1)}",
+        f"{totals['skipped_steps']} skipped",
+        "loss scale off" if scale is None else f"final loss scale {scale:g}",
+    ]
+    said += [] if wall_s is None else [f"{wall_s:.1f} s"]
+    lines.append(f"  {', '.join(said)}")
+    if capture.end is None:
+        lines.append("  note: the capture has no end: the run was killed or is still going on")
     for note in capture.of("note"):
-        lines += _wrapped(f"  note: {note['text']}", "        ")
+        lines += _wrapped(f"  note: {printable(note['text'])}", "        ")
     if capture_path:
         lines.append(f"  capture: {capture_path}")
     return "\n".join(lines)

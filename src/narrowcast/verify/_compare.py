@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import torch
 
 from narrowcast.errors import CaptureError, ScriptError
 from narrowcast.machine import best_format
-from narrowcast.observe import Capture, read_capture
+from narrowcast.observe import Capture, discard_captures, read_capture
 
 _WARM_UP_SHARE = 0.1
 _ERROR_LINES = 15
@@ -51,7 +53,15 @@ class Comparison:
     settings: ComparisonSettings
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready numbers; None for one that cannot be had."""
+        """JSON-ready numbers; None for one that cannot be had, ``"nan"``, ``"inf"`` or ``"-inf"`` as strings.
+
+        ``fp32`` and ``mixed``: step_time_s_median (of the intervals between optimizer steps, the first tenth
+        left out as warm-up), steps, skipped_steps, final_scale, final_loss (the scalar that the last
+        ``backward`` started from), peak_tensor_bytes (CUDA's allocator), peak_resident_bytes (the process),
+        wall_s (of the script, imports of torch left out), format, last_line (of the script's stdout), notes;
+        ``mixed`` has policy too. ``ratio``: speed (FP32 time over mixed time), peak_tensor_bytes and
+        peak_resident_bytes (mixed over FP32). Then seed, folder, versions.
+        """
         fp32 = _numbers(self.fp32, self.last_lines[0])
         mixed = _numbers(self.mixed, self.last_lines[1]) | {"policy": self.settings.policy}
         return {
@@ -64,7 +74,7 @@ class Comparison:
             },
             "seed": self.settings.seed,
             "folder": str(self.settings.folder),
-            "versions": self.mixed.end["versions"] if self.mixed.end else {},
+            "versions": self.mixed.totals()["versions"],
         }
 
 
@@ -81,6 +91,8 @@ def stays_in_fp32(policy: str) -> str | None:
 def compare(settings: ComparisonSettings, *, progress: Callable[[str], None] = lambda _: None) -> Comparison:
     """Run the script in FP32, then in mixed precision.
 
+    What an earlier comparison left in the same folder is deleted first, so that two are never mixed.
+
     Args:
         settings: what to run, and how.
         progress: told now and then, in a few words, what is going on.
@@ -88,6 +100,8 @@ def compare(settings: ComparisonSettings, *, progress: Callable[[str], None] = l
     Raises:
         ScriptError: the script failed; the message ends with the last lines that it wrote to stderr.
     """
+    for name in ("fp32", "mixed"):
+        discard_captures(settings.folder / name)
     scaling = [] if settings.loss_scale is None else ["--loss-scale", settings.loss_scale]
     fp32, fp32_line = _run("FP32", settings, ["--policy", "fp32"], progress)
     mixed, mixed_line = _run("mixed", settings, ["--policy", settings.policy, *scaling], progress)
@@ -128,10 +142,7 @@ def _run(
             process.wait()
             raise
     if code != 0:
-        said = "\n".join(err.read_text(errors="replace").splitlines()[-_ERROR_LINES:])
-        raise ScriptError(
-            f"the script failed in its {name} run, with exit code {code}; it ended with:\n{said}"
-        )
+        raise ScriptError(_failure(name, code, _last_lines(err)) + f"\nall of its output: {folder}")
     try:
         capture = read_capture(folder / "capture.jsonl")
     except CaptureError as error:
@@ -139,6 +150,32 @@ def _run(
             f"the {name} run left no capture, so there is nothing to compare: {error}"
         ) from error
     return capture, _last_line(out)
+
+
+def _failure(name: str, code: int, said: list[str]) -> str:
+    ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+    before = "" if name == "FP32" else ", after its FP32 run had succeeded"
+    text = "; it ended with:\n" + "\n".join(said) if said else "; it wrote nothing to stderr"
+    return f"the script {ended} in its {name} run{before}{text}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"{name} (out of memory?)" if name == "SIGKILL" else name
+
+
+def _last_lines(path: Path) -> list[str]:
+    """The last that the script wrote there; the block that ends a run comes after that."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if lines and lines[-1].startswith("  capture: "):
+        begins = max(
+            (n for n, line in enumerate(lines) if line.startswith("narrowcast: ")), default=len(lines)
+        )
+        lines = lines[:begins]
+    return lines[-_ERROR_LINES:]
 
 
 def _environment() -> dict[str, str]:
@@ -157,21 +194,28 @@ def _last_line(path: Path) -> str:
 
 
 def _numbers(capture: Capture, last_line: str) -> dict[str, Any]:
-    end = capture.end or {}
+    totals = capture.totals()
     formats = list(dict.fromkeys(device["format"] for device in capture.of("device")))
+    kept = (
+        "steps",
+        "skipped_steps",
+        "final_scale",
+        "peak_tensor_bytes",
+        "peak_resident_bytes",
+        "final_loss",
+        "wall_s",
+    )
     return {
         "step_time_s_median": median_step_time_s(capture),
-        "steps": end.get("steps"),
-        "skipped_steps": end.get("skipped_steps"),
-        "final_scale": end.get("final_scale"),
-        "peak_tensor_bytes": end.get("peak_tensor_bytes"),
-        "peak_resident_bytes": end.get("peak_resident_bytes"),
-        "final_loss": end.get("final_loss"),
-        "wall_s": end.get("wall_s"),
+        **{key: _json_ready(totals[key]) for key in kept},
         "format": ", ".join(formats) or None,
         "last_line": last_line,
         "notes": [note["text"] for note in capture.of("note")],
     }
+
+
+def _json_ready(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def median_step_time_s(capture: Capture) -> float | None:

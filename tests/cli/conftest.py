@@ -1,0 +1,93 @@
+"""Scripts in a folder of their own, run by Python and by ``narrowcast run``, each in a fresh process."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from narrowcast.observe import read_capture
+
+END_BLOCK = re.compile(r"^narrowcast: .*\n(?:  .*\n)*?  capture: (.*)\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that ended: what it wrote, and the block that ``narrowcast run`` added, apart."""
+
+    code: int
+    stdout: str
+    stderr: str
+    block: str
+    captures: tuple[Path, ...]
+
+    @property
+    def capture(self):
+        (path,) = self.captures
+        return read_capture(path)
+
+
+class Workshop:
+    """A folder with scripts in it, and ways to run them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "work"
+        self.cache = folder / "cache"
+        self.folder.mkdir()
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("NARROWCAST_", "PYTEST_"))}
+        # A width that no terminal here has, so that what is wrapped is wrapped alike.
+        self.environment = outside | {"NARROWCAST_CACHE_DIR": str(self.cache), "COLUMNS": "80"}
+
+    def write(self, name: str, *texts: str | bytes) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(t if isinstance(t, bytes) else textwrap.dedent(t).encode() for t in texts))
+        return path
+
+    def start(self, *command: str, **settings) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*map(str, command)],
+            cwd=settings.pop("cwd", self.folder),
+            env=self.environment | settings.pop("environment", {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            **settings,
+        )
+
+    def end(self, process: subprocess.Popen, stdin: str = "") -> Ended:
+        try:
+            stdout, stderr = process.communicate(stdin, timeout=120)
+        finally:
+            process.kill()
+        found = [Path(line) for line in END_BLOCK.findall(stderr)]
+        block = "".join(match[0] for match in END_BLOCK.finditer(stderr))
+        return Ended(process.returncode, stdout, END_BLOCK.sub("", stderr), block, tuple(found))
+
+    def python(self, *words: str, stdin: str = "", **settings) -> Ended:
+        return self.end(self.start(sys.executable, *words, **settings), stdin)
+
+    def narrowcast(self, *words: str, stdin: str = "", **settings) -> Ended:
+        return self.end(self.start(sys.executable, "-m", "narrowcast", *words, **settings), stdin)
+
+    def both(self, *words: str, options=(), stdin: str = "", **settings) -> tuple[Ended, Ended]:
+        """The same words after ``python`` and after ``narrowcast run``, at the same time."""
+        plain = self.start(sys.executable, *words, **settings)
+        ours = self.start(sys.executable, "-m", "narrowcast", "run", *options, *words, **settings)
+        return self.end(plain, stdin), self.end(ours, stdin)
+
+    def left_behind(self) -> list[str]:
+        """What is in the folder of runs."""
+        return sorted(str(path.relative_to(self.cache)) for path in self.cache.rglob("*.*"))
+
+
+@pytest.fixture
+def workshop(tmp_path):
+    return Workshop(tmp_path)
