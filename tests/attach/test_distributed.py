@@ -15,7 +15,8 @@ def torchrun(script, *arguments, policy, folder, processes=2):
     # Two processes of one thread each: more would fight for the same cores.
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-        "-m", "narrowcast", "run", "--policy", policy, "--run-dir", str(folder), str(SCRIPTS / script), *arguments,
+        "-m", "narrowcast", "run", "--policy", policy, "--run-dir", str(folder),
+        str(SCRIPTS / script), *arguments,
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}

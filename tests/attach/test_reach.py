@@ -162,7 +162,7 @@ def test_no_region_opens_in_a_data_loader_worker(workers):
 
 
 def test_threads_that_train_at_once():
-    """Two replicas in two threads, each with its own scaled backward: no gradient is unscaled twice or not at all."""
+    """Two models in two threads, each with its own scaled backward: each gradient is unscaled once."""
     x, y = data()
 
     def train(model):
@@ -356,7 +356,7 @@ def test_func_grad_and_vmap_are_left_alone():
 def _by_no_grad(parameters):
     with torch.no_grad():
         for p in parameters:
-            p -= 0.1 * p.grad
+            p.sub_(0.1 * p.grad)
 
 
 def _by_data(parameters):
@@ -519,3 +519,19 @@ def test_nothing_is_warned_about_in_ordinary_training():
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         F.mse_loss(model(x), y).backward()
         optimizer.step()
+
+
+def test_backward_from_a_gradient_edge_is_refused_in_fp16():
+    model, (x, y) = network(), data()
+    with Attachment("fp16"):
+        edge = torch.autograd.graph.get_gradient_edge(F.mse_loss(model(x), y))
+        with pytest.raises(UnsupportedError, match="GradientEdge cannot be scaled"):
+            torch.autograd.backward(edge)
+
+
+def test_a_script_that_raises_on_nonfinite_gradients_meets_overflows():
+    model, (x, y) = network(), data()
+    with Attachment("fp16", Static(scale=SCALE)):
+        (F.mse_loss(model(x), y) * 1e6).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

@@ -23,10 +23,9 @@ def tolerance(policy):
 
 
 def relative_error(found, expected):
-    difference = math.sqrt(
-        sum(float((f.double() - e.double()).square().sum()) for f, e in zip(found, expected, strict=True))
-    )
-    return difference / math.sqrt(sum(float(e.double().square().sum()) for e in expected))
+    pairs = [(f.double(), e.double()) for f, e in zip(found, expected, strict=True)]
+    difference = sum(float((f - e).square().sum()) for f, e in pairs)
+    return math.sqrt(difference / sum(float(e.square().sum()) for _, e in pairs))
 
 
 def finite_everywhere(optimizers):

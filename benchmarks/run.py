@@ -1,0 +1,48 @@
+"""Every benchmark, one after the other: `make bench`. Figures are medians; ratios come from one run.
+
+Both sides of a ratio alternate in one process, so that a busy machine slows both. Results go to
+benchmarks/results/<device>.json with the versions they depend on.
+"""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from narrowcast.machine import versions
+from overhead_of_run import overhead_of_run
+from region_entry import region_entry
+
+RESULTS = Path(__file__).parent / "results"
+BENCHMARKS = [overhead_of_run, region_entry]
+
+
+def main() -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made_on = versions()
+    results = {"date": time.strftime("%Y-%m-%d"), "versions": made_on, "results": []}
+    failed = False
+    for benchmark in BENCHMARKS:
+        print(f"{benchmark.__name__}: {benchmark.__doc__.splitlines()[0]}", flush=True)
+        for row in benchmark(device):
+            results["results"].append({"benchmark": benchmark.__name__, **row})
+            limit = row.get("limit")
+            over = limit is not None and row["ratio"] > limit
+            failed |= over
+            verdict = "" if limit is None else f"  (at most {limit}: {'TOO MUCH' if over else 'ok'})"
+            print(
+                f"  {row['case']:<34} {row['a']}, {row['b']}  ratio {row['ratio']:.3f}{verdict}", flush=True
+            )
+    name = re.sub(r"[^A-Za-z0-9]+", "-", str(made_on["gpu"] or made_on["processor"])).strip("-").lower()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{device}-{name}.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"written to {path}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The README and the documents run, and name only what exists."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(path, language):
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+
+
+PYTHON_BLOCKS = [
+    pytest.param(b, id=f"{p.name}-{i}") for p in DOCUMENTS for i, b in enumerate(blocks(p, "python"))
+]
+
+
+@pytest.mark.parametrize("code", PYTHON_BLOCKS)
+def test_python_blocks_run(code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_begins_with_a_sentence_two_commands_and_a_complete_example():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    first_screen = "\n".join(lines[:30])
+    assert "make demo" in first_screen
+    assert "make test" in first_screen
+    assert blocks(ROOT / "README.md", "python")[0].splitlines()[-1] in first_screen
+
+
+def test_the_readmes_commands_run_its_example(tmp_path):
+    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
+    commands = [
+        line.split("#")[0].split()
+        for block in blocks(ROOT / "README.md", "sh")
+        for line in block.splitlines()
+        if line.startswith("narrowcast ")
+    ]
+    assert [c[1] for c in commands] == ["run", "compare"]
+    for command in commands:
+        words = [sys.executable, "-m", "narrowcast", command[1], "--run-dir", str(tmp_path / command[1])]
+        done = subprocess.run(
+            [*words, *command[2:]], capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "loss 0." in done.stdout
+
+
+def test_files_that_documents_point_at_exist():
+    for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name} points at {target}"
+
+
+def test_every_difference_names_a_test_that_exists():
+    rows = re.findall(
+        r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
+    )
+    assert len(rows) > 15
+    for file, name in rows:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
+
+
+def test_make_targets_that_documents_name_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        named = set(re.findall(r"\bmake ([a-z]+)\b(?! sure)", path.read_text(encoding="utf-8")))
+        assert named <= targets, f"{path.name}: {named - targets}"
