@@ -3,6 +3,7 @@
 Warnings are errors (pyproject.toml) and the order is random (pytest-randomly, which prints its seed).
 """
 
+import multiprocessing.process
 import os
 import random
 import sys
@@ -41,6 +42,10 @@ def _global_state() -> dict[str, object]:
             "GradScaler.__init__": torch.amp.GradScaler.__init__,
             "profile_hook_step": torch.optim.Optimizer.profile_hook_step,
             "Tensor.backward": torch.Tensor.backward,
+            "Tensor.register_hook": torch.Tensor.register_hook,
+            "Tensor.retain_grad": torch.Tensor.retain_grad,
+            "Module.register_full_backward_hook": torch.nn.Module.register_full_backward_hook,
+            "Process.start": multiprocessing.process.BaseProcess.start,
             "checkpoint": sys.modules["torch.utils.checkpoint"].checkpoint,
             "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
         },

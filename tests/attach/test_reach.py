@@ -77,7 +77,7 @@ class Output:
     lambda t: Output(t, (t, t)),
     lambda t: torch.distributions.Normal(t, t.exp()),
     lambda t: t.max(dim=1),
-], ids=["nested", "namedtuple", "OrderedDict", "dataclass", "distribution", "torch.return_types"])  # fmt: skip
+], ids=["nested", "namedtuple", "OrderedDict", "dataclass", "distribution", "return_types"])  # fmt: skip
 def test_outputs_of_any_shape_are_handed_on_in_fp32(wrap):
     class Wrapping(nn.Module):
         def __init__(self):

@@ -11,10 +11,10 @@ from narrowcast.scaling import Dynamic
 
 # Unit roundoff: the largest relative error of one rounding to nearest.
 ROUNDOFF = {"bf16": 2.0**-9, "fp16": 2.0**-12}
-# Roundings between a weight and its gradient, each layer: input, weight, bias and output on the way forward; the
-# same four on the way back; twice that where a gradient is differentiated again. To first order the relative
-# error of a gradient is at most their number times the roundoff, times how much a layer magnifies a relative
-# error, which for these networks (tanh, weights of the default initialisation) is below 2.
+# Roundings between a weight and its gradient, each layer: input, weight, bias and output on the way forward,
+# the same four on the way back, and twice that where a gradient is differentiated again. To first order the
+# relative error of a gradient is at most their number times the roundoff, times how much a layer magnifies a
+# relative error, which for these networks (tanh, weights of the default initialisation) is below 2.
 ROUNDINGS = 2 * 8 * DEPTH * 2
 
 

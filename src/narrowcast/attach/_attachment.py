@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from narrowcast.attach._backward import Backward
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
+from narrowcast.attach._processes import Processes
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._scale import RunningScale
 from narrowcast.attach._steps import Steps
 from narrowcast.errors import RegionError
-from narrowcast.observe import CaptureWriter
+from narrowcast.observe import CaptureWriter, start_event
 from narrowcast.policy import Policy, as_policy
 from narrowcast.scaling import LossScale, Off
 
@@ -64,6 +69,8 @@ class Attachment:
             step_aside=self._step_aside,
         )
         self._backward = Backward(self.scale, self.ledger, self._regions.settle, self._regions.recomputation)
+        folder = None if writer is None else writer.path.parent
+        self._processes = Processes(self.ledger, attach_process, (self.policy, loss_scale, folder))
         self._steps = Steps(self.scale, self._backward.leaves, self.ledger, self._regions.parameter_names)
 
     def __enter__(self) -> Self:
@@ -74,6 +81,7 @@ class Attachment:
         self._regions.install(self._patches)
         self._backward.install(self._patches)
         self._steps.install(self._patches)
+        self._processes.install(self._patches)
         return self
 
     def __exit__(
@@ -96,16 +104,39 @@ class Attachment:
             self.aside = why
             self.ledger.note(f"{why}, so it was left to it: nothing was added")
             self.scale.value = Off()
-            self._regions.set_aside = self._backward.set_aside = self._steps.set_aside = True
+            for part in (self._regions, self._backward, self._steps, self._processes):
+                part.set_aside = True
 
     def _note_what_was_unusual(self) -> None:
         if self.aside is not None:
             return
         self._regions.settle()
-        if not self._regions.called_a_module:
+        if not self._regions.called_a_module and not self._processes.started:
             self.ledger.note("no module with parameters was called, so nothing ran in mixed precision")
         elif self.ledger.backwards and not self.ledger.steps and not self.ledger.skipped_steps:
             self.ledger.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
+
+
+@contextmanager
+def attach_process(
+    policy: Policy, loss_scale: LossScale | None, folder: Path | None, number: int
+) -> Iterator[None]:
+    """Attach in a process that an attached script started as its ``number``-th.
+
+    Its capture is ``capture-processN.jsonl`` in ``folder``; one that saw nothing is deleted again.
+    """
+    writer = None if folder is None else CaptureWriter(folder / f"capture-process{number}.jsonl")
+    if writer is not None:
+        writer.write(start_event(sys.argv, policy.compute, process=number))
+    attachment = Attachment(policy, loss_scale, writer=writer)
+    attachment.exit_code = 1
+    try:
+        with attachment:
+            yield
+            attachment.exit_code = 0
+    finally:
+        if writer is not None and not attachment.ledger.devices and not attachment.ledger.backwards:
+            writer.path.unlink(missing_ok=True)
 
 
 def _in_a_forked_child() -> None:

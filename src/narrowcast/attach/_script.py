@@ -113,6 +113,8 @@ def _spec_of(module: str) -> ModuleSpec | None:
     """
     spec, path = None, None
     parts = module.split(".")
+    if not all(parts):
+        return None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
         finders = [find for finder in sys.meta_path if (find := getattr(finder, "find_spec", None))]

@@ -20,6 +20,8 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +31,12 @@ from narrowcast.errors import CaptureError, RunFolderError
 
 SCHEMA = 1
 Event = dict[str, Any]
+
+
+def start_event(argv: Sequence[str], policy: str, **more: Any) -> Event:
+    """The event that a capture begins with, now."""
+    started = {"event": "start", "schema": SCHEMA, "argv": list(argv), "policy": policy}
+    return {**started, "started": time.time(), **more}
 
 
 class CaptureWriter:

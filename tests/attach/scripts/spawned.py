@@ -1,0 +1,35 @@
+"""Plain FP32 training in processes that the script starts itself; each prints its layer's format."""
+
+import multiprocessing
+import sys
+
+import torch
+import torch.multiprocessing
+
+
+class Recording(torch.nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        self.seen = out.dtype
+        return out
+
+
+def train(rank):
+    torch.manual_seed(rank)
+    model = Recording(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    print(f"process {rank}: {model.seen}", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "torch":
+        torch.multiprocessing.spawn(train, nprocs=2)
+    else:
+        process = multiprocessing.get_context(sys.argv[1]).Process(target=train, args=(0,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
