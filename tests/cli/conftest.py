@@ -83,10 +83,6 @@ class Workshop:
         ours = self.start(sys.executable, "-m", "narrowcast", "run", *options, *words, **settings)
         return self.end(plain, stdin), self.end(ours, stdin)
 
-    def left_behind(self) -> list[str]:
-        """What is in the folder of runs."""
-        return sorted(str(path.relative_to(self.cache)) for path in self.cache.rglob("*.*"))
-
 
 @pytest.fixture
 def workshop(tmp_path):

@@ -94,7 +94,7 @@ def test_a_script_finds_the_world_of_a_plain_run(world, words):
 
 
 def test_the_installed_command_and_safe_path(world):
-    """What stands at ``sys.path[0]`` differs for each: the folder of the command, the current one, nothing."""
+    """What stands at ``sys.path[0]`` differs: the folder of the command, the current one, nothing."""
     command = Path(sys.executable).with_name("narrowcast")
     if not command.exists():
         # Run from a source tree: what an installer writes for [project.scripts].

@@ -1,4 +1,4 @@
-"""Training under ``narrowcast run``: threads, exit handlers, processes that the script starts, a run killed."""
+"""Training under ``narrowcast run``: threads, exit handlers, processes that a script starts, a killed run."""
 
 import signal
 import sys

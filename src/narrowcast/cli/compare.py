@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from narrowcast.cli.run import (
-    LARGEST_SEED,
     CacheDirOption,
     LossScaleOption,
     ModuleOption,
@@ -19,6 +18,7 @@ from narrowcast.cli.run import (
     RunDirOption,
     ScriptArgument,
     check_policy,
+    check_seed,
 )
 from narrowcast.scaling import parse
 
@@ -35,14 +35,13 @@ def compare(
     loss_scale: LossScaleOption = None,
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
-    seed: Annotated[
-        int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Both runs start with it.")
-    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Both runs start with it.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
     cache_dir: CacheDirOption = None,
 ) -> int:
     """Run a script in FP32 and in mixed precision and show both side by side."""
     check_policy(policy)
+    check_seed(seed)
     if loss_scale is not None:
         parse(loss_scale)
 
@@ -95,9 +94,13 @@ def _compare(settings: ComparisonSettings, *, as_json: bool) -> int:
 
 
 def _show(table: str) -> None:
-    """Print ``table``, with a question mark for what stdout's encoding does not have."""
+    """Print ``table``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(table.encode(encoding, errors="replace").decode(encoding))  # noqa: T201
+    try:
+        table.encode(encoding)
+    except UnicodeEncodeError:
+        table = table.replace("\u2500", "-").encode(encoding, errors="replace").decode(encoding)
+    print(table)  # noqa: T201
 
 
 def _talk(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 from typer.exceptions import TyperException
@@ -42,8 +43,9 @@ def _root(
 ) -> None:
     """Mixed-precision training for PyTorch that you can steer, trust and explain.
 
-    An unmodified FP32 script in mixed precision:  narrowcast run train.py --its --own args
-    The same with proof that it pays:  narrowcast compare train.py --its --own args
+    In mixed precision, unmodified:  narrowcast run train.py --its --own args
+
+    Beside FP32, to see the gain:  narrowcast compare train.py --its --own args
     """
 
 
@@ -56,14 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong use is one line on stderr and 2. What a script raises under ``run`` comes out as it is.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     hook = sys.excepthook
     try:
-        action = app(
-            list(sys.argv[1:] if argv is None else argv), prog_name="narrowcast", standalone_mode=False
-        )
+        action = app(words, prog_name="narrowcast", standalone_mode=False)
     except TyperException as error:
-        text = getattr(error, "format_message", error.__str__)()
-        return _complain(text or "see narrowcast --help", getattr(error, "exit_code", WRONG_USE))
+        text = getattr(error, "format_message", error.__str__)() or "see narrowcast --help"
+        forgot_verb = bool(words) and Path(words[0]).is_file()
+        hint = f" To run a script: narrowcast run {words[0]}" if forgot_verb else ""
+        return _complain(text + hint, getattr(error, "exit_code", WRONG_USE))
     except NarrowcastError as error:
         return _complain(str(error), WRONG_USE)
     except KeyboardInterrupt:

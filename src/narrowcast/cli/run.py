@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 # What NumPy's seed takes; torch and Python take more.
-LARGEST_SEED = 2**32 - 1
+_LARGEST_SEED = 2**32 - 1
 
 PolicyOption = Annotated[
     str,
@@ -74,8 +74,6 @@ def run(
         int | None,
         typer.Option(
             "--seed",
-            min=0,
-            max=LARGEST_SEED,
             help="Seed Python, NumPy and torch before the script starts.",
             show_default=False,
         ),
@@ -84,6 +82,7 @@ def run(
 ) -> Callable[[], int]:
     """Run an unmodified FP32 script in mixed precision."""
     check_policy(policy)
+    check_seed(seed)
     scale = None if loss_scale is None else parse(loss_scale)
 
     from narrowcast.attach import Attachment, Script
@@ -123,6 +122,14 @@ def check_policy(policy: str) -> None:
     except PolicyError as error:
         came = " (from NARROWCAST_POLICY)" if policy == os.environ.get("NARROWCAST_POLICY") else ""
         raise PolicyError(f"{error}{came}") from None
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed that NumPy would refuse later."""
+    if seed is not None and not 0 <= seed <= _LARGEST_SEED:
+        raise typer.BadParameter(
+            f"expected a whole number from 0 to {_LARGEST_SEED}, got {seed}", param_hint="'--seed'"
+        )
 
 
 def _run(script: Script, attachment: Attachment, ending: _Ending, seed: int | None) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from narrowcast.errors import CaptureError, ScriptError
 from narrowcast.machine import best_format
-from narrowcast.observe import Capture, discard_captures, read_capture
+from narrowcast.observe import Capture, discard_captures, make_run_folder, read_capture
 
 _WARM_UP_SHARE = 0.1
 _ERROR_LINES = 15
@@ -98,10 +98,11 @@ def compare(settings: ComparisonSettings, *, progress: Callable[[str], None] = l
         progress: told now and then, in a few words, what is going on.
 
     Raises:
-        ScriptError: the script failed; the message ends with the last lines that it wrote to stderr.
+        ScriptError: the script failed; the message has the last lines that it wrote to stderr.
+        RunFolderError: the folder cannot be written.
     """
-    for name in ("fp32", "mixed"):
-        discard_captures(settings.folder / name)
+    for name in ("FP32", "mixed"):
+        discard_captures(make_run_folder(name, asked=settings.folder / name.lower()))
     scaling = [] if settings.loss_scale is None else ["--loss-scale", settings.loss_scale]
     fp32, fp32_line = _run("FP32", settings, ["--policy", "fp32"], progress)
     mixed, mixed_line = _run("mixed", settings, ["--policy", settings.policy, *scaling], progress)
@@ -111,8 +112,7 @@ def compare(settings: ComparisonSettings, *, progress: Callable[[str], None] = l
 def _run(
     name: str, settings: ComparisonSettings, options: list[str], progress: Callable[[str], None]
 ) -> tuple[Capture, str]:
-    folder = settings.folder / name.lower()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = settings.folder.resolve() / name.lower()
     seed = ["--seed", str(settings.seed)]
     command = [
         sys.executable,

@@ -1,0 +1,165 @@
+"""Wrong use: one clear line on stderr, exit code 2, and nothing left behind."""
+
+import json
+import sys
+
+import pytest
+
+from narrowcast.cli import main
+
+LARGEST_SEED = 2**32 - 1
+
+
+@pytest.fixture
+def here(workshop, monkeypatch):
+    """The current folder, and a ``sys.path`` that may be changed."""
+    monkeypatch.chdir(workshop.folder)
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(workshop.cache))
+    monkeypatch.delenv("NARROWCAST_POLICY", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    workshop.write("good.py", "print('it ran')")
+    workshop.write("a file", "")
+    workshop.write("notebook.ipynb", "{}")
+    workshop.write("broken.py", "x = 1\ndef f(:\n")
+    workshop.write("binary.py", b"\x00\x01")
+    workshop.write("cookie.py", b"# -*- coding: nonsense -*-\n")
+    workshop.write("empty/readme.txt", "")
+    workshop.write("package/__init__.py", "print('imported')")
+    workshop.write("package/broken.py", "def f(:\n")
+    workshop.write("taken/capture.jsonl/x", "")
+    workshop.write("taken/fp32", "")
+    yield workshop
+    sys.modules.pop("package", None)
+
+
+POLICIES = "Known: auto, bf16, fp16, fp32."
+CHOOSE = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
+IN_BOTH_VERBS = {
+    ("missing.py",): "cannot run missing.py: No such file or directory",
+    ("",): "cannot run : Is a directory",
+    ("empty",): "cannot run empty: there is no __main__.py in it",
+    ("notebook.ipynb",): (
+        "notebook.ipynb is a notebook, and only scripts can be run unmodified. In a notebook use the "
+        "library: import narrowcast as nc, then `with nc.autocast(...)` around the forward pass (or export "
+        "it first: jupyter nbconvert --to script)"
+    ),
+    ("broken.py",): "cannot run broken.py: it is no Python at line 2: ...",
+    ("binary.py",): "cannot run binary.py: it is no Python...",
+    ("cookie.py",): "cannot run cookie.py: it is no Python: unknown encoding: nonsense",
+    ("-m", "nothing"): "cannot run module nothing: no module of that name was found",
+    ("-m", "package.nothing"): (
+        "cannot run module package.nothing: no module of that name was found",
+        "imported\n",
+    ),
+    ("-m", "package"): ("cannot run module package: no module of that name was found", "imported\n"),
+    ("-m", "package.broken"): "cannot run module package.broken: it is no Python at line 1: ...",
+    ("-m", "good.py"): (
+        "cannot run module good.py: no module of that name was found (for a file: narrowcast run good.py)"
+    ),
+    ("-m", ""): "cannot run module : no module of that name was found",
+    ("--policy", "bf61", "good.py"): f"unknown policy 'bf61'. Did you mean \"bf16\"? {POLICIES}",
+    ("--polcy", "bf16", "good.py"): "No such option: --polcy (Possible options: --policy)",
+    ("--policy",): "Option '--policy' requires an argument.",
+    **{
+        ("--loss-scale", given, "good.py"): (
+            f"expected a positive, finite loss scale from 2**-126 to 2**127, got {shown}"
+        )
+        for given, shown in {"0": "0.0", "-2": "-2.0", "inf": "inf", "nan": "nan", "1e-40": "1e-40"}.items()
+    },
+    ("--loss-scale", "lots", "good.py"): (
+        "expected a loss scale of 'dynamic', 'off' or a positive number such as 1024, got 'lots'"
+    ),
+    ("--seed", "-1", "good.py"): (
+        f"Invalid value for '--seed': expected a whole number from 0 to {LARGEST_SEED}, got -1"
+    ),
+    ("--run-dir", "a file/x", "good.py"): f"cannot create the folder a file/x: Not a directory; {CHOOSE}",
+    (): "Missing argument 'SCRIPT'.",
+}
+
+
+@pytest.mark.parametrize("verb", ["run", "compare"])
+@pytest.mark.parametrize("words", IN_BOTH_VERBS, ids=" ".join)
+def test_wrong_use_is_one_line_and_two(here, capsys, verb, words):
+    expected = IN_BOTH_VERBS[words]
+    message, stdout = expected if isinstance(expected, tuple) else (expected, "")
+    before = sorted(here.folder.rglob("*"))
+    assert main([verb, *words]) == 2
+    said = capsys.readouterr()
+    if message.endswith("..."):  # the rest is Python's, and differs from version to version
+        assert said.err.startswith(f"narrowcast: {message.removesuffix('...')}")
+        assert said.err.count("\n") == 1
+    else:
+        assert said.err == f"narrowcast: {message}\n"
+    assert said.out == stdout
+    assert not here.cache.exists()
+    assert [path for path in sorted(here.folder.rglob("*")) if path.suffix != ".pyc"] == before
+
+
+@pytest.mark.parametrize(("verb", "inside"), [("run", "capture.jsonl"), ("compare", "fp32")])
+def test_a_run_folder_with_something_in_the_way_is_one_line_and_two(here, capsys, verb, inside):
+    assert main([verb, "--run-dir", "taken", "good.py"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("narrowcast: cannot ")
+    assert f"/taken/{inside}: " in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
+
+
+@pytest.mark.parametrize("verb", ["run", "compare"])
+def test_bad_settings_in_the_environment_are_one_line_and_two(here, capsys, monkeypatch, verb):
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(here.folder / "a file/x"))
+    assert main([verb, "good.py"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"narrowcast: cannot create the folder {here.folder}/a file/x/runs/")
+    assert said.err.endswith(f": Not a directory; {CHOOSE}\n")
+    monkeypatch.setenv("NARROWCAST_POLICY", "fp61")
+    assert main([verb, "good.py"]) == 2
+    said = capsys.readouterr()
+    expected = f"unknown policy 'fp61'. Did you mean \"fp16\"? {POLICIES} (from NARROWCAST_POLICY)"
+    assert (said.err, said.out) == (f"narrowcast: {expected}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
+        (["good.py", "1"], "No such command 'good.py'. To run a script: narrowcast run good.py"),
+        (["--policy", "bf16", "run", "good.py"], "No such option: --policy"),
+    ],
+)
+def test_a_verb_that_there_is_not(here, capsys, words, message):
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert (said.err, said.out) == (f"narrowcast: {message}\n", "")
+
+
+def test_no_words_at_all_show_the_help_and_are_wrong_use(here, capsys):
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert said.err == "narrowcast: see narrowcast --help\n"
+    assert "narrowcast run train.py --its --own args" in said.out
+
+
+def test_an_old_torch_is_one_line_and_two(here, capsys, monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.10.1+cu128")
+    for verb in "run", "compare":
+        assert main([verb, "good.py"]) == 2
+        assert capsys.readouterr().err == (
+            "narrowcast: narrowcast needs torch 2.11 or newer and found 2.10.1+cu128: "
+            "pip install --upgrade 'torch>=2.11'\n"
+        )
+
+
+@pytest.mark.parametrize(("policy", "why"), [("fp32", "the policy is fp32"), ("auto", "this CPU is old")])
+def test_where_mixed_precision_stays_in_fp32_nothing_is_compared(here, capsys, monkeypatch, policy, why):
+    from narrowcast.machine import Choice
+
+    old = Choice(format="fp32", because="this CPU is old")
+    monkeypatch.setattr("narrowcast.verify._compare.best_format", lambda device_type: old)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["compare", "--policy", policy, "--json", "good.py"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"narrowcast: nothing to compare: mixed precision stays in fp32 here, since {why}\n"
+    assert json.loads(said.out) == {"fp32": None, "mixed": None, "reason": why}
+    assert main(["compare", "--policy", policy, "good.py"]) == 0
+    assert capsys.readouterr().out == ""
+    assert not here.cache.exists()

@@ -1,0 +1,58 @@
+"""Help and version: quick, since they import no torch, and narrow enough for any terminal."""
+
+import json
+
+import pytest
+
+import narrowcast
+
+# Each word that a person looks for.
+PAGES = {
+    ("--help",): ["run ", "compare ", "--version", "narrowcast run train.py --its --own args"],
+    ("run", "--help"): [
+        "SCRIPT",
+        "--policy",
+        "-p",
+        "One of auto, bf16, fp16, fp32.",
+        "NARROWCAST_POLICY",
+        "[default: auto]",
+        "--loss-scale",
+        "dynamic|off|N",
+        "--module",
+        "-m",
+        "--run-dir",
+        "NARROWCAST_CACHE_DIR",
+        "--seed",
+    ],
+    ("compare", "-h"): ["SCRIPT", "--policy", "--loss-scale", "--module", "--run-dir", "--seed", "--json"],
+    ("--version",): [narrowcast.__version__],
+}
+PROGRAM = """\
+    import json, sys
+    from narrowcast.cli import main
+    try:
+        code = main(sys.argv[1:])
+    except SystemExit as error:
+        code = error.code
+    print(json.dumps([code, "torch" in sys.modules]))
+    """
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_help_fits_eighty_columns_and_imports_no_torch(workshop, words):
+    ended = workshop.python(workshop.write("calls.py", PROGRAM), *words)
+    assert ended.stderr == ""
+    *page, last = ended.stdout.splitlines()
+    assert json.loads(last) == [0, False]
+    text = " ".join(" ".join(page).replace("\u2502", " ").split())
+    for word in PAGES[words]:
+        assert " ".join(word.split()) in text
+    assert max(map(len, page)) <= 80
+    assert "cache-dir" not in text  # an environment setting, not an option
+    if words == ("--version",):
+        assert page == [narrowcast.__version__]
+
+
+def test_the_version_alone_is_on_stdout(workshop):
+    ended = workshop.narrowcast("--version")
+    assert (ended.code, ended.stdout, ended.stderr) == (0, f"{narrowcast.__version__}\n", "")

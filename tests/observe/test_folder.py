@@ -1,0 +1,88 @@
+"""Where a run leaves what it leaves."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from narrowcast.errors import RunFolderError
+from narrowcast.observe import discard_captures, make_run_folder
+
+ADVICE = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
+
+
+def test_the_folder_that_was_asked_for_is_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = make_run_folder("train", asked=Path("a/b"))
+    assert made == tmp_path / "a/b"
+    assert made.is_dir()
+    assert make_run_folder("train", asked=made, cache=tmp_path / "unused") == made
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+    assert list(made.iterdir()) == []
+
+
+def test_a_new_folder_says_what_ran_and_when(tmp_path):
+    made = make_run_folder("train", cache=tmp_path)
+    assert made.parent == tmp_path / "runs"
+    assert re.fullmatch(rf"train-\d{{8}}-\d{{6}}-{os.getpid()}", made.name)
+    longest = make_run_folder("\U0001f600" * 300, cache=tmp_path)
+    assert longest.is_dir()
+
+
+def test_without_a_word_it_is_the_home_folder_or_a_temporary_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert make_run_folder("train").parent == tmp_path / ".cache/narrowcast/runs"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = make_run_folder("train")
+    assert made.parent == tmp_path
+    assert made.name.startswith("narrowcast-train-")
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    asked = tmp_path / "file/x"
+    with pytest.raises(RunFolderError) as refused:
+        make_run_folder("train", asked=asked)
+    assert str(refused.value) == f"cannot create the folder {asked}: Not a directory; {ADVICE}"
+    with pytest.raises(
+        RunFolderError, match=r"cannot create the folder .*file/runs/train-.*: Not a directory"
+    ):
+        make_run_folder("train", cache=tmp_path / "file")
+
+
+def test_a_folder_that_takes_no_files_is_refused(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(RunFolderError) as refused:
+        make_run_folder("train", asked=tmp_path)
+    assert str(refused.value) == f"cannot write in the folder {tmp_path}: Read-only file system; {ADVICE}"
+
+
+@pytest.mark.parametrize(
+    ("from_rank", "stays"),
+    [
+        (0, {"capture-rankx.jsonl", "other.txt"}),
+        (2, {"capture-rankx.jsonl", "other.txt", "capture.jsonl", "capture-rank1.jsonl", "stdout.txt"}),
+    ],
+)
+def test_what_an_earlier_run_left_is_deleted_and_nothing_else(tmp_path, from_rank, stays):
+    names = ["capture.jsonl", "capture-rank1.jsonl", "capture-rank2.jsonl", "capture-rank30.jsonl"]
+    for name in [*names, "capture-rankx.jsonl", "stdout.txt", "other.txt"]:
+        (tmp_path / name).write_text("")
+    discard_captures(tmp_path, from_rank=from_rank)
+    assert {path.name for path in tmp_path.iterdir()} == stays
+
+
+def test_what_cannot_be_deleted_is_refused(tmp_path):
+    (tmp_path / "capture.jsonl").mkdir()
+    with pytest.raises(
+        RunFolderError, match=rf"cannot delete what an earlier run left, {tmp_path}/capture.jsonl: "
+    ):
+        discard_captures(tmp_path)
