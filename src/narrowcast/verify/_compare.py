@@ -22,6 +22,7 @@ from narrowcast.observe import Capture, discard_captures, make_run_folder, read_
 _WARM_UP_SHARE = 0.1
 _ERROR_LINES = 15
 _POLL_S = 0.2
+_TAIL_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,10 @@ def _signal_name(number: int) -> str:
 
 def _last_lines(path: Path) -> list[str]:
     """The last that the script wrote there; the block that ends a run comes after that."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []  # the script cleared the folder
     if lines and lines[-1].startswith("  capture: "):
         begins = max(
             (n for n, line in enumerate(lines) if line.startswith("narrowcast: ")), default=len(lines)
@@ -184,12 +188,13 @@ def _environment() -> dict[str, str]:
 
 
 def _last_line(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        lines = [
-            line.strip() for line in file.read().decode(errors="replace").replace("\r", "\n").splitlines()
-        ]
-    written = [line for line in lines if line]
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            tail = file.read().decode(errors="replace")
+    except OSError:
+        return ""  # the script cleared the folder
+    written = [line for raw in tail.replace("\r", "\n").splitlines() if (line := raw.strip())]
     return written[-1] if written else ""
 
 

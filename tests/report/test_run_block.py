@@ -1,0 +1,119 @@
+"""The block that ends a run, to the letter."""
+
+import textwrap
+
+import pytest
+
+from narrowcast.observe import Capture
+from narrowcast.report import printable, run_block
+
+START = {"event": "start", "schema": 1}
+CPU = {"event": "device", "device_type": "cpu", "format": "bf16", "because": "this CPU has AVX512-BF16"}
+GPU = {
+    "event": "device",
+    "device_type": "cuda",
+    "format": "fp16",
+    "because": "this GPU computes in fp16 and not in bf16",
+}
+
+
+def end(**changed):
+    settings = {"steps": 30, "skipped_steps": 0, "final_scale": None, "wall_s": 1.25}
+    return {"event": "end", "exit_code": 0, **settings, **changed}
+
+
+def note(text):
+    return {"event": "note", "text": text}
+
+
+def step(**changed):
+    return {"event": "step", "time_s": 2.5, "skipped": False, "scale": 1024.0, "loss": 1.0, **changed}
+
+
+BLOCKS = {
+    "no scale": (
+        [CPU, end()],
+        """\
+        narrowcast: bf16 on cpu (this CPU has AVX512-BF16)
+          30 optimizer steps, 0 skipped, loss scale off, 1.2 s""",
+    ),
+    "one step": (
+        [CPU, end(steps=1, skipped_steps=1, final_scale=65536.0, wall_s=3600.04)],
+        """\
+        narrowcast: bf16 on cpu (this CPU has AVX512-BF16)
+          1 optimizer step, 1 skipped, final loss scale 65536, 3600.0 s""",
+    ),
+    "nothing": (
+        [note("no module with parameters was called"), end(steps=0)],
+        """\
+        narrowcast: nothing ran in mixed precision
+          0 optimizer steps, 0 skipped, loss scale off, 1.2 s
+          note: no module with parameters was called""",
+    ),
+    "two devices and long notes": (
+        [GPU, CPU, note("a word " * 20 + "x" * 90), note("short"), end(final_scale=2.0**-20)],
+        f"""\
+        narrowcast: fp16 on cuda (this GPU computes in fp16 and not in bf16); bf16 on
+          cpu (this CPU has AVX512-BF16)
+          30 optimizer steps, 0 skipped, final loss scale 9.53674e-07, 1.2 s
+          note: a word a word a word a word a word a word a word a word a word a word a
+                word a word a word a word a word a word a word a word a word a word
+                {"x" * 90}
+          note: short""",
+    ),
+    "killed": (
+        [CPU, step(), step(skipped=True), step(time_s=3.5)],
+        """\
+        narrowcast: bf16 on cpu (this CPU has AVX512-BF16)
+          2 optimizer steps, 1 skipped, final loss scale 1024, 3.5 s
+          note: the capture has no end: the run was killed or is still going on""",
+    ),
+    "killed at once": (
+        [],
+        """\
+        narrowcast: nothing ran in mixed precision
+          0 optimizer steps, 0 skipped, loss scale off
+          note: the capture has no end: the run was killed or is still going on""",
+    ),
+    "markup and control characters": (
+        [CPU, note("[red]Net[/red].\x1b[31mweight\x1b[0m\x07 is not\tfinite"), end()],
+        """\
+        narrowcast: bf16 on cpu (this CPU has AVX512-BF16)
+          30 optimizer steps, 0 skipped, loss scale off, 1.2 s
+          note: [red]Net[/red].weight\\x07 is not finite""",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BLOCKS)
+def test_the_block_is_this(what):
+    events, expected = BLOCKS[what]
+    block = run_block(Capture(events=(START, *events)))
+    assert block == textwrap.dedent(expected)
+    assert all(len(line) <= 79 or "x" * 90 in line for line in block.splitlines())
+
+
+def test_the_path_of_the_capture_stays_on_one_line_to_be_copied():
+    path = "/a folder/" * 20 + "capture.jsonl"
+    block = run_block(Capture(events=(START, CPU, end())), capture_path=path)
+    assert block.splitlines()[-1] == f"  capture: {path}"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("plain gr\u00fc\u00df \U0001f600", "plain gr\u00fc\u00df \U0001f600"),
+        ("[red]x[/red]", "[red]x[/red]"),
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x1b[2K\x1b[1A\x1b[?25lx", "x"),
+        ("\x1b]8;;https://a.b\x1b\\link\x1b]8;;\x07", "link"),
+        ("\x1b", "\\x1b"),
+        ("\x1b]never ends", "\\x1b]never ends"),
+        ("a\rb\x08\x00\x9b", "a b\\x08\\x00\\x9b"),
+        ("tab\there\u2028and\u00a0there", "tab here and there"),
+        ("\u202ereversed", "\\u202ereversed"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_text_is_made_safe_to_show(written, shown):
+    assert printable(written) == shown
