@@ -32,7 +32,7 @@ def versions() -> dict[str, str | int | None]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "python": sys.version.split()[0],
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a subclass of str, which compares by parts
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
         "processor": _processor(),

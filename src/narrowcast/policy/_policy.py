@@ -36,7 +36,7 @@ class Policy:
     compute: str
 
     def __post_init__(self) -> None:
-        if self.compute not in PRESETS:
+        if not isinstance(self.compute, str) or self.compute not in PRESETS:
             raise PolicyError(f"unknown policy {self.compute!r}. " + near_names(str(self.compute), PRESETS))
 
     @classmethod

@@ -10,8 +10,10 @@ from typing import Protocol, Self
 from narrowcast.errors import ScaleError
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: below it 1 / scale is no finite float32, and unscaling would lie."""
+"""The smallest normal float32: devices may flush a smaller one to zero, and below 2**-128 its inverse is
+infinite, so that unscaling would lie."""
 LARGEST_SCALE = 2.0**127
+"""The largest power of two in float32."""
 
 
 class LossScale(Protocol):
@@ -65,9 +67,10 @@ class Dynamic:
         growth_interval: good steps in a row before the scale grows; at least 1.
         good_steps: good steps since the last growth or overflow (torch's ``_growth_tracker``).
 
-    The products are rounded to float32 as torch's are. A growth that would leave float32's range is not
-    taken (as in torch); a backoff stops at 2**-126, the smallest normal float32, where torch's goes on
-    to 0 and then trains on NaN.
+    A product is that of the float32 scale with the factor in double precision, rounded to float32, as in
+    torch. Two deviations: a backoff stops at 2**-126, the smallest normal float32, where torch's goes on to
+    0 and then trains on NaN; and a growth past 2**127 is not taken, where torch refuses only one past the
+    largest float32.
 
     Source: ``torch.amp.GradScaler`` and ``torch._amp_update_scale_``.
 
@@ -83,26 +86,26 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         _check_scale(self.scale)
-        if not (1.0 < self.growth_factor < math.inf):
+        if not (_is_number(self.growth_factor) and 1.0 < self.growth_factor < math.inf):
             raise ScaleError(f"growth_factor must be above 1 and finite, got {self.growth_factor!r}")
-        if not 0.0 < self.backoff_factor < 1.0:
+        if not (_is_number(self.backoff_factor) and 0.0 < self.backoff_factor < 1.0):
             raise ScaleError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor!r}")
-        if not isinstance(self.growth_interval, int) or self.growth_interval < 1:
+        if not _is_whole(self.growth_interval) or self.growth_interval < 1:
             raise ScaleError(
                 f"growth_interval must be a whole number of at least 1, got {self.growth_interval!r}"
             )
-        if not isinstance(self.good_steps, int) or not 0 <= self.good_steps < self.growth_interval:
+        if not _is_whole(self.good_steps) or not 0 <= self.good_steps < self.growth_interval:
             raise ScaleError(
                 f"good_steps must be a whole number from 0 to growth_interval - 1, got {self.good_steps!r}"
             )
 
     def after_step(self, *, overflow: bool) -> Self:
         if overflow:
-            scale = max(_float32(self.scale * _float32(self.backoff_factor)), SMALLEST_SCALE)
+            scale = max(_float32(_float32(self.scale) * self.backoff_factor), SMALLEST_SCALE)
             return replace(self, scale=scale, good_steps=0)
         if self.good_steps + 1 < self.growth_interval:
             return replace(self, good_steps=self.good_steps + 1)
-        grown = _float32(self.scale * _float32(self.growth_factor))
+        grown = _float32(_float32(self.scale) * self.growth_factor)
         return replace(self, scale=grown if grown <= LARGEST_SCALE else self.scale, good_steps=0)
 
 
@@ -127,10 +130,18 @@ def parse(text: str) -> LossScale:
 
 
 def _check_scale(scale: float) -> None:
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    if not _is_number(scale):
         raise ScaleError(f"expected a loss scale that is a number, got {scale!r}")
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise ScaleError(f"expected a positive, finite loss scale from 2**-126 to 2**127, got {scale!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _float32(value: float) -> float:

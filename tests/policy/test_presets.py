@@ -1,0 +1,97 @@
+"""Policies: what they are called, what they mean on a device, and how wrong ones are refused."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from narrowcast.errors import PolicyError
+from narrowcast.machine import Choice, best_format
+from narrowcast.policy import PRESETS, Policy, as_policy, format_name, resolve
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def test_the_presets():
+    assert set(PRESETS) == {"auto", *DTYPES}
+    for name in PRESETS:
+        policy = Policy.preset(name)
+        assert policy == Policy(compute=name) == as_policy(name) == as_policy(policy)
+        assert as_policy(policy) is policy
+        assert str(policy) == f"{name}: {PRESETS[name]}"
+    assert len({Policy.preset(name) for name in PRESETS}) == len(PRESETS)
+
+
+def test_a_policy_is_a_value():
+    policy = Policy(compute="fp16")
+    assert [field.name for field in dataclasses.fields(Policy)] == ["compute"]
+    journeys = [
+        copy.copy(policy),
+        copy.deepcopy(policy),
+        pickle.loads(pickle.dumps(policy)),
+        dataclasses.replace(policy),
+        Policy(**dataclasses.asdict(policy)),
+        eval(repr(policy), {"Policy": Policy}),
+    ]
+    for arrived in journeys:
+        assert (arrived, hash(arrived)) == (policy, hash(policy))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.compute = "bf16"
+    with pytest.raises(TypeError):
+        Policy("fp16")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_named_format_is_itself_on_every_device(name, device_type):
+    assert resolve(name, device_type) is DTYPES[name]
+    assert resolve(Policy.preset(name), device_type) is DTYPES[name]
+    assert format_name(DTYPES[name]) == name
+
+
+def test_auto_is_what_the_device_computes_fast(monkeypatch):
+    assert resolve("auto", "cpu") is DTYPES[best_format("cpu").format]
+    for name, dtype in DTYPES.items():
+        choice = Choice(format=name, because="said so")
+        monkeypatch.setattr("narrowcast.machine.best_format", lambda _, choice=choice: choice)
+        assert resolve("auto", "cpu") is dtype
+
+
+@pytest.mark.gpu
+def test_auto_on_a_gpu():
+    assert resolve("auto", "cuda") is DTYPES[best_format("cuda").format]
+
+
+def test_other_formats_have_the_name_that_torch_gives_them():
+    assert format_name(torch.float64) == "float64"
+    assert format_name(torch.float8_e4m3fn) == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [
+        ("bf61", 'Did you mean "bf16"? '),
+        ("FP16", 'Did you mean "fp16"? '),
+        ("fp8", ""),
+        ("atuo", 'Did you mean "auto"? '),
+        ("O1", ""),
+        ("", ""),
+    ],
+)
+def test_an_unknown_name_is_refused_with_near_ones(name, guess):
+    for make in (Policy.preset, as_policy, lambda name: Policy(compute=name), lambda n: resolve(n, "cpu")):
+        with pytest.raises(PolicyError) as refused:
+            make(name)
+        expected = f"unknown policy {name!r}. {guess}Known: auto, bf16, fp16, fp32."
+        assert str(refused.value) == expected
+
+
+@pytest.mark.parametrize("given", [None, 16, torch.float16, ["fp16"]])
+def test_what_is_no_name_is_refused(given):
+    with pytest.raises(PolicyError) as refused:
+        as_policy(given)
+    assert str(refused.value) == f"expected a Policy or the name of a preset, got {given!r}"
+    with pytest.raises(PolicyError, match="Known: auto, bf16, fp16, fp32"):
+        Policy(compute=given)

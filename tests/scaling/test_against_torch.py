@@ -1,0 +1,142 @@
+"""Every sequence of good and overflowing steps moves ``Dynamic`` as torch's own scaler moves, to the bit."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowcast.scaling import Dynamic, Off, Static
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**127
+SCALES = st.floats(SMALLEST, LARGEST) | st.integers(-126, 127).map(lambda power: 2.0**power)
+# Powers of two, and factors that round in float32.
+GROWTH = st.sampled_from([2.0, 4.0, 2.0**100, math.nextafter(1, 2)]) | st.floats(1.0, 1e6, exclude_min=True)
+BACKOFF = st.sampled_from([0.5, 2.0**-100, 1e-60, math.nextafter(1, 0)]) | st.floats(
+    1e-6, 1.0, exclude_max=True
+)
+
+
+def as_float32(value):
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+class Torch:
+    """``torch._amp_update_scale_``, and the two limits where narrowcast does otherwise on purpose."""
+
+    def __init__(self, loss_scale):
+        self.settings = loss_scale
+        self.scale = torch.tensor(loss_scale.scale, dtype=torch.float32)
+        self.tracker = torch.tensor(loss_scale.good_steps, dtype=torch.int32)
+        self.at_a_limit = 0
+
+    def after_step(self, overflow):
+        before = self.scale.clone()
+        s = self.settings
+        torch._amp_update_scale_(
+            self.scale,
+            self.tracker,
+            torch.tensor(float(overflow)),
+            s.growth_factor,
+            s.backoff_factor,
+            s.growth_interval,
+        )
+        if overflow and self.scale < SMALLEST:
+            self.scale.fill_(SMALLEST)
+            self.at_a_limit += 1
+        if not overflow and self.scale > LARGEST:
+            self.scale.copy_(before)
+            self.at_a_limit += 1
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    scale=SCALES,
+    growth_factor=GROWTH,
+    backoff_factor=BACKOFF,
+    growth_interval=st.integers(1, 4),
+    events=st.lists(st.booleans(), max_size=40),
+)
+def test_any_sequence_of_steps(scale, growth_factor, backoff_factor, growth_interval, events):
+    ours = Dynamic(
+        scale=scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
+    theirs = Torch(ours)
+    for overflow in events:
+        ours = ours.after_step(overflow=overflow)
+        theirs.after_step(overflow)
+        assert as_float32(ours.scale) == float(theirs.scale)
+        assert ours.good_steps == int(theirs.tracker)
+        assert SMALLEST <= ours.scale <= LARGEST
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    scale=st.integers(-20, 20).map(lambda power: 3.0 * 2.0**power),
+    growth_factor=st.sampled_from([2.0, 1.7]),
+    backoff_factor=st.sampled_from([0.5, 0.3]),
+    growth_interval=st.integers(1, 4),
+    events=st.lists(st.booleans(), max_size=25),
+)
+def test_the_whole_scaler_of_torch(scale, growth_factor, backoff_factor, growth_interval, events):
+    """``GradScaler`` on the CPU, with gradients that are finite or not."""
+    given_settings = {
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+    }
+    ours = Dynamic(scale=scale, **given_settings)
+    theirs = torch.amp.GradScaler("cpu", init_scale=scale, **given_settings)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for overflow in events:
+        optimizer.zero_grad()
+        weight = torch.tensor([1.0, math.inf if overflow else 2.0])
+        theirs.scale((parameter * weight).sum()).backward()
+        before = parameter.detach().clone()
+        theirs.step(optimizer)
+        theirs.update()
+        assert torch.equal(parameter, before) == overflow
+        ours = ours.after_step(overflow=overflow)
+        assert as_float32(ours.scale) == theirs.get_scale()
+        assert ours.good_steps == theirs._get_growth_tracker()
+
+
+def test_it_starts_as_torch_starts():
+    ours, theirs = Dynamic(), torch.amp.GradScaler("cpu")
+    assert ours.scale == theirs.get_scale()
+    assert ours.growth_factor == theirs.get_growth_factor()
+    assert ours.backoff_factor == theirs.get_backoff_factor()
+    assert ours.growth_interval == theirs.get_growth_interval()
+    assert ours.good_steps == 0
+
+
+def test_the_limits_where_it_departs_from_torch():
+    """A backoff stops at the smallest normal float32; a growth past 2**127 is not taken."""
+    low = Dynamic(scale=SMALLEST, good_steps=3)
+    theirs = Torch(low)
+    assert low.after_step(overflow=True) == Dynamic(scale=SMALLEST)
+    theirs.after_step(True)
+    assert theirs.at_a_limit == 1
+    high = Dynamic(scale=1.5 * 2.0**126, growth_interval=2, good_steps=1)
+    theirs = Torch(high)
+    # torch would go on to 1.5 * 2**127, which is a finite float32.
+    assert high.after_step(overflow=False) == Dynamic(scale=1.5 * 2.0**126, growth_interval=2)
+    theirs.after_step(False)
+    assert theirs.at_a_limit == 1
+    assert Dynamic(scale=2.0**126, growth_interval=1).after_step(overflow=False).scale == LARGEST
+    assert Dynamic(scale=LARGEST, growth_interval=1).after_step(overflow=False).scale == LARGEST
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("loss_scale", [Off(), Static(scale=1024.0), Static(scale=0.1)])
+def test_what_does_not_move_stays_the_very_value(loss_scale, overflow):
+    assert loss_scale.after_step(overflow=overflow) is loss_scale
+
+
+def test_off_multiplies_by_one():
+    assert Off().scale == 1.0
