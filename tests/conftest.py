@@ -40,6 +40,8 @@ def _global_state() -> dict[str, object]:
             "Module.__call__": torch.nn.Module.__call__,
             "autocast.__enter__": torch.autocast.__enter__,
             "GradScaler.__init__": torch.amp.GradScaler.__init__,
+            "Optimizer.zero_grad": torch.optim.Optimizer.zero_grad,
+            "Module.zero_grad": torch.nn.Module.zero_grad,
             "profile_hook_step": torch.optim.Optimizer.profile_hook_step,
             "Tensor.backward": torch.Tensor.backward,
             "Tensor.register_hook": torch.Tensor.register_hook,
@@ -96,7 +98,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _room(nodeid: str) -> str:
-    parts = Path(nodeid.split("::")[0]).parts
+    parts = Path(nodeid.partition("::")[0]).parts
     return parts[1] if len(parts) > 2 else "house"
 
 
@@ -119,5 +121,5 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_sessionfinish(session, exitstatus):
     over = {room: spent for room, spent in _spent_s.items() if spent > BUDGET_S[room]}
     if over and exitstatus == 0:
-        print(f"\nover the time budget of tests/conftest.py: {over}", file=sys.stderr)
+        sys.stderr.write(f"\nover the time budget of tests/conftest.py: {over}\n")
         session.exitstatus = 1

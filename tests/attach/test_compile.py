@@ -1,6 +1,7 @@
 """Compiled models and compiled functions: in mixed precision, without graph breaks of ours, and right."""
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo():
+def _fresh_dynamo(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # inductor adds to it
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield

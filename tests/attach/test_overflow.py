@@ -163,13 +163,14 @@ def test_one_bad_micro_batch_skips_the_step_it_would_have_entered():
     assert attached.facts["final_scale"] == 2.0**7
 
 
+@pytest.mark.parametrize("owner", ["optimizer", "model"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_an_overflow_that_was_thrown_away_skips_nothing(set_to_none):
+def test_an_overflow_that_was_thrown_away_skips_nothing(set_to_none, owner):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
         backward(model, 1e6)
-        optimizer.zero_grad(set_to_none=set_to_none)
+        (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=set_to_none)
         backward(model)
         optimizer.step()
     assert attached.facts["skipped_steps"] == 0
@@ -299,3 +300,114 @@ def test_growth_after_good_steps():
             backward(model)
             optimizer.step()
     assert attached.facts["final_scale"] == 2.0**6
+
+
+def test_an_overflow_inside_a_reentrant_checkpoint_is_seen_before_it_is_clamped():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = data()
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        points = x.clone().requires_grad_()
+        out = torch.utils.checkpoint.checkpoint(model, points, use_reentrant=True)
+        (F.mse_loss(out, y) * 1e6).backward()
+        before = copies_of(optimizer)
+        for p in model.parameters():
+            p.grad.nan_to_num_(0.0).clamp_(-1, 1)
+        optimizer.step()
+        assert all(torch.equal(b, a) for b, a in zip(before, copies_of(optimizer), strict=True))
+    assert attached.facts["skipped_steps"] == 1
+
+
+def test_a_micro_batch_that_overflowed_and_was_clamped_still_skips_the_step():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        for factor in (1e6, 1.0):
+            backward(model, factor)
+            for p in model.parameters():
+                p.grad.nan_to_num_(0.0).clamp_(-1, 1)
+        optimizer.step()
+    assert attached.facts["skipped_steps"] == 1
+
+
+def test_gradients_that_the_script_itself_made_infinite_reach_no_parameter():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        backward(model)
+        model[0].weight.grad.mul_(math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, math.nan)
+        optimizer.step()
+    assert attached.facts["skipped_steps"] == 2
+    assert all_finite(optimizer)
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.LBFGS(p, max_iter=6), lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe"),
+], ids=["LBFGS", "LBFGS strong_wolfe"])  # fmt: skip
+def test_a_closure_that_overflows_half_way_is_undone(make):
+    """LBFGS has moved the parameters and filled its history when its third evaluation overflows."""
+    model = network()
+    optimizer = make(model.parameters())
+    x, y = data()
+    evaluations, blow_up_at = 0, None
+
+    def closure():
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x) * (math.inf if evaluations == blow_up_at else 1.0), y)
+        loss.backward()
+        return loss
+
+    with Attachment("fp16", Dynamic(scale=2.0**6)) as attached:
+        optimizer.step(closure)
+        before = copies_of(optimizer)
+        blow_up_at = evaluations + 3
+        optimizer.step(closure)
+        assert evaluations == blow_up_at
+        after = copies_of(optimizer)
+        assert len(before) == len(after)
+        assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+        optimizer.step(closure)
+        assert all_finite(optimizer)
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
+
+
+def test_skips_count_towards_collapse_only_in_a_row():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    with Attachment("fp16", Static(scale=2.0**8)) as attached:
+        for number in range(60):
+            optimizer.zero_grad()
+            backward(model, 1e6 if number % 20 else 1.0)
+            optimizer.step()
+    assert attached.facts["skipped_steps"] == 57
+
+
+def test_two_optimizers_that_skip_one_backward_halve_the_scale_once():
+    left, right = network(seed=3), network(seed=4)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (left, right)]
+    x, y = data()
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        ((F.mse_loss(left(x), y) + F.mse_loss(right(x), y)) * 1e6).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (attached.facts["skipped_steps"], attached.facts["final_scale"]) == (2, 2.0**7)
+
+
+def test_two_optimizers_that_use_one_backward_count_it_once():
+    left, right = network(seed=3), network(seed=4)
+    optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in (left, right)]
+    x, y = data()
+    with Attachment("fp16", Dynamic(scale=2.0**4, growth_interval=3)) as attached:
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (F.mse_loss(left(x), y) + F.mse_loss(right(x), y)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert (attached.facts["steps"], attached.facts["final_scale"]) == (6, 2.0**5)

@@ -535,3 +535,68 @@ def test_a_script_that_raises_on_nonfinite_gradients_meets_overflows():
         (F.mse_loss(model(x), y) * 1e6).backward()
         with pytest.raises(RuntimeError, match="non-finite"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+class Labelled(torch.Tensor):
+    """A tensor subclass as people write them: torch dispatches to it, and calls itself again by name."""
+
+
+def test_a_loss_of_a_tensor_subclass_is_scaled_once():
+    def gradient(*attach_as):
+        model, (x, y) = network(), data()
+        with Attachment(*attach_as):
+            torch.autograd.backward(F.mse_loss(model(x), y).as_subclass(Labelled))
+        return model[0].weight.grad
+
+    found, expected = gradient("fp16", Static(scale=2.0**12)), gradient("fp32")
+    assert (found - expected).norm() / expected.norm() < 2.0**-8
+
+
+def test_a_pass_inside_one_that_was_not_scaled_is_not_unscaled():
+    """``torch.autograd.grad`` of a subclass is left unscaled, and so is what its graph runs inside."""
+    inner = nn.Parameter(torch.tensor([3.0]))
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                (inner * 5).backward(gradient)
+            return gradient * 2
+
+    with Attachment("fp16", Static(scale=2.0**12)):
+        x = torch.ones(1, requires_grad=True)
+        (slope,) = torch.autograd.grad(Inner.apply(x).as_subclass(Labelled).sum(), x)
+    assert slope.item() == 2.0
+    assert inner.grad.item() == 5.0
+
+
+def test_backward_from_a_leaf():
+    leaf = torch.ones(3, requires_grad=True)
+    with Attachment("fp16", Static(scale=2.0**12)):
+        leaf.backward(torch.tensor([1.0, 2.0, 3.0]))
+        torch.autograd.backward([leaf, (leaf * 2).sum()], [torch.ones(3), None])
+    assert leaf.grad.tolist() == [4.0, 5.0, 6.0]
+
+
+def test_a_checkpoint_in_a_region_that_is_off_recomputes_with_it_off():
+    """Recomputed modules are as deep in the region as they were, so none of them opens one of its own."""
+
+    class Careful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            # Recomputation stops early, after the first layer of two.
+            self.inner, self.outer = nn.Sequential(Recording(), nn.Linear(4, 4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                h = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+            return self.outer(h)
+
+    model = Careful()
+    with Attachment("bf16"):
+        model(torch.randn(2, 4)).sum().backward()
+    assert model.inner[0].dtypes == [torch.float32, torch.float32]

@@ -92,7 +92,7 @@ class Leaves:
         return leaf if leaf is not None and leaf.tensor() is tensor else None
 
     def backward_begins(self, leaves: Sequence[Leaf], backward: int) -> None:
-        """Forget overflows of gradients that are gone: set to None, or filled with zeros.
+        """Forget overflows of gradients that were set to None.
 
         Raises:
             UnsupportedError: when a leaf changed since its last backward and no optimizer has it.
@@ -101,18 +101,10 @@ class Leaves:
             tensor = leaf.tensor()
             if tensor is None:
                 continue
-            if leaf.before is not None and not leaf.owned and _changed(tensor, leaf.before):
+            if leaf.before is not None and _changed(tensor, leaf.before):
                 raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
-            gradient = tensor.grad
-            if gradient is None or self._is_emptied(leaf, gradient):
+            if tensor.grad is None:
                 leaf.overflow, leaf.clean_since = False, backward
-
-    def _is_emptied(self, leaf: Leaf, gradient: torch.Tensor) -> bool:
-        """Whether a gradient that overflowed is all zeros now; reads the device only after a change."""
-        if leaf.checked is None or leaf.checked == (id(gradient), gradient._version):
-            return False
-        self._read()
-        return leaf.overflow and not bool(gradient.any())
 
     def backward_ended(self, leaves: Sequence[Leaf], backward: int) -> None:
         """Check what the leaves accumulated, before the script can clamp it; the answer is read later."""
@@ -153,17 +145,12 @@ class Leaves:
                 leaf = self._hooked(parameter)
             leaf.owned, leaf.before = True, None
 
-    def used(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
-        """An optimizer stepped on these gradients, or skipped them."""
+    def thrown_away(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
+        """The gradients of these parameters up to ``backward`` were used, skipped, or set to zero."""
         for parameter in parameters:
             leaf = self.find(parameter)
             if leaf is not None:
                 leaf.overflow, leaf.clean_since = False, backward + 1
-
-    def changed_by_hand(self) -> bool:
-        """Whether any leaf changed since its last backward without an optimizer."""
-        leaves = [(leaf, leaf.tensor()) for leaf in self._by_id.values() if leaf.before and not leaf.owned]
-        return any(t is not None and leaf.before and _changed(t, leaf.before) for leaf, t in leaves)
 
     def _read(self) -> None:
         with self._lock:

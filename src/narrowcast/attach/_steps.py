@@ -33,8 +33,9 @@ class _SkippedInClosure(BaseException):
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.stepping: list[int] = []
+    """How many steps this thread is in: an optimizer may step another one, or call ``super().step()``."""
+
+    depth = 0
 
 
 class Steps:
@@ -65,6 +66,8 @@ class Steps:
         self.installed = True
         hook_step = torch.optim.Optimizer.profile_hook_step
         patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(self._hooked(hook_step)))
+        patches.replace(torch.optim.Optimizer, "zero_grad", self._zero_grad(torch.optim.Optimizer.zero_grad))
+        patches.replace(torch.nn.Module, "zero_grad", self._zero_grad(torch.nn.Module.zero_grad))
         for kind in _subclasses(torch.optim.Optimizer):
             step = vars(kind).get("step")
             if step is not None and getattr(step, "hooked", False):
@@ -78,6 +81,19 @@ class Steps:
             if wrapped is not None:
                 kind.step = wrapped  # type: ignore[attr-defined]
 
+    def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Zeroing in place throws an overflow away, which the gradient itself does not tell."""
+
+        @functools.wraps(original)
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
+            original(owner, *args, **kwargs)
+            if self._scale.active and not self.set_aside:
+                optimizer = isinstance(owner, torch.optim.Optimizer)
+                parameters = _parameters(owner) if optimizer else owner.parameters()
+                self._leaves.thrown_away(parameters, self._scale.backward)
+
+        return zero_grad
+
     def _hooked(self, hook_step: Callable[[_Step], _Step]) -> Callable[[_Step], _Step]:
         @functools.wraps(hook_step)
         def profile_hook_step(step: _Step) -> _Step:
@@ -88,14 +104,13 @@ class Steps:
     def _wrap(self, hooked: _Step) -> _Step:
         @functools.wraps(hooked)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            again = id(optimizer) in self._thread.stepping  # a subclass calls super().step()
-            if not self.installed or self.set_aside or again:
+            if not self.installed or self.set_aside:
                 return hooked(optimizer, *args, **kwargs)
-            self._thread.stepping.append(id(optimizer))
+            self._thread.depth += 1
             try:
                 return self._step(hooked, optimizer, args, kwargs)
             finally:
-                self._thread.stepping.pop()
+                self._thread.depth -= 1
 
         # torch reads and sets ``hooked`` on the class's step to wrap it only once.
         hooked.hooked = step.hooked = True  # type: ignore[attr-defined]
@@ -119,19 +134,19 @@ class Steps:
         return result
 
     def _saw_step(self, *, skipped: bool) -> None:
-        if len(self._thread.stepping) == 1:  # an optimizer that steps another one takes one step
+        if self._thread.depth == 1:
             scale = self._scale.value.scale if self._scale.active else None
             self._ledger.saw_step(skipped=skipped, scale=scale)
 
     def _took(self, optimizer: torch.optim.Optimizer) -> None:
         self._skips_in_a_row.pop(id(optimizer), None)
         self._saw_step(skipped=False)
-        self._leaves.used(_parameters(optimizer), self._scale.backward)
+        self._leaves.thrown_away(_parameters(optimizer), self._scale.backward)
         self._scale.after_step(overflow=False)
 
     def _skip(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
         self._saw_step(skipped=True)
-        self._leaves.used(_parameters(optimizer), self._scale.backward)
+        self._leaves.thrown_away(_parameters(optimizer), self._scale.backward)
         self._scale.after_step(overflow=True)
         key = id(optimizer)
         if not self._skips_in_a_row[key]:
