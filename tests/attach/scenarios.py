@@ -32,9 +32,14 @@ def scenario(function: Callable[[], Trained]) -> Callable[[], Trained]:
     return function
 
 
+def seeded(*shape, seed):
+    """Normal random numbers, the same on every device, on torch's default one."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
 def data(count=64, features=12, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, features, generator=generator)
+    x = seeded(count, features, seed=seed)
     y = (x[:, :3] * torch.tensor([1.0, -2.0, 0.5])).sum(1, keepdim=True).tanh()
     return x, y
 
@@ -250,7 +255,7 @@ def frozen_and_tied():
 def sparse_embedding():
     torch.manual_seed(2)
     table, head = nn.Embedding(50, 12, sparse=True), network()
-    words = torch.randint(0, 50, (64,), generator=torch.Generator().manual_seed(6))
+    words = (seeded(64, seed=6) * 20).long() % 50
     _, y = data()
     optimizers = [torch.optim.SparseAdam(table.parameters(), 1e-2), torch.optim.SGD(head.parameters(), 0.05)]
     start, first = loss_in_fp32(lambda: F.mse_loss(head(table(words)), y)), None
@@ -412,7 +417,7 @@ def evaluation_between_steps():
         with torch.no_grad():
             second = model(x)
         assert first.dtype == second.dtype == torch.float32
-        first.numpy()
+        first.cpu().numpy()
         model.train()
 
     return fit(model, optimizer, lambda: F.mse_loss(model(x), y), before_step=evaluate)
@@ -425,6 +430,6 @@ def convolutions_and_batch_norm():
         nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2),
         nn.ReLU(), nn.Flatten(), nn.Linear(72, 1),
     )  # fmt: skip
-    x = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(8))
+    x = seeded(16, 1, 8, 8, seed=8)
     y = x.mean(dim=(2, 3)) * 8
     return fit(model, torch.optim.SGD(model.parameters(), 0.02), lambda: F.mse_loss(model(x), y), steps=15)

@@ -155,7 +155,7 @@ class Regions:
             return
         dtype = resolve(self._policy, device_type)
         automatic = self._policy.compute == "auto"
-        because = best_format(device_type).because if automatic else "the policy says so"
+        because = best_format(device_type).because if automatic else "as asked"
         name = format_name(dtype)
         self._ledger.saw_device(device_type, name, because)
         slow = slow_format_warning(name, device_type)

@@ -1,0 +1,64 @@
+"""The hard cases on a GPU, where hooks run in other threads and fp16 has instructions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scenarios import SCENARIOS, data, network
+from test_scenarios import finite_everywhere, relative_error, tolerance
+
+from narrowcast.attach import Attachment
+from narrowcast.scaling import Dynamic
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu():
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_training_ends_where_fp32_ends(name, policy):
+    expected = SCENARIOS[name]()
+    with Attachment(policy, Dynamic(scale=2.0**8) if policy == "fp16" else None) as attached:
+        found = SCENARIOS[name]()
+    assert relative_error(found.first_gradients, expected.first_gradients) < tolerance(policy)
+    assert 0 < relative_error(found.parameters, expected.parameters) < 2 * tolerance(policy)
+    finite_everywhere(found.optimizers)
+    assert list(attached.ledger.devices) == ["cuda"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_planted_overflow_is_skipped(fused):
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=fused)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        for factor in (1.0, 1e6, 1.0):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y) * factor).backward()
+            optimizer.step()
+            unchanged = all(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+            assert unchanged == (factor > 1)
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
+    assert attached.facts["peak_tensor_bytes"] > 0
+
+
+def test_auto_takes_what_the_gpu_computes_in():
+    with Attachment("auto") as attached:
+        network()(data()[0])
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert attached.ledger.devices["cuda"]["format"] == ("bf16" if native else "fp16")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
+def test_data_parallel_threads():
+    model, (x, y) = torch.nn.DataParallel(network()), data()
+    F.mse_loss(model(x), y).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with Attachment("fp16", Dynamic(scale=2.0**8)):
+        F.mse_loss(model(x), y).backward()
+    assert relative_error([p.grad for p in model.parameters()], expected) < tolerance("fp16")
