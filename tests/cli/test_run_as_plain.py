@@ -191,22 +191,16 @@ def test_a_signal_ends_it_as_it_ends_a_plain_run(workshop, number):
     workshop.write(
         "waits.py",
         """\
-        import time
+        import signal, sys
         def wait():
             print("ready", flush=True)
-            time.sleep(100)
+            signal.raise_signal(int(sys.argv[1]))
         wait()
         """,
     )
-    ended = []
-    for before in (), ("-m", "narrowcast", "run"):
-        process = workshop.start(sys.executable, *before, "waits.py")
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(number)
-        ended.append(workshop.end(process))
-    plain, ours = ended
+    plain, ours = workshop.both("waits.py", str(int(number)))
     assert (ours.code, ours.stdout, ours.stderr) == (plain.code, plain.stdout, plain.stderr)
-    assert plain.code == -number
+    assert (plain.code, plain.stdout) == (-number, "ready\n")
     assert len(ours.captures) == (1 if number == signal.SIGINT else 0)
 
 

@@ -110,7 +110,6 @@ def test_forked_children_leave_the_capture_and_the_block_to_their_parent(worksho
 
 
 def test_spawned_children_import_the_script_again(workshop):
-    """They are new interpreters, which nothing was attached to: they compute in FP32."""
     workshop.write(
         "spawns.py",
         NETWORK,
@@ -145,11 +144,11 @@ def test_spawned_children_import_the_script_again(workshop):
     ours = workshop.narrowcast("run", "--policy", "bf16", "spawns.py", "--an", "option")
     assert (ours.code, ours.stderr) == (0, "")
     assert ours.stdout.splitlines() == [
-        "spawn ['__mp_main__', 'beside', ['--an', 'option'], ['torch.float32']]",
+        "spawn ['__mp_main__', 'beside', ['--an', 'option'], ['torch.bfloat16']]",
         "ended with 0",
-        "forkserver ['__mp_main__', 'beside', ['--an', 'option'], ['torch.float32']]",
+        "forkserver ['__mp_main__', 'beside', ['--an', 'option'], ['torch.bfloat16']]",
         "ended with 0",
-        "rank 0 words ['torch.float32']",
+        "rank 0 words ['torch.bfloat16']",
         "parent ['torch.bfloat16']",
     ]
     assert ours.capture.end["steps"] == 1

@@ -168,9 +168,9 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(monkeypatch, built)
         f"device 'cuda' was asked for and {why}. Use device 'cpu', or install a CUDA build of torch "
         "on a machine with a GPU (python -c 'import torch; print(torch.cuda.is_available())')."
     )
-    with pytest.raises(DeviceError, match="a CUDA device"):
+    with pytest.raises(DeviceError, match="cuda"):
         nc.autocast("cuda")
-    with pytest.raises(DeviceError, match=r"unknown device type 'cudda' .* Did you mean \"cuda\"\?"):
+    with pytest.raises(DeviceError, match=r"'cudda'.* Did you mean .cuda.\?"):
         nc.autocast("cudda")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -87,7 +86,7 @@ def run(
 
     from narrowcast.attach import Attachment, Script
     from narrowcast.machine import require_torch
-    from narrowcast.observe import SCHEMA, CaptureWriter, discard_captures, make_run_folder
+    from narrowcast.observe import CaptureWriter, discard_captures, make_run_folder, start_event
 
     require_torch()
     found = (Script.from_module if module else Script.from_path)(script, arguments or [])
@@ -97,18 +96,7 @@ def run(
     if rank == 0:
         discard_captures(folder, from_rank=_world_size())
     writer = CaptureWriter(folder / ("capture.jsonl" if rank == 0 else f"capture-rank{rank}.jsonl"))
-    writer.write(
-        {
-            "event": "start",
-            "schema": SCHEMA,
-            "argv": list(found.argv),
-            "policy": policy,
-            "loss_scale": loss_scale,
-            "rank": rank,
-            "started": time.time(),
-            "seed": seed,
-        }
-    )
+    writer.write(start_event(found.argv, policy, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
     attachment = Attachment(policy, scale, writer=writer)
     ending = _Ending(attachment, writer, shown=rank == 0)

@@ -5,7 +5,8 @@ The first line is ``{"event": "start", "schema": 1, ...}``. Then, in the order i
 ==========  ==================================================================================
 event       fields
 ==========  ==================================================================================
-start       schema, argv, policy, loss_scale, rank, started (seconds since 1970), seed
+start       schema, argv, policy, started (seconds since 1970); of the script itself: loss_scale, rank,
+            seed; of a process that it started: process (its number)
 device      device_type, format, because: the first region on a device type
 step        time_s (since start), interval_s (since the step before; null for the first),
             skipped, scale, loss (the scalar that the latest ``backward`` started from, or null)

@@ -45,13 +45,14 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
 
     Args:
         folder: of a run that is about to start.
-        from_rank: captures of ranks below it stay, because they are overwritten by their own process,
-            which may have started already.
+        from_rank: captures of a launcher's ranks below it stay, because they are overwritten by their own
+            process, which may have started already.
 
     Raises:
         RunFolderError: when one cannot be deleted.
     """
     stale = [path for path in folder.glob("capture-rank*.jsonl") if _rank_of(path) >= from_rank]
+    stale += folder.glob("capture-process*.jsonl")
     if from_rank == 0:
         stale += [folder / name for name in ("capture.jsonl", "stdout.txt", "stderr.txt")]
     for path in stale:
