@@ -1,5 +1,6 @@
 """Processes that a script starts itself train in mixed precision too, and say so."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +28,17 @@ def test_a_process_of_the_script_trains_in_mixed_precision(start, processes, tmp
         capture = read_capture(tmp_path / f"capture-process{number}.jsonl")
         assert capture.end["steps"] == 3
         assert capture.of("device")[0]["format"] == "bf16"
+
+
+def test_a_comparison_is_of_the_process_that_trained(tmp_path):
+    command = [sys.executable, "-m", "narrowcast", "compare", "--policy", "bf16", "--json"]
+    done = subprocess.run(
+        [*command, "--run-dir", str(tmp_path), str(SCRIPT), "torch"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["fp32"]["steps"] == result["mixed"]["steps"] == 3
+    assert (result["fp32"]["format"], result["mixed"]["format"]) == ("fp32", "bf16")

@@ -69,8 +69,8 @@ class Attachment:
             step_aside=self._step_aside,
         )
         self._backward = Backward(self.scale, self.ledger, self._regions.settle, self._regions.recomputation)
-        folder = None if writer is None else writer.path.parent
-        self._processes = Processes(self.ledger, attach_process, (self.policy, loss_scale, folder))
+        capture = None if writer is None else writer.path
+        self._processes = Processes(self.ledger, attach_process, (self.policy, loss_scale, capture))
         self._steps = Steps(self.scale, self._backward.leaves, self.ledger, self._regions.parameter_names)
 
     def __enter__(self) -> Self:
@@ -119,13 +119,15 @@ class Attachment:
 
 @contextmanager
 def attach_process(
-    policy: Policy, loss_scale: LossScale | None, folder: Path | None, number: int
+    policy: Policy, loss_scale: LossScale | None, parents_capture: Path | None, number: int
 ) -> Iterator[None]:
     """Attach in a process that an attached script started as its ``number``-th.
 
-    Its capture is ``capture-processN.jsonl`` in ``folder``; one that saw nothing is deleted again.
+    Its capture is ``capture-processN.jsonl`` beside its parent's; one that saw nothing is deleted again.
     """
-    writer = None if folder is None else CaptureWriter(folder / f"capture-process{number}.jsonl")
+    writer = None
+    if parents_capture is not None:
+        writer = CaptureWriter(parents_capture.with_stem(f"{parents_capture.stem}-process{number}"))
     if writer is not None:
         writer.write(start_event(sys.argv, policy.compute, process=number))
     attachment = Attachment(policy, loss_scale, writer=writer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import threading
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ class Ledger:
 
     def __init__(self, writer: CaptureWriter | None = None) -> None:
         self._writer = writer
+        self._lock = threading.RLock()
         self._started = time.perf_counter()
         self._last_step: float | None = None
         self._last_flush = self._started
@@ -41,45 +43,50 @@ class Ledger:
 
     def saw_backward(self, loss: torch.Tensor | None) -> None:
         """An outermost backward begins, at ``loss`` where that is one number."""
-        self.backwards += 1
-        self._loss = None if loss is None else loss.detach()
+        with self._lock:
+            self.backwards += 1
+            self._loss = None if loss is None else loss.detach()
 
     def saw_step(self, *, skipped: bool, scale: float | None) -> None:
         """An optimizer took a step or skipped one; ``scale`` is the one its gradients were made with."""
-        self.steps += not skipped
-        self.skipped_steps += skipped
-        if not self._writer:
-            return
-        now = time.perf_counter()
-        event = {
-            "event": "step",
-            "time_s": now - self._started,
-            "interval_s": None if self._last_step is None else now - self._last_step,
-            "skipped": skipped,
-            "scale": scale,
-        }
-        self._last_step = now
-        self._unwritten.append((event, self._loss))
-        if now - self._last_flush > _FLUSH_EVERY_S or len(self._unwritten) >= _FLUSH_EVERY_STEPS:
-            self.flush()
+        with self._lock:
+            self.steps += not skipped
+            self.skipped_steps += skipped
+            if not self._writer:
+                return
+            now = time.perf_counter()
+            event = {
+                "event": "step",
+                "time_s": now - self._started,
+                "interval_s": None if self._last_step is None else now - self._last_step,
+                "skipped": skipped,
+                "scale": scale,
+            }
+            self._last_step = now
+            self._unwritten.append((event, self._loss))
+            if now - self._last_flush > _FLUSH_EVERY_S or len(self._unwritten) >= _FLUSH_EVERY_STEPS:
+                self.flush()
 
     def note(self, text: str) -> None:
         """Something that the person should know; said once however often it happens."""
-        if text not in self.notes:
-            self.notes.append(text)
-            if self._writer:
-                self._writer.write({"event": "note", "text": text})
+        with self._lock:
+            if text not in self.notes:
+                self.notes.append(text)
+                if self._writer:
+                    self._writer.write({"event": "note", "text": text})
 
     def flush(self) -> None:
         """Write the steps seen since the last flush; reads their losses from the device."""
-        if self._writer and self._unwritten:
-            self._writer.write(*({**event, "loss": _number(loss)} for event, loss in self._unwritten))
-        self._unwritten.clear()
-        self._last_flush = time.perf_counter()
+        with self._lock:
+            if self._writer and self._unwritten:
+                self._writer.write(*({**event, "loss": _number(loss)} for event, loss in self._unwritten))
+            self._unwritten.clear()
+            self._last_flush = time.perf_counter()
 
     def forget_writer(self) -> None:
         """A forked child leaves the file to its parent."""
         self._writer = None
+        self._lock = threading.RLock()  # another thread of the parent may have held it
         self._unwritten.clear()
 
     def facts(self, exit_code: int | None) -> dict[str, Any]:

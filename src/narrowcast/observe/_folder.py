@@ -12,7 +12,7 @@ from narrowcast.errors import RunFolderError
 
 # Characters of up to four bytes each, and a file system's names end at 255 bytes.
 _LONGEST_NAME = 40
-_OF_A_RANK = re.compile(r"capture-rank(\d+)\.jsonl")
+_OF_A_RANK = re.compile(r"capture-rank(\d+)(-process\d+)?\.jsonl")
 
 
 def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None = None) -> Path:

@@ -145,12 +145,19 @@ def _run(
     if code != 0:
         raise ScriptError(_failure(name, code, _last_lines(err)) + f"\nall of its output: {folder}")
     try:
-        capture = read_capture(folder / "capture.jsonl")
+        capture = _that_trained(folder)
     except CaptureError as error:
         raise ScriptError(
             f"the {name} run left no capture, so there is nothing to compare: {error}"
         ) from error
     return capture, _last_line(out)
+
+
+def _that_trained(folder: Path) -> Capture:
+    """The run's capture, or that of the first process it spawned which took a step if it took none itself."""
+    own = read_capture(folder / "capture.jsonl")
+    spawned = (read_capture(path) for path in sorted(folder.glob("capture-process*.jsonl")))
+    return own if own.of("step") else next((c for c in spawned if c.of("step")), own)
 
 
 def _failure(name: str, code: int, said: list[str]) -> str:
