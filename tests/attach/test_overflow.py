@@ -411,3 +411,31 @@ def test_two_optimizers_that_use_one_backward_count_it_once():
             for optimizer in optimizers:
                 optimizer.step()
     assert (attached.facts["steps"], attached.facts["final_scale"]) == (6, 2.0**5)
+
+
+def test_an_optimizer_may_hold_frozen_parameters_and_one_may_thaw():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        for number in range(4):
+            model[0].weight.requires_grad_(number >= 2)
+            optimizer.zero_grad()
+            backward(model, 1e6 if number == 3 else 1.0)
+            optimizer.step()
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (3, 1)
+
+
+def test_an_overflow_long_before_the_step_is_remembered():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        for number in range(150):
+            backward(model, 1e6 if number == 0 else 1.0)
+            if number == 0:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+                for p in model.parameters():
+                    p.grad.nan_to_num_(0.0)
+        assert len(attached._backward.leaves._unread) < 100
+        optimizer.step()
+    assert attached.facts["skipped_steps"] == 1

@@ -14,8 +14,8 @@ from narrowcast.attach._torch_internals import register_hook_first
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import NonfiniteFlags, nonfinite_flags
 
-_COMPARE_WHOLE_UP_TO = 1_000_000
-_SAMPLES = 4096
+_READ_EVERY = 64  # backwards without a step between them
+_SAMPLES = 16_384  # values compared of a tensor, evenly spaced
 _ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
@@ -27,8 +27,9 @@ class Leaf:
         overflow: a gradient that it still holds, or whose remains it holds, was not finite.
         clean_since: backward before which its gradient was thrown away.
         owned: an optimizer has stepped on it, or has skipped.
-        checked: identity and version of the gradient that the last check read.
-        before: its value when a backward ended, to see updates that no optimizer made.
+        checked: the gradient that the last check read, and its version.
+        before: its version, and some of its values, when a backward ended: to see updates that no
+            optimizer made.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -36,8 +37,8 @@ class Leaf:
     overflow: bool = False
     clean_since: int = 0
     owned: bool = False
-    checked: tuple[int, int] | None = None
-    before: tuple[int, torch.Tensor] | None = None
+    checked: tuple[weakref.ref[torch.Tensor], int] | None = None
+    before: tuple[int, torch.Tensor | None] | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Leaves:
         self._unscale = unscale
         self._by_id: dict[int, Leaf] = {}
         self._unread: list[_Unread] = []
+        self._an_optimizer_steps = False
         self._lock = threading.RLock()
 
     def reached_from(
@@ -114,14 +116,19 @@ class Leaves:
             if tensor is None:
                 continue
             if not leaf.owned:
-                leaf.before = _remember(tensor)
+                # A write through ``.data`` leaves the version as it is. Looking at values costs a copy
+                # and a wait: only while nothing at all is known to update parameters.
+                sample = None if self._an_optimizer_steps else _sample(tensor).clone()
+                leaf.before = (tensor._version, sample)
             if tensor.grad is not None:
                 holding.append(leaf)
                 gradients.append(tensor.grad)
-                leaf.checked = (id(tensor.grad), tensor.grad._version)
+                leaf.checked = (weakref.ref(tensor.grad), tensor.grad._version)
         unread = _Unread(backward, holding, nonfinite_flags(gradients))
         with self._lock:
             self._unread.append(unread)
+            if len(self._unread) >= _READ_EVERY:
+                self._read()
 
     def nonfinite_among(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those whose gradient overflowed in a backward, or is not finite now; waits for the device."""
@@ -135,15 +142,18 @@ class Leaves:
     def _changed_since_check(self, parameter: torch.Tensor) -> bool:
         leaf, gradient = self.find(parameter), parameter.grad
         assert gradient is not None
-        return leaf is None or leaf.checked != (id(gradient), gradient._version)
+        if leaf is None or leaf.checked is None:
+            return True
+        checked, version = leaf.checked
+        return checked() is not gradient or version != gradient._version
 
     def own(self, parameters: Iterable[torch.Tensor]) -> None:
         """An optimizer begins a step on these parameters."""
+        self._an_optimizer_steps = True
         for parameter in parameters:
-            leaf = self.find(parameter)
-            if leaf is None:
+            if parameter.requires_grad:  # a frozen one takes no hook, and no gradient that needs one
                 leaf = self._hooked(parameter)
-            leaf.owned, leaf.before = True, None
+                leaf.owned, leaf.before = True, None
 
     def thrown_away(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
         """The gradients of these parameters up to ``backward`` were used, skipped, or set to zero."""
@@ -167,21 +177,14 @@ class Leaves:
         self._unread.clear()
 
 
-def _remember(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    return tensor._version, _sample(tensor).clone()
-
-
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     values = tensor.detach().reshape(-1)
-    stride = 1 if values.numel() <= _COMPARE_WHOLE_UP_TO else values.numel() // _SAMPLES
-    return values[::stride]
+    return values[:: max(1, values.numel() // _SAMPLES)]
 
 
-def _changed(tensor: torch.Tensor, before: tuple[int, torch.Tensor]) -> bool:
+def _changed(tensor: torch.Tensor, before: tuple[int, torch.Tensor | None]) -> bool:
     version, sample = before
-    if tensor.numel() > _COMPARE_WHOLE_UP_TO and tensor._version != version:
-        return True
-    return not torch.equal(_sample(tensor), sample)
+    return tensor._version != version or (sample is not None and not torch.equal(_sample(tensor), sample))
 
 
 _BY_HAND = (
