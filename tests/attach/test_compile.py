@@ -84,9 +84,9 @@ def test_a_compiled_model_trains_as_in_fp32(make, backend, policy):
     with Attachment(policy, Dynamic(scale=2.0**8) if policy == "fp16" else None) as attached:
         found, loss = train(make, backend)
     error = float((found - expected).norm() / expected.norm())
-    # As in test_scenarios: 96 roundings, each at most half a unit in the last place.
-    assert 0 < error < 96 * {"bf16": 2.0**-9, "fp16": 2.0**-12}[policy]
-    assert loss == pytest.approx(expected_loss, rel=96 * 2.0**-9)
+    # As in test_scenarios: 48 independent roundings, so at most 7 roundoffs.
+    assert 0 < error < 7 * {"bf16": 2.0**-8, "fp16": 2.0**-11}[policy]
+    assert loss == pytest.approx(expected_loss, rel=7 * 2.0**-8)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert attached.aside is None
     assert attached.facts["steps"] == 6

@@ -182,8 +182,8 @@ def test_threads_that_train_at_once():
         for thread in threads:
             thread.join()
     for want, seed in zip(expected, (11, 12), strict=True):
-        # Ten steps of gradients with an error of at most 96 roundoffs of fp16 (see test_scenarios).
-        assert (found[seed] - want).norm() / want.norm() < 96 * 2.0**-12
+        # Ten steps of gradients with an error of at most 7 roundoffs of fp16 (see test_scenarios).
+        assert (found[seed] - want).norm() / want.norm() < 7 * 2.0**-11
 
 
 # ---- gradients that the script looks at
@@ -347,7 +347,7 @@ def test_func_grad_and_vmap_are_left_alone():
     with Attachment("bf16"):
         found = per_sample()
     for key in expected:
-        assert (found[key] - expected[key]).norm() / expected[key].norm() < 96 * 2.0**-9
+        assert (found[key] - expected[key]).norm() / expected[key].norm() < 7 * 2.0**-8
 
 
 # ---- what is refused, and what is left to the script
@@ -382,7 +382,7 @@ def test_updates_by_hand_are_refused_in_fp16_and_right_in_bf16(update):
     expected = train()
     with Attachment("bf16") as attached:
         found = train()
-    assert (found - expected).norm() / expected.norm() < 96 * 2.0**-9
+    assert (found - expected).norm() / expected.norm() < 7 * 2.0**-8
     assert any("by hand" in note for note in attached.ledger.notes)
     with Attachment("fp16"), pytest.raises(UnsupportedError, match=r"updated by hand.*--policy bf16"):
         train()
@@ -397,9 +397,9 @@ def test_the_first_step_of_sam_is_refused_in_fp16():
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(p.grad, alpha=0.05)
+        optimizer.zero_grad()
         with pytest.raises(UnsupportedError, match="SAM's first step"):
             F.mse_loss(model(x), y).backward()
-        optimizer.zero_grad()
 
 
 def test_weights_clamped_by_a_gan_are_no_updates_by_hand():

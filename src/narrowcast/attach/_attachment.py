@@ -93,6 +93,7 @@ class Attachment:
             self._note_what_was_unusual()
         finally:
             self._patches.restore()
+            self._regions.uninstall()
             self._steps.uninstall()
             self._backward.leaves.remove_hooks()
             self.ledger.final_scale = self.scale.value.scale if self.scale.active else None
@@ -102,7 +103,9 @@ class Attachment:
         """Leave the rest to the script: no new region, no scaling, no skipping."""
         if self.aside is None:
             self.aside = why
-            self.ledger.note(f"{why}, so it was left to it: nothing was added")
+            so_far = self.ledger.steps + self.ledger.skipped_steps
+            since = f" from step {so_far + 1} on" if so_far else ""
+            self.ledger.note(f"{why}, so it was left to it{since}: nothing was added")
             self.scale.value = Off()
             for part in (self._regions, self._backward, self._steps, self._processes):
                 part.set_aside = True
@@ -113,7 +116,7 @@ class Attachment:
         self._regions.settle()
         if not self._regions.called_a_module and not self._processes.started:
             self.ledger.note("no module with parameters was called, so nothing ran in mixed precision")
-        elif self.ledger.backwards and not self.ledger.steps and not self.ledger.skipped_steps:
+        elif self.ledger.backwards and not self.ledger.steps + self.ledger.skipped_steps + self._steps.traced:
             self.ledger.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from narrowcast.attach import _true_views
 from narrowcast.attach._leaves import Leaf, Leaves
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
 from narrowcast.attach._recomputation import Recomputation
 from narrowcast.attach._scale import RunningScale
-from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped
+from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped, untraced
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
 
@@ -47,7 +48,7 @@ class Backward:
         self._returning: dict[int, float] = {}
         self._retained: list[weakref.ref[torch.Tensor]] = []
         self._nested_leaves: list[Leaf] = []
-        self.leaves = Leaves(self._unscale)
+        self.leaves = Leaves(self._unscale, scale.discarded, ledger.note)
         self.set_aside = False
 
     def install(self, patches: Patches) -> None:
@@ -55,9 +56,15 @@ class Backward:
         self._torch_grad = torch.autograd.grad
         patches.replace(torch.autograd, "backward", self._wrap(self._torch_backward, self.backward))
         patches.replace(torch.autograd, "grad", self._wrap(self._torch_grad, self.grad))
-        self._install_hook_views(patches)
+        self._install_retain_grad(patches)
+        _true_views.install(
+            patches,
+            of_tensors=lambda: self._factor_of(graph_task_id()),
+            of_leaves=lambda: self._returning.get(graph_task_id()),
+        )
 
     def _wrap(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+        @untraced
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # Tensor subclasses make torch call itself by name: that is the same pass, not a nested one.
@@ -185,7 +192,7 @@ class Backward:
             not self._scale.active
             or graph_task_id() != NO_GRAPH_TASK
             or not plain
-            or any(is_functorch_wrapped(root) for root in roots)
+            or self._is_of_torch_func(roots)
         ):
             return self._torch_grad(outputs, inputs, grad_outputs, retain_graph, **keywords)
         factor = self._scale.value.scale
@@ -197,47 +204,27 @@ class Backward:
             return self._torch_grad(outputs, inputs, grad_outputs, retain_graph, **keywords)
         return tuple(None if g is None else g * (1.0 / factor) for g in scaled)
 
+    def _is_of_torch_func(self, roots: Sequence[torch.Tensor]) -> bool:
+        wrapped = any(is_functorch_wrapped(root) for root in roots)
+        if wrapped:
+            self._ledger.note(
+                "torch.func differentiates without the loss scale, so its gradients may underflow in fp16; "
+                "--policy bf16 has no such limit"
+            )
+        return wrapped
+
     # ---- gradients that a script looks at on the way
 
-    def _install_hook_views(self, patches: Patches) -> None:
-        register_hook: Callable[..., Any] = torch.Tensor.register_hook
+    def _install_retain_grad(self, patches: Patches) -> None:
         retain_grad: Callable[..., None] = vars(torch._C.TensorBase)["retain_grad"]
 
-        def tensor_register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-            # A leaf's hooks run after its gradient was unscaled.
-            return register_hook(tensor, hook if tensor.grad_fn is None else self._true_view(hook, 0))
-
+        @functools.wraps(retain_grad)
         def tensor_retain_grad(tensor: torch.Tensor) -> None:
             if tensor.grad_fn is not None and not any(kept() is tensor for kept in self._retained):
                 self._retained.append(weakref.ref(tensor))
             retain_grad(tensor)
 
-        patches.replace(torch.Tensor, "register_hook", functools.wraps(register_hook)(tensor_register_hook))
-        patches.replace(torch.Tensor, "retain_grad", functools.wraps(retain_grad)(tensor_retain_grad))
-        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-            patches.replace(torch.nn.Module, name, self._true_view_registrar(getattr(torch.nn.Module, name)))
-
-    def _true_view_registrar(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(register)
-        def registrar(module: torch.nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return register(module, self._true_view(hook, 1), *args, **kwargs)
-
-        return registrar
-
-    def _true_view(self, hook: Callable[..., Any], replaces: int) -> Callable[..., Any]:
-        """``hook`` shown true gradients in fp32; what it returns is scaled like argument ``replaces``."""
-
-        @functools.wraps(hook)
-        def viewed(*args: Any) -> Any:
-            factor = self._factor_of(graph_task_id())
-            if factor is None:
-                return hook(*args)
-            result = hook(
-                *(_map(a, lambda g: (g.float() if g.is_floating_point() else g) / factor) for a in args)
-            )
-            return None if result is None else _rescaled(result, args[replaces], factor)
-
-        return viewed
+        patches.replace(torch.Tensor, "retain_grad", tensor_retain_grad)
 
     @contextmanager
     def _retained_unscaled(self, inputs: Any, factor: float, outermost: bool) -> Iterator[None]:
@@ -309,21 +296,3 @@ def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) 
         else:
             scaled.append(None)  # torch says what is missing
     return scaled
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        return tuple(_map(item, change) for item in value)
-    return value
-
-
-def _rescaled(result: Any, like: Any, factor: float) -> Any:
-    if isinstance(result, tuple) and isinstance(like, tuple):
-        return tuple(_rescaled(r, g, factor) for r, g in zip(result, like, strict=False))
-    if isinstance(like, tuple) and len(like) == 1:
-        return _rescaled(result, like[0], factor)
-    if isinstance(result, torch.Tensor) and isinstance(like, torch.Tensor):
-        return (result * factor).to(like.dtype)
-    return result

@@ -24,7 +24,9 @@ class Leaf:
     """What is known of one tensor that gradients accumulate in.
 
     Attributes:
-        overflow: a gradient that it still holds, or whose remains it holds, was not finite.
+        overflow: number of the backward after which a gradient that it still holds, or whose remains it
+            holds, was not finite; 0: there is none.
+        skipped: an optimizer has skipped a step for that.
         clean_since: backward before which its gradient was thrown away.
         owned: an optimizer has stepped on it, or has skipped.
         checked: the gradient that the last check read, and its version.
@@ -34,7 +36,8 @@ class Leaf:
 
     tensor: weakref.ref[torch.Tensor]
     remove_hook: Callable[[], None]
-    overflow: bool = False
+    overflow: int = 0
+    skipped: bool = False
     clean_since: int = 0
     owned: bool = False
     checked: tuple[weakref.ref[torch.Tensor], int] | None = None
@@ -51,8 +54,15 @@ class _Unread:
 class Leaves:
     """Every leaf that a scaled backward reached, found by walking its graph."""
 
-    def __init__(self, unscale: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def __init__(
+        self,
+        unscale: Callable[[torch.Tensor], torch.Tensor | None],
+        discarded: Callable[[int], None],
+        note: Callable[[str], None],
+    ) -> None:
         self._unscale = unscale
+        self._discarded = discarded
+        self._note = note
         self._by_id: dict[int, Leaf] = {}
         self._unread: list[_Unread] = []
         self._an_optimizer_steps = False
@@ -70,6 +80,8 @@ class Leaves:
         leaves = []
         while waiting:
             node = waiting.pop()
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                self._note_function(node)
             if type(node) is _ACCUMULATE_GRAD:
                 tensor: torch.Tensor = node.variable  # type: ignore[attr-defined]
                 if passed_on is None or not passed_on(tensor):
@@ -80,6 +92,15 @@ class Leaves:
                     seen.add(following)
                     waiting.append(following)
         return leaves
+
+    def _note_function(self, node: Any) -> None:
+        """A Function's own backward is handed gradients as they pass, which is to say scaled."""
+        kind = getattr(type(node), "_forward_cls", type(node))
+        if not kind.__module__.startswith("torch."):
+            self._note(
+                f"the backward of {kind.__name__} sees gradients times the loss scale; that is right where "
+                "it is linear in them (no clamp, no norm), and wrong otherwise"
+            )
 
     def _hooked(self, tensor: torch.Tensor) -> Leaf:
         with self._lock:
@@ -94,19 +115,40 @@ class Leaves:
         return leaf if leaf is not None and leaf.tensor() is tensor else None
 
     def backward_begins(self, leaves: Sequence[Leaf], backward: int) -> None:
-        """Forget overflows of gradients that were set to None.
+        """Forget overflows of gradients that the script has thrown away.
 
         Raises:
-            UnsupportedError: when a leaf changed since its last backward and no optimizer has it.
+            UnsupportedError: when a leaf was updated and no optimizer has it, or an overflow reached it.
         """
-        for leaf in leaves:
-            tensor = leaf.tensor()
-            if tensor is None:
-                continue
-            if leaf.before is not None and _changed(tensor, leaf.before):
+        pairs = [(leaf, tensor) for leaf in leaves if (tensor := leaf.tensor()) is not None]
+        gone = [(leaf, tensor) for leaf, tensor in pairs if tensor.grad is None]
+        if gone and self._unread:
+            self._read()
+        for leaf, tensor in pairs:
+            if leaf.before is not None and _changed(tensor, leaf.before) and self._moved_on(leaf, tensor):
                 raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
-            if tensor.grad is None:
-                leaf.overflow, leaf.clean_since = False, backward
+        for leaf, tensor in gone:
+            self._discard(leaf, tensor, backward)
+        skipped = [(leaf, t, t.grad) for leaf, t in pairs if leaf.skipped and t.grad is not None]
+        still = nonfinite_flags([gradient for _, _, gradient in skipped]).read()
+        for (leaf, tensor, _), flag in zip(skipped, still, strict=True):
+            if not flag:
+                self._discard(leaf, tensor, backward)
+
+    def _moved_on(self, leaf: Leaf, tensor: torch.Tensor) -> bool:
+        """Whether the script has done with a leaf's gradient, as after an update; in-place renormalisation
+        of an embedding in a forward, say, leaves it alone.
+        """
+        return tensor.grad is None or self._changed_since_check(tensor)
+
+    def _discard(self, leaf: Leaf, tensor: torch.Tensor, clean_since: int) -> None:
+        if leaf.overflow:
+            if not bool(torch.isfinite(tensor.detach()).all()):
+                raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
+            if not leaf.skipped:
+                self._note("the script threw gradients away that had overflowed; the loss scale was lowered")
+                self._discarded(leaf.overflow)
+        leaf.overflow, leaf.skipped, leaf.clean_since = 0, False, clean_since
 
     def backward_ended(self, leaves: Sequence[Leaf], backward: int) -> None:
         """Check what the leaves accumulated, before the script can clamp it; the answer is read later."""
@@ -155,19 +197,29 @@ class Leaves:
                 leaf = self._hooked(parameter)
                 leaf.owned, leaf.before = True, None
 
-    def thrown_away(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
-        """The gradients of these parameters up to ``backward`` were used, skipped, or set to zero."""
+    def stepped(self, parameters: Iterable[torch.Tensor], *, skipped: bool) -> None:
+        """An optimizer stepped on these gradients, or skipped them; they are still there."""
+        for parameter in parameters:
+            leaf = self.find(parameter)
+            if leaf is not None and leaf.overflow:
+                leaf.skipped = skipped
+
+    def zeroed(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
+        """The gradients of these parameters, up to those of ``backward``, were set to zero or to None."""
+        if self._unread:
+            self._read()
         for parameter in parameters:
             leaf = self.find(parameter)
             if leaf is not None:
-                leaf.overflow, leaf.clean_since = False, backward + 1
+                self._discard(leaf, parameter, backward + 1)
 
     def _read(self) -> None:
         with self._lock:
             unread, self._unread = self._unread, []
             for batch in unread:
                 for leaf, flag in zip(batch.leaves, batch.flags.read(), strict=True):
-                    leaf.overflow |= flag and batch.backward >= leaf.clean_since
+                    if flag and batch.backward >= leaf.clean_since:
+                        leaf.overflow = batch.backward
             self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
 
     def remove_hooks(self) -> None:
@@ -184,7 +236,9 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 def _changed(tensor: torch.Tensor, before: tuple[int, torch.Tensor | None]) -> bool:
     version, sample = before
-    return tensor._version != version or (sample is not None and not torch.equal(_sample(tensor), sample))
+    if tensor._version != version:
+        return True
+    return sample is not None and not torch.allclose(_sample(tensor), sample, 0.0, 0.0, equal_nan=True)
 
 
 _BY_HAND = (

@@ -17,8 +17,8 @@ from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
 from narrowcast.attach._recomputation import Recomputation
 from narrowcast.attach._scale import RunningScale
-from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id
-from narrowcast.casting import autocast, cast_floating
+from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
+from narrowcast.casting import QuietRegion, autocast, cast_floating
 from narrowcast.errors import UnsupportedError
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
 from narrowcast.policy import Policy, format_name, resolve
@@ -61,6 +61,7 @@ class Regions:
         self.set_aside = False
 
     def install(self, patches: Patches) -> None:
+        self._fastpath = torch.backends.mha.get_fastpath_enabled()
         patches.replace(torch.nn.Module, "__call__", self._module_call(torch.nn.Module.__call__))
         patches.replace(
             torch.utils.checkpoint, "checkpoint", self._checkpoint(torch.utils.checkpoint.checkpoint)
@@ -68,6 +69,9 @@ class Regions:
         patches.replace(torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__))
         patches.replace(autocast, "__enter__", self._autocast_enter(autocast.__enter__))
         patches.replace(torch.amp.GradScaler, "__init__", self._scaler_init(torch.amp.GradScaler.__init__))
+
+    def uninstall(self) -> None:
+        torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
     def parameter_names(self) -> dict[int, str]:
         """``id`` of each parameter of the modules that were called -> its name, with the module's class."""
@@ -100,7 +104,8 @@ class Regions:
         self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
         parameter = next(module.parameters(), None)
-        if parameter is None or get_worker_info() is not None:
+        if parameter is None or get_worker_info() is not None or is_jit_tracing():
+            # A traced module would keep the casts after the run.
             return original(module, *args, **kwargs)
         device_type = parameter.device.type
         dtype = self._dtype_on(device_type)
@@ -110,7 +115,7 @@ class Regions:
             # Within a backward, a region that is already on belongs to a recomputed forward.
             return original(module, *args, **kwargs)
         thread = self._thread
-        region = autocast(device_type, dtype)
+        region = QuietRegion(device_type, dtype, enabled=True)
         thread.opening = True
         region.__enter__()
         thread.opening = False
@@ -163,6 +168,9 @@ class Regions:
             self._ledger.note(slow)
         if dtype == torch.float16 and self._asked_scale is None and not self._scale.active:
             self._scale.value = Dynamic()
+        if dtype != torch.float32:
+            # The fast path of nn.TransformerEncoder in evaluation fails on operands of two formats.
+            torch.backends.mha.set_fastpath_enabled(False)
         self._dtypes[device_type] = None if dtype == torch.float32 else dtype
 
     def _meet(self, module: torch.nn.Module) -> None:

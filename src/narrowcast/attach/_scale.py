@@ -32,6 +32,13 @@ class RunningScale:
             self.backward += 1
             return self.backward
 
+    def discarded(self, backward: int) -> None:
+        """Gradients of ``backward`` overflowed, and the script threw them away without a step."""
+        with self._lock:
+            if self._backed_off_for < backward:
+                self.value = self.value.after_step(overflow=True)
+                self._backed_off_for = self._moved_for = backward
+
     def after_step(self, *, overflow: bool) -> None:
         """An optimizer used the gradients of the latest backward, or skipped them."""
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from collections import Counter
@@ -10,12 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.attach._leaves import Leaves
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
 from narrowcast.attach._scale import RunningScale
-from narrowcast.errors import ScaleCollapseError
+from narrowcast.attach._torch_internals import untraced
+from narrowcast.errors import ScaleCollapseError, UnsupportedError
 
 PATIENCE = 25
 """Skipped steps in a row, of one optimizer, after which the scale is not to blame."""
@@ -60,12 +61,14 @@ class Steps:
         self._skips_in_a_row: Counter[int] = Counter()
         self._skipping_since: dict[int, int] = {}
         self.installed = False
+        self.traced = False
         self.set_aside = False
 
     def install(self, patches: Patches) -> None:
         self.installed = True
         hook_step = torch.optim.Optimizer.profile_hook_step
         patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(self._hooked(hook_step)))
+        self._backstop = register_optimizer_step_pre_hook(self._before_unwrapped_step)
         patches.replace(torch.optim.Optimizer, "zero_grad", self._zero_grad(torch.optim.Optimizer.zero_grad))
         patches.replace(torch.nn.Module, "zero_grad", self._zero_grad(torch.nn.Module.zero_grad))
         for kind in _subclasses(torch.optim.Optimizer):
@@ -76,6 +79,7 @@ class Steps:
     def uninstall(self) -> None:
         """Give each class that torch wrapped meanwhile the wrapper that torch alone would have given it."""
         self.installed = False
+        self._backstop.remove()
         for kind in _subclasses(torch.optim.Optimizer):
             wrapped = getattr(vars(kind).get("step"), "narrowcast_wraps", None)
             if wrapped is not None:
@@ -84,15 +88,44 @@ class Steps:
     def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
         """Zeroing in place throws an overflow away, which the gradient itself does not tell."""
 
+        @untraced
         @functools.wraps(original)
         def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
             original(owner, *args, **kwargs)
             if self._scale.active and not self.set_aside:
                 optimizer = isinstance(owner, torch.optim.Optimizer)
                 parameters = _parameters(owner) if optimizer else owner.parameters()
-                self._leaves.thrown_away(parameters, self._scale.backward)
+                self._leaves.zeroed(parameters, self._scale.backward)
 
         return zero_grad
+
+    def _before_unwrapped_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Torch's own hook, for a ``step`` that was taken hold of before ours was there, as schedulers do.
+
+        It cannot leave the step out, so it hands the step an optimizer without parameters instead.
+        """
+        if self._thread.depth or self.set_aside or not self._scale.active:
+            return None
+        if _closure_of(args[1:], kwargs) is not None:
+            raise UnsupportedError(
+                f"the step of {type(optimizer).__name__} was wrapped before narrowcast was attached (a "
+                "scheduler does that), so its closure cannot be evaluated again where its gradients "
+                "overflow: make the optimizer and its scheduler inside the attachment"
+            )
+        self._thread.depth += 1
+        try:
+            self._leaves.own(_parameters(optimizer))
+            bad = self._leaves.nonfinite_among(_parameters(optimizer))
+            if not bad:
+                self._took(optimizer)
+                return None
+            self._skip(optimizer, bad)
+        finally:
+            self._thread.depth -= 1
+        emptied = object.__new__(type(optimizer))
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        emptied.__dict__.update({**vars(optimizer), "param_groups": groups})
+        return (emptied, *args[1:]), kwargs
 
     def _hooked(self, hook_step: Callable[[_Step], _Step]) -> Callable[[_Step], _Step]:
         @functools.wraps(hook_step)
@@ -106,6 +139,13 @@ class Steps:
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self.installed or self.set_aside:
                 return hooked(optimizer, *args, **kwargs)
+            if torch.compiler.is_dynamo_compiling() and not self._scale.active:
+                self.traced = True
+                return hooked(optimizer, *args, **kwargs)
+            return counted(optimizer, args, kwargs)
+
+        @untraced
+        def counted(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             self._thread.depth += 1
             try:
                 return self._step(hooked, optimizer, args, kwargs)
@@ -141,12 +181,11 @@ class Steps:
     def _took(self, optimizer: torch.optim.Optimizer) -> None:
         self._skips_in_a_row.pop(id(optimizer), None)
         self._saw_step(skipped=False)
-        self._leaves.thrown_away(_parameters(optimizer), self._scale.backward)
         self._scale.after_step(overflow=False)
 
     def _skip(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
         self._saw_step(skipped=True)
-        self._leaves.thrown_away(_parameters(optimizer), self._scale.backward)
+        self._leaves.stepped(_parameters(optimizer), skipped=True)
         self._scale.after_step(overflow=True)
         key = id(optimizer)
         if not self._skips_in_a_row[key]:
@@ -210,7 +249,7 @@ class _Snapshot:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._values = [(p, p.detach().clone()) for p in _parameters(optimizer)]
-        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+        self._state = {key: _copied(value) for key, value in optimizer.state.items()}
         self._settings = [_without_parameters(group) for group in optimizer.param_groups]
 
     def restore(self) -> None:
@@ -224,7 +263,18 @@ class _Snapshot:
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+    return {key: _copied(value) for key, value in group.items() if key != "params"}
+
+
+def _copied(value: Any) -> Any:
+    """Tensors and the containers around them copied; anything else shared, as it may not be copyable."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -17,6 +17,15 @@ Each pass of the autograd engine has its own number, nested ones too, in whateve
 """
 
 
+untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = vars(torch)["_disable_dynamo"]
+"""Decorator: torch.compile calls the function and does not look inside.
+
+It loads the compiler at the first call, as torch's own optimizers do.
+"""
+
+is_jit_tracing: Callable[[], bool] = vars(torch.jit)["is_tracing"]
+
+
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether ``torch.func`` is differentiating ``tensor``; such a tensor has no data to look at."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

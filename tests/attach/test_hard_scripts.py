@@ -1,0 +1,313 @@
+"""What scripts do that a scale could break: guards, shared parameters, early schedulers, pickles, tracing."""
+
+import copy
+import math
+import pickle
+import threading
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from scenarios import data, network
+from test_overflow import all_finite, backward, copies_of
+from torch import nn
+
+from narrowcast.attach import Attachment
+from narrowcast.errors import UnsupportedError
+from narrowcast.scaling import Dynamic, Static
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "none", "by hand"])
+def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
+    """``if not isfinite(norm): continue`` throws the overflow away before any step could be skipped."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    with Attachment("fp16", Dynamic(scale=2.0**16)) as attached:
+        for _ in range(40):
+            match zero:
+                case "optimizer":
+                    optimizer.zero_grad(set_to_none=False)
+                case "none":
+                    model.zero_grad()
+                case "by hand":
+                    for p in model.parameters():
+                        p.grad = None
+            backward(model, 1e3)
+            if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+                optimizer.step()
+    assert attached.facts["steps"] > 25
+    assert attached.facts["final_scale"] < 2.0**16
+    assert "the script threw gradients away that had overflowed; the loss scale was lowered" in (
+        attached.ledger.notes
+    )
+
+
+def test_gradients_read_without_any_step_become_finite():
+    """Saliency and Fisher information: nothing ever steps."""
+    model, (x, y) = network(), data()
+    finite = []
+    with Attachment("fp16", Dynamic(scale=2.0**24)):
+        for _ in range(30):
+            model.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            finite.append(all(bool(torch.isfinite(p.grad).all()) for p in model.parameters()))
+    assert not finite[0]
+    assert all(finite[20:])
+
+
+def test_stepping_twice_on_an_overflow_skips_twice():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        backward(model, 1e6)
+        optimizer.step()
+        optimizer.step()
+    assert attached.facts["skipped_steps"] == 2
+    assert attached.facts["final_scale"] == 2.0**7
+    assert all_finite(optimizer)
+
+
+def test_two_optimizers_over_the_same_parameters():
+    model = network()
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters(), 1e-3)]
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        for factor in (1.0, 1e6, 1.0):
+            model.zero_grad()
+            backward(model, factor)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (4, 2)
+    assert all(map(all_finite, optimizers))
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, fused=True),
+    torch.optim.RAdam,
+], ids=["SGD", "AdamW fused", "RAdam"])  # fmt: skip
+def test_an_optimizer_whose_scheduler_took_hold_of_its_step_before(make):
+    model = network()
+    optimizer = make(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        backward(model)
+        optimizer.step()
+        before = copies_of(optimizer)
+        model.zero_grad()
+        backward(model, 1e6)
+        optimizer.step()
+        assert all(torch.equal(b, a) for b, a in zip(before, copies_of(optimizer), strict=True))
+        model.zero_grad()
+        backward(model)
+        optimizer.step()
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
+    assert all_finite(optimizer)
+
+
+def test_a_closure_whose_optimizer_was_taken_hold_of_before_is_refused():
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with Attachment("fp16"):
+        backward(model)
+        with pytest.raises(UnsupportedError, match="make the optimizer and its scheduler inside"):
+            optimizer.step(lambda: None)
+
+
+def test_an_overflow_that_reached_parameters_by_hand_is_an_error_also_later():
+    """After an optimizer has stepped, updates by hand are fine until one of them used an overflow."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def by_hand(factor):
+        model.zero_grad()
+        backward(model, factor)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(1e-3 * p.grad)
+
+    with Attachment("fp16", Dynamic(scale=2.0**8)):
+        backward(model)
+        optimizer.step()
+        by_hand(1.0)
+        by_hand(1e6)
+        with pytest.raises(UnsupportedError, match="updated by hand"):
+            by_hand(1.0)
+
+
+def test_an_embedding_that_renormalises_itself_is_no_update_by_hand():
+    table = nn.Embedding(20, 12, max_norm=1.0)
+    head, (_, y) = network(), data()
+    words = torch.arange(64) % 20
+    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        for _ in range(3):
+            F.mse_loss(head(table(words)), y).backward()
+        optimizer.step()
+    assert attached.facts["steps"] == 1
+
+
+class Normalized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / (gradient.norm() + 1e-3)
+
+
+def test_a_function_that_sees_scaled_gradients_is_named_once():
+    model, (x, y) = network(), data()
+    with Attachment("fp16", Static(scale=2.0**8)) as attached:
+        for _ in range(2):
+            F.mse_loss(Normalized.apply(model(x)), y).backward()
+    assert (
+        sum("the backward of Normalized sees gradients times" in note for note in attached.ledger.notes) == 1
+    )
+    with Attachment("bf16") as attached:
+        F.mse_loss(Normalized.apply(model(x)), y).backward()
+    assert not attached.ledger.notes[:-1]
+
+
+def test_torch_func_in_fp16_says_that_it_is_not_scaled():
+    model, (x, y) = network(), data()
+    parameters = {k: v.detach() for k, v in model.named_parameters()}
+
+    def loss(values):
+        return F.mse_loss(torch.func.functional_call(model, values, (x,)), y)
+
+    with Attachment("fp16", Static(scale=2.0**8)) as attached:
+        torch.func.grad(loss)(parameters)
+    assert any("torch.func differentiates without the loss scale" in note for note in attached.ledger.notes)
+
+
+def test_a_parameter_hook_sees_true_gradients_in_autograd_grad_too():
+    def slope(*attach_as):
+        model, (x, y) = network(), data()
+        with Attachment(*attach_as):
+            model[0].weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+            return torch.autograd.grad(F.mse_loss(model(x), y), model[0].weight)[0]
+
+    expected, found = slope("fp32"), slope("fp16", Static(scale=2.0**12))
+    assert (found - expected).norm() / expected.norm() < 2.0**-8
+
+
+def test_global_and_legacy_module_hooks_see_true_gradients():
+    def seen_by(register, *attach_as):
+        seen, (model, (x, y)) = [], (network(), data())
+        with Attachment(*attach_as):
+            handle = register(model, lambda m, gi, go: seen.append(go[0].clone()))
+            try:
+                F.mse_loss(model(x.requires_grad_()), y).backward()
+            finally:
+                handle.remove()
+        return seen[0]
+
+    def everywhere(model, hook):
+        return nn.modules.module.register_module_full_backward_hook(hook)
+
+    for register in (everywhere, lambda model, hook: model[4].register_full_backward_hook(hook)):
+        expected, found = seen_by(register, "fp32"), seen_by(register, "fp16", Static(scale=2.0**12))
+        assert (found - expected).norm() / expected.norm() < 2.0**-8
+
+
+def _hook(module, grad_input, grad_output):
+    return None
+
+
+def test_a_model_with_hooks_is_pickled_and_copied_with_its_own_hooks():
+    model = network()
+    with Attachment("fp16"):
+        model[0].register_full_backward_hook(_hook)
+        pickled, copied = pickle.dumps(model), copy.deepcopy(model)
+    for again in (pickle.loads(pickled), copied):
+        assert list(again[0]._backward_hooks.values()) == [_hook]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_traced_module_keeps_no_casts():
+    model, (x, _) = network(), data()
+    with Attachment("bf16"):
+        traced = torch.jit.trace(model, x, check_trace=False)
+    assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("compiled", ["step", "optimizer"])
+def test_a_compiled_training_step(compiled, policy):
+    torch._dynamo.reset()
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def whole_step():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    start = float(F.mse_loss(model(x), y).detach())
+    with Attachment(policy, Dynamic(scale=2.0**8) if policy == "fp16" else None) as attached:
+        if compiled == "step":
+            run = torch.compile(whole_step, backend="eager")
+        else:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+            run = whole_step
+        for _ in range(4):
+            loss = run()
+    assert float(loss.detach()) < start
+    assert not any("by hand" in note for note in attached.ledger.notes)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_transformer_encoder_with_a_padding_mask_in_evaluation(policy):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padding)
+        with Attachment(policy):
+            found = model(x, src_key_padding_mask=padding)
+    kept = ~padding
+    assert (found[kept] - expected[kept]).norm() / expected[kept].norm() < 2.0**-5
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+def test_a_script_that_uses_autocast_later_is_told_from_where_on():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("bf16") as attached:
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(data()[0])
+    assert attached.ledger.notes == [
+        "the script uses autocast itself, so it was left to it from step 3 on: nothing was added"
+    ]
+
+
+def test_optimizer_state_that_cannot_be_copied_survives_a_closure():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer.state[model[0].weight]["lock"] = threading.Lock()
+
+    def closure():
+        optimizer.zero_grad()
+        x, y = data()
+        loss = F.mse_loss(model(x), y)
+        (loss * (math.inf if len(losses) == 1 else 1.0)).backward()
+        losses.append(float(loss.detach()))
+        return loss * (math.inf if len(losses) == 2 else 1.0)
+
+    losses: list[float] = []
+    with Attachment("fp16", Dynamic(scale=2.0**4)) as attached:
+        for _ in range(3):
+            optimizer.step(closure)
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
