@@ -16,8 +16,8 @@ ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 # (rounding to nearest has no direction), so they add up in quadrature, and over hundreds of entries a norm
 # stays below the root of their number times the roundoff: 2.7 % in bf16, 0.34 % in fp16.
 ROUNDINGS = 2 * 8 * DEPTH
-# What an error of every gradient does to where training ends: a descent moves by its share of the way, a
-# few times over where Adam's division makes small gradients count; L-BFGS multiplies by the curvature it has seen.
+# What an error of every gradient does to where training ends: a descent moves by its share of the way, twice
+# that where Adam's division makes small gradients count; L-BFGS multiplies by the curvature it has seen.
 AMPLIFICATION = {"lbfgs": 24.0}
 
 
