@@ -3,19 +3,29 @@
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 
 def interleaved(
-    a: Callable[[], None], b: Callable[[], None], *, rounds: int, warm_up: int = 2
+    a: Callable[[], None],
+    b: Callable[[], None],
+    *,
+    rounds: int,
+    around_b: Callable[[], AbstractContextManager[object]] = nullcontext,
+    warm_up: int = 2,
 ) -> tuple[float, float, float]:
-    """Median seconds of ``a``, of ``b``, and the median of b/a over ``rounds`` pairs, order alternating."""
+    """Median seconds of ``a``, of ``b``, and the median of b/a over ``rounds`` pairs, order alternating.
+
+    ``around_b`` makes what ``b`` runs in, entered and left outside of the timing.
+    """
     pairs = []
     for number in range(warm_up + rounds):
         times = {}
         for side in ("a", "b") if number % 2 else ("b", "a"):
-            times[side] = seconds(a if side == "a" else b)
+            with around_b() if side == "b" else nullcontext():
+                times[side] = seconds(a if side == "a" else b)
         if number >= warm_up:
             pairs.append((times["a"], times["b"]))
     firsts, seconds_ = zip(*pairs, strict=True)

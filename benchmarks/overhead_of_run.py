@@ -104,15 +104,12 @@ def overhead_of_run(device: str) -> Iterator[dict[str, object]]:
                 capture = Path(folder) / "capture.jsonl"
 
                 def attached(
-                    loop: Loop = loop,
-                    capture: Path = capture,
-                    policy: str = policy,
-                    scale: Dynamic | None = scale,
-                ) -> None:
-                    with Attachment(policy, scale, writer=CaptureWriter(capture)):
-                        loop.plain()
+                    policy: str = policy, scale: Dynamic | None = scale, capture: Path = capture
+                ) -> Attachment:
+                    return Attachment(policy, scale, writer=CaptureWriter(capture))
 
-                by_hand, run, ratio = interleaved(loop.by_hand, attached, rounds=21)
+                # As in `run`, which attaches once for all steps.
+                by_hand, run, ratio = interleaved(loop.by_hand, loop.plain, rounds=31, around_b=attached)
             step_s = by_hand / STEPS
             yield {
                 "case": f"{name}, {policy}{' scaled' if scaled else ''}",
