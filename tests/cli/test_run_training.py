@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from narrowcast.machine import is_native
 from narrowcast.observe import read_capture
 
 # Says in which format its first layer computes, and takes as many steps as it is asked to.
@@ -177,7 +178,12 @@ def test_a_killed_run_leaves_a_capture_that_can_be_read(workshop):
         time.sleep(0.05)
     process.kill()
     ended = workshop.end(process)
-    assert (ended.code, ended.stderr) == (-signal.SIGKILL, "")
+    assert ended.code == -signal.SIGKILL
+    # What it could not say at the end it had said at the beginning.
+    assert ended.stderr.startswith("narrowcast: note: fp16 on this CPU has no instructions") or is_native(
+        "fp16", "cpu"
+    )
+    assert ended.stderr.count("\n") <= 1
     capture = read_capture(path)
     assert capture.end is None
     assert capture.start["argv"] == ["trains.py"]

@@ -90,7 +90,7 @@ def test_a_cpu_is_judged_by_its_instructions(instructions, names, expected):
 
 def test_a_slow_format_is_warned_of_with_the_fast_one(instructions):
     instructions()
-    slow = "on this CPU has no instructions and is very slow (up to 900 times)"
+    slow = "on this CPU has no instructions and is very slow (10 to 900 times)"
     assert slow_format_warning("bf16", "cpu") == f"bf16 {slow}; fp32 is faster here"
     assert slow_format_warning("fp16", "cpu") == f"fp16 {slow}; fp32 is faster here"
     assert slow_format_warning("fp32", "cpu") is None

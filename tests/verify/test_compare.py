@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from narrowcast.errors import ScriptError
-from narrowcast.observe import Capture
+from narrowcast.observe import Capture, read_capture
 from narrowcast.verify import Comparison, ComparisonSettings, compare, stays_in_fp32
 
 
@@ -144,3 +144,28 @@ def test_what_would_stay_in_fp32(monkeypatch):
         assert stays_in_fp32("auto") == ("it is old" if choice.format == "fp32" else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert stays_in_fp32("auto") is None
+
+
+def _run_of(tmp_path, name, intervals, device="bf16"):
+    path = tmp_path / name
+    events = [{"event": "start", "schema": 1}, {"event": "device", "device_type": "cpu", "format": device}]
+    events += [
+        {"event": "step", "time_s": n, "interval_s": interval, "skipped": False, "scale": None, "loss": 1.0}
+        for n, interval in enumerate(intervals)
+    ]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    return read_capture(path)
+
+
+@pytest.mark.parametrize(("fp32", "mixed", "doubt"), [
+    ([0.02] * 40, [0.01] * 40, None),
+    ([0.02] * 40, [0.001, 0.06] * 20, "step times varied 60-fold"),
+    ([0.02] * 40, [0.01] * 3, "different numbers of steps (40 and 3)"),
+])  # fmt: skip
+def test_a_comparison_says_when_not_to_believe_it(fp32, mixed, doubt, tmp_path):
+    settings = ComparisonSettings(target=("x.py",), policy="bf16", loss_scale=None, seed=0, folder=tmp_path)
+    captures = _run_of(tmp_path, "a", fp32, "fp32"), _run_of(tmp_path, "b", mixed)
+    notes = Comparison(fp32=captures[0], mixed=captures[1], last_lines=("", ""), settings=settings).to_dict()[
+        "mixed"
+    ]["notes"]
+    assert [doubt in note for note in notes] == ([True] if doubt else [])

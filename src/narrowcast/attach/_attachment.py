@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,7 @@ class Attachment:
         policy: a ``Policy`` or the name of a preset.
         loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
         writer: where to write what happens; it is closed on leaving.
+        tell: called with what a person should know at once and not at the end, as that a format is slow here.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
@@ -53,6 +54,7 @@ class Attachment:
         loss_scale: LossScale | None = None,
         *,
         writer: CaptureWriter | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.policy = as_policy(policy)
         self.facts: dict[str, Any] = {}
@@ -67,6 +69,7 @@ class Attachment:
             self.scale,
             self.ledger,
             step_aside=self._step_aside,
+            tell=tell,
         )
         self._backward = Backward(self.scale, self.ledger, self._regions.settle, self._regions.recomputation)
         capture = None if writer is None else writer.path

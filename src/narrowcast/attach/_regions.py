@@ -44,12 +44,14 @@ class Regions:
         scale: RunningScale,
         ledger: Ledger,
         step_aside: Callable[[str], None],
+        tell: Callable[[str], None],
     ) -> None:
         self._policy = policy
         self._asked_scale = asked_scale
         self._scale = scale
         self._ledger = ledger
         self._step_aside = step_aside
+        self._tell = tell
         self.recomputation = Recomputation()
         self._thread = _Thread()
         self._dtypes: dict[str, torch.dtype | None] = {}
@@ -166,6 +168,7 @@ class Regions:
         slow = slow_format_warning(name, device_type)
         if slow:
             self._ledger.note(slow)
+            self._tell(slow)
         if dtype == torch.float16 and self._asked_scale is None and not self._scale.active:
             self._scale.value = Dynamic()
         if dtype != torch.float32:

@@ -169,7 +169,7 @@ def check_device(device_type: Any, *, enabled: bool) -> None:
         known = False
     if not known:
         names = [name for name in (*_DEVICES, _torch_internals.privateuse1_name()) if name != "privateuseone"]
-        known_names = near_names(device_type, names)
+        known_names = near_names("cuda" if device_type.lower() == "gpu" else device_type, names)
         raise DeviceError(
             f"expected a device type that torch can autocast, got {device_type!r}. {known_names}"
         )

@@ -98,9 +98,15 @@ def run(
     writer = CaptureWriter(folder / ("capture.jsonl" if rank == 0 else f"capture-rank{rank}.jsonl"))
     writer.write(start_event(found.argv, policy, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
-    attachment = Attachment(policy, scale, writer=writer)
-    ending = _Ending(attachment, writer, shown=rank == 0)
+    shown = rank == 0
+    attachment = Attachment(policy, scale, writer=writer, tell=_tell if shown else lambda _: None)
+    ending = _Ending(attachment, writer, shown=shown)
     return lambda: _run(found, attachment, ending, seed)
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"narrowcast: note: {text}\n")
 
 
 def check_policy(policy: str) -> None:

@@ -86,4 +86,4 @@ def slow_format_warning(format_name: str, device_type: str) -> str | None:
         return None
     instead = best_format(device_type).format
     advice = "fp32 is faster" if instead == "fp32" else f"--policy {instead} is the fast one"
-    return f"{format_name} on this CPU has no instructions and is very slow (up to 900 times); {advice} here"
+    return f"{format_name} on this CPU has no instructions and is very slow (10 to 900 times); {advice} here"

@@ -18,10 +18,12 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
     totals = capture.totals()
     devices = capture.of("device")
     places = [f"{d['format']} on {d['device_type']} ({d['because']})" for d in devices]
-    lines = _wrapped(f"narrowcast: {'; '.join(places) or 'nothing ran in mixed precision'}", "  ")
+    aside = any("so it was left to it" in note["text"] for note in capture.of("note"))
+    nothing = "left to the script's own mixed precision" if aside else "nothing ran in mixed precision"
+    lines = _wrapped(f"narrowcast: {'; '.join(places) or nothing}", "  ")
     scale, steps, wall_s = totals["final_scale"], totals["steps"], totals["wall_s"]
     said = [
-        f"{steps} optimizer step{'s' * (steps != 1)}",
+        f"{steps} optimizer step{'s' * (steps != 1)}{' before that' if aside else ''}",
         f"{totals['skipped_steps']} skipped",
         "loss scale off" if scale is None else f"final loss scale {scale:g}",
     ]

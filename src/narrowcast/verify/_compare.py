@@ -20,6 +20,7 @@ from narrowcast.machine import best_format
 from narrowcast.observe import Capture, discard_captures, make_run_folder, read_capture
 
 _WARM_UP_SHARE = 0.1
+_TOO_UNEVEN = 4.0
 _ERROR_LINES = 15
 _POLL_S = 0.2
 _TAIL_BYTES = 4096
@@ -65,11 +66,13 @@ class Comparison:
         """
         fp32 = _numbers(self.fp32, self.last_lines[0])
         mixed = _numbers(self.mixed, self.last_lines[1]) | {"policy": self.settings.policy}
+        mixed["notes"] += _doubts(self.fp32, self.mixed)
+        speed = _ratio(fp32["step_time_s_median"], mixed["step_time_s_median"])
         return {
             "fp32": fp32,
             "mixed": mixed,
             "ratio": {
-                "speed": _ratio(fp32["step_time_s_median"], mixed["step_time_s_median"]),
+                "speed": speed,
                 "peak_tensor_bytes": _ratio(mixed["peak_tensor_bytes"], fp32["peak_tensor_bytes"]),
                 "peak_resident_bytes": _ratio(mixed["peak_resident_bytes"], fp32["peak_resident_bytes"]),
             },
@@ -190,8 +193,12 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The same, with the script's output not held back, so that its progress can be shown."""
-    return {**os.environ, "PYTHONUNBUFFERED": "1"}
+    """The same, but for two things. The script's output is not held back, so that its progress can be shown.
+
+    And threads that wait for each other sleep: where they spin, as OpenMP's do, a core that something else
+    needs makes a step last sixty times as long, now in the one run and now in the other.
+    """
+    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"}
 
 
 def _last_line(path: Path) -> str:
@@ -226,15 +233,44 @@ def _numbers(capture: Capture, last_line: str) -> dict[str, Any]:
     }
 
 
+def _doubts(fp32: Capture, mixed: Capture) -> list[str]:
+    """Reasons not to believe the comparison, each a line for a person."""
+    doubts = []
+    taken = [len(capture.of("step")) for capture in (fp32, mixed)]
+    if taken[0] != taken[1]:
+        doubts.append(
+            f"the runs took different numbers of steps ({taken[0]} and {taken[1]}): if the script resumes "
+            "from what it saved, the second run resumed from the first, and this comparison is void"
+        )
+    spread = max(map(_spread, (fp32, mixed)))
+    if spread > _TOO_UNEVEN:
+        doubts.append(
+            f"step times varied {spread:.0f}-fold within a run (10th to 90th percentile): the machine was "
+            "busy or the steps differ, so do not trust the ratio of their medians"
+        )
+    return doubts
+
+
+def _spread(capture: Capture) -> float:
+    kept = sorted(_step_times_s(capture))
+    if len(kept) < 10:
+        return 1.0
+    return kept[int(len(kept) * 0.9)] / max(kept[int(len(kept) * 0.1)], 1e-9)
+
+
 def _json_ready(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
 def median_step_time_s(capture: Capture) -> float | None:
     """Median seconds from one optimizer step to the next, the first tenth left out as warm-up."""
-    intervals = [step["interval_s"] for step in capture.of("step") if step["interval_s"] is not None]
-    kept = intervals[int(len(intervals) * _WARM_UP_SHARE) :]
+    kept = _step_times_s(capture)
     return statistics.median(kept) if kept else None
+
+
+def _step_times_s(capture: Capture) -> list[float]:
+    intervals = [step["interval_s"] for step in capture.of("step") if step["interval_s"] is not None]
+    return intervals[int(len(intervals) * _WARM_UP_SHARE) :]
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:
