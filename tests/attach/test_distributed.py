@@ -48,7 +48,9 @@ def test_ddp_trains_as_in_fp32_in_every_bucket_mode(policy, tmp_path, in_fp32):
         roundoff = {"bf16": 2.0**-8, "fp16": 2.0**-11}[policy]
         assert result["norm"] == pytest.approx(expected["norm"], rel=7 * roundoff)
         assert result["norm"] != expected["norm"]
-    assert text.count("narrowcast: ") == 1, "one block, from rank 0"
+    said_before = text.count("narrowcast: note: ")
+    assert text.count("narrowcast: ") - said_before == 1, "one block, from rank 0"
+    assert said_before <= 1
     assert {p.name for p in tmp_path.glob("capture*")} == {"capture.jsonl", "capture-rank1.jsonl"}
 
 

@@ -239,7 +239,8 @@ def test_an_error_inside_a_module_is_shown_as_in_a_plain_run(workshop, where):
 
     def kept(text):
         """Lines about frames of the script, and what stands around all frames."""
-        lines = text.splitlines()
+        # That fp16 is slow here is said before the script can fail.
+        lines = [line for line in text.splitlines() if not line.startswith("narrowcast: note: ")]
         return [
             line
             for n, line in enumerate(lines)
