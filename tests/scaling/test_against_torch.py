@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowcast.scaling import Dynamic, Off, Static
+from narrowcast.scaling import RULES, Dynamic, Off, Static
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
 SCALES = st.floats(SMALLEST, LARGEST) | st.integers(-126, 127).map(lambda power: 2.0**power)
@@ -32,7 +32,6 @@ class Torch:
         self.at_a_limit = 0
 
     def after_step(self, overflow):
-        before = self.scale.clone()
         s = self.settings
         torch._amp_update_scale_(
             self.scale,
@@ -46,7 +45,7 @@ class Torch:
             self.scale.fill_(SMALLEST)
             self.at_a_limit += 1
         if not overflow and self.scale > LARGEST:
-            self.scale.copy_(before)
+            self.scale.fill_(LARGEST)
             self.at_a_limit += 1
 
 
@@ -116,7 +115,7 @@ def test_it_starts_as_torch_starts():
 
 
 def test_the_limits_where_it_departs_from_torch():
-    """A backoff stops at the smallest normal float32; a growth past 2**127 is not taken."""
+    """A backoff stops at the smallest normal float32, a growth at 2**127; both may be set closer."""
     low = Dynamic(scale=SMALLEST, good_steps=3)
     theirs = Torch(low)
     assert low.after_step(overflow=True) == Dynamic(scale=SMALLEST)
@@ -125,17 +124,44 @@ def test_the_limits_where_it_departs_from_torch():
     high = Dynamic(scale=1.5 * 2.0**126, growth_interval=2, good_steps=1)
     theirs = Torch(high)
     # torch would go on to 1.5 * 2**127, which is a finite float32.
-    assert high.after_step(overflow=False) == Dynamic(scale=1.5 * 2.0**126, growth_interval=2)
+    assert high.after_step(overflow=False) == Dynamic(scale=LARGEST, growth_interval=2)
     theirs.after_step(False)
     assert theirs.at_a_limit == 1
-    assert Dynamic(scale=2.0**126, growth_interval=1).after_step(overflow=False).scale == LARGEST
+    # An infinite product is not taken, as in torch, wherever the limit is.
     assert Dynamic(scale=LARGEST, growth_interval=1).after_step(overflow=False).scale == LARGEST
+    below = Dynamic(scale=1.5 * 2.0**126, growth_interval=1, growth_factor=4.0)
+    assert below.after_step(overflow=False).scale == 1.5 * 2.0**126
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_limits_that_were_set(rule):
+    ours = Dynamic(scale=3.0, growth_interval=1, rule=rule, min_scale=1.0, max_scale=10.0)
+    down = [ours := ours.after_step(overflow=True) for _ in range(3)]
+    assert [value.scale for value in down] == [1.5, 1.0, 1.0]
+    # DeepSpeed's first growth after an overflow takes a step more.
+    up = [ours := ours.after_step(overflow=False) for _ in range(6)][-5:]
+    late = 0 if rule.startswith("deepspeed") else 1
+    assert [value.scale for value in up] == [2.0, 4.0, 8.0, 10.0, 10.0, 10.0][late:][:5]
+
+
+def test_limits_are_rounded_to_float32_as_scales_are():
+    """A scale that comes back from a device is a float32, and 0.7 there is less than 0.7."""
+    low, high = as_float32(0.7), as_float32(0.1)
+    assert low < 0.7
+    assert high > 0.1
+    ours = Dynamic(scale=1.0, min_scale=0.7)
+    assert ours.after_step(overflow=True).scale == low
+    assert Dynamic(scale=low, min_scale=0.7).scale == low
+    assert Dynamic(scale=high, max_scale=0.1).scale == high
+    grown = Dynamic(scale=0.09, max_scale=0.1, growth_interval=1).after_step(overflow=False)
+    assert grown.scale == high
 
 
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("loss_scale", [Off(), Static(scale=1024.0), Static(scale=0.1)])
 def test_what_does_not_move_stays_the_very_value(loss_scale, overflow):
     assert loss_scale.after_step(overflow=overflow) is loss_scale
+    assert loss_scale.after_step(overflow=overflow, amax=2.0) is loss_scale
 
 
 def test_off_multiplies_by_one():

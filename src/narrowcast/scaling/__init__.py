@@ -1,5 +1,8 @@
 """Loss scales as frozen values: a transition returns a new value, and off is a value too."""
 
-from narrowcast.scaling._scales import Dynamic, LossScale, Off, Static, parse
+from narrowcast.scaling._dynamic import RULES, Dynamic
+from narrowcast.scaling._fixed import LossScale, Off, Static
+from narrowcast.scaling._log_max import LogMax
+from narrowcast.scaling._words import parse
 
-__all__ = ["Dynamic", "LossScale", "Off", "Static", "parse"]
+__all__ = ["RULES", "Dynamic", "LogMax", "LossScale", "Off", "Static", "parse"]
