@@ -1,0 +1,442 @@
+"""The rules of apex, Megatron and DeepSpeed, and scales that go from them to here and back mid-training.
+
+The classes below say those rules a second time, in the variables of the library; what they were checked
+against is named in each.
+"""
+
+import itertools
+import types
+from collections import OrderedDict
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from narrowcast.scaling import (
+    Dynamic,
+    from_apex,
+    from_deepspeed,
+    from_megatron,
+    from_state,
+    from_torch,
+    to_apex,
+    to_deepspeed,
+    to_megatron,
+    to_torch,
+)
+
+LARGEST = 2.0**127
+
+
+class ApexKernel:
+    """apex csrc/update_scale_hysteresis.cu, commit 16aaa783."""
+
+    def __init__(self, scale, window, hysteresis, growth=2.0, backoff=0.5):
+        self.scale, self.window, self.hysteresis = numpy.float32(scale), window, hysteresis
+        self.growth, self.backoff = growth, backoff
+        self.growth_tracker, self.hysteresis_tracker = 0, hysteresis
+
+    def step(self, overflow):
+        if overflow:
+            self.hysteresis_tracker -= 1
+            self.growth_tracker = 0
+            if self.hysteresis_tracker <= 0:
+                self.scale = numpy.float32(float(self.scale) * self.backoff)
+            return
+        self.hysteresis_tracker = self.hysteresis
+        self.growth_tracker += 1
+        if self.growth_tracker == self.window:
+            self.growth_tracker = 0
+            self.scale = numpy.float32(float(self.scale) * self.growth)
+
+
+class ApexAmp:
+    """apex/amp/scaler.py: halves, doubles after 2000 (``window`` makes a test short)."""
+
+    def __init__(self, scale, window=2000, min_scale=None, max_scale=2.0**24):
+        self.scale, self.window, self.min_scale, self.max_scale = scale, window, min_scale, max_scale
+        self.unskipped = 0
+
+    def step(self, overflow):
+        if overflow:
+            self.scale = max(self.min_scale or 0.0, self.scale / 2)
+            self.unskipped = 0
+        else:
+            self.unskipped += 1
+        if self.unskipped == self.window:
+            self.scale = min(self.max_scale, self.scale * 2)
+            self.unskipped = 0
+
+    def state_dict(self):
+        return {"loss_scale": self.scale, "unskipped": self.unskipped}
+
+
+class Megatron:
+    """megatron-core 0.16.1, DynamicGradScaler."""
+
+    def __init__(self, scale, window, hysteresis, growth=2.0, backoff=0.5, min_scale=2.0**-126):
+        self.scale, self.min_scale = numpy.float32(scale), numpy.float32(min_scale)
+        self.growth, self.backoff = numpy.float32(growth), numpy.float32(backoff)
+        self.window, self.hysteresis = window, hysteresis
+        self.growth_tracker, self.hysteresis_tracker = 0, hysteresis
+
+    def step(self, overflow):
+        if overflow:
+            self.growth_tracker = 0
+            self.hysteresis_tracker -= 1
+            if self.hysteresis_tracker <= 0:
+                self.scale = max(self.scale * self.backoff, self.min_scale)
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker == self.window:
+            self.growth_tracker, self.hysteresis_tracker = 0, self.hysteresis
+            self.scale = self.scale * self.growth
+
+    def state_dict(self):
+        return {
+            "scale": torch.tensor([float(self.scale)]),
+            "growth_tracker": self.growth_tracker,
+            "hysteresis_tracker": torch.tensor(self.hysteresis_tracker),
+        }
+
+    def load_state_dict(self, state):
+        self.scale = numpy.float32(state["scale"])
+        self.growth_tracker = state["growth_tracker"]
+        self.hysteresis_tracker = state["hysteresis_tracker"]
+
+
+class DeepSpeed:
+    """deepspeed 0.19.8, DynamicLossScaler; without hysteresis FP16_Optimizer."""
+
+    def __init__(self, scale, window, hysteresis, consecutive=False, factor=2.0, min_scale=2.0**-126):
+        self.cur_scale, self.cur_iter, self.last_overflow_iter = scale, 0, -1
+        self.scale_factor, self.scale_window, self.min_scale = factor, window, min_scale
+        self.delayed_shift = self.cur_hysteresis = hysteresis
+        self.consecutive_hysteresis, self.dynamic = consecutive, True
+
+    @property
+    def scale(self):
+        return self.cur_scale
+
+    def step(self, overflow):
+        if overflow:
+            if 1 in (self.delayed_shift, self.cur_hysteresis):
+                self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        else:
+            stable = self.cur_iter - self.last_overflow_iter - 1
+            grows = stable > 0 and stable % self.scale_window == 0
+            if self.consecutive_hysteresis or grows:
+                self.cur_hysteresis = self.delayed_shift
+            if grows:
+                self.cur_scale *= self.scale_factor
+        self.cur_iter += 1
+
+    def optimizer_state_dict(self):
+        names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+        return {"dynamic_loss_scale": True, "clip_grad": 0.0} | {name: getattr(self, name) for name in names}
+
+
+SOURCES = {
+    "torch": lambda scale, window, hysteresis: ApexKernel(scale, window, 1),
+    "apex": ApexKernel,
+    "megatron": Megatron,
+    "deepspeed": DeepSpeed,
+    "deepspeed_consecutive": lambda *settings: DeepSpeed(*settings, consecutive=True),
+}
+# log2 of the scale after each step, from 2**16 with a window of 4 and a hysteresis of 2.
+TABLE = {
+    "101010": {
+        "torch": [15, 15, 14, 14, 13, 13],
+        "apex": [16, 16, 16, 16, 16, 16],
+        "megatron": [16, 16, 15, 15, 14, 14],
+        "deepspeed": [16, 16, 15, 15, 14, 14],
+        "deepspeed_consecutive": [16, 16, 16, 16, 16, 16],
+    },
+    "111": {
+        "torch": [15, 14, 13],
+        "apex": [16, 15, 14],
+        "megatron": [16, 15, 14],
+        "deepspeed": [16, 15, 14],
+        "deepspeed_consecutive": [16, 15, 14],
+    },
+    "00000": {
+        "torch": [16, 16, 16, 17, 17],
+        "apex": [16, 16, 16, 17, 17],
+        "megatron": [16, 16, 16, 17, 17],
+        "deepspeed": [16, 16, 16, 16, 17],
+        "deepspeed_consecutive": [16, 16, 16, 16, 17],
+    },
+    "1100001": {
+        "torch": [15, 14, 14, 14, 14, 15, 14],
+        "apex": [16, 15, 15, 15, 15, 16, 16],
+        "megatron": [16, 15, 15, 15, 15, 16, 16],
+        "deepspeed": [16, 15, 15, 15, 15, 15, 14],
+        "deepspeed_consecutive": [16, 15, 15, 15, 15, 15, 15],
+    },
+}
+
+
+@pytest.mark.parametrize(("sequence", "rule"), list(itertools.product(TABLE, SOURCES)))
+def test_what_hysteresis_means_in_each_library(sequence, rule):
+    hysteresis = 1 if rule == "torch" else 2
+    ours = Dynamic(growth_interval=4, rule=rule, hysteresis=hysteresis)
+    theirs = SOURCES[rule](2.0**16, 4, 2)
+    moved, moved_there = [], []
+    for overflow in sequence:
+        ours = ours.after_step(overflow=overflow == "1")
+        theirs.step(overflow == "1")
+        moved.append(numpy.log2(ours.scale))
+        moved_there.append(numpy.log2(theirs.scale))
+    assert moved == TABLE[sequence][rule]
+    assert moved_there == TABLE[sequence][rule], "the library as these tests say it"
+
+
+# Overflows come in runs in practice; single ones and long good stretches both matter here.
+EVENTS = st.lists(st.tuples(st.booleans(), st.integers(1, 7)), max_size=12).map(
+    lambda runs: [overflow for overflow, length in runs for _ in range(length)]
+)
+WINDOW, HYSTERESIS = st.integers(1, 5), st.integers(1, 4)
+# With at most 84 steps of a factor of 2, no scale leaves 2**-110 to 2**110.
+SCALE = st.integers(-20, 20).map(lambda power: 1.5 * 2.0**power)
+
+
+@settings(max_examples=400, deadline=None)
+@given(rule=st.sampled_from(list(SOURCES)), scale=SCALE, window=WINDOW, hysteresis=HYSTERESIS, events=EVENTS)
+def test_any_sequence_of_steps(rule, scale, window, hysteresis, events):
+    hysteresis = 1 if rule == "torch" else hysteresis
+    ours = Dynamic(scale=scale, growth_interval=window, rule=rule, hysteresis=hysteresis)
+    theirs = SOURCES[rule](scale, window, hysteresis)
+    for overflow in events:
+        ours = ours.after_step(overflow=overflow)
+        theirs.step(overflow)
+        assert ours.scale == theirs.scale
+        left = getattr(theirs, "cur_hysteresis", getattr(theirs, "hysteresis_tracker", 1))
+        # torch has none, which is written as 1.
+        assert ours.hysteresis_left == (1 if rule == "torch" else max(left, 0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    growth=st.sampled_from([2.0, 1.7, 3.3]),
+    backoff=st.sampled_from([0.5, 0.3, 0.9]),
+    window=WINDOW,
+    hysteresis=HYSTERESIS,
+    scale=SCALE,
+    events=EVENTS.map(lambda events: events[:40]),
+)
+def test_factors_that_round(growth, backoff, window, hysteresis, scale, events):
+    """apex in double precision, Megatron in float32; min_scale is met from above."""
+    apex = Dynamic(
+        scale=scale,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=window,
+        rule="apex",
+        hysteresis=hysteresis,
+    )
+    kernel = ApexKernel(scale, window, hysteresis, growth, backoff)
+    there = Megatron(scale, window, hysteresis, growth, backoff, min_scale=scale * 0.7)
+    megatron = from_megatron(
+        there.state_dict(),
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=window,
+        hysteresis=hysteresis,
+        min_scale=scale * 0.7,
+    )
+    for overflow in events:
+        kernel.step(overflow)
+        there.step(overflow)
+        apex = apex.after_step(overflow=overflow)
+        megatron = megatron.after_step(overflow=overflow)
+        assert apex.scale == kernel.scale
+        assert megatron.scale == there.scale
+
+
+def drive(ours, theirs, events):
+    for overflow in events:
+        ours = ours.after_step(overflow=overflow)
+        theirs.step(overflow)
+        assert ours.scale == theirs.scale
+    return ours
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    scale=SCALE,
+    growth=st.sampled_from([2.0, 1.7]),
+    backoff=st.sampled_from([0.5, 0.3]),
+    window=WINDOW,
+    before=EVENTS,
+    between=EVENTS,
+    after=EVENTS,
+)
+def test_from_torch_and_back(scale, growth, backoff, window, before, between, after):
+    class Scaler(torch.amp.GradScaler):
+        def step(self, overflow):
+            torch._amp_update_scale_(
+                self._scale,
+                self._growth_tracker,
+                torch.tensor(float(overflow)),
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+            )
+
+        @property
+        def scale(self):
+            return self.get_scale()
+
+    def made():
+        scaler = Scaler("cpu", scale, growth, backoff, window)
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        return scaler
+
+    theirs, again = made(), made()
+    for overflow in before[:30]:
+        theirs.step(overflow)
+    state = theirs.state_dict()
+    ours = from_torch(state)
+    assert to_torch(ours) == state
+    assert from_state(state) == [ours]
+    ours = drive(ours, theirs, between[:30])
+    again.load_state_dict(to_torch(ours))
+    drive(ours, again, after[:30])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    scales=st.lists(SCALE, min_size=1, max_size=3),
+    good=st.integers(0, 1999),
+    min_scale=st.sampled_from([None, 2.0**-22]),
+    before=EVENTS,
+    between=EVENTS,
+    after=EVENTS,
+)
+def test_from_apex_and_back(scales, good, min_scale, before, between, after):
+    limits = {} if min_scale is None else {"min_scale": min_scale}
+    theirs = [ApexAmp(scale, min_scale=min_scale) for scale in scales]
+    for scaler in theirs:
+        # So close to a growth that the events below reach it.
+        scaler.unskipped = good
+        for overflow in before:
+            scaler.step(overflow)
+    state = OrderedDict((f"loss_scaler{index}", scaler.state_dict()) for index, scaler in enumerate(theirs))
+    ours = from_apex(state, **limits)
+    assert to_apex(ours, **limits) == state
+    assert from_state(state) == from_apex(state)
+    for value, scaler in zip(ours, theirs, strict=True):
+        moved = drive(value, scaler, between)
+        (saved,) = to_apex([moved], **limits).values()
+        again = ApexAmp(saved["loss_scale"], min_scale=min_scale)
+        again.unskipped = saved["unskipped"]
+        drive(moved, again, after)
+
+
+def test_apex_grows_after_2000_good_steps_up_to_its_maximum():
+    theirs = ApexAmp(2.0**23)
+    (ours,) = from_apex({"loss_scaler0": theirs.state_dict()})
+    ours = drive(ours, theirs, [False] * 4100)
+    assert ours.scale == 2.0**24
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    scale=SCALE,
+    window=WINDOW,
+    hysteresis=HYSTERESIS,
+    min_scale=st.sampled_from([2.0**-126, 2.0**-22]),
+    before=EVENTS,
+    between=EVENTS,
+    after=EVENTS,
+)
+def test_from_megatron_and_back(scale, window, hysteresis, min_scale, before, between, after):
+    there = {"growth_interval": window, "hysteresis": hysteresis, "min_scale": min_scale}
+    before, between, after = before[:30], between[:30], after[:30]
+    theirs = Megatron(scale, window, hysteresis, min_scale=min_scale)
+    for overflow in before:
+        theirs.step(overflow)
+    state = theirs.state_dict()
+    ours = from_megatron(state, **there)
+    assert to_megatron(ours, **there) == {
+        "scale": float(state["scale"]),
+        "growth_tracker": state["growth_tracker"],
+        "hysteresis_tracker": max(int(state["hysteresis_tracker"]), 0),
+    }
+    ours = drive(ours, theirs, between)
+    again = Megatron(1.0, window, hysteresis, min_scale=min_scale)
+    again.load_state_dict(to_megatron(ours, **there))
+    drive(ours, again, after)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    scale=SCALE,
+    window=WINDOW,
+    hysteresis=HYSTERESIS,
+    consecutive=st.booleans(),
+    factor=st.sampled_from([2.0, 4.0]),
+    min_scale=st.sampled_from([2.0**-126, 2.0**-22]),
+    wrapped=st.sampled_from(["object", "attributes", "zero"]),
+    before=EVENTS,
+    between=EVENTS,
+    after=EVENTS,
+)
+def test_from_a_deepspeed_scaler_and_back(
+    scale, window, hysteresis, consecutive, factor, min_scale, wrapped, before, between, after
+):
+    theirs = DeepSpeed(scale, window, hysteresis, consecutive, factor, min_scale)
+    for overflow in before[:25]:
+        theirs.step(overflow)
+    state = {
+        "object": theirs,
+        "attributes": dict(vars(theirs)),
+        "zero": {"loss_scaler": theirs, "dynamic_loss_scale": True, "overflow": False},
+    }[wrapped]
+    ours = from_deepspeed(state)
+    assert from_state(state) == [ours]
+    assert from_deepspeed(to_deepspeed(ours)) == ours
+    ours = drive(ours, theirs, between[:25])
+    again = DeepSpeed(1.0, 1, 1)
+    vars(again).update(to_deepspeed(ours))
+    drive(ours, again, after[:12])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    scale=SCALE,
+    window=WINDOW,
+    min_scale=st.sampled_from([2.0**-126, 2.0**-22]),
+    before=EVENTS,
+    between=EVENTS,
+    after=EVENTS,
+)
+def test_from_a_deepspeed_optimizer_and_back(scale, window, min_scale, before, between, after):
+    theirs = DeepSpeed(scale, window, 1, min_scale=min_scale)
+    for overflow in before[:30]:
+        theirs.step(overflow)
+    ours = from_deepspeed(theirs.optimizer_state_dict(), min_scale=min_scale)
+    again = to_deepspeed(ours, into="FP16_Optimizer", min_scale=min_scale)
+    assert from_deepspeed(again, min_scale=min_scale) == ours
+    ours = drive(ours, theirs, between[:30])
+    target = DeepSpeed(1.0, 1, 1, min_scale=min_scale)
+    vars(target).update(to_deepspeed(ours, into="FP16_Optimizer", min_scale=min_scale))
+    drive(ours, target, after[:30])
+
+
+def test_a_fixed_scale_of_deepspeed():
+    fixed = types.SimpleNamespace(cur_scale=128.0, dynamic=False)
+    saved = {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 7, "fp32_groups_flat": []}
+    for state in (fixed, saved, {"loss_scaler": fixed, "dynamic_loss_scale": False}):
+        (ours,) = from_state(state)
+        assert to_deepspeed(ours, into="FP16_Optimizer") == {
+            "dynamic_loss_scale": False,
+            "cur_scale": 128.0,
+            "cur_iter": 0,
+        }
+        assert ours.after_step(overflow=True).scale == 128.0
