@@ -4,7 +4,9 @@
     ├── FormatError (ValueError)          a number format or a rounding mode that does not exist
     ├── PolicyError (ValueError)          a policy that does not exist or cannot hold here
     ├── DeviceError (ValueError)          a device that torch does not know or this machine lacks
-    ├── ScaleError (ValueError)           a loss scale that cannot scale a loss
+    ├── ScaleError (ValueError, AssertionError)    a loss scale that cannot scale a loss
+    ├── OrderError (RuntimeError, AssertionError)  a training step out of order
+    ├── Fp16GradientError (ValueError)    gradients in fp16, where small updates are lost
     ├── RegionError (RuntimeError)        a region that was left out of order
     ├── UnsupportedError (RuntimeError)   training that this policy cannot make right
     ├── ScaleCollapseError (RuntimeError) so many skipped steps in a row that the scale is not to blame
@@ -37,8 +39,16 @@ class DeviceError(NarrowcastError, ValueError):
     """A device that torch does not know, or that this machine lacks."""
 
 
-class ScaleError(NarrowcastError, ValueError):
-    """A loss scale, or a setting of one, that cannot scale a loss."""
+class ScaleError(NarrowcastError, ValueError, AssertionError):
+    """A loss scale, or a setting of one, that cannot scale a loss; ``torch.amp.GradScaler`` asserts some."""
+
+
+class OrderError(NarrowcastError, RuntimeError, AssertionError):
+    """A part of a training step out of order; where ``torch.amp.GradScaler`` raises one of the two."""
+
+
+class Fp16GradientError(NarrowcastError, ValueError):
+    """Gradients in fp16, where updates smaller than 2**-11 of a weight are lost."""
 
 
 class RegionError(NarrowcastError, RuntimeError):

@@ -1,5 +1,19 @@
-"""Gradients as numbers: which of them are not finite."""
+"""Gradients as numbers: unscaled, checked, clipped, and a step that is taken only on finite ones."""
 
+from narrowcast.gradients._closures import Snapshot, closure_of, with_closure
 from narrowcast.gradients._finite import NonfiniteFlags, nonfinite_flags
+from narrowcast.gradients._graph import leaf_of, nodes_below
+from narrowcast.gradients._result import StepResult
+from narrowcast.gradients._scaler import GradScaler
 
-__all__ = ["NonfiniteFlags", "nonfinite_flags"]
+__all__ = [
+    "GradScaler",
+    "NonfiniteFlags",
+    "Snapshot",
+    "StepResult",
+    "closure_of",
+    "leaf_of",
+    "nodes_below",
+    "nonfinite_flags",
+    "with_closure",
+]

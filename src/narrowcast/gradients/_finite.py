@@ -25,6 +25,13 @@ class NonfiniteFlags:
                 flags[position] = flag
         return flags
 
+    def any(self, device: torch.device) -> torch.Tensor:
+        """1.0 where any of them is set, else 0.0: 0-dim, float32, on ``device``; waits for nothing."""
+        if not self.flags_by_group:
+            return torch.zeros((), device=device)
+        each = [flags.any().to(device, non_blocking=True) for _, flags in self.flags_by_group]
+        return torch.stack(each).any().float()
+
 
 def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
     """Check each gradient for NaN and infinities without waiting for the device.

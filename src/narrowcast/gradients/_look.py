@@ -1,0 +1,207 @@
+"""One look at the gradients of an optimizer: unscaled, checked, and clipped where that was asked.
+
+Where the optimizer's own step can divide (``fused=True``), nothing is written here: one read gives the norm
+and the check, and the division rides into the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.errors import OrderError
+from narrowcast.gradients import _torch_internals
+from narrowcast.gradients._agreement import any_rank, groups_of, total_norm
+from narrowcast.gradients._finite import NonfiniteFlags
+from narrowcast.gradients._held import HeldGradients
+
+_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What gradients were made with, and who decides on them.
+
+    Attributes:
+        factor: the loss scale, 0-dim float32.
+        below_one: it may be below 1, where unscaling finite gradients may overflow.
+        process_group: ranks that decide together; ``sharded``: each of them holds parts of the gradients.
+        wants_amax: the largest magnitude of the unscaled gradients is asked for.
+    """
+
+    factor: torch.Tensor
+    below_one: bool
+    process_group: Any | None
+    sharded: bool
+    wants_amax: bool
+
+    def inverse(self) -> torch.Tensor:
+        # As torch does: the reciprocal in fp64, where the device has it.
+        factor = self.factor
+        return factor.reciprocal() if factor.device.type == "mps" else factor.double().reciprocal().float()
+
+
+@dataclass(slots=True)
+class Look:
+    """What was found, on the device until somebody asks.
+
+    Attributes:
+        found_inf: 0-dim float32 on the scale's device, above 0 where a gradient is not finite.
+        any_checked: whether there was a gradient to check, on this rank or another.
+        flags: which gradients are not finite, where that is already known.
+        norm: norm of the unscaled gradients before clipping, 0-dim, where something clipped.
+        apart: 0-dim, whether ranks with copies of the gradients hold different ones.
+        amax: 0-dim, the largest magnitude of the unscaled gradients, where ``Scaling`` wants it.
+        divisor: what the gradients are still to be divided by; None where they are unscaled.
+    """
+
+    found_inf: torch.Tensor
+    any_checked: bool
+    held: HeldGradients
+    flags: NonfiniteFlags | None = None
+    norm: torch.Tensor | None = None
+    apart: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
+    versions: list[int] | None = None
+
+    def check_unchanged(self) -> None:
+        """Refuse gradients that were written to while their division was still to come."""
+        if self.versions is not None and self.versions != _versions(self.held):
+            raise OrderError(
+                "the gradients were changed between clip_grad_norm_ and step, while they were still scaled "
+                "(a fused optimizer divides them itself): change them after unscale_(optimizer) and before "
+                "clip_grad_norm_(optimizer, ...), or clip with torch.nn.utils.clip_grad_norm_"
+            )
+
+    def which(self) -> NonfiniteFlags:
+        """Which gradients are not finite; looked at now where nobody has yet."""
+        if self.flags is None:
+            self.flags = self.held.flags()
+        return self.flags
+
+
+def unscale(held: HeldGradients, scaling: Scaling) -> Look:
+    """Divide gradients by the scale, in place, and check them."""
+    device = scaling.factor.device
+    inverse = scaling.inverse()
+    found = torch.zeros((), device=device)
+    for where, _, _, members in held.groups:
+        there = found if where == device else torch.zeros((), device=where)
+        _torch_internals.multiply_and_check(members, there, inverse.to(where, non_blocking=True))
+        if scaling.below_one:
+            # Checked before it was multiplied, and 2**-20 makes an infinity of finite gradients.
+            one = torch.ones((), device=where)
+            _torch_internals.multiply_and_check(members, there, one)
+        if there is not found:
+            found += there.to(device, non_blocking=True)
+    groups = groups_of(held, scaling.process_group)
+    any_rank(found, groups)
+    look = Look(found, bool(held.values or groups), held)
+    if scaling.wants_amax:
+        look.amax = _largest(held, scaling)
+    return look
+
+
+def measure(held: HeldGradients, scaling: Scaling) -> Look:
+    """Check gradients and leave their division to the optimizer's step."""
+    device = scaling.factor.device
+    flags = held.flags()
+    found = flags.any(device)
+    groups = groups_of(held, scaling.process_group)
+    any_rank(found, groups)
+    look = Look(found, bool(held.values or groups), held, flags, divisor=scaling.factor)
+    if scaling.wants_amax:
+        look.amax = _largest(held, scaling) * scaling.inverse()
+    return look
+
+
+def clip(held: HeldGradients, scaling: Scaling, max_norm: float, order: float, *, may_ride: bool) -> Look:
+    """Unscale, check and clip from one read of the gradients; in the optimizer's step if it ``may_ride``."""
+    device = scaling.factor.device
+    total = total_norm(held, order, device, scaling.process_group, sharded=scaling.sharded)
+    scaled_norm = total.norm
+    inverse = scaling.inverse()
+    norm = scaled_norm * inverse
+    finite = torch.isfinite(scaled_norm) & torch.isfinite(norm)
+    groups = groups_of(held, scaling.process_group)
+    if not groups and device.type == "cpu" and not finite and not any(held.flags().read()):
+        # Finite gradients whose squares overflow. Where looking again costs a wait, the step is skipped.
+        look = unscale(held, scaling)
+        look.norm = clip_unscaled(held, max_norm, order, scaling)[0]
+        return look
+    look = Look((~finite).float(), bool(held.values or groups), held, norm=norm, apart=total.apart)
+    if scaling.wants_amax:
+        look.amax = _largest(held, scaling) * inverse
+    kept = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    if may_ride and not scaling.below_one:
+        look.divisor = scaling.factor / kept
+        look.versions = _versions(held)
+        if device.type != "cpu":  # there the host knows soon enough to look again
+            look.flags = total.flags
+    else:
+        _multiply(held, inverse * kept)
+    return look
+
+
+def clip_unscaled(
+    held: HeldGradients, max_norm: float, order: float, scaling: Scaling
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Clip gradients that are unscaled; their norm before, and whether ranks with copies disagree."""
+    device = scaling.factor.device
+    total = total_norm(held, order, device, scaling.process_group, sharded=scaling.sharded)
+    norm = total.norm
+    if device.type == "cpu" and not torch.isfinite(norm) and not any(held.flags().read()):
+        norm = _wide_norm(held, order)
+    kept = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    _multiply(held, kept)
+    return norm, total.apart
+
+
+def materialise(look: Look) -> None:
+    """Do the division that was still to come."""
+    if look.divisor is not None:
+        look.check_unchanged()
+        _multiply(look.held, look.divisor.reciprocal())
+        look.divisor = look.versions = None
+
+
+def _multiply(held: HeldGradients, factor: torch.Tensor) -> None:
+    for where, dtype, _, members in held.groups:
+        there = factor.to(where, non_blocking=True)
+        if dtype.itemsize >= 4:
+            _torch_internals.multiply(members, there)
+        else:  # in fp32 and rounded once; _foreach_mul_ would round the factor first
+            ignored = torch.zeros((), device=where)
+            _torch_internals.multiply_and_check(members, ignored, there.float())
+
+
+def _largest(held: HeldGradients, scaling: Scaling) -> torch.Tensor:
+    """The largest magnitude among the gradients of all ranks, as they are."""
+    device = scaling.factor.device
+    return total_norm(held, math.inf, device, scaling.process_group, sharded=True).norm
+
+
+def _wide_norm(held: HeldGradients, order: float) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(value.double(), order) for value in held.values]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+    return total
+
+
+def _versions(held: HeldGradients) -> list[int]:
+    return [value._version for value in held.values]
+
+
+def found_on_host(found_inf: torch.Tensor) -> bool | None:
+    """Whether a gradient was not finite, where knowing it costs no wait; else None."""
+    return bool(found_inf) if found_inf.device.type == "cpu" else None
+
+
+def worst_of(looks: Sequence[Look]) -> torch.Tensor:
+    """One flag for several looks: above 0 where it is in one of them."""
+    device = looks[0].found_inf.device
+    return torch.stack([look.found_inf.to(device, non_blocking=True) for look in looks]).amax()

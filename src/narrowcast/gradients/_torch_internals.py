@@ -1,0 +1,97 @@
+"""Every name of torch without a promise of stability that this room needs, in one place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+__all__ = ["OptState"]
+
+NO_GRAPH_TASK = -1
+ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+
+
+def graph_task_id() -> int:
+    """Number of the backward pass that this thread is working for; NO_GRAPH_TASK outside of one."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def multiply_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply tensors of one device and dtype by ``factor`` in place; set ``found_inf`` to 1 where one of
+    them held a NaN or an infinity before. What ``torch.amp.GradScaler`` unscales with.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+
+
+def move_as_torch(
+    scale: torch.Tensor,
+    good_steps: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """One transition of ``torch.amp.GradScaler``'s rule, in place and on the device."""
+    torch._amp_update_scale_(scale, good_steps, found_inf, growth_factor, backoff_factor, growth_interval)
+
+
+def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each dense tensor, accumulated in fp32 (fp64 for fp64)."""
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device in place."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def clamp(tensors: Sequence[torch.Tensor], low: float, high: float) -> None:
+    """Clamp tensors of one device in place; NaN stays NaN."""
+    torch._foreach_clamp_min_(list(tensors), low)
+    torch._foreach_clamp_max_(list(tensors), high)
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Dense tensors of one dtype, copied side by side into one dimension."""
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
+Group = tuple[torch.device, torch.dtype, Sequence[int], list[torch.Tensor]]
+
+
+def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
+    """Tensors sorted by device and dtype, with the position of each."""
+    group: Any = torch._C._group_tensors_by_device_and_dtype
+    grouped = group([tensors], False)
+    if len(grouped) > 1:
+        return [(*key, positions, members) for key, ([members], positions) in group([tensors], True).items()]
+    return [(*key, range(len(tensors)), members) for key, ([members], _) in grouped.items()]
+
+
+@functools.lru_cache(maxsize=256)
+def _wants_the_scaler(step: Any) -> bool:
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step takes the scaler itself as ``grad_scaler``, by the contract that torch deprecates."""
+    step = optimizer.step
+    return takes_grad_scale(optimizer) and _wants_the_scaler(getattr(step, "__func__", step))
+
+
+def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step skips and unscales by itself, by its attributes ``found_inf`` and ``grad_scale``."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep schedulers from warning that no optimizer has stepped yet, when its first step was skipped."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
