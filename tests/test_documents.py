@@ -62,7 +62,7 @@ def test_files_that_documents_point_at_exist():
 
 def test_every_difference_names_a_test_that_exists():
     rows = re.findall(
-        r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
+        r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "deviations.md").read_text(encoding="utf-8")
     )
     assert len(rows) > 15
     for file, name in rows:

@@ -9,16 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from narrowcast import attach, casting, formats, machine, observe, policy, scaling, verify
+    from narrowcast import (
+        attach,
+        casting,
+        formats,
+        gradients,
+        machine,
+        observe,
+        policy,
+        scaling,
+        training,
+        verify,
+        weights,
+    )
     from narrowcast.casting import autocast, custom_bwd, custom_fwd
     from narrowcast.errors import NarrowcastError
+    from narrowcast.gradients import GradScaler, StepResult
     from narrowcast.policy import Policy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradScaler",
     "NarrowcastError",
     "Policy",
+    "StepResult",
     "__version__",
     "attach",
     "autocast",
@@ -26,21 +41,38 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "formats",
+    "gradients",
     "machine",
     "observe",
     "policy",
     "scaling",
+    "training",
     "verify",
+    "weights",
 ]
 
 _HOME_OF = {
+    "GradScaler": "narrowcast.gradients",
     "NarrowcastError": "narrowcast.errors",
     "Policy": "narrowcast.policy",
+    "StepResult": "narrowcast.gradients",
     "autocast": "narrowcast.casting",
     "custom_bwd": "narrowcast.casting",
     "custom_fwd": "narrowcast.casting",
 }
-_ROOMS = ("attach", "casting", "formats", "machine", "observe", "policy", "scaling", "verify")
+_ROOMS = (
+    "attach",
+    "casting",
+    "formats",
+    "gradients",
+    "machine",
+    "observe",
+    "policy",
+    "scaling",
+    "training",
+    "verify",
+    "weights",
+)
 
 
 def __getattr__(name: str) -> object:
