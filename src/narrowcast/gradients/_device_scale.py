@@ -6,6 +6,7 @@ the reference: tests drive both through the same steps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from narrowcast.errors import ScaleError
 from narrowcast.gradients import _torch_internals
-from narrowcast.scaling import Dynamic, LogMax, LossScale
+from narrowcast.scaling import Dynamic, LogMax, LossScale, Off
 
 
 class DeviceScale:
@@ -54,9 +55,13 @@ class DeviceScale:
 
     def read(self) -> LossScale:
         """The loss scale now; waits for the device."""
-        if self.factor is None or self._untouched:
+        value = self._value
+        if self.factor is None or isinstance(value, Off):
+            return value
+        if self._untouched:  # a device holds it in fp32; this much the host knows without asking
+            self._value = replace(value, scale=torch.tensor(value.scale, dtype=torch.float32).item())  # type: ignore[type-var]
             return self._value
-        value, scale = self._value, float(self.factor)
+        scale = float(self.factor)
         if isinstance(value, Dynamic):
             assert self.good_steps is not None
             assert self._hysteresis_left is not None
@@ -177,7 +182,7 @@ class DeviceScale:
         moved = log2.clamp(-1000, 1000).exp2().float().clamp(value.min_scale, value.max_scale)
         # The mean is raised so far that the formula gives half of the present scale, and never lowered.
         raised = torch.maximum(value.largest_log2 - value.deviations * deviation - halved, mean)
-        raised_sum = raised * (1 - fast ** sums[0])
+        raised_sum = raised * _weight(fast, sums[0])
         known = sums[0] > 0
         self.factor.copy_(torch.where(seen | overflow, moved, self.factor))
         self._sums.copy_(sums)
@@ -187,10 +192,14 @@ class DeviceScale:
 def _mean_and_deviation(value: LogMax, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     steps, mean_sum, slow_mean_sum, square_sum = sums.unbind()
     some = steps.clamp(min=1)
-    weight = 1 - value.variance_decay**some
+    weight = _weight(value.variance_decay, some)
     slow_mean = slow_mean_sum / weight
     deviation = (square_sum / weight - slow_mean * slow_mean).clamp(min=0).sqrt()
-    return mean_sum / (1 - value.mean_decay**some), deviation
+    return mean_sum / _weight(value.mean_decay, some), deviation
+
+
+def _weight(decay: float, steps: torch.Tensor) -> torch.Tensor:
+    return -torch.expm1(steps * math.log(decay))
 
 
 def _sums_of(value: LogMax, device: torch.device) -> torch.Tensor:

@@ -48,10 +48,13 @@ class HeldGradients:
         return nonfinite_flags(self.values)
 
 
-def held_gradients(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> HeldGradients:
+def held_gradients(
+    optimizer: torch.optim.Optimizer, *, allow_fp16: bool, summed: bool = False
+) -> HeldGradients:
     """The gradients that ``optimizer`` would use now.
 
-    A sparse gradient in fp16 is coalesced first, since summing equal indices may overflow.
+    Equal indices of a sparse gradient are summed first where it is in fp16, as that may overflow, and where
+    ``summed`` asks for it: a norm of the parts is not that of their sum.
 
     Raises:
         Fp16GradientError: a gradient is in fp16 and that was not allowed.
@@ -68,17 +71,17 @@ def held_gradients(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> Hel
     if not kinds <= {torch.Tensor, torch.nn.Parameter}:
         values, meshes = _local_parts(gradients)
     if True in map(_IS_SPARSE, values):
-        values, dense = [_dense_values(p, v) for p, v in zip(parameters, values, strict=True)], False
+        values, dense = [_dense_values(p, v, summed) for p, v in zip(parameters, values, strict=True)], False
     groups = _torch_internals.by_device_and_dtype(values) if values else []
     if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _, _ in groups):
         raise Fp16GradientError(_fp16_message(optimizer))
     return HeldGradients(parameters, values, groups, dense, meshes)
 
 
-def _dense_values(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _dense_values(parameter: torch.Tensor, gradient: torch.Tensor, summed: bool) -> torch.Tensor:
     if not gradient.is_sparse:
         return gradient
-    if gradient.dtype is torch.float16:
+    if summed or gradient.dtype is torch.float16:
         parameter.grad = gradient = gradient.coalesce()
     return gradient._values()
 

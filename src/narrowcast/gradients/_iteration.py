@@ -100,7 +100,7 @@ class Iteration:
         state = self.state("clip_grad_norm_", optimizer)
         one_pass = order in (2.0, math.inf)
         if state["stage"] is OptState.READY and one_pass:
-            held = self._held(optimizer)
+            held = self._held(optimizer, summed=True)
             rides = _torch_internals.takes_grad_scale(optimizer) and held.dense
             look = _look.clip(held, self._scaling(state, held), max_norm, order, may_ride=rides)
             self._saw(state, look)
@@ -112,9 +112,11 @@ class Iteration:
         if not one_pass:
             look.norm = clip_unscaled_norm(optimizer, max_norm, order)
             return look.norm
-        held = self._held(optimizer)
-        look.norm, apart = _look.clip_unscaled(held, max_norm, order, self._scaling(state, held))
+        held = self._held(optimizer, summed=True)
+        total = _look.clip_unscaled(held, max_norm, order, self._scaling(state, held))
+        look.norm, apart = total.norm, total.apart
         look.apart = apart if look.apart is None or apart is None else look.apart | apart
+        look.flags = look.flags or total.flags
         return look.norm
 
     def clip_value(self, optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -122,10 +124,10 @@ class Iteration:
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
         self._unscaled(state, optimizer)
-        clamp(self._held(optimizer), value)
+        clamp(self._held(optimizer, summed=True), value)
 
-    def _held(self, optimizer: torch.optim.Optimizer) -> HeldGradients:
-        return held_gradients(optimizer, allow_fp16=self._allow_fp16)
+    def _held(self, optimizer: torch.optim.Optimizer, *, summed: bool = False) -> HeldGradients:
+        return held_gradients(optimizer, allow_fp16=self._allow_fp16, summed=summed)
 
     def _scaling(self, state: State, held: HeldGradients) -> Scaling:
         """What these gradients were made with. Named ones are true already."""
@@ -179,7 +181,7 @@ class Iteration:
             scaling = self._scaling(state, held)
             rides = held.dense and self._rides(optimizer, scaling)
             look = _look.measure(held, scaling) if rides else _look.unscale(held, scaling)
-            self._saw(state, look, OptState.READY)
+            self._saw(state, look, OptState.READY if rides else OptState.UNSCALED)
         elif look is None:
             look = self._unscaled(state, optimizer)
         assert look is not None
@@ -218,6 +220,7 @@ class Iteration:
         returned = None
         if skipped:
             _torch_internals.mark_as_stepped(optimizer)
+            vars(optimizer).pop("grad_scale", None)  # somebody's own, for this step: torch takes it away too
         else:
             returned = _call_step(optimizer, look, found, skipped, args, kwargs)
         state["stage"], state["look"] = OptState.STEPPED, None
@@ -279,9 +282,18 @@ class Iteration:
             stacklevel=5,
         )
         returned = optimizer.step(*args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        found = [bool(flag) for flag in state["found_inf_per_device"].values()]
-        return StepResult(found_inf=any(found), scale=self._scale_of(state), returned=returned)
+        look = self._unscaled(state, optimizer)
+        skipped = bool(look.found_inf.item())
+        state["stage"], state["look"] = OptState.STEPPED, None
+        result = StepResult(
+            found_inf=skipped,
+            scale=self._scale_of(state),
+            grad_norm=look.norm,
+            nonfinite=self._which(optimizer, look) if skipped else (),
+            returned=returned,
+        )
+        self._record(optimizer, result, look.found_inf, look.apart, known=True)
+        return result
 
     # ---- closures
 
@@ -361,6 +373,7 @@ def clip_unscaled_norm(optimizer: torch.optim.Optimizer, max_norm: float, order:
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, order)
 
 
+@torch.no_grad()
 def clamp(held: HeldGradients, value: float) -> None:
     """Clamp gradients to [-value, value] in place; NaN stays NaN."""
     for _, _, _, members in held.groups:

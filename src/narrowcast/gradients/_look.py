@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from narrowcast.errors import OrderError
 from narrowcast.gradients import _torch_internals
-from narrowcast.gradients._agreement import any_rank, groups_of, total_norm
+from narrowcast.gradients._agreement import TotalNorm, any_rank, groups_of, total_norm
 from narrowcast.gradients._finite import NonfiniteFlags
 from narrowcast.gradients._held import HeldGradients
 
@@ -85,6 +85,7 @@ class Look:
         return self.flags
 
 
+@torch.no_grad()
 def unscale(held: HeldGradients, scaling: Scaling) -> Look:
     """Divide gradients by the scale, in place, and check them."""
     device = scaling.factor.device
@@ -102,11 +103,14 @@ def unscale(held: HeldGradients, scaling: Scaling) -> Look:
     groups = groups_of(held, scaling.process_group)
     any_rank(found, groups)
     look = Look(found, bool(held.values or groups), held)
+    if found_on_host(found):
+        look.flags = held.flags()  # before anybody clips by a norm of NaN, which makes every gradient NaN
     if scaling.wants_amax:
         look.amax = _largest(held, scaling)
     return look
 
 
+@torch.no_grad()
 def measure(held: HeldGradients, scaling: Scaling) -> Look:
     """Check gradients and leave their division to the optimizer's step."""
     device = scaling.factor.device
@@ -120,6 +124,7 @@ def measure(held: HeldGradients, scaling: Scaling) -> Look:
     return look
 
 
+@torch.no_grad()
 def clip(held: HeldGradients, scaling: Scaling, max_norm: float, order: float, *, may_ride: bool) -> Look:
     """Unscale, check and clip from one read of the gradients; in the optimizer's step if it ``may_ride``."""
     device = scaling.factor.device
@@ -132,26 +137,28 @@ def clip(held: HeldGradients, scaling: Scaling, max_norm: float, order: float, *
     if not groups and device.type == "cpu" and not finite and not any(held.flags().read()):
         # Finite gradients whose squares overflow. Where looking again costs a wait, the step is skipped.
         look = unscale(held, scaling)
-        look.norm = clip_unscaled(held, max_norm, order, scaling)[0]
+        look.norm = clip_unscaled(held, max_norm, order, scaling).norm
         return look
     look = Look((~finite).float(), bool(held.values or groups), held, norm=norm, apart=total.apart)
     if scaling.wants_amax:
         look.amax = _largest(held, scaling) * inverse
     kept = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    if may_ride and not scaling.below_one:
-        look.divisor = scaling.factor / kept
-        look.versions = _versions(held)
-        if device.type != "cpu":  # there the host knows soon enough to look again
-            look.flags = total.flags
+    divisor = scaling.factor / kept
+    holds = torch.isfinite(divisor) | ~(kept > 0)  # else it is too large for fp32, and 1 / divisor is 0
+    on_host = device.type == "cpu"
+    if may_ride and not scaling.below_one and (not on_host or bool(holds)):
+        look.divisor, look.versions = divisor, _versions(held)
+        look.found_inf = (~(finite & holds)).float()
+        look.flags = None if on_host else total.flags  # the host knows soon enough to look again
     else:
+        look.flags = held.flags() if on_host and not finite else total.flags
         _multiply(held, inverse * kept)
     return look
 
 
-def clip_unscaled(
-    held: HeldGradients, max_norm: float, order: float, scaling: Scaling
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Clip gradients that are unscaled; their norm before, and whether ranks with copies disagree."""
+@torch.no_grad()
+def clip_unscaled(held: HeldGradients, max_norm: float, order: float, scaling: Scaling) -> TotalNorm:
+    """Clip gradients that are unscaled; what they were before."""
     device = scaling.factor.device
     total = total_norm(held, order, device, scaling.process_group, sharded=scaling.sharded)
     norm = total.norm
@@ -159,13 +166,16 @@ def clip_unscaled(
         norm = _wide_norm(held, order)
     kept = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     _multiply(held, kept)
-    return norm, total.apart
+    return replace(total, norm=norm)
 
 
+@torch.no_grad()
 def materialise(look: Look) -> None:
     """Do the division that was still to come."""
     if look.divisor is not None:
         look.check_unchanged()
+        if found_on_host(look.found_inf):
+            look.which()
         _multiply(look.held, look.divisor.reciprocal())
         look.divisor = look.versions = None
 

@@ -171,7 +171,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             self._iteration.clip_value(optimizer, value)
         else:
-            clamp(held_gradients(optimizer, allow_fp16=True), value)
+            clamp(held_gradients(optimizer, allow_fp16=True, summed=True), value)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
         """Unscale and check the gradients if nobody has, and let the optimizer step if they are finite.
