@@ -78,14 +78,16 @@ class Iteration:
             )
         return state
 
-    def end(self) -> list[Found]:
-        """What was found for each optimizer; forgotten here."""
-        found: list[Found] = [
+    def found(self) -> list[Found]:
+        """What was found for each optimizer."""
+        return [
             (state["names"], list(state["found_inf_per_device"].values()), state.get("amax"))
             for state in self.states.values()
         ]
+
+    def end(self) -> None:
+        """Forget what is known of each optimizer."""
         self.states = defaultdict(fresh_state)
-        return found
 
     # ---- gradients
 

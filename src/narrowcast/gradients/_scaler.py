@@ -16,6 +16,7 @@ from narrowcast.gradients._iteration import Iteration, State, clamp, clip_unscal
 from narrowcast.gradients._outcomes import Listener, Outcomes
 from narrowcast.gradients._result import StepResult
 from narrowcast.gradients._scales import Scales
+from narrowcast.gradients._torch_internals import untraced
 from narrowcast.scaling import Dynamic, LossScale
 
 
@@ -119,6 +120,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._scales.times(outputs, name) if self._enabled else outputs
 
+    @untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and check them; waits for nothing.
 
@@ -131,6 +133,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             self._iteration.unscale(optimizer)
 
+    @untraced
     def clip_grad_norm_(
         self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -159,6 +162,7 @@ class GradScaler(torch.amp.GradScaler):
             return self._iteration.clip_norm(optimizer, max_norm, float(norm_type))
         return clip_unscaled_norm(optimizer, max_norm, float(norm_type))
 
+    @untraced
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, value: float) -> None:
         """Unscale the optimizer's gradients and clamp each element to [-value, value]; NaN stays NaN.
 
@@ -173,6 +177,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             clamp(held_gradients(optimizer, allow_fp16=True, summed=True), value)
 
+    @untraced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
         """Unscale and check the gradients if nobody has, and let the optimizer step if they are finite.
 
@@ -198,6 +203,7 @@ class GradScaler(torch.amp.GradScaler):
             return self._iteration.step_with_closure(optimizer, closure, args, kwargs)
         return self._iteration.step(optimizer, args, kwargs)
 
+    @untraced
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[StepResult, ...]:
         """Step all of these optimizers, or none where a gradient of any of them is not finite.
 
@@ -213,6 +219,7 @@ class GradScaler(torch.amp.GradScaler):
         self._outcomes.settle()
         return self._iteration.step_together(every)
 
+    @untraced
     def update(self, new_scale: float | torch.Tensor | None = None, name: str | None = None) -> None:
         """End the iteration and move each scale by what its steps found.
 
@@ -230,15 +237,15 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is not None:
             scale = self._scales.get(name)
             scale.set(_settings.changed(scale.read(), scale=_settings.one_number(new_scale)))
-            self._iteration.end()
-            return
-        found = self._iteration.end()
-        if not any(flags for _, flags, _ in found):
-            raise OrderError(
-                "No inf checks were recorded prior to update: call step(optimizer), or unscale_(optimizer), "
-                "after backward and before update"
-            )
-        self._scales.move(found)
+        else:
+            found = self._iteration.found()
+            if not any(flags for _, flags, _ in found):
+                raise OrderError(
+                    "No inf checks were recorded prior to update: call step(optimizer), or "
+                    "unscale_(optimizer), after backward and before update"
+                )
+            self._scales.move(found)
+        self._iteration.end()
 
     # ---- listeners
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -14,6 +14,17 @@ __all__ = ["OptState"]
 
 NO_GRAPH_TASK = -1
 ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def untraced(method: Method) -> Method:
+    """Decorator: ``torch.compile`` calls the method and does not look inside.
+
+    It loads the compiler at the first call, as torch's own optimizers do.
+    """
+    hidden: Method = vars(torch)["_disable_dynamo"](method)
+    return hidden
 
 
 def graph_task_id() -> int:
