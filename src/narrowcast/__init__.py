@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from narrowcast.errors import NarrowcastError
     from narrowcast.gradients import GradScaler, StepResult
     from narrowcast.policy import Policy
+    from narrowcast.training import Stepper
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "NarrowcastError",
     "Policy",
     "StepResult",
+    "Stepper",
     "__version__",
     "attach",
     "autocast",
@@ -56,6 +58,7 @@ _HOME_OF = {
     "NarrowcastError": "narrowcast.errors",
     "Policy": "narrowcast.policy",
     "StepResult": "narrowcast.gradients",
+    "Stepper": "narrowcast.training",
     "autocast": "narrowcast.casting",
     "custom_bwd": "narrowcast.casting",
     "custom_fwd": "narrowcast.casting",

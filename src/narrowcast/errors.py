@@ -5,6 +5,7 @@
     ├── PolicyError (ValueError)          a policy that does not exist or cannot hold here
     ├── DeviceError (ValueError)          a device that torch does not know or this machine lacks
     ├── ScaleError (ValueError, AssertionError)    a loss scale that cannot scale a loss
+    ├── SettingError (ValueError)         a setting outside its range
     ├── OrderError (RuntimeError, AssertionError)  a training step out of order
     ├── Fp16GradientError (ValueError)    gradients in fp16, where small updates are lost
     ├── RegionError (RuntimeError)        a region that was left out of order
@@ -41,6 +42,10 @@ class DeviceError(NarrowcastError, ValueError):
 
 class ScaleError(NarrowcastError, ValueError, AssertionError):
     """A loss scale, or a setting of one, that cannot scale a loss; ``torch.amp.GradScaler`` asserts some."""
+
+
+class SettingError(NarrowcastError, ValueError):
+    """A setting outside its range, or two that exclude each other."""
 
 
 class OrderError(NarrowcastError, RuntimeError, AssertionError):

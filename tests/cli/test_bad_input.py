@@ -32,7 +32,7 @@ def here(workshop, monkeypatch):
     sys.modules.pop("package", None)
 
 
-POLICIES = "Known: auto, bf16, fp16, fp32."
+POLICIES = "Known: auto, bf16, fp16, fp32, O2."
 CHOOSE = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
 IN_BOTH_VERBS = {
     ("missing.py",): "cannot run missing.py: No such file or directory",

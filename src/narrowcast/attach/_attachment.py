@@ -19,7 +19,7 @@ from narrowcast.attach._scale import RunningScale
 from narrowcast.attach._steps import Steps
 from narrowcast.errors import RegionError
 from narrowcast.observe import CaptureWriter, start_event
-from narrowcast.policy import Policy, as_policy
+from narrowcast.policy import Policy, without_masters
 from narrowcast.scaling import LossScale, Off
 
 _attached: Attachment | None = None
@@ -56,7 +56,7 @@ class Attachment:
         writer: CaptureWriter | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.policy = as_policy(policy)
+        self.policy = without_masters(policy)
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.aside: str | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from narrowcast.errors import NarrowcastError, PolicyError
-from narrowcast.policy import PRESETS, as_policy
+from narrowcast.policy import PRESETS, Policy, without_masters
 from narrowcast.scaling import parse
 
 if TYPE_CHECKING:
@@ -24,10 +24,16 @@ _INTERRUPTED = 130
 # What NumPy's seed takes; torch and Python take more.
 _LARGEST_SEED = 2**32 - 1
 
+_FOR_SCRIPTS = [name for name in PRESETS if not Policy.preset(name).master_weights]
+
 PolicyOption = Annotated[
     str,
     typer.Option(
-        "--policy", "-p", envvar="NARROWCAST_POLICY", metavar="NAME", help=f"One of {', '.join(PRESETS)}."
+        "--policy",
+        "-p",
+        envvar="NARROWCAST_POLICY",
+        metavar="NAME",
+        help=f"One of {', '.join(_FOR_SCRIPTS)}.",
     ),
 ]
 LossScaleOption = Annotated[
@@ -112,7 +118,7 @@ def _tell(text: str) -> None:
 def check_policy(policy: str) -> None:
     """Refuse a policy that does not exist, saying so where its name came from the environment."""
     try:
-        as_policy(policy)
+        without_masters(policy)
     except PolicyError as error:
         came = " (from NARROWCAST_POLICY)" if policy == os.environ.get("NARROWCAST_POLICY") else ""
         raise PolicyError(f"{error}{came}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -127,9 +127,11 @@ def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.T
             yield parameter, names[index] if index < len(names) else place
 
 
-def labels_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[str]:
-    """The labels of some of an optimizer's parameters."""
-    labels = {id(parameter): label for parameter, label in parameter_labels(optimizer)}
+def labels_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Mapping[int, str]
+) -> list[str]:
+    """What to call some of an optimizer's parameters: by ``names``, else as the optimizer does."""
+    labels = {id(parameter): label for parameter, label in parameter_labels(optimizer)} | dict(names)
     return [labels.get(id(parameter), f"shape {tuple(parameter.shape)}") for parameter in parameters]
 
 

@@ -65,6 +65,7 @@ class Iteration:
         self._sharded = sharded
         self._allow_fp16 = allow_fp16
         self.states: dict[int, State] = defaultdict(fresh_state)
+        self.names: dict[int, str] = {}
 
     def state(self, method: str, optimizer: torch.optim.Optimizer) -> State:
         """What is known of the optimizer, if ``method`` may be called now."""
@@ -241,15 +242,16 @@ class Iteration:
 
         def names() -> tuple[str, ...]:
             bad = [p for p, flag in zip(parameters, flags.read(), strict=True) if flag]
-            return tuple(labels_of(optimizer, bad))
+            return tuple(labels_of(optimizer, bad, self.names))
 
         return names
 
-    def _scale_of(self, state: State) -> Any:
-        if self._scales.passes is None:
-            return self._scales.factor("step").clone()
-        factors = {name: self._scales.get(name).factor for name in sorted(state["names"])}
-        return {name: factor.clone() for name, factor in factors.items() if factor is not None}
+    def _scale_of(self, state: State) -> float | torch.Tensor | dict[str, torch.Tensor]:
+        """The scales that an optimizer's gradients were made with."""
+        factors = self._scales.copied()
+        if isinstance(factors, dict):
+            return {name: factor for name, factor in factors.items() if name in state["names"]}
+        return factors
 
     def _record(
         self,

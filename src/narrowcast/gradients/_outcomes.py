@@ -7,7 +7,7 @@ device knows, the flag is copied to the host without waiting, and looked at when
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,12 +78,12 @@ class Outcomes:
             raise ScaleError(f"patience must be a whole number of at least 1, or None, got {patience!r}")
         self.patience = patience
         self.steps = 0
-        self.on_step: dict[int, Listener] = {}
-        self.on_skip: dict[int, Listener] = {}
+        self.on_step: OrderedDict[int, Listener] = OrderedDict()
+        self.on_skip: OrderedDict[int, Listener] = OrderedDict()
         self._waiting: deque[Outcome] = deque()
         self._skips_in_a_row: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int, int]] = {}
 
-    def listen(self, listeners: dict[int, Listener], listener: Listener) -> RemovableHandle:
+    def listen(self, listeners: OrderedDict[int, Listener], listener: Listener) -> RemovableHandle:
         if not callable(listener):
             raise TypeError(f"expected a function of a StepResult, got {type(listener).__name__}")
         handle = RemovableHandle(listeners)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,22 @@ class StepResult:
         self._nonfinite = nonfinite
         self.returned = returned
         self.complete = complete
+
+    @classmethod
+    def joined(cls, results: Sequence[StepResult], *, grad_norm: torch.Tensor | None = None) -> StepResult:
+        """One result for optimizers that stepped together: all were skipped or none."""
+        first = results[0]
+        return cls(
+            found_inf=first._found_inf,
+            scale=first._scale,
+            grad_norm=grad_norm,
+            nonfinite=lambda: tuple(name for result in results for name in result.nonfinite),
+            returned=tuple(result.returned for result in results),
+        )
+
+    def skipped_on_device(self) -> torch.Tensor | bool:
+        """``skipped`` without waiting: a 0-dim bool tensor where the host does not know yet."""
+        return self._found_inf > 0 if isinstance(self._found_inf, torch.Tensor) else self._found_inf
 
     def learn(self, *, skipped: bool) -> None:
         """The flag has come by another way."""

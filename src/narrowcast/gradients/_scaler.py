@@ -273,6 +273,14 @@ class GradScaler(torch.amp.GradScaler):
         """The loss scale now, 1.0 where disabled; waits for the device."""
         return float(self._scales.get(name).read().scale) if self._enabled else 1.0
 
+    def factors(self) -> float | torch.Tensor | dict[str, torch.Tensor]:
+        """The loss scale now, without waiting: a copy on its device, 0-dim fp32; by name where there are."""
+        return self._scales.copied()
+
+    def name_parameters(self, names: Mapping[int, str]) -> None:
+        """What to call parameters in results and errors, by ``id``, before any name that an optimizer has."""
+        self._iteration.names = dict(names)
+
     def loss_scale(self, name: str | None = None) -> LossScale:
         """The loss scale now as a value, its counts included; waits for the device."""
         return self._scales.get(name).read()

@@ -63,6 +63,14 @@ class Scales:
                 return scale.factor
         raise OrderError(_NO_SCALE.format(method=method))
 
+    def copied(self) -> float | torch.Tensor | dict[str, torch.Tensor]:
+        """The factors now, copied on their devices, by name where there are names."""
+        if self.passes is None:
+            factor = self.by_name[None].factor
+            return self.by_name[None].settings.scale if factor is None else factor.clone()
+        scales = ((name, scale.factor) for name, scale in sorted(self.by_name.items(), key=str))
+        return {name: f.clone() for name, f in scales if f is not None and name is not None}
+
     def times(self, outputs: Any, name: str | None) -> Any:
         """``outputs``, a tensor or a nesting of them, times a scale."""
         if name is None and self.passes is None:

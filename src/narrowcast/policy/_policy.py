@@ -15,9 +15,15 @@ PRESETS = {
     "bf16": "matrix products and convolutions in bfloat16, by PyTorch's table for the device",
     "fp16": "matrix products and convolutions in float16, by PyTorch's table for the device",
     "fp32": "everything in float32",
+    "O2": "weights held in a low format too, fp32 master weights in nc.Stepper, batch norms in float32",
 }
 """Preset name -> one line for a person."""
 
+_O2_ELSEWHERE = (
+    "policy 'O2' holds the model's weights in a low format and updates fp32 master weights, which only "
+    "nc.Stepper does: nc.Stepper(model, optimizer, policy=\"O2\"). Here use 'bf16' or 'fp16', which leave "
+    "the weights in fp32"
+)
 _COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -28,24 +34,34 @@ class Policy:
     Attributes:
         compute: ``"bf16"``, ``"fp16"``, ``"fp32"``, or ``"auto"``, which each device resolves for itself.
             Ops follow PyTorch's own autocast table of the device.
+        master_weights: the model's weights are held in the format that is computed in, and updated through
+            fp32 masters. Preset ``"O2"`` is that with ``"auto"``; only ``nc.Stepper`` can.
 
     Raises:
-        PolicyError: at construction, for any other ``compute``.
+        PolicyError: at construction, for any other ``compute``, and masters of weights in fp32.
     """
 
     compute: str
+    master_weights: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compute, str) or self.compute not in PRESETS:
+        if not isinstance(self.compute, str) or self.compute not in (*_COMPUTE_DTYPES, "auto"):
             raise PolicyError(f"unknown policy {self.compute!r}. " + near_names(str(self.compute), PRESETS))
+        if not isinstance(self.master_weights, bool):
+            raise PolicyError(f"expected master_weights to be a bool, got {self.master_weights!r}")
+        if self.master_weights and self.compute == "fp32":
+            raise PolicyError("master_weights are for weights in a low format: compute must not be 'fp32'")
 
     @classmethod
     def preset(cls, name: str) -> Policy:
         """The preset called ``name``; a PolicyError with near names where there is none."""
-        return cls(compute=name)
+        return cls(compute="auto", master_weights=True) if name == "O2" else cls(compute=name)
 
     def __str__(self) -> str:
-        return f"{self.compute}: {PRESETS[self.compute]}"
+        if not self.master_weights:
+            return f"{self.compute}: {PRESETS[self.compute]}"
+        name = "O2" if self.compute == "auto" else f"O2 in {self.compute}"
+        return f"{name}: {PRESETS['O2']}"
 
 
 def as_policy(policy: Policy | str) -> Policy:
@@ -57,13 +73,32 @@ def as_policy(policy: Policy | str) -> Policy:
     return Policy.preset(policy)
 
 
-def resolve(policy: Policy | str, device_type: str) -> torch.dtype:
-    """The dtype that ``policy`` computes in on ``device_type``: bfloat16, float16 or float32."""
+def without_masters(policy: Policy | str) -> Policy:
+    """``policy`` for a caller that keeps no master weights.
+
+    Raises:
+        PolicyError: it does not exist, or it asks for master weights.
+    """
+    wanted = as_policy(policy)
+    if wanted.master_weights:
+        raise PolicyError(_O2_ELSEWHERE)
+    return wanted
+
+
+def resolve(policy: Policy | str, device_type: str, *, master_weights: bool = False) -> torch.dtype:
+    """The dtype that ``policy`` computes in on ``device_type``: bfloat16, float16 or float32.
+
+    Args:
+        master_weights: whether the caller keeps master weights, where the policy asks for them.
+
+    Raises:
+        PolicyError: the policy does not exist, or asks for master weights of a caller that keeps none.
+    """
     import torch
 
     from narrowcast.machine import best_format
 
-    compute = as_policy(policy).compute
+    compute = (as_policy if master_weights else without_masters)(policy).compute
     if compute == "auto":
         compute = best_format(device_type).format
     dtype: torch.dtype = getattr(torch, _COMPUTE_DTYPES[compute])

@@ -1,3 +1,5 @@
 """A training step in its one right order: region, backward, unscale, clip, step, scheduler, zero."""
 
-__all__: list[str] = []
+from narrowcast.training._stepper import Stepper
+
+__all__ = ["Stepper"]

@@ -1,0 +1,71 @@
+"""Casts of weights kept over the micro-batches of one step.
+
+torch drops the casts of weights when the outermost region of a thread is left, so each micro-batch would cast
+every weight again. Inside a window of accumulation the weights stay as they are: one level of nesting, held
+from the first region to the step, keeps the casts.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from narrowcast.errors import OrderError
+
+
+class KeptCasts:
+    """Holds the casts of one thread while a window is open, and drops them where a weight was written."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._holder: _Nesting | None = None
+        self._versions = 0
+
+    def keep(self) -> None:
+        """From now on casts outlive the regions of this thread; those of changed weights are dropped.
+
+        A write through ``.data`` changes no version and is not seen.
+        """
+        versions = sum(parameter._version for parameter in self._parameters)
+        if self._holder is None:
+            self._holder = _Nesting()
+        elif versions != self._versions:
+            torch.clear_autocast_cache()
+        self._holder.check_thread()
+        self._versions = versions
+
+    def drop(self) -> None:
+        """End keeping, and forget every cast."""
+        if self._holder is not None:
+            self._holder.check_thread()
+            self._holder.release()
+            self._holder = None
+
+    def forget(self) -> None:
+        """Forget every cast, and go on keeping new ones."""
+        torch.clear_autocast_cache()
+
+
+class _Nesting:
+    """One level of nesting of this thread; given back at the latest when this object dies."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        torch.autocast_increment_nesting()
+        self.release = weakref.finalize(self, _give_back, self._thread)
+
+    def check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise OrderError(
+                "expected every micro-batch of a step in one thread, got a second one: the casts of weights "
+                "are kept in the first; finish the step there, or use accumulate=1"
+            )
+
+
+def _give_back(thread: int) -> None:
+    if threading.get_ident() == thread:  # another thread's count cannot be reached
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()

@@ -1,0 +1,223 @@
+"""What steps as one: optimizers, their scaler, their schedulers, and the window that is being filled."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from narrowcast.errors import OrderError, SettingError, UnsupportedError
+from narrowcast.gradients import GradScaler, StepResult
+from narrowcast.weights import HeldWeights, held_by
+
+Loss = torch.Tensor | Mapping[str, torch.Tensor]
+
+
+class Lane:
+    """One or several optimizers that step together on the gradients of one window."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scaler: GradScaler,
+        schedulers: Sequence[Any],
+        *,
+        accumulate: int,
+        max_norm: float | None,
+        max_value: float | None,
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.scaler = scaler
+        self.schedulers = list(schedulers)
+        self.accumulate = accumulate
+        self.max_norm = max_norm
+        self.max_value = max_value
+        self.filled = 0
+        self.stepping = False
+        self.held: list[HeldWeights] = [h for o in self.optimizers if (h := held_by(o)) is not None]
+        for scheduler in self.schedulers:
+            _check_scheduler(scheduler)
+        scaler.on_step(self._move_schedulers)
+
+    def _move_schedulers(self, _: StepResult) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the micro-batch that comes next completes the window."""
+        return self.filled + 1 >= self.accumulate
+
+    @property
+    def reduces(self) -> bool:
+        """Whether DDP reduces the gradients of the micro-batch that comes next.
+
+        Masters take every micro-batch's gradients over, to add them in fp32, so each must be reduced.
+        """
+        return self.is_last or bool(self.held)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What gradients accumulate in: the model's own parameters, held or not."""
+        low_of = {working: low for held in self.held for low, working in held.parameters}
+        return [
+            low_of.get(parameter, parameter)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    @property
+    def needs_closure(self) -> bool:
+        """Whether an optimizer asks for the loss again and again, as LBFGS."""
+        for optimizer in self.optimizers:
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                return True
+        return False
+
+    def backward(self, loss: Loss, *, inputs: Sequence[torch.Tensor] | None) -> None:
+        """Add the gradients of one micro-batch, scaled, and averaged over the window."""
+        if self.filled and not self._holds_gradients():
+            raise OrderError(
+                f"the gradients of the first {self.filled} micro-batches are gone: zero_grad was called in "
+                f"the middle of a window of {self.accumulate}. Leave it out: Stepper zeroes them by itself"
+            )
+        losses = dict(loss) if isinstance(loss, Mapping) else {None: loss}
+        for index, (name, one) in enumerate(losses.items()):
+            scaled = self.scaler.scale(one, name=name) if name is not None else self.scaler.scale(one)
+            if self.accumulate > 1:
+                scaled = scaled / self.accumulate
+            torch.autograd.backward(scaled, inputs=inputs, retain_graph=index + 1 < len(losses))
+        self.filled += 1
+        for held in self.held:
+            held.take_gradients()
+
+    def _holds_gradients(self) -> bool:
+        return any(
+            parameter.grad is not None
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def complete(self) -> StepResult:
+        """Clip, check and step on the window's gradients, and begin a new one."""
+        if self.filled < self.accumulate:
+            self._average_over(self.filled)
+        self.stepping = True
+        try:
+            result = self._step()
+            self.scaler.update()
+        finally:
+            self.stepping = False
+        return result
+
+    def _average_over(self, filled: int) -> None:
+        gradients = [
+            parameter.grad
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        with torch.no_grad():
+            for gradient in gradients:
+                gradient.mul_(self.accumulate / filled)
+
+    def _step(self) -> StepResult:
+        scaler = self.scaler
+        if len(self.optimizers) == 1:
+            (optimizer,) = self.optimizers
+            if self.max_value is not None:
+                scaler.clip_grad_value_(optimizer, self.max_value)
+            elif self.max_norm is not None:
+                scaler.clip_grad_norm_(optimizer, self.max_norm)
+            return scaler.step(optimizer)
+        norm = None
+        for optimizer in self.optimizers:
+            scaler.unscale_(optimizer)
+            if self.max_value is not None:
+                scaler.clip_grad_value_(optimizer, self.max_value)
+        if self.max_norm is not None:
+            parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+        return StepResult.joined(scaler.step_together(self.optimizers), grad_norm=norm)
+
+    def step_with_closure(self, evaluate: Callable[[], torch.Tensor]) -> StepResult:
+        """The step of an optimizer that asks for the loss again and again."""
+        (optimizer,) = self.optimizers
+        self.stepping = True
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = evaluate()
+            self.scaler.scale(loss).backward()
+            if self.max_value is not None:
+                self.scaler.clip_grad_value_(optimizer, self.max_value)
+            elif self.max_norm is not None:
+                self.scaler.clip_grad_norm_(optimizer, self.max_norm)
+            return loss
+
+        try:
+            result = self.scaler.step(optimizer, closure)
+            self.scaler.update()
+        finally:
+            self.stepping = False
+        return result
+
+    def zero(self) -> None:
+        """Throw the window's gradients away."""
+        self.filled = 0
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "masters": [held.state_dict() for held in self.held],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, here in (
+            ("optimizers", self.optimizers),
+            ("masters", self.held),
+            ("schedulers", self.schedulers),
+        ):
+            if len(state.get(name, ())) != len(here):
+                raise SettingError(
+                    f"expected a state with {len(here)} {name}, as this Stepper has, got "
+                    f"{len(state.get(name, ()))}: make it with the arguments of the one that was saved"
+                )
+        for mine, theirs in zip(self.optimizers, state["optimizers"], strict=True):
+            mine.load_state_dict(theirs)
+        for held, theirs in zip(self.held, state["masters"], strict=True):
+            held.load_state_dict(theirs)
+        for scheduler, theirs in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(theirs)
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UnsupportedError(
+            "ReduceLROnPlateau wants a metric, which Stepper has not: leave it out and call "
+            "scheduler.step(metric) after each evaluation"
+        )
+    if not callable(getattr(scheduler, "step", None)):
+        raise SettingError(f"expected a learning-rate scheduler with a step method, got {scheduler!r}")
+
+
+def check_settings(accumulate: int, max_norm: float | None, max_value: float | None) -> None:
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise SettingError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
+    for name, value in (("max_norm", max_norm), ("max_value", max_value)):
+        if value is not None and not (isinstance(value, int | float) and value > 0 and not math.isnan(value)):
+            raise SettingError(f"{name} must be a number above 0, or None, got {value!r}")
+    if max_norm is not None and max_value is not None:
+        raise SettingError("expected max_norm or max_value, got both: clip by one of them")

@@ -1,0 +1,153 @@
+"""From what a person hands to ``Stepper`` to lanes: optimizers sorted, scalers made, weights held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowcast.errors import PolicyError, SettingError
+from narrowcast.gradients import GradScaler
+from narrowcast.policy import Policy, as_policy, resolve
+from narrowcast.scaling import Off
+from narrowcast.training._lane import Lane, check_settings
+from narrowcast.weights import held_by, hold, lower
+
+
+def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.dtype]:
+    """What ``policy`` computes in on each type of device that the model is on."""
+    wanted = as_policy(policy)
+    devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
+    if not devices:
+        raise SettingError(f"expected a model with parameters, got {type(model).__name__} without any")
+    formats = {device: resolve(wanted, device, master_weights=True) for device in devices}
+    if wanted.master_weights and wanted.compute == "auto":
+        # A model that is in a low format already says which.
+        low = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
+        if len(low) == 1:
+            formats = dict.fromkeys(devices, low.pop())
+    return formats
+
+
+def make_lanes(
+    model: torch.nn.Module,
+    optimizer: Any,
+    policy: Policy | str,
+    formats: Mapping[str, torch.dtype],
+    *,
+    accumulate: int,
+    max_norm: float | None,
+    max_value: float | None,
+    scheduler: Any,
+    scaler: Any,
+    process_group: Any | None,
+) -> dict[str | None, Lane]:
+    """A lane for each name of an optimizer; the only one without a name is that of None."""
+    check_settings(accumulate, max_norm, max_value)
+    by_name = _optimizers_by_name(optimizer)
+    schedulers = _by_same_names("scheduler", scheduler, by_name)
+    scalers = _by_same_names("scaler", scaler, by_name, shared=not isinstance(scaler, GradScaler))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if as_policy(policy).master_weights:
+        names |= _hold_weights(model, by_name, formats, names)
+    lanes = {}
+    for name, optimizers in by_name.items():
+        made = _scaler_for(scalers[name], formats, process_group)
+        made.name_parameters(names)
+        lanes[name] = Lane(
+            optimizers,
+            made,
+            _as_list(schedulers[name]),
+            accumulate=accumulate,
+            max_norm=max_norm,
+            max_value=max_value,
+        )
+    return lanes
+
+
+def _optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Optimizer]]:
+    given: Mapping[Any, Any] = optimizer if isinstance(optimizer, Mapping) else {None: optimizer}
+    by_name = {name: _as_list(one) for name, one in given.items()}
+    every = [one for optimizers in by_name.values() for one in optimizers]
+    if not every or not all(isinstance(one, torch.optim.Optimizer) for one in every):
+        raise SettingError(f"expected an optimizer, a list or a dict of optimizers, got {optimizer!r}")
+    if len({id(one) for one in every}) != len(every):
+        raise SettingError("the same optimizer was given twice")
+    return by_name
+
+
+def _as_list(one: Any) -> list[Any]:
+    if one is None:
+        return []
+    return list(one) if isinstance(one, Sequence) else [one]
+
+
+def _by_same_names(
+    what: str, given: Any, by_name: Mapping[str | None, Any], *, shared: bool = False
+) -> dict[str | None, Any]:
+    if given is None:
+        return dict.fromkeys(by_name)
+    if isinstance(given, Mapping):
+        unknown = set(given) - set(by_name)
+        if unknown:
+            raise SettingError(
+                f"{what} has the names {sorted(given)}, and the optimizers {sorted(map(str, by_name))}"
+            )
+        return {name: given.get(name) for name in by_name}
+    if len(by_name) > 1 and not shared:
+        raise SettingError(
+            f"expected a dict of {what}s by the names of the optimizers ({', '.join(map(str, by_name))})"
+        )
+    return dict.fromkeys(by_name, given)
+
+
+def _scaler_for(given: Any, formats: Mapping[str, torch.dtype], process_group: Any | None) -> GradScaler:
+    if isinstance(given, GradScaler):
+        if process_group is not None:
+            raise SettingError("give process_group to the GradScaler, or leave the scaler to Stepper")
+        return given
+    if isinstance(given, torch.amp.GradScaler):
+        raise SettingError("expected a nc.GradScaler, got torch's: its results do not tell what was skipped")
+    schedule = given
+    if schedule is None and torch.float16 not in formats.values():
+        schedule = Off()
+    return GradScaler(schedule=schedule, process_group=process_group)
+
+
+def _hold_weights(
+    model: torch.nn.Module,
+    by_name: Mapping[str | None, list[torch.optim.Optimizer]],
+    formats: Mapping[str, torch.dtype],
+    names: Mapping[int, str],
+) -> dict[int, str]:
+    """Lower the model, hold its optimizers' weights, and name the masters as their weights are named."""
+    dtypes = set(formats.values())
+    if len(dtypes) > 1:
+        raise PolicyError(f"policy 'O2' needs one format, and this model's devices have {dtypes}")
+    dtype = dtypes.pop()
+    if dtype == torch.float32:
+        return {}
+    originals: Mapping[torch.Tensor, torch.Tensor] = {}
+    if any(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        low = any(parameter.dtype == dtype for parameter in model.parameters())
+        if wrapped and not low:
+            raise PolicyError(
+                "policy 'O2' casts the weights, and DistributedDataParallel has made its buckets for fp32: "
+                f"call narrowcast.weights.lower(model, {dtype}), wrap the model, then make the Stepper"
+            )
+        if not wrapped:
+            originals = lower(model, dtype)
+    named = {}
+    for optimizers in by_name.values():
+        for optimizer in optimizers:
+            mine = {p for group in optimizer.param_groups for p in group["params"]}
+            held = held_by(optimizer) or hold(
+                optimizer, originals={p: value for p, value in originals.items() if p in mine}
+            )
+            for weight, master in held.parameters:
+                if id(weight) in names:
+                    named[id(master)] = names[id(weight)]
+    return named

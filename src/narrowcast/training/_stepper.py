@@ -1,0 +1,362 @@
+"""``nc.Stepper``: one training step in its one right order."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from narrowcast.casting import autocast
+from narrowcast.errors import OrderError, SettingError, near_names
+from narrowcast.gradients import GradScaler, StepResult
+from narrowcast.policy import Policy
+from narrowcast.training._casts import KeptCasts
+from narrowcast.training._guards import check_loss, device_of, only_within
+from narrowcast.training._lane import Lane, Loss
+from narrowcast.training._make import formats_of, make_lanes
+from narrowcast.training._random import RandomState
+from narrowcast.training._statistics import Statistics
+from narrowcast.training._synchronisation import Synchronisation
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
+
+
+class Stepper:
+    """One training step in its one right order, in two lines::
+
+        stepper = nc.Stepper(model, optimizer, accumulate=4, max_norm=1.0, scheduler=scheduler)
+        for images, labels in loader:
+            with stepper.autocast():
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
+            result = stepper.step(loss)
+        stepper.flush()
+
+    ``step`` goes backward from the scaled loss and, when the window of ``accumulate`` micro-batches is full,
+    unscales, clips, checks and steps, moves the scheduler, and zeroes the gradients. A step whose gradients
+    are not finite is skipped whole: parameters, optimizer state, scheduler and the statistics of
+    normalization layers are as before the window.
+
+    Args:
+        model: the module that is trained; perhaps wrapped in DDP, or sharded by ``fully_shard``.
+        optimizer: one; several that step together, all or none; or a dict, where ``step(loss, name=...)``
+            says whose turn it is (a GAN's), each with a window, a scale and a scheduler of its own.
+        policy: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"fp32"``, a ``Policy``, or ``"O2"``: the model's weights
+            are cast to the low format in place and the optimizer works on fp32 masters of them.
+        accumulate: micro-batches a step; at least 1. Each loss counts as its share of their mean.
+        max_norm: clip the norm of all gradients together.
+        max_value: clamp each gradient element; one of the two.
+        scheduler: a learning-rate scheduler, several, or a dict as ``optimizer`` is; moved after each step
+            that was taken.
+        scaler: a ``GradScaler`` or a loss scale of ``narrowcast.scaling``. By default dynamic in fp16, and in
+            other formats only the check for NaN and infinities.
+        restore: which buffers a skipped step puts back to the start of its window: ``"norms"`` (of batch and
+            instance norms), ``"all"``, or ``"none"``.
+        process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` need none.
+
+    Casts of weights are kept over the window. A weight that is written inside it is cast anew, but for writes
+    through ``.data``: call ``drop_casts`` after them.
+
+    Raises:
+        SettingError: a setting outside its range, or optimizers and schedulers that do not fit.
+        PolicyError: no such policy, or one that cannot hold for this model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizers,
+        policy: Policy | str = "auto",
+        *,
+        accumulate: int = 1,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        restore: str = "norms",
+        process_group: Any | None = None,
+    ) -> None:
+        self._statistics = Statistics(model, restore)
+        self._formats = formats_of(model, policy)
+        self._lanes = make_lanes(
+            model,
+            optimizer,
+            policy,
+            self._formats,
+            accumulate=accumulate,
+            max_norm=max_norm,
+            max_value=max_value,
+            scheduler=scheduler,
+            scaler=scaler,
+            process_group=process_group,
+        )
+        self.model = model
+        self.steps = 0
+        self._synchronised = True
+        self._synchronisation = Synchronisation(model)
+        self._casts = KeptCasts([p for p in model.parameters() if p.dtype == torch.float32])
+        self._regions_open = 0
+        if self._synchronisation.ddp and len(self._lanes) > 1 and accumulate > 1:
+            raise SettingError(
+                "accumulate with named optimizers under DistributedDataParallel would mix their gradients: "
+                "use accumulate=1, or one Stepper for each"
+            )
+        for lane in self._lanes.values():
+            for one in lane.optimizers:
+                one.register_step_pre_hook(only_within(weakref.ref(lane)))
+
+    # ---- what a training loop calls
+
+    @contextmanager
+    def autocast(self, name: str | None = None) -> Iterator[None]:
+        """The region for forward and loss, in the policy's format; may be opened several times a step.
+
+        Args:
+            name: whose turn it is, where optimizers have names and DDP or ``accumulate`` are used.
+        """
+        lanes = (
+            [self._lane(name)] if name is not None or len(self._lanes) == 1 else list(self._lanes.values())
+        )
+        with ExitStack() as regions:
+            if torch.is_grad_enabled():
+                self._statistics.remember()
+                self._synchronisation.begin(reduces=any(lane.reduces for lane in lanes))
+                if any(lane.accumulate > 1 for lane in lanes):
+                    self._casts.keep()
+            for device_type, dtype in self._formats.items():
+                regions.enter_context(autocast(device_type, dtype, enabled=dtype != torch.float32))
+            self._regions_open += 1
+            try:
+                yield
+            except BaseException:
+                self._casts.drop()
+                raise
+            finally:
+                self._regions_open -= 1
+
+    def step(self, loss: Loss | Callable[[], Loss], name: str | None = None) -> StepResult:
+        """Go backward from ``loss`` and, when its window is full, step.
+
+        Args:
+            loss: a 0-dim tensor; a dict of losses by name, each with a scale of its own, whose gradients add
+                up; or a function without arguments that computes one of these (in the region), which is
+                called again, with the same random numbers, where its gradients overflow and a lower scale may
+                help. Optimizers that ask for a closure, as LBFGS, need a function.
+            name: whose turn it is, where optimizers have names.
+
+        Returns:
+            What became of it. ``complete`` is False while the window is being filled.
+
+        Raises:
+            OrderError: inside the region; after ``zero_grad`` in the middle of a window; a ``loss`` that
+                needs no gradient.
+            ScaleCollapseError: too many skipped steps in a row.
+        """
+        lane = self._lane(name)
+        if self._regions_open:
+            raise OrderError(
+                "step was called inside stepper.autocast(): end the region after the loss, then call "
+                "stepper.step(loss)"
+            )
+        if callable(loss) and not isinstance(loss, torch.Tensor):
+            return self._step_by_function(lane, name, loss)
+        check_loss(loss, lane)
+        return self._ended(lane, self._backward(lane, loss))
+
+    def flush(self, name: str | None = None) -> StepResult:
+        """Step on a window that is not full, as at the end of an epoch: on the mean of what there is.
+
+        Nothing happens, and ``complete`` is False, where the window is empty. Without ``name`` every window
+        is flushed, and the last result is returned.
+        """
+        lanes = [self._lane(name)] if name is not None else list(self._lanes.values())
+        result = _waiting(lanes[0].scaler)
+        for lane in lanes:
+            if lane.filled:
+                if not self._synchronised:
+                    self._synchronisation.reduce_now()
+                result = self._ended(lane, self._completed(lane))
+        return result
+
+    def grad(
+        self, outputs: Any, inputs: Any, *, name: str | None = None, create_graph: bool = True, **options: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        """``torch.autograd.grad`` of scaled ``outputs``, unscaled: gradients for a gradient penalty.
+
+        The graph of the gradients is kept, so that a penalty on them can be added to the loss. Call it
+        outside the region and compute the penalty inside or outside; in fp16 small gradients survive.
+        ``options`` are those of ``torch.autograd.grad``. A gradient that overflows is infinite here, and the
+        step that uses it is skipped.
+        """
+        scaler = self._lane(name).scaler
+        scaled = scaler.scale(outputs)
+        gradients = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **options)
+        inverse = 1.0 / scaler.scale(torch.ones((), device=device_of(outputs)))
+        return tuple(None if g is None else g.float() * inverse for g in gradients)
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients, in the policy's format; as it was afterwards."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def zero_grad(self) -> None:
+        """Throw away every window that is not full, its gradients and its statistics."""
+        for lane in self._lanes.values():
+            lane.zero()
+        self._statistics.rewind()
+        self._end_window()
+
+    def drop_casts(self) -> None:
+        """Cast every weight anew; needed only after a write through ``.data`` inside a window."""
+        self._casts.forget()
+
+    # ---- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the model: optimizers, masters, schedulers, scalers, and how many steps there were.
+
+        Saved beside ``model.state_dict()`` it resumes bit for bit; ``torch.load(weights_only=True)`` reads
+        it.
+
+        Raises:
+            OrderError: in the middle of a window, whose gradients would be lost.
+        """
+        for name, lane in self._lanes.items():
+            if lane.filled:
+                raise OrderError(
+                    f"a window is open with {lane.filled} of {lane.accumulate} micro-batches"
+                    f"{f' ({name})' if name else ''}, and gradients are not saved: call flush() or finish it"
+                )
+        lanes = {"" if name is None else name: lane.state_dict() for name, lane in self._lanes.items()}
+        return {"steps": self.steps, "lanes": lanes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; load the model's first.
+
+        Raises:
+            SettingError: the state is of a Stepper with other optimizers, masters or schedulers.
+        """
+        mine = {"" if name is None else name for name in self._lanes}
+        theirs = state.get("lanes")
+        if not isinstance(theirs, Mapping) or set(theirs) != mine:
+            raise SettingError(
+                f"expected the state of a Stepper with the optimizers {sorted(mine)}, got "
+                f"{sorted(theirs) if isinstance(theirs, Mapping) else sorted(state)}"
+            )
+        for key, lane in self._lanes.items():
+            lane.load_state_dict(theirs[key or ""])
+        self.steps = int(state["steps"])
+        self.zero_grad()
+
+    # ---- what there is to look at
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The scaler; of named optimizers ``scalers[name]``."""
+        return self._lane(None).scaler
+
+    @property
+    def scalers(self) -> dict[str | None, GradScaler]:
+        """Every scaler, by the name of its optimizer; None where it has none."""
+        return {name: lane.scaler for name, lane in self._lanes.items()}
+
+    @property
+    def formats(self) -> dict[str, torch.dtype]:
+        """What is computed in, by device type."""
+        return dict(self._formats)
+
+    # ---- one step
+
+    def _lane(self, name: str | None) -> Lane:
+        if name in self._lanes:
+            return self._lanes[name]
+        names = [known for known in self._lanes if known is not None]
+        if not names:
+            raise SettingError(f"expected no name, since the optimizer has none, got {name!r}")
+        if name is None:
+            raise SettingError(f"expected name=... to say whose turn it is: {', '.join(names)}")
+        raise SettingError(f"no optimizer is called {name!r}. {near_names(name, names)}")
+
+    def _backward(self, lane: Lane, loss: Loss) -> StepResult | None:
+        """Backward, and the step where the window is full; None where it is not."""
+        self._synchronised = lane.reduces
+        alone = len(self._lanes) == 1
+        wrapped = bool(self._synchronisation.ddp)
+        try:
+            # Of several optimizers only the one whose turn it is gets gradients: a generator's loss reaches
+            # the discriminator too.
+            inputs = None if alone or wrapped else [p for p in lane.parameters if p.requires_grad]
+            lane.backward(loss, inputs=inputs)
+            if not alone and wrapped:
+                for other in self._lanes.values():
+                    if other is not lane:
+                        other.zero()
+        except BaseException:
+            self._casts.drop()
+            raise
+        finally:
+            self._synchronisation.end()
+        return self._completed(lane) if lane.filled >= lane.accumulate else None
+
+    def _completed(self, lane: Lane) -> StepResult:
+        try:
+            result = lane.complete()
+            self._statistics.end(result)
+        finally:
+            lane.zero()
+            self._end_window()
+        return result
+
+    def _ended(self, lane: Lane, result: StepResult | None) -> StepResult:
+        if result is None:
+            return _waiting(lane.scaler)
+        self.steps += 1
+        return result
+
+    def _end_window(self) -> None:
+        self._synchronisation.end()
+        self._casts.drop()
+        self._statistics.forget()
+
+    def _step_by_function(self, lane: Lane, name: str | None, function: Callable[[], Loss]) -> StepResult:
+        def evaluate() -> Loss:
+            with torch.enable_grad(), self.autocast(name):
+                return function()
+
+        if lane.needs_closure:
+            if lane.accumulate > 1 or len(lane.optimizers) > 1:
+                raise SettingError("an optimizer that asks for a closure needs accumulate=1 and to be alone")
+            try:
+                result = lane.step_with_closure(evaluate)  # type: ignore[arg-type]
+                self._statistics.end(result)
+            finally:
+                lane.zero()
+                self._end_window()
+            return self._ended(lane, result)
+        random = RandomState(self._formats)
+        while True:
+            loss = evaluate()
+            check_loss(loss, lane)
+            stepped = self._backward(lane, loss)
+            if stepped is None or not self._may_help(lane, stepped):
+                return self._ended(lane, stepped)
+            random.restore()
+
+    def _may_help(self, lane: Lane, result: StepResult) -> bool:
+        """Whether the same step at the scale that the scaler has gone down to may be finite."""
+        if lane.accumulate > 1 or not result.skipped or isinstance(result.scale, dict):
+            return False
+        return lane.scaler.get_scale() < result.scale
+
+
+def _waiting(scaler: GradScaler) -> StepResult:
+    return StepResult(found_inf=False, scale=scaler.factors(), complete=False)
