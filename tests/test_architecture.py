@@ -12,8 +12,8 @@ import narrowcast
 
 SOURCE = Path(narrowcast.__file__).parent
 ORDER = [
-    "errors", "formats", "machine", "policy", "scaling", "casting", "gradients", "training", "observe",
-    "attach", "verify", "apex", "migrate", "integrations", "report", "cli",
+    "errors", "formats", "machine", "policy", "scaling", "casting", "gradients", "weights", "training",
+    "observe", "attach", "verify", "apex", "migrate", "integrations", "report", "cli",
 ]  # fmt: skip
 TORCH_FREE = {"errors", "scaling", "report", "cli", "migrate"}
 DOORS = {"__init__", "__main__"}

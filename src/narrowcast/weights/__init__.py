@@ -1,0 +1,17 @@
+"""Parameters held in a low format, what keeps their updates, and a meter of those that are swallowed."""
+
+from narrowcast.weights._held import HeldWeights, held_by, hold
+from narrowcast.weights._lower import is_batch_or_instance_norm, lower
+from narrowcast.weights._meter import SurvivingUpdates, UpdateMeter
+from narrowcast.weights._rounding import round_stochastically
+
+__all__ = [
+    "HeldWeights",
+    "SurvivingUpdates",
+    "UpdateMeter",
+    "held_by",
+    "hold",
+    "is_batch_or_instance_norm",
+    "lower",
+    "round_stochastically",
+]

@@ -1,0 +1,257 @@
+"""How much of each update survives the format that the parameters are held in."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from narrowcast.errors import PolicyError, UnsupportedError
+from narrowcast.weights._held import HeldWeights, held_by
+from narrowcast.weights._rounding import LOW_DTYPES
+from narrowcast.weights._shadow import aimed_values
+from narrowcast.weights._torch_internals import is_outermost_step, local
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivingUpdates:
+    """What became of the updates of one parameter group, in one format, over the steps that were measured.
+
+    Args:
+        group: position in ``optimizer.param_groups``.
+        format: of the low parameters, as "bf16"; or of the parameters, as "fp32".
+        updates: ``"masters"``, ``"kahan"`` or ``"stochastic"`` for held parameters, else ``"nearest"``.
+        intended_elements: elements times steps whose update in float32 was not zero. NaN counts.
+        swallowed_elements: those of them whose value was, to the bit, the same after the step.
+        effective_gain: <applied, intended> / <intended, intended> over all of them: 1 is a step as it was
+            meant, below 1 a shorter one. NaN where nothing was intended or something was not finite.
+    """
+
+    group: int
+    format: str
+    updates: str
+    intended_elements: int
+    swallowed_elements: int
+    effective_gain: float
+
+    @property
+    def swallowed_share(self) -> float:
+        """From 0 to 1; NaN where nothing was intended."""
+        if not self.intended_elements:
+            return math.nan
+        return self.swallowed_elements / self.intended_elements
+
+
+_Row = tuple[int, str, str]
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """One step under way, by parameter: its row, what it was, and what it is to become.
+
+    A parameter without an aim is one that becomes what it is to become, by definition.
+    """
+
+    rows: dict[torch.Tensor, _Row]
+    before: dict[torch.Tensor, torch.Tensor]
+    aimed: dict[torch.Tensor, torch.Tensor]
+
+
+class UpdateMeter:
+    """Measures, around the steps of any optimizer, how much of its updates the parameters take in.
+
+    The intended update is what the same optimizer does in float32 from the same parameters, gradients and
+    state. For held parameters (``hold``) that is what it did, and the value that counts is the one that is
+    kept: the master, the low parameter plus its residual, or the low parameter alone. For float32
+    parameters the two are the same by definition. For bfloat16 and float16 parameters that are not held, a
+    copy of the optimizer makes the step in float32 first; that costs one more step, and for its time 8 bytes
+    an element plus the state in float32. Training is not changed: nothing is written, no hook is called,
+    the random state is kept.
+
+    Sums stay on the device, in float64 (float32 on MPS), until they are read. Of a DTensor the part on this
+    rank counts. Parameters of other dtypes are not measured. Products of updates below 1e-19 are zero.
+
+    Use it as a context manager, or call ``remove``.
+
+    Args:
+        optimizer: any dense optimizer, held or not, now or later.
+        every: measure one step in so many, starting with the next.
+
+    Raises:
+        PolicyError: ``every`` is not a positive integer.
+        UnsupportedError: at a step, where low parameters that are not held get a closure, or the optimizer
+            cannot be copied.
+
+    Source: the share of swallowed updates: Zamirai et al. 2020, arXiv 2010.06192, section 3.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, every: int = 1) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise PolicyError(f"every is the number of steps from one measurement to the next, not {every!r}")
+        self.optimizer = optimizer
+        self.every = every
+        self.measured_steps = 0
+        self._steps = 0
+        self._sums: dict[tuple[_Row, torch.device], torch.Tensor] = {}
+        self._step: _Step | None = None
+        self._subscribed: HeldWeights | None = None
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def __enter__(self) -> UpdateMeter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Stop measuring; what was measured can still be read."""
+        for hook in self._hooks:
+            hook.remove()
+        self._subscribe(None)
+        self._step = None
+
+    def reset(self) -> None:
+        """Forget what was measured; the next step is measured."""
+        self._sums.clear()
+        self._steps = self.measured_steps = 0
+
+    def read(self) -> tuple[SurvivingUpdates, ...]:
+        """One record a parameter group and format, in the order of the groups; waits for the device."""
+        totals: dict[_Row, list[float]] = defaultdict(lambda: [0.0] * 4)
+        for (row, _), sums in self._sums.items():
+            totals[row] = [a + b for a, b in zip(totals[row], sums.tolist(), strict=True)]
+        return tuple(
+            SurvivingUpdates(
+                group=group,
+                format=format,
+                updates=updates,
+                intended_elements=int(intended),
+                swallowed_elements=int(swallowed),
+                effective_gain=along / length if length > 0 else math.nan,
+            )
+            for (group, format, updates), (intended, swallowed, along, length) in sorted(totals.items())
+        )
+
+    def __str__(self) -> str:
+        """A table of at most 80 columns."""
+        lines = [
+            f"Updates that survive, over {self.measured_steps} measured steps of "
+            f"{type(self.optimizer).__name__}"[:80],
+            "group  format  updates            elements    swallowed         gain",
+        ]
+        for row in self.read():
+            share = "-" if math.isnan(row.swallowed_share) else f"{100 * row.swallowed_share:.1f} %"
+            gain = "-" if math.isnan(row.effective_gain) else f"{row.effective_gain:.3f}"
+            lines.append(
+                f"{row.group:>5}  {row.format:<6}  {row.updates:<10}  {row.intended_elements:>15,}"
+                f"  {share:>11}  {gain:>11}"
+            )
+        return "\n".join(lines)
+
+    # ---- one step
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not is_outermost_step(optimizer):
+            return
+        self._step = None
+        self._steps += 1
+        if (self._steps - 1) % self.every:
+            return
+        handle = held_by(optimizer)
+        self._subscribe(handle)
+        low_of = {working: low for low, working in handle.parameters} if handle is not None else {}
+        step = _Step({}, handle.full_values() if handle is not None else {}, {})
+        bare = False
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                counted = low_of.get(parameter, parameter)
+                if counted.dtype not in _NAMES:
+                    continue
+                updates = "nearest"
+                if handle is not None and parameter in low_of:
+                    updates = handle.updates
+                else:
+                    bare = bare or parameter.dtype in LOW_DTYPES
+                    step.before[parameter] = parameter.detach().to(torch.float32, copy=True)
+                step.rows[counted] = (number, _NAMES[counted.dtype], updates)
+        if bare:
+            _refuse_closure(optimizer, args, kwargs)
+            step.aimed = aimed_values(optimizer)
+        self._step = step
+
+    def _subscribe(self, handle: HeldWeights | None) -> None:
+        if self._subscribed is handle:
+            return
+        if self._subscribed is not None:
+            self._subscribed.watchers.remove(self._watch_held)
+        if handle is not None:
+            handle.watchers.append(self._watch_held)
+        self._subscribed = handle
+
+    def _watch_held(self) -> Callable[[], None]:
+        """Called when the step is made, and what it returns when its result was written."""
+        step, handle = self._step, self._subscribed
+        if step is None or handle is None:
+            return lambda: None
+        # The handle lets go of this memory, or leaves it as it is: nobody writes to it before it is read.
+        aimed = {low: working.detach() for low, working in handle.parameters}
+
+        def finish() -> None:
+            after = handle.full_values()
+            for low, value in aimed.items():
+                self._add(step.rows[low], step.before.pop(low), value, after[low])
+
+        return finish
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not is_outermost_step(optimizer) or self._step is None:
+            return
+        # Held parameters may be reported before or after this, by the order of the hooks.
+        step = self._step
+        self.measured_steps += 1
+        for parameter, row in step.rows.items():
+            if row[2] == "nearest":
+                after = parameter.detach().to(torch.float32)
+                self._add(row, step.before.pop(parameter), step.aimed.pop(parameter, after), after)
+
+    def _add(self, row: _Row, before: torch.Tensor, aimed: torch.Tensor, after: torch.Tensor) -> None:
+        before, aimed, after = local(before), local(aimed), local(after)
+        with torch.no_grad():
+            intended, applied = aimed - before, after - before
+            wanted = intended != 0
+            exact = torch.float64 if before.device.type != "mps" else torch.float32
+            sums = torch.stack(
+                [
+                    wanted.sum(dtype=exact),
+                    (wanted & (after == before)).sum(dtype=exact),
+                    (applied * intended).sum(dtype=exact),
+                    intended.square().sum(dtype=exact),
+                ]
+            )
+        key = (row, before.device)
+        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # torch hands the optimizer itself as the first argument.
+    if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
+        raise UnsupportedError(
+            f"the step of this {type(optimizer).__name__} computes its gradients in a closure, so that its "
+            "update in float32 is not known beforehand: call backward before step, or hold the optimizer "
+            "with narrowcast.weights.hold"
+        )

@@ -1,0 +1,185 @@
+"""Saving and resuming, bit for bit, and states that do not belong."""
+
+import io
+
+import pytest
+import torch
+
+from narrowcast.errors import PolicyError
+from narrowcast.weights import hold, lower
+
+UPDATES = ["masters", "kahan", "stochastic"]
+
+
+class Run:
+    def __init__(self, dtype, updates, kind=torch.optim.AdamW, seed=0, **settings):
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        lower(self.model, dtype)
+        self.optimizer = kind(self.model.parameters(), lr=0.01, **settings)
+        self.handle = hold(self.optimizer, updates)
+        self.dtype = dtype
+
+    def train(self, steps, start=0):
+        for step in range(start, start + steps):
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+            self.optimizer.zero_grad()
+            self.model(inputs).float().square().sum().backward()
+            self.optimizer.step()
+        return self
+
+    def save(self):
+        file = io.BytesIO()
+        parts = (self.model.state_dict(), self.optimizer.state_dict(), self.handle.state_dict())
+        torch.save(parts, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def load(self, parts, order):
+        owners = (self.model, self.optimizer, self.handle)
+        for index in order:
+            owners[index].load_state_dict(parts[index])
+
+    def everything(self):
+        values = self.handle.full_values()
+        return [
+            *(p.detach() for p in self.model.parameters()),
+            *(values[p] for p in self.model.parameters()),
+            *(t for s in self.optimizer.state_dict()["state"].values() for t in s.values()),
+        ]
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}])
+def test_resuming_is_going_on(dtype, updates, order, settings):
+    unbroken = Run(dtype, updates, **settings).train(3)
+    saved = unbroken.save()
+    expected = unbroken.train(3, start=3).everything()
+    # Another start, and steps of its own, so that anything not loaded shows.
+    resumed = Run(dtype, updates, seed=1, **settings).train(2, start=50)
+    resumed.load(saved, order)
+    for a, b in zip(resumed.train(3, start=3).everything(), expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("updates", ["masters", "kahan"])
+def test_without_what_is_kept_a_resumed_run_differs(dtype, updates):
+    """What the state is for: the low parameters alone are not the float32 values."""
+    unbroken = Run(dtype, updates).train(3)
+    saved = unbroken.save()
+    expected = unbroken.train(3, start=3).everything()
+    resumed = Run(dtype, updates, seed=1)
+    resumed.load(saved, (0, 1))
+    got = resumed.train(3, start=3).everything()
+    assert any(not torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_masters_follow_a_model_that_is_loaded_alone(dtype):
+    one, other = Run(dtype, "masters").train(2), Run(dtype, "masters", seed=1).train(2)
+    other.model.load_state_dict(one.model.state_dict())
+    other.optimizer.load_state_dict(one.optimizer.state_dict())
+    other.train(1, start=2)
+    # One step of Adam moves by at most its rate of 0.01 and the decay of 1e-4 of it.
+    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert ((p - q).float().abs() <= 0.0101 + p.float().abs() * torch.finfo(dtype).eps * 2).all()
+
+
+def test_loading_masters_alone_sets_the_low_parameters(dtype):
+    one, other = Run(dtype, "masters").train(2), Run(dtype, "masters", seed=1)
+    other.handle.load_state_dict(one.save()[2])
+    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_what_is_loaded_is_copied(dtype, updates):
+    one, other = Run(dtype, updates).train(1), Run(dtype, updates, seed=1).train(1)
+    state = one.handle.state_dict()
+    other.load((one.model.state_dict(), one.optimizer.state_dict(), state), (0, 2))
+    before = [value.clone() for value in one.handle.full_values().values()]
+    kept = [tensor.clone() for tensor in state["kept"]]
+    other.train(2)
+    for a, b in zip(before, one.handle.full_values().values(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(kept, state["kept"], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_reading_the_state_does_not_touch_a_graph_under_way(dtype):
+    run = Run(dtype, "masters").train(1)
+    with torch.no_grad():
+        run.model[0].weight.clamp_(-0.1, 0.1)
+    loss = run.model(torch.randn(4, 6).to(dtype)).float().square().sum()
+    run.handle.state_dict()
+    loss.backward()
+
+
+def test_a_state_of_the_optimizer_travels_between_held_and_bare(dtype):
+    run = Run(dtype, "masters").train(2)
+    bare = torch.optim.AdamW(Run(dtype, "masters").model.parameters(), lr=0.01)
+    bare.load_state_dict(run.optimizer.state_dict())
+    assert all(s["exp_avg"].dtype == dtype for s in bare.state.values())
+    run.optimizer.load_state_dict(bare.state_dict())
+    assert all(s["exp_avg"].dtype == torch.float32 for s in run.optimizer.state.values())
+    run.train(1)
+
+
+# ---- states that do not belong
+
+BECAUSE = ". Hold the same parameters of the same model with the same updates= as when it was saved"
+START = "this state of held weights does not belong here: expected "
+
+
+def refused(handle, state):
+    before = {p: v.clone() for p, v in handle.full_values().items()}
+    with pytest.raises(PolicyError) as error:
+        handle.load_state_dict(state)
+    for p, v in handle.full_values().items():
+        assert torch.equal(before[p], v)
+    return str(error.value)
+
+
+def held(*tensors, updates="masters"):
+    return hold(torch.optim.SGD([torch.nn.Parameter(t) for t in tensors], lr=0.1), updates)
+
+
+def test_states_that_do_not_belong():
+    low = torch.ones(2, 3, dtype=torch.bfloat16)
+    handle = held(low, low + 1)
+    state = handle.state_dict()
+    assert refused(held(low, low, updates="kahan"), state) == (
+        f'{START}updates="kahan", got updates="masters"{BECAUSE}'
+    )
+    assert refused(held(low), state) == f"{START}1 held parameters, got 2{BECAUSE}"
+    assert refused(held(low, low.t()), state) == (
+        f"{START}held parameter 1 in bfloat16 of shape (3, 2), got bfloat16 of shape (2, 3){BECAUSE}"
+    )
+    assert refused(held(low, low.half()), state) == (
+        f"{START}held parameter 1 in float16 of shape (2, 3), got bfloat16 of shape (2, 3){BECAUSE}"
+    )
+    assert refused(handle, {"shared": 1}) == (
+        f"{START}a dict of formats, generators, kept, shapes, updates, got shared{BECAUSE}"
+    )
+    assert refused(handle, {}) == (
+        f"{START}a dict of formats, generators, kept, shapes, updates, got an empty dict{BECAUSE}"
+    )
+    assert refused(handle, None).startswith(f"{START}a dict of")
+    assert refused(handle, {**state, "kept": state["kept"][:1]}) == (f"{START}2 kept tensors, got 1{BECAUSE}")
+    assert refused(handle, {**state, "kept": [t.half() for t in state["kept"]]}) == (
+        f"{START}kept tensor 0 in float32 of shape (2, 3), got float16 of shape (2, 3){BECAUSE}"
+    )
+
+
+def test_a_generator_of_another_device_is_refused_and_can_be_left_out():
+    handle = held(torch.ones(2, dtype=torch.bfloat16), updates="stochastic")
+    state = handle.state_dict()
+    assert list(state["generators"]) == ["cpu"]
+    moved = {**state, "generators": {"cuda:0": state["generators"]["cpu"]}}
+    assert refused(handle, moved) == (
+        "the saved state has a random generator for cuda:0, and no held parameter is there: load on the "
+        'devices that it was saved from, or set its "generators" to {} and accept another sequence of '
+        "roundings"
+    )
+    handle.load_state_dict({**state, "generators": {}})

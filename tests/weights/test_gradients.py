@@ -1,0 +1,155 @@
+"""Where gradients are before, during and after a step, and what adds up in float32."""
+
+import pytest
+import torch
+
+from narrowcast.errors import UnsupportedError
+from narrowcast.weights import hold
+
+
+def one(dtype, updates="masters", value=1.0):
+    low = torch.nn.Parameter(torch.full((2,), value).to(dtype))
+    optimizer = torch.optim.SGD([low], lr=0.5)
+    return low, optimizer, hold(optimizer, updates)
+
+
+def test_micro_batches_add_up_in_float32(dtype):
+    low, optimizer, handle = one(dtype)
+    ((_, working),) = handle.parameters
+    small = 2.0 ** (-9 if dtype == torch.bfloat16 else -12)
+    for gradient in (1.0, small, small):
+        low.grad = torch.full_like(low, gradient)
+        handle.take_gradients()
+        assert low.grad is None
+    assert working.grad.dtype == torch.float32
+    assert working.grad.tolist() == [1.0 + 2 * small] * 2, "in the low format the small ones would be lost"
+    optimizer.step()
+    assert working.tolist() == [1.0 - 0.5 * (1.0 + 2 * small)] * 2
+    assert working.grad is None, "the step used them up"
+    optimizer.step()
+    assert working.tolist() == [1.0 - 0.5 * (1.0 + 2 * small)] * 2
+
+
+def test_taking_twice_is_taking_once(dtype):
+    low, _, handle = one(dtype)
+    ((_, working),) = handle.parameters
+    handle.take_gradients()
+    assert working.grad is None
+    low.grad = torch.full_like(low, 3.0)
+    handle.take_gradients()
+    handle.take_gradients()
+    assert working.grad.tolist() == [3.0, 3.0]
+
+
+def test_what_was_unscaled_in_float32_is_what_the_step_uses(dtype):
+    low, optimizer, handle = one(dtype)
+    low.grad = torch.full_like(low, 1024.0)
+    handle.take_gradients()
+    for _, working in handle.parameters:
+        working.grad.mul_(2.0**-20)
+    optimizer.step()
+    assert handle.parameters[0][1].tolist() == [1.0 - 2.0**-11] * 2
+
+
+def test_a_plain_step_leaves_the_gradient_where_torch_leaves_it(dtype):
+    low, optimizer, handle = one(dtype)
+    gradient = torch.full_like(low, 0.5)
+    low.grad = gradient
+    optimizer.step()
+    assert low.grad is gradient
+    assert handle.parameters[0][1].grad is None
+    optimizer.step()
+    assert low.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("taken", [True, False])
+def test_zero_grad_of_the_optimizer_clears_all(dtype, set_to_none, taken):
+    low, optimizer, handle = one(dtype)
+    low.grad = torch.ones_like(low)
+    if taken:
+        handle.take_gradients()
+        low.grad = torch.ones_like(low)
+    gradient = low.grad
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert (low.grad is None) if set_to_none else (low.grad is gradient and not low.grad.any())
+    optimizer.step()
+    assert low.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_the_model_clears_what_a_plain_step_used(dtype, set_to_none):
+    model = torch.nn.Linear(2, 1, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hold(optimizer, "kahan")
+    for _ in range(2):
+        model.zero_grad(set_to_none=set_to_none)
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        optimizer.step()
+        # The gradient is 1 in every step, not 1 and then 2; the weights are below 1, with a unit of 2**-8.
+        assert ((before - model.weight).float() - 0.5).abs().max() <= 2.0**-7
+
+
+def test_a_parameter_without_a_gradient_stays(dtype):
+    low, other = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
+    optimizer = torch.optim.Adam([low, other], lr=0.5, weight_decay=0.1)
+    hold(optimizer, "kahan")
+    low.grad = torch.ones_like(low)
+    optimizer.step()
+    assert low[0] != 1.0
+    assert other.tolist() == [1.0, 1.0]
+    assert len(optimizer.state) == 1
+
+
+def test_nan_and_infinity_are_taken_as_they_are(dtype):
+    low, _, handle = one(dtype)
+    low.grad = torch.tensor([float("nan"), -float("inf")]).to(dtype)
+    handle.take_gradients()
+    gradient = handle.parameters[0][1].grad
+    assert gradient[0].isnan()
+    assert gradient[1] == -float("inf")
+
+
+def test_a_gradient_with_a_graph_is_taken_without_it(dtype):
+    low, optimizer, handle = one(dtype)
+    gradient = torch.autograd.grad((low.float() ** 2).sum(), low, create_graph=True)[0]
+    assert gradient.grad_fn is not None
+    low.grad = gradient
+    handle.take_gradients()
+    assert handle.parameters[0][1].grad.grad_fn is None
+    low.grad = gradient
+    optimizer.zero_grad(set_to_none=False)
+    assert low.grad.tolist() == [0.0, 0.0]
+
+
+def test_a_sparse_gradient_is_refused_before_anything_changes(dtype):
+    embedding = torch.nn.Embedding(4, 2, sparse=True).to(dtype)
+    other = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer = torch.optim.SGD([other, *embedding.parameters()], lr=0.5)
+    handle = hold(optimizer, "kahan")
+    embedding(torch.tensor([1])).sum().backward()
+    other.grad = torch.ones_like(other)
+    for act in (handle.take_gradients, optimizer.step):
+        with pytest.raises(UnsupportedError) as error:
+            act()
+        assert str(error.value) == (
+            "the gradient of a held parameter of shape (4, 2) is torch.sparse_coo, and held weights take "
+            "dense gradients only: build its nn.Embedding with sparse=False, or leave this parameter in "
+            "float32"
+        )
+        assert other.grad is not None
+        assert other.tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_kept_in_float32_by_torch_is_taken(dtype):
+    low, optimizer, handle = one(dtype)
+    low.grad_dtype = torch.float32
+    gradient = torch.full((2,), 1 + 2.0**-20)
+    low.grad = gradient
+    optimizer.step()
+    assert handle.parameters[0][1].tolist() == [1 - 0.5 * (1 + 2.0**-20)] * 2
+    assert low.grad is gradient
+    handle.take_gradients()
+    handle.parameters[0][1].grad.zero_()
+    assert gradient[0] == 1 + 2.0**-20
