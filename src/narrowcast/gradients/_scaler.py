@@ -247,6 +247,10 @@ class GradScaler(torch.amp.GradScaler):
             self._scales.move(found)
         self._iteration.end()
 
+    def abandon(self) -> None:
+        """Forget this iteration without moving the scale, as after an error in the middle of it."""
+        self._iteration.end()
+
     # ---- listeners
 
     def on_step(self, listener: Listener) -> RemovableHandle:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import OrderError, SettingError, UnsupportedError
+from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
 from narrowcast.gradients import GradScaler, StepResult
 from narrowcast.weights import HeldWeights, held_by
 
@@ -108,12 +108,21 @@ class Lane:
         """Clip, check and step on the window's gradients, and begin a new one."""
         if self.filled < self.accumulate:
             self._average_over(self.filled)
+        return self._within_step(self._step)
+
+    def _within_step(self, step: Callable[[], StepResult]) -> StepResult:
         self.stepping = True
         try:
-            result = self._step()
+            result = step()
+        except ScaleCollapseError:
             self.scaler.update()
+            raise
+        except BaseException:
+            self.scaler.abandon()
+            raise
         finally:
             self.stepping = False
+        self.scaler.update()
         return result
 
     def _average_over(self, filled: int) -> None:
@@ -147,14 +156,15 @@ class Lane:
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
         return StepResult.joined(scaler.step_together(self.optimizers), grad_norm=norm)
 
-    def step_with_closure(self, evaluate: Callable[[], torch.Tensor]) -> StepResult:
+    def step_with_closure(self, evaluate: Callable[[], Loss]) -> StepResult:
         """The step of an optimizer that asks for the loss again and again."""
         (optimizer,) = self.optimizers
-        self.stepping = True
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss = evaluate()
+            if not isinstance(loss, torch.Tensor):
+                raise SettingError("an optimizer that asks for a closure takes one loss, got several by name")
             self.scaler.scale(loss).backward()
             if self.max_value is not None:
                 self.scaler.clip_grad_value_(optimizer, self.max_value)
@@ -162,12 +172,7 @@ class Lane:
                 self.scaler.clip_grad_norm_(optimizer, self.max_norm)
             return loss
 
-        try:
-            result = self.scaler.step(optimizer, closure)
-            self.scaler.update()
-        finally:
-            self.stepping = False
-        return result
+        return self._within_step(lambda: self.scaler.step(optimizer, closure))
 
     def zero(self) -> None:
         """Throw the window's gradients away."""

@@ -308,9 +308,16 @@ class Stepper:
         return self._completed(lane) if lane.filled >= lane.accumulate else None
 
     def _completed(self, lane: Lane) -> StepResult:
+        return self._settled(lane, lane.complete)
+
+    def _settled(self, lane: Lane, complete: Callable[[], StepResult]) -> StepResult:
+        """The window ends with ``complete``, whatever becomes of it."""
         try:
-            result = lane.complete()
+            result = complete()
             self._statistics.end(result)
+        except BaseException:
+            self._statistics.rewind()
+            raise
         finally:
             lane.zero()
             self._end_window()
@@ -335,13 +342,7 @@ class Stepper:
         if lane.needs_closure:
             if lane.accumulate > 1 or len(lane.optimizers) > 1:
                 raise SettingError("an optimizer that asks for a closure needs accumulate=1 and to be alone")
-            try:
-                result = lane.step_with_closure(evaluate)  # type: ignore[arg-type]
-                self._statistics.end(result)
-            finally:
-                lane.zero()
-                self._end_window()
-            return self._ended(lane, result)
+            return self._ended(lane, self._settled(lane, lambda: lane.step_with_closure(evaluate)))
         random = RandomState(self._formats)
         while True:
             loss = evaluate()

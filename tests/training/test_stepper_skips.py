@@ -1,0 +1,199 @@
+"""A step whose gradients overflow: nothing moves, and it says what happened."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import ScaleCollapseError
+from narrowcast.scaling import Dynamic
+
+POLICIES = ["fp32", "bf16", "fp16", "O2"]
+
+
+class Normalized(nn.Module):
+    """A batch norm, an instance norm with statistics, and a buffer that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.batch = nn.BatchNorm1d(8)
+        self.instance = nn.InstanceNorm1d(4, track_running_stats=True)
+        self.last = nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.batch(self.first(x))
+        hidden = self.instance(hidden.reshape(len(x), 4, 2).float()).reshape(len(x), 8)
+        return self.last(hidden).float()
+
+
+def make(policy, **settings):
+    torch.manual_seed(0)
+    model = Normalized()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    if policy in ("fp16",):
+        settings.setdefault("scaler", Dynamic(scale=2.0**8))
+    return model, optimizer, nc.Stepper(model, optimizer, policy, **settings)
+
+
+def one_step(model, stepper, *, factor=1.0):
+    x = torch.randn(5, 6) * factor
+    with stepper.autocast():
+        loss = model(x).square().mean()
+    return stepper.step(loss)
+
+
+def values(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(before, after, names):
+    return all(torch.equal(before[name], after[name]) for name in names)
+
+
+STATISTICS = [
+    f"{layer}.{name}"
+    for layer in ("batch", "instance")
+    for name in ("running_mean", "running_var", "num_batches_tracked")
+]
+
+
+@pytest.mark.parametrize("restore", ["norms", "all", "none"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_skipped_step_leaves_everything_as_it_was(policy, restore):
+    model, optimizer, stepper = make(policy, restore=restore)
+    for _ in range(3):
+        assert not one_step(model, stepper).skipped
+    before, calls = values(model), int(model.calls)
+    state = optimizer.state_dict()["state"]
+    state = {key: {k: v.clone() for k, v in entry.items()} for key, entry in state.items()}
+    result = one_step(model, stepper, factor=math.inf)
+    assert result.skipped
+    assert result.complete
+    after = values(model)
+    parameters = [name for name, _ in model.named_parameters()]
+    assert same(before, after, parameters)
+    for key, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(entry[name], state[key][name]) for name in entry)
+    assert same(before, after, STATISTICS) == (restore != "none")
+    assert int(model.calls) == (calls if restore == "all" else calls + 1)
+    if restore == "none":
+        assert not model.batch.running_mean.isfinite().all()
+        return
+    assert not one_step(model, stepper).skipped
+    assert not same(after, values(model), ["first.weight", *STATISTICS])
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_the_result_names_the_parameters_of_the_model_and_the_scale():
+    model, _, stepper = make("fp16")
+    one_step(model, stepper)
+    result = one_step(model, stepper, factor=math.nan)
+    assert result.skipped
+    assert result.nonfinite == tuple(name for name, _ in model.named_parameters())
+    assert result.scale == 2.0**8
+    assert stepper.scaler.get_scale() == 2.0**7
+    result = one_step(model, stepper)
+    assert (result.skipped, result.nonfinite, result.scale) == (False, (), 2.0**7)
+
+
+def test_the_names_of_masters_are_those_of_their_weights():
+    model, _, stepper = make("O2")
+    assert one_step(model, stepper, factor=math.inf).nonfinite == tuple(
+        n for n, _ in model.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_statistics_go_back_to_the_start_of_the_window(accumulate):
+    model, _, stepper = make("bf16", accumulate=accumulate)
+    for _ in range(accumulate):
+        one_step(model, stepper)
+    before = values(model)
+    for number in range(accumulate):
+        result = one_step(model, stepper, factor=math.inf if number == 1 else 1.0)
+        assert result.complete == (number == accumulate - 1)
+    assert result.skipped
+    assert same(before, values(model), STATISTICS)
+
+
+def test_a_scheduler_is_held_back_and_nobody_warns_when_the_first_step_is_skipped():
+    torch.manual_seed(0)
+    model = Normalized()
+    optimizer = torch.optim.SGD(model.parameters(), 2.0**-10)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    stepper = nc.Stepper(model, optimizer, "fp16", scheduler=scheduler, scaler=Dynamic(scale=2.0**8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rates = []
+        for factor in (math.inf, 1.0, math.nan, 1.0):
+            one_step(model, stepper, factor=factor)
+            rates.append(optimizer.param_groups[0]["lr"] * 2**10)
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+def test_several_schedulers_move_in_their_order():
+    model = Normalized()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    stepper = nc.Stepper(model, optimizer, "bf16", scheduler=[warm_up, decay])
+    one_step(model, stepper, factor=1e-3)
+    assert (warm_up.last_epoch, decay.last_epoch) == (1, 1)
+
+
+def test_hopeless_training_ends_with_an_error_that_names_the_parameters():
+    model, _, stepper = make("fp16", scaler=nc.GradScaler(patience=3))
+    one_step(model, stepper)
+    for _ in range(2):
+        assert one_step(model, stepper, factor=math.inf).skipped
+    before = values(model)
+    with pytest.raises(ScaleCollapseError, match=r"3 steps of AdamW .* since step 2 .* first\.weight, first"):
+        one_step(model, stepper, factor=math.inf)
+    assert same(before, values(model), [*STATISTICS, "first.weight"])
+    assert not one_step(model, stepper).skipped, "the next step begins anew"
+
+
+def test_listeners_hear_what_happened():
+    model, _, stepper = make("bf16")
+    heard = []
+    stepper.scaler.on_step(lambda result: heard.append(("step", result.skipped)))
+    stepper.scaler.on_skip(lambda result: heard.append(("skip", result.skipped)))
+    one_step(model, stepper)
+    one_step(model, stepper, factor=math.inf)
+    assert heard == [("step", False), ("skip", True)]
+
+
+def test_statistics_that_no_region_saw_are_left_alone():
+    """A loss computed outside the region: there is nothing remembered to go back to."""
+    model, _, stepper = make("fp32")
+    before = values(model)
+    assert stepper.step(model(torch.randn(5, 6) * math.inf).mean()).skipped
+    assert not same(before, values(model), STATISTICS)
+
+
+@pytest.mark.parametrize("restore", ["norms", "all"])
+def test_the_flag_may_stay_on_the_device(restore):
+    """As with a fused optimizer on CUDA: the buffers are chosen by a tensor, without reading it."""
+    from narrowcast.gradients import StepResult
+    from narrowcast.training._statistics import Statistics
+
+    for flag in (0.0, 1.0):
+        model = Normalized()
+        statistics = Statistics(model, restore)
+        model(torch.randn(5, 6))
+        before = values(model)
+        statistics.remember()
+        model(torch.randn(5, 6) * math.inf)
+        after = values(model)
+        statistics.end(StepResult(found_inf=torch.tensor(flag), scale=1.0))
+        wanted = before if flag else after
+        assert all(
+            torch.allclose(wanted[name].float(), model.state_dict()[name].float(), equal_nan=True)
+            for name in STATISTICS
+        )
