@@ -74,7 +74,7 @@ def held_gradients(
         values, dense = [_dense_values(p, v, summed) for p, v in zip(parameters, values, strict=True)], False
     groups = _torch_internals.by_device_and_dtype(values) if values else []
     if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _, _ in groups):
-        raise Fp16GradientError(_fp16_message(optimizer))
+        raise Fp16GradientError(_fp16_message(optimizer, parameters, names or {}))
     return HeldGradients(parameters, values, groups, dense, meshes)
 
 
@@ -91,7 +91,7 @@ def _local_parts(
 ) -> tuple[list[torch.Tensor], list[MeshPlacement | None] | None]:
     if not torch.distributed.is_available():  # then there is no DTensor either
         return gradients, None
-    from torch.distributed.tensor import DTensor, Partial, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     values: list[torch.Tensor] = []
     meshes: list[MeshPlacement | None] = []
@@ -109,10 +109,11 @@ def _local_parts(
             mesh = gradient.device_mesh
             groups = [(mesh.get_group(dim), place) for dim, place in enumerate(gradient.placements)]
             values.append(gradient.to_local())
+            # Not asked for Shard: what fully_shard makes of a dimension that is sharded already is none.
             meshes.append(
                 MeshPlacement(
-                    sharded=tuple(group for group, place in groups if isinstance(place, Shard)),
-                    copied=tuple(group for group, place in groups if not isinstance(place, Shard)),
+                    sharded=tuple(group for group, place in groups if not isinstance(place, Replicate)),
+                    copied=tuple(group for group, place in groups if isinstance(place, Replicate)),
                 )
             )
     return values, meshes if any(meshes) else None
@@ -140,12 +141,11 @@ def listed(labels: Sequence[str]) -> str:
     return ", ".join(labels[:5]) + (f" and {len(labels) - 5} more" if len(labels) > 5 else "")
 
 
-def _fp16_message(optimizer: torch.optim.Optimizer) -> str:
-    half = [
-        label
-        for parameter, label in parameter_labels(optimizer)
-        if parameter.grad is not None and parameter.grad.dtype is torch.float16
-    ]
+def _fp16_message(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Mapping[int, str]
+) -> str:
+    narrow = [p for p in parameters if p.grad is not None and p.grad.dtype is torch.float16]
+    half = labels_of(optimizer, narrow, names)
     return (
         f"expected gradients in fp32, got fp16 for {listed(half)}: an update smaller than 2**-11 of a weight "
         'in fp16 is lost. Keep fp32 master weights with nc.Stepper(model, optimizer, policy="O2"), or pass '

@@ -61,7 +61,7 @@ class Iteration:
     ) -> None:
         self._scales = scales
         self._outcomes = outcomes
-        self._process_group = process_group
+        self.process_group = process_group
         self._sharded = sharded
         self._allow_fp16 = allow_fp16
         self.states: dict[int, State] = defaultdict(fresh_state)
@@ -112,9 +112,11 @@ class Iteration:
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
         look = self._unscaled(state, optimizer)
-        if not one_pass:
+        if not one_pass and self.process_group is None:
             look.norm = clip_unscaled_norm(optimizer, max_norm, order)
             return look.norm
+        if not order > 0:
+            raise UnsupportedError(f"a norm of order {order} over process_group: use one above 0")
         held = self._held(optimizer, summed=True)
         total = _look.clip_unscaled(held, max_norm, order, self._scaling(state, held))
         look.norm, apart = total.norm, total.apart
@@ -140,7 +142,7 @@ class Iteration:
         else:
             state["names"] = self._scales.passes.names_in(held.parameters)
             factor = torch.ones_like(factor)
-        return Scaling(factor, below_one, self._process_group, self._sharded, self._scales.needs_amax)
+        return Scaling(factor, below_one, self.process_group, self._sharded, self._scales.needs_amax)
 
     def _saw(self, state: State, look: Look, stage: OptState = OptState.UNSCALED) -> None:
         found = look.found_inf
@@ -219,7 +221,8 @@ class Iteration:
         skipped = _look.found_on_host(found)
         if skipped is None and not _torch_internals.takes_grad_scale(optimizer):
             skipped = bool(found.item())
-        which = None if skipped is False else self._which(optimizer, look)
+        finite = skipped is False or _look.found_on_host(look.found_inf) is False
+        which = None if finite else self._which(optimizer, look)
         returned = None
         if skipped:
             _torch_internals.mark_as_stepped(optimizer)
@@ -374,7 +377,9 @@ def _call_step(
 def clip_unscaled_norm(optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
     """torch's own clipping of all gradients of an optimizer."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, order)
+    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm, order)
+    full: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of DTensors it is one
+    return full
 
 
 @torch.no_grad()

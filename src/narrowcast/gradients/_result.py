@@ -88,7 +88,8 @@ class StepResult:
     def nonfinite(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient held a NaN or an infinity; empty where none did.
 
-        ``"group 0, parameter 3, shape (4, 5)"`` where the optimizer was not given names.
+        ``"group 0, parameter 3, shape (4, 5)"`` where the optimizer was not given names. All of them where
+        torch's ``clip_grad_norm_`` has divided by a norm of NaN before a step on a GPU.
         """
         if callable(self._nonfinite):
             self._nonfinite = self._nonfinite() if self.skipped else ()

@@ -37,10 +37,12 @@ def check_loss(loss: Any, lane: Lane) -> None:
             )
 
 
-def only_within(lane: weakref.ref[Lane]) -> Callable[..., None]:
+def only_within(stepper: weakref.ref[Any], lane: weakref.ref[Lane]) -> Callable[..., None]:
+    """A hook that refuses an optimizer's step outside its ``stepper``'s, as long as there is one."""
+
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         owner = lane()
-        if owner is not None and not owner.stepping:
+        if stepper() is not None and owner is not None and not owner.stepping:
             raise OrderError(
                 f"{type(optimizer).__name__}.step was called by hand: its gradients belong to a Stepper and "
                 "may be scaled or half a window. Call result = stepper.step(loss), which steps"

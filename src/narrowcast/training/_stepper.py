@@ -105,7 +105,7 @@ class Stepper:
             )
         for lane in self._lanes.values():
             for one in lane.optimizers:
-                one.register_step_pre_hook(only_within(weakref.ref(lane)))
+                one.register_step_pre_hook(only_within(weakref.ref(self), weakref.ref(lane)))
 
     # ---- what a training loop calls
 
@@ -295,7 +295,10 @@ class Stepper:
             # Of several optimizers only the one whose turn it is gets gradients: a generator's loss reaches
             # the discriminator too.
             inputs = None if alone or wrapped else [p for p in lane.parameters if p.requires_grad]
-            lane.backward(loss, inputs=inputs)
+            reduces = wrapped and lane.reduces
+            lane.backward(
+                loss, inputs=inputs, reduce=self._synchronisation.reduce_now if reduces else None
+            )
             if not alone and wrapped:
                 for other in self._lanes.values():
                     if other is not lane:

@@ -1,0 +1,196 @@
+"""A wrong order, or a wrong setting, is refused with the right one."""
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import NarrowcastError, OrderError, PolicyError, SettingError, UnsupportedError
+from narrowcast.scaling import Dynamic
+
+
+def made(policy="bf16", **settings):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, optimizer, nc.Stepper(model, optimizer, policy, **settings)
+
+
+def loss_of(model, stepper):
+    with stepper.autocast():
+        return model(torch.ones(2, 4)).square().mean()
+
+
+def test_step_inside_the_region():
+    model, _, stepper = made()
+    with (
+        pytest.raises(OrderError, match=r"end the region after the loss, then call stepper\.step\(loss\)"),
+        stepper.autocast(),
+    ):
+        stepper.step(model(torch.ones(2, 4)).mean())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "O2"])
+def test_the_optimizer_stepped_by_hand(policy):
+    """In fp16 its gradients would be scaled: it must not go through in silence."""
+    model, optimizer, stepper = made(policy, accumulate=2)
+    stepper.step(loss_of(model, stepper))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(
+        OrderError, match=r"SGD\.step was called by hand.*Call result = stepper\.step\(loss\)"
+    ):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert stepper.step(loss_of(model, stepper)).complete
+
+
+def test_an_optimizer_whose_stepper_is_gone_is_free():
+    model, optimizer, stepper = made()
+    del stepper
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+def test_zero_grad_in_the_middle_of_a_window(zero):
+    model, optimizer, stepper = made(accumulate=4)
+    stepper.step(loss_of(model, stepper))
+    (optimizer if zero == "optimizer" else model).zero_grad()
+    loss = loss_of(model, stepper)
+    with pytest.raises(OrderError, match=r"the first 1 micro-batches are gone.*Leave it out"):
+        stepper.step(loss)
+    stepper.zero_grad()
+
+
+def test_losses_that_no_backward_can_start_from():
+    model, _, stepper = made()
+    with torch.no_grad():
+        loss = loss_of(model, stepper)
+    with pytest.raises(OrderError, match=r"expected a loss with a graph.*outside torch\.no_grad\(\)"):
+        stepper.step(loss)
+    with pytest.raises(
+        SettingError, match=r"expected a loss of one element, got shape \(2, 1\): take its mean"
+    ):
+        stepper.step(model(torch.ones(2, 4)))
+    with pytest.raises(SettingError, match="expected a loss, a dict of losses or a function, got float"):
+        stepper.step(1.0)
+
+
+def test_an_optimizer_that_asks_for_a_closure():
+    model = nn.Linear(4, 1)
+    stepper = nc.Stepper(model, torch.optim.LBFGS(model.parameters()), "bf16")
+    with pytest.raises(OrderError, match=r"LBFGS asks for the loss again and again: give step a function"):
+        stepper.step(model(torch.ones(2, 4)).mean())
+
+
+def test_saving_in_the_middle_of_a_window():
+    model, _, stepper = made(accumulate=2)
+    stepper.step(loss_of(model, stepper))
+    with pytest.raises(OrderError, match=r"a window is open with 1 of 2 micro-batches.*call flush\(\)"):
+        stepper.state_dict()
+    stepper.flush()
+    assert stepper.state_dict()["steps"] == 1
+
+
+BAD = [
+    ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
+    ({"accumulate": 1.5}, "accumulate must be a whole number of at least 1, got 1.5"),
+    ({"accumulate": True}, "accumulate must be a whole number of at least 1, got True"),
+    ({"max_norm": 0.0}, "max_norm must be a number above 0, or None, got 0.0"),
+    ({"max_norm": -1}, "max_norm must be a number above 0, or None, got -1"),
+    ({"max_norm": float("nan")}, "max_norm must be a number above 0, or None, got nan"),
+    ({"max_value": -1.0}, "max_value must be a number above 0, or None, got -1.0"),
+    ({"max_norm": 1.0, "max_value": 1.0}, "expected max_norm or max_value, got both: clip by one of them"),
+    ({"restore": "norm"}, "unknown restore='norm'. Did you mean \"norms\"? Known: norms, all, none."),
+    ({"scheduler": 3}, "expected a learning-rate scheduler with a step method, got 3"),
+    (
+        {"scheduler": {"D": None}},
+        "scheduler has the names ['D'], and the optimizers ['None']",
+    ),
+    (
+        {"scaler": torch.amp.GradScaler("cpu")},
+        "expected a nc.GradScaler, got torch's: its results do not tell what was skipped",
+    ),
+    (
+        {"scaler": nc.GradScaler(), "process_group": object()},
+        "give process_group to the GradScaler, or leave the scaler to Stepper",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD)
+def test_bad_settings_say_what_was_expected(settings, message):
+    with pytest.raises(SettingError) as refused:
+        made(**settings)
+    assert str(refused.value) == message
+
+
+def test_a_plateau_scheduler_wants_what_a_stepper_has_not():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(UnsupportedError, match=r"call scheduler\.step\(metric\) after each evaluation"):
+        nc.Stepper(model, optimizer, scheduler=plateau)
+
+
+def test_optimizers_that_are_none():
+    model = nn.Linear(4, 1)
+    for wrong in (None, [], {}, "SGD", model.parameters()):
+        with pytest.raises(SettingError, match="expected an optimizer, a list or a dict of optimizers, got"):
+            nc.Stepper(model, wrong)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(SettingError, match="the same optimizer was given twice"):
+        nc.Stepper(model, [optimizer, optimizer])
+    with pytest.raises(SettingError, match="expected a model with parameters, got Tanh without any"):
+        nc.Stepper(nn.Tanh(), optimizer)
+
+
+def test_policies_that_are_none():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(PolicyError, match='Did you mean "bf16"'):
+        nc.Stepper(model, optimizer, "bf61")
+
+
+def test_names_where_there_are_none_and_none_where_there_are():
+    model, _, stepper = made()
+    with pytest.raises(SettingError, match="expected no name, since the optimizer has none, got 'D'"):
+        stepper.step(loss_of(model, stepper), name="D")
+    d, g = nn.Linear(4, 1), nn.Linear(4, 1)
+    both = nn.ModuleList([d, g])
+    named = nc.Stepper(
+        both,
+        {"D": torch.optim.SGD(d.parameters(), 0.1), "G": torch.optim.SGD(g.parameters(), 0.1)},
+        "bf16",
+    )
+    with pytest.raises(SettingError, match=r"expected name=\.\.\. to say whose turn it is: D, G"):
+        named.step(d(torch.ones(2, 4)).mean())
+    with pytest.raises(SettingError, match=r"no optimizer is called 'd'\. Did you mean"):
+        named.step(d(torch.ones(2, 4)).mean(), name="d")
+    optimizers = {"D": torch.optim.SGD(d.parameters(), 0.1), "G": torch.optim.SGD(g.parameters(), 0.1)}
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers["D"], 1)
+    with pytest.raises(SettingError, match="expected a dict of schedulers by the names of the optimizers"):
+        nc.Stepper(both, optimizers, scheduler=scheduler)
+
+
+def test_a_state_of_another_stepper():
+    _, _, stepper = made()
+    _, _, other = made(scheduler=None)
+    state = other.state_dict()
+    state["lanes"][""]["schedulers"] = [{}]
+    with pytest.raises(SettingError, match="expected a state with 0 schedulers, as this Stepper has, got 1"):
+        stepper.load_state_dict(state)
+    with pytest.raises(SettingError, match=r"expected the state of a Stepper with the optimizers \[''\]"):
+        stepper.load_state_dict({"scale": 1.0})
+
+
+def test_every_error_is_of_one_tree():
+    assert issubclass(OrderError, NarrowcastError)
+    assert issubclass(OrderError, RuntimeError)
+    assert issubclass(SettingError, ValueError)
+
+
+@pytest.mark.parametrize("scaler", [Dynamic(scale=8.0), nc.GradScaler(init_scale=8.0)])
+def test_a_scaler_or_a_loss_scale_of_ones_own(scaler):
+    model, _, stepper = made("bf16", scaler=scaler)
+    assert stepper.step(loss_of(model, stepper)).scale == 8.0
+    assert stepper.scaler.get_scale() == 8.0

@@ -1,0 +1,261 @@
+"""Saved and resumed to the bit; O2: weights in a low format, fp32 masters in the state."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast import weights
+from narrowcast.errors import PolicyError
+from narrowcast.scaling import Dynamic, LogMax
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+O2_IN = {name: nc.Policy(compute=name, master_weights=True) for name in LOW}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4 * 36, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.conv(x)).relu().flatten(1))
+
+
+def make(policy, *, optimizer="adamw", accumulate=2):
+    torch.manual_seed(0)
+    model = Small()
+    kinds = {
+        "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+        "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+        "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    }
+    made = kinds[optimizer](model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(made, 20)
+    stepper = nc.Stepper(
+        model,
+        made,
+        policy,
+        accumulate=accumulate,
+        max_norm=1.0,
+        scheduler=scheduler,
+        scaler=Dynamic(scale=2.0**9, growth_interval=3),
+    )
+    return model, made, stepper
+
+
+def train(model, stepper, steps, *, seed, overflow_at=()):
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(steps * 2):
+        x = torch.randn(4, 1, 8, 8, generator=generator)
+        y = torch.randint(0, 3, (4,), generator=generator)
+        if number in overflow_at:
+            x = x * torch.inf
+        with stepper.autocast():
+            loss = F.cross_entropy(model(x), y)
+        stepper.step(loss)
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def tensors_in(value, path=""):
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{path}.{index}")
+    else:
+        yield path, value
+
+
+def assert_same(mine, theirs):
+    mine, theirs = dict(tensors_in(mine)), dict(tensors_in(theirs))
+    assert set(mine) == set(theirs)
+    for path, value in mine.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == theirs[path].dtype, path
+            assert torch.equal(value, theirs[path]), path
+        else:
+            assert value == theirs[path], path
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "O2 in bf16", "O2 in fp16"])
+def test_resuming_is_bit_exact(policy, optimizer):
+    policy = O2_IN[policy.rpartition(" ")[2]] if policy.startswith("O2") else policy
+    model, _, stepper = make(policy, optimizer=optimizer)
+    train(model, stepper, 4, seed=1, overflow_at=(2,))
+    saved = through_a_file({"model": model.state_dict(), "stepper": stepper.state_dict()})
+    train(model, stepper, 4, seed=2, overflow_at=(5,))
+
+    again, _, resumed = make(policy, optimizer=optimizer)
+    train(again, resumed, 1, seed=9)  # whatever it did before
+    again.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["stepper"])
+    assert resumed.steps == 4
+    train(again, resumed, 4, seed=2, overflow_at=(5,))
+    assert_same(again.state_dict(), model.state_dict())
+    assert_same(resumed.state_dict(), stepper.state_dict())
+
+
+def test_the_optimizers_state_is_part_of_it():
+    """A resume that forgot the moments would pass the test above if they made no difference: they do."""
+    model, _, stepper = make("bf16")
+    train(model, stepper, 4, seed=1)
+    saved = copy.deepcopy({"model": model.state_dict(), "stepper": stepper.state_dict()})
+    again, _, resumed = make("bf16")
+    again.load_state_dict(saved["model"])
+    train(model, stepper, 1, seed=2)
+    train(again, resumed, 1, seed=2)
+    assert not torch.equal(model.head.weight, again.head.weight)
+
+
+def test_every_schedule_is_saved():
+    model = nn.Linear(4, 1)
+    states = []
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        stepper = nc.Stepper(model, optimizer, "fp16", scaler=LogMax())
+        if states:
+            stepper.load_state_dict(through_a_file(states[0]))
+        else:
+            for _ in range(3):
+                with stepper.autocast():
+                    loss = model(torch.randn(2, 4)).float().square().mean()
+                stepper.step(loss)
+        states.append(stepper.state_dict())
+    assert states[0] == states[1] or assert_same(*states) is None
+    assert states[0]["lanes"][""]["scaler"]["schedule"]["steps"] > 0
+
+
+# ---- O2
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_o2_lowers_the_weights_and_keeps_batch_norms_and_masters_in_fp32(dtype):
+    torch.manual_seed(0)
+    model = Small()
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stepper = nc.Stepper(model, optimizer, O2_IN[dtype])
+    assert stepper.formats == {"cpu": LOW[dtype]}
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if "norm" in name else LOW[dtype]), name
+    masters = dict(weights.held_by(optimizer).parameters)
+    for name, parameter in model.named_parameters():
+        if parameter in masters:
+            assert torch.equal(masters[parameter], full[name]), "every bit of the fp32 values"
+            assert torch.equal(parameter, full[name].to(LOW[dtype]))
+    assert all(p.dtype == torch.float32 for group in optimizer.param_groups for p in group["params"])
+
+
+def test_o2_of_a_model_that_is_in_a_low_format_keeps_that_format():
+    for dtype in LOW.values():
+        model = nn.Linear(4, 1).to(dtype)
+        stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
+        assert stepper.formats == {"cpu": dtype}
+        assert model.weight.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_small_updates_reach_the_masters(dtype):
+    """An update of 2**-13 of a weight is lost in either format, a thousand times over; masters add it up."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 2.0**-13)
+    stepper = nc.Stepper(model, optimizer, O2_IN[dtype], scaler=Dynamic(scale=8.0))
+    for _ in range(1024):
+        with stepper.autocast():
+            loss = model(torch.ones(1, 1)).float().sum()
+        assert not stepper.step(loss).skipped
+    ((low, master),) = weights.held_by(optimizer).parameters
+    assert master.item() == 1.0 - 1024 * 2.0**-13
+    assert low.item() == master.item()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_micro_batches_are_added_in_fp32(dtype):
+    """1 + 7 * 2**-12 in steps: in either format each small one would be lost."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    stepper = nc.Stepper(model, optimizer, O2_IN[dtype], accumulate=8, scaler=Dynamic(scale=1.0))
+    for number in range(8):
+        with stepper.autocast():
+            loss = model(torch.full((1, 1), 8.0 if number == 0 else 2.0**-9)).float().sum()
+        stepper.step(loss)
+    ((_, master),) = weights.held_by(optimizer).parameters
+    assert master.item() == 1.0 - (8.0 + 7 * 2.0**-9) / 8
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_training_with_masters_follows_double_precision(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    wide = copy.deepcopy(model).double()
+    stepper = nc.Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.05), O2_IN[dtype], scaler=Dynamic(scale=2.0**8)
+    )
+    optimizer = torch.optim.SGD(wide.parameters(), 0.05)
+    x = torch.randn(64, 8)
+    y = x[:, :1].sin()
+    for _ in range(20):
+        with stepper.autocast():
+            loss = F.mse_loss(model(x).float(), y)
+        stepper.step(loss)
+        optimizer.zero_grad()
+        F.mse_loss(wide(x.double()), y.double()).backward()
+        optimizer.step()
+    eps = torch.finfo(LOW[dtype]).eps
+    for a, b in zip(model.parameters(), wide.parameters(), strict=True):
+        # One rounding of the weight itself, and some of each gradient: 20 steps of 0.05 move it by about 1.
+        assert (a.double() - b).abs().max() < 4 * eps
+
+
+def test_o2_on_a_machine_without_a_low_format_is_plain_fp32(monkeypatch):
+    from narrowcast.machine import Choice
+
+    monkeypatch.setattr("narrowcast.machine.best_format", lambda _: Choice(format="fp32", because="said so"))
+    model, optimizer, stepper = make("O2")
+    assert stepper.formats == {"cpu": torch.float32}
+    assert weights.held_by(optimizer) is None
+    train(model, stepper, 1, seed=1)
+
+
+def test_a_state_with_masters_does_not_load_without():
+    _, _, plain = make("bf16")
+    _, _, o2 = make(O2_IN["bf16"])
+    with pytest.raises(ValueError, match="expected a state with 1 masters, as this Stepper has, got 0"):
+        o2.load_state_dict(plain.state_dict())
+
+
+def test_float16_weights_without_masters_are_refused_with_the_two_ways_out():
+    model = nn.Linear(4, 1).half()
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
+    with stepper.autocast():
+        loss = model(torch.ones(2, 4)).float().mean()
+    with pytest.raises(
+        ValueError, match=r'got fp16 for weight, bias: .*policy="O2".*allow_fp16_gradients=True'
+    ):
+        stepper.step(loss)
+    stepper.zero_grad()
+
+
+def test_master_weights_elsewhere():
+    with pytest.raises(PolicyError, match=r"which only nc\.Stepper does"):
+        nc.autocast("cpu", policy="O2")

@@ -1,0 +1,295 @@
+"""Several optimizers, several losses, gradient penalties, closures: each against the loop by hand."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import SettingError
+from narrowcast.scaling import Dynamic, Static
+
+WIDE = {"rtol": 0.0, "atol": 2e-6}  # a few hundred fp32 roundings of numbers up to 1
+
+
+def close(mine, wanted, **tolerance):
+    for a, b in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), **tolerance)
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.g = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.d = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss_d(self, noise, real):
+        fake = self.g(noise).detach()
+        return F.softplus(self.d(fake)).mean() + F.softplus(-self.d(real)).mean()
+
+    def loss_g(self, noise):
+        return F.softplus(-self.d(self.g(noise))).mean()
+
+
+def noises(count):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(16, 3, generator=generator), torch.randn(16, 2, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def gan_by_hand(data, accumulate):
+    gan = Gan().double()
+    d, g = torch.optim.SGD(gan.d.parameters(), 0.3), torch.optim.SGD(gan.g.parameters(), 0.3)
+    grads = {"d": [0.0] * 4, "g": [0.0] * 4}
+    for number, (noise, real) in enumerate(data, start=1):
+        for name, optimizer in (("d", d), ("g", g)):
+            parameters = list(getattr(gan, name).parameters())
+            loss = gan.loss_d(noise.double(), real.double()) if name == "d" else gan.loss_g(noise.double())
+            found = torch.autograd.grad(loss, parameters)
+            grads[name] = [a + b / accumulate for a, b in zip(grads[name], found, strict=True)]
+            if number % accumulate == 0:
+                for parameter, gradient in zip(parameters, grads[name], strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+                grads[name] = [0.0] * 4
+    return gan
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gan_whose_losses_reach_each_others_networks(scaled, accumulate):
+    """The generator's loss goes through the discriminator, and leaves no gradient there."""
+    data = noises(6)
+    gan = Gan()
+    stepper = nc.Stepper(
+        gan,
+        {"d": torch.optim.SGD(gan.d.parameters(), 0.3), "g": torch.optim.SGD(gan.g.parameters(), 0.3)},
+        "fp32",
+        accumulate=accumulate,
+        scaler=Dynamic(scale=2.0**9) if scaled else None,
+    )
+    for noise, real in data:
+        with stepper.autocast():
+            loss = gan.loss_d(noise, real)
+        stepper.step(loss, name="d")
+        with stepper.autocast():
+            loss = gan.loss_g(noise)
+        stepper.step(loss, name="g")
+    wanted = gan_by_hand(data, accumulate)
+    close(gan.parameters(), wanted.parameters(), **WIDE)
+
+
+def test_an_overflow_in_one_lane_moves_neither_the_other_nor_its_scale():
+    gan = Gan()
+    schedulers = {}
+    optimizers = {
+        "d": torch.optim.SGD(gan.d.parameters(), 0.3),
+        "g": torch.optim.SGD(gan.g.parameters(), 0.3),
+    }
+    for name, optimizer in optimizers.items():
+        schedulers[name] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    stepper = nc.Stepper(gan, optimizers, "fp16", scaler=Dynamic(scale=2.0**9), scheduler=schedulers)
+    (noise, real), *_ = noises(1)
+    with stepper.autocast():
+        loss = gan.loss_d(noise, real) * math.inf
+    assert stepper.step(loss, name="d").skipped
+    with stepper.autocast():
+        loss = gan.loss_g(noise)
+    result = stepper.step(loss, name="g")
+    assert not result.skipped
+    assert {name: s.get_scale() for name, s in stepper.scalers.items()} == {"d": 2.0**8, "g": 2.0**9}
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers.values()] == [0.3, 0.15]
+
+
+def test_optimizers_in_a_list_step_together_or_not_at_all_and_are_clipped_as_one():
+    def trained(stepper_of):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double().float()
+        parts = [
+            torch.optim.SGD(model[0].parameters(), 0.5),
+            torch.optim.SGD(model[2].parameters(), 0.25, momentum=0.5),
+        ]
+        return model, parts, stepper_of(model, parts)
+
+    model, _, stepper = trained(lambda m, o: nc.Stepper(m, o, "fp32", max_norm=0.1))
+    wide, wide_parts, _ = trained(lambda m, o: m.double())
+    x = torch.randn(16, 4)
+    for _ in range(3):
+        with stepper.autocast():
+            loss = model(x).square().mean()
+        result = stepper.step(loss)
+        for part in wide_parts:
+            part.zero_grad()
+        wide(x.double()).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(wide.parameters(), 0.1)
+        assert math.isclose(result.grad_norm, float(norm), rel_tol=1e-5)
+        for part in wide_parts:
+            part.step()
+    close(model.parameters(), wide.parameters(), **WIDE)
+
+    before = copy.deepcopy(model.state_dict())
+    model[0].weight.register_hook(lambda gradient: gradient * math.nan)
+    with stepper.autocast():
+        loss = model(x).square().mean()
+    result = stepper.step(loss)
+    assert result.skipped
+    assert result.nonfinite == ("0.weight",)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_losses_by_name_have_a_scale_each_and_share_parameters(policy):
+    """A loss of 1e-7 beside one of 1: in fp16 each needs its own scale."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    wide = copy.deepcopy(model).double()
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.5), policy, max_norm=100.0)
+    x = torch.randn(32, 8)
+    seen = {}
+    handle = model.weight.register_post_accumulate_grad_hook(lambda p: seen.update(grad=p.grad.clone()))
+    for _ in range(2):
+        with stepper.autocast():
+            out = model(x).float()
+            losses = {"large": out.square().mean(), "small": out.mean() * 1e-7}
+        result = stepper.step(losses)
+    assert set(result.scale) == {"large", "small"}
+    handle.remove()
+    wide.zero_grad()
+    optimizer = torch.optim.SGD(wide.parameters(), 0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = wide(x.double())
+        (out.square().mean() + out.mean() * 1e-7).backward()
+        gradient = wide.weight.grad.clone()
+        optimizer.step()
+    # fp16 rounds inputs, weights and gradients to 2**-11 each, in sums of 32 rows of about 1.
+    tolerance = WIDE if policy == "fp32" else {"rtol": 0.0, "atol": 3 * 2.0**-11}
+    close([seen["grad"]], [gradient], **tolerance)
+    close(model.parameters(), wide.parameters(), **tolerance)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10, 3e4])
+def test_a_gradient_penalty_is_that_of_double_precision(scale):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    wide = copy.deepcopy(model).double()
+    stepper = nc.Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.02), "fp32", scaler=Dynamic(scale=scale)
+    )
+    optimizer = torch.optim.SGD(wide.parameters(), 0.02)
+    x = torch.randn(16, 4)
+
+    def penalty(gradients):
+        return sum((gradient.square().sum() for gradient in gradients), torch.zeros(()))
+
+    for _ in range(3):
+        with stepper.autocast():
+            loss = model(x).square().mean()
+        gradients = stepper.grad(loss, list(model.parameters()))
+        assert not stepper.step(loss + penalty(gradients)).skipped
+        optimizer.zero_grad()
+        loss = wide(x.double()).square().mean()
+        gradients = torch.autograd.grad(loss, list(wide.parameters()), create_graph=True)
+        (loss + penalty(gradients)).backward()
+        optimizer.step()
+    close(model.parameters(), wide.parameters(), **WIDE)
+
+
+def test_a_gradient_penalty_in_fp16_keeps_what_would_be_flushed_to_zero():
+    """Gradients of 1e-9 are 0 in fp16; scaled by 2**15 they are not."""
+    model = nn.Linear(16, 1, bias=False)
+    x = torch.full((1, 16), 2e-5, requires_grad=True)
+    losses = {}
+    for scale in (1.0, 2.0**15):
+        stepper = nc.Stepper(
+            model, torch.optim.SGD(model.parameters(), 0.1), "fp16", scaler=Static(scale=scale)
+        )
+        with stepper.autocast():
+            loss = (model(x).float() * 1e-4).sum()
+        (gradient,) = stepper.grad(loss, [model.weight], create_graph=False)
+        losses[scale] = gradient.abs().max().item()
+        assert gradient.dtype == torch.float32
+    assert losses[1.0] == 0.0
+    assert math.isclose(losses[2.0**15], 2e-9, rel_tol=2.0**-9)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_lbfgs_by_a_function(policy):
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 3), torch.randn(3, 1)
+    y = x @ w
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
+    stepper = nc.Stepper(model, optimizer, policy)
+    first = F.mse_loss(model(x), y).item()
+    result = stepper.step(lambda: F.mse_loss(model(x).float(), y))
+    while result.skipped:
+        result = stepper.step(lambda: F.mse_loss(model(x).float(), y))
+    for _ in range(3):
+        stepper.step(lambda: F.mse_loss(model(x).float(), y))
+    # The solution is exact in fp32; rounded activations leave an error of (2 roundings)**2 of the target.
+    floor = {"fp32": 1e-10, "bf16": (2 * 2.0**-8) ** 2, "fp16": (2 * 2.0**-11) ** 2}[policy]
+    assert F.mse_loss(model(x), y).item() < first * max(floor, 1e-10) * 10
+    assert math.isclose(result.returned.item(), first, rel_tol=0.05)
+
+
+def test_a_function_is_called_again_at_a_lower_scale_with_the_same_random_numbers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+    stepper = nc.Stepper(
+        model, torch.optim.SGD(model.parameters(), 0.1), "fp16", scaler=Dynamic(scale=2.0**24)
+    )
+    x = torch.randn(4, 8)
+    losses = []
+
+    def function():
+        loss = model(x).float().square().mean()
+        losses.append(loss.item())
+        return loss
+
+    result = stepper.step(function)
+    assert not result.skipped
+    assert len(losses) > 3
+    assert len(set(losses)) == 1, "the same masks"
+    assert result.scale == 2.0 ** (25 - len(losses))
+    assert stepper.steps == 1
+    assert not stepper.step(function).skipped
+    assert losses[-1] != losses[0], "a new step draws anew"
+
+
+def test_a_function_that_a_lower_scale_cannot_help_ends():
+    model = nn.Linear(2, 1)
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "fp16", scaler=Static(scale=8.0))
+    assert stepper.step(lambda: model(torch.full((1, 2), math.inf)).float().mean()).skipped
+
+
+def test_a_function_under_accumulation_is_called_once():
+    model = nn.Linear(2, 1)
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=2)
+    results = [stepper.step(lambda: model(torch.ones(1, 2)).mean()) for _ in range(2)]
+    assert [result.complete for result in results] == [False, True]
+
+
+def test_a_closure_and_accumulation_exclude_each_other():
+    model = nn.Linear(2, 1)
+    stepper = nc.Stepper(model, torch.optim.LBFGS(model.parameters()), "bf16", accumulate=2)
+    with pytest.raises(SettingError, match="an optimizer that asks for a closure needs accumulate=1"):
+        stepper.step(lambda: model(torch.ones(1, 2)).mean())
+
+
+def test_max_value_clamps():
+    model = nn.Linear(4, 1, bias=False)
+    before = model.weight.detach().clone()
+    stepper = nc.Stepper(
+        model, torch.optim.SGD(model.parameters(), 1.0), "fp16", max_value=0.25, scaler=Static(scale=8.0)
+    )
+    with stepper.autocast():
+        loss = (model(torch.tensor([[1.0, -1.0, 0.125, 0.0]]))).float().sum()
+    stepper.step(loss)
+    close([before - model.weight], [torch.tensor([[0.25, -0.25, 0.125, 0.0]])], rtol=0, atol=2.0**-23)
