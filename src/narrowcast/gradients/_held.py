@@ -49,12 +49,16 @@ class HeldGradients:
 
 
 def held_gradients(
-    optimizer: torch.optim.Optimizer, *, allow_fp16: bool, summed: bool = False
+    optimizer: torch.optim.Optimizer,
+    *,
+    allow_fp16: bool,
+    summed: bool = False,
+    names: Mapping[int, str] | None = None,
 ) -> HeldGradients:
     """The gradients that ``optimizer`` would use now.
 
     Equal indices of a sparse gradient are summed first where it is in fp16, as that may overflow, and where
-    ``summed`` asks for it: a norm of the parts is not that of their sum.
+    ``summed`` asks for it: a norm of the parts is not that of their sum. ``names`` are for the error.
 
     Raises:
         Fp16GradientError: a gradient is in fp16 and that was not allowed.

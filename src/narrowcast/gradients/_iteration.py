@@ -132,7 +132,7 @@ class Iteration:
         clamp(self._held(optimizer, summed=True), value)
 
     def _held(self, optimizer: torch.optim.Optimizer, *, summed: bool = False) -> HeldGradients:
-        return held_gradients(optimizer, allow_fp16=self._allow_fp16, summed=summed)
+        return held_gradients(optimizer, allow_fp16=self._allow_fp16, summed=summed, names=self.names)
 
     def _scaling(self, state: State, held: HeldGradients) -> Scaling:
         """What these gradients were made with. Named ones are true already."""
