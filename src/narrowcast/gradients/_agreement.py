@@ -55,23 +55,31 @@ class TotalNorm:
 
 
 def total_norm(
-    held: HeldGradients, order: float, device: torch.device, process_group: Any | None, *, sharded: bool
+    held: HeldGradients,
+    order: float,
+    device: torch.device,
+    process_group: Any | None,
+    *,
+    sharded: bool,
+    wide: bool = False,
 ) -> TotalNorm:
     """One read of the gradients and one collective a process group.
 
     Args:
         held: the gradients; of sparse ones the values are taken as they are.
-        order: 2 or infinity.
+        order: of the norm; above 0.
         device: where the answer goes.
         process_group: ranks that hold copies of the plain gradients, or with ``sharded`` parts of them.
+        wide: the norm in fp64, where that of finite gradients would overflow.
     """
     groups = groups_of(held, process_group)
     if not groups and _is_small(held):
         flat = torch.split(_torch_internals.flattened(held.values), _CHUNK)
-        return TotalNorm(
-            _joined([torch.stack(_torch_internals.norms(flat, order))], order, device), None, None
-        )
-    stacks = [torch.stack(_torch_internals.norms(members, order)) for _, _, _, members in held.groups]
+        stacks = [torch.stack(_torch_internals.norms(flat, order, wide=wide))]
+        return TotalNorm(_narrowed(_joined(stacks, order, device), wide=wide), None, None)
+    stacks = [
+        torch.stack(_torch_internals.norms(members, order, wide=wide)) for _, _, _, members in held.groups
+    ]
     flags = NonfiniteFlags(
         len(held.values),
         tuple(
@@ -80,7 +88,7 @@ def total_norm(
         ),
     )
     if not groups:
-        return TotalNorm(_joined(stacks, order, device), None, flags)
+        return TotalNorm(_narrowed(_joined(stacks, order, device), wide=wide), None, flags)
     each = _in_order(held, stacks)
     meshes = held.meshes or [None] * len(each)
     # Every rank has the same placements in the same order; plain gradients first.
@@ -94,7 +102,7 @@ def total_norm(
     for group in groups:
         row = torch.stack(parts)
         gathered = row.new_empty(dist.get_world_size(group) * len(row))
-        dist.all_gather_into_tensor(gathered, row, group=group)
+        _torch_internals.all_gather(gathered, row, group)
         for index, placement in enumerate(placements):
             ranks = gathered[index :: len(row)]
             split = (sharded and group is process_group) if placement is None else group in placement.sharded
@@ -103,8 +111,8 @@ def total_norm(
                 differ = ranks.amax() > ranks.amin() * (1 + _SAME)
                 apart = apart | (differ & torch.isfinite(ranks.amax()))
     total = torch.stack(parts)
-    norm = total.amax() if order == math.inf else total.sum().sqrt()
-    return TotalNorm(norm.float(), apart, flags)
+    norm = total.amax() if order == math.inf else total.sum() ** (1 / order)
+    return TotalNorm(_narrowed(norm, wide=wide), apart, flags)
 
 
 def _is_small(held: HeldGradients) -> bool:
@@ -129,15 +137,19 @@ def _joined(stacks: Sequence[torch.Tensor], order: float, device: torch.device) 
         return torch.zeros((), device=device)
     there = [stack.to(device, non_blocking=True) for stack in stacks]
     norms = there[0] if len(there) == 1 else torch.cat(there)
-    total: torch.Tensor = torch.linalg.vector_norm(norms, order).float()
+    total: torch.Tensor = torch.linalg.vector_norm(norms, order)
     return total
 
 
+def _narrowed(norm: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    return norm if wide else norm.float()
+
+
 def _power(norms: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """What ranks add up: the square of the norm, in fp64 where there is one, so that it is finite when the
-    norm is. NaN becomes infinity, which sums and maxima hand on alike.
+    """What ranks add up: the norm to the power of its order, in fp64 where there is one, so that it is finite
+    when the norm is. NaN becomes infinity, which sums and maxima hand on alike.
     """
     norm = _joined([norm.reshape(1) for norm in norms], order, device)
-    wide = norm if device.type == "mps" else norm.double()
-    power = wide if order == math.inf else wide.square()
+    norm = norm if device.type == "mps" else norm.double()
+    power = norm if order == math.inf else norm**order
     return torch.nan_to_num(power, nan=math.inf, posinf=math.inf)

@@ -162,8 +162,12 @@ def clip_unscaled(held: HeldGradients, max_norm: float, order: float, scaling: S
     device = scaling.factor.device
     total = total_norm(held, order, device, scaling.process_group, sharded=scaling.sharded)
     norm = total.norm
-    if device.type == "cpu" and not torch.isfinite(norm) and not any(held.flags().read()):
-        norm = _wide_norm(held, order)
+    if device.type == "cpu" and not torch.isfinite(norm):
+        # Every rank comes here or none. Ranks look again together, each where its own are finite.
+        together = groups_of(held, scaling.process_group)
+        if together or not any(held.flags().read()):
+            group, sharded = scaling.process_group, scaling.sharded
+            norm = total_norm(held, order, device, group, sharded=sharded, wide=True).norm
     kept = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     _multiply(held, kept)
     return replace(total, norm=norm)
@@ -194,12 +198,6 @@ def _largest(held: HeldGradients, scaling: Scaling) -> torch.Tensor:
     """The largest magnitude among the gradients of all ranks, as they are."""
     device = scaling.factor.device
     return total_norm(held, math.inf, device, scaling.process_group, sharded=True).norm
-
-
-def _wide_norm(held: HeldGradients, order: float) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(value.double(), order) for value in held.values]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
-    return total
 
 
 def _versions(held: HeldGradients) -> list[int]:

@@ -277,6 +277,11 @@ class GradScaler(torch.amp.GradScaler):
         """The loss scale now, 1.0 where disabled; waits for the device."""
         return float(self._scales.get(name).read().scale) if self._enabled else 1.0
 
+    @property
+    def process_group(self) -> Any | None:
+        """Ranks that skip together; None where there is none."""
+        return self._iteration.process_group
+
     def factors(self) -> float | torch.Tensor | dict[str, torch.Tensor]:
         """The loss scale now, without waiting: a copy on its device, 0-dim fp32; by name where there are."""
         return self._scales.copied()

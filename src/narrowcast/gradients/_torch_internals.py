@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 __all__ = ["OptState"]
@@ -52,10 +54,21 @@ def move_as_torch(
     torch._amp_update_scale_(scale, good_steps, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
-def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The norm of each dense tensor, accumulated in fp32 (fp64 for fp64)."""
-    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+def norms(tensors: Sequence[torch.Tensor], order: float, *, wide: bool = False) -> list[torch.Tensor]:
+    """The norm of each dense tensor, accumulated in fp32 (fp64 for fp64, or ``wide``); 0 of an empty one."""
+    dtype = torch.float64 if wide or tensors[0].dtype == torch.float64 else torch.float32
+    if order == math.inf and any(tensor.numel() == 0 for tensor in tensors):
+        # torch knows no largest magnitude of nothing; a rank may hold an empty part of a parameter.
+        zero = torch.zeros((), dtype=dtype, device=tensors[0].device)
+        some = iter(norms(there, order, wide=wide) if (there := [t for t in tensors if t.numel()]) else ())
+        return [next(some) if tensor.numel() else zero for tensor in tensors]
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+
+def all_gather(gathered: torch.Tensor, row: torch.Tensor, group: Any) -> None:
+    """``row`` of every rank side by side; torch 2.13 renamed the function, and warns of the old name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, row, group=group)
 
 
 def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

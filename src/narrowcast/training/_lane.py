@@ -79,19 +79,37 @@ class Lane:
                 return True
         return False
 
-    def backward(self, loss: Loss, *, inputs: Sequence[torch.Tensor] | None) -> None:
-        """Add the gradients of one micro-batch, scaled, and averaged over the window."""
+    def backward(
+        self,
+        loss: Loss,
+        *,
+        inputs: Sequence[torch.Tensor] | None,
+        reduce: Callable[[], None] | None = None,
+    ) -> None:
+        """Add the gradients of one micro-batch, scaled, and averaged over the window.
+
+        Args:
+            reduce: averages them over the ranks where this micro-batch completes the window, under DDP.
+        """
         if self.filled and not self._holds_gradients():
             raise OrderError(
                 f"the gradients of the first {self.filled} micro-batches are gone: zero_grad was called in "
                 f"the middle of a window of {self.accumulate}. Leave it out: Stepper zeroes them by itself"
             )
         losses = dict(loss) if isinstance(loss, Mapping) else {None: loss}
+        # DDP reduces in the first backward pass after a forward pass, and lets the others go by.
+        by_hand = reduce is not None and len(losses) > 1
         for index, (name, one) in enumerate(losses.items()):
             scaled = self.scaler.scale(one, name=name) if name is not None else self.scaler.scale(one)
             if self.accumulate > 1:
                 scaled = scaled / self.accumulate
-            torch.autograd.backward(scaled, inputs=inputs, retain_graph=index + 1 < len(losses))
+            again = index + 1 < len(losses)
+            if by_hand:
+                _accumulate(scaled, [p for p in self.parameters if p.requires_grad], retain_graph=again)
+            else:
+                torch.autograd.backward(scaled, inputs=inputs, retain_graph=again)
+        if reduce is not None and by_hand:
+            reduce()
         self.filled += 1
         for held in self.held:
             held.take_gradients()
@@ -153,7 +171,13 @@ class Lane:
                 scaler.clip_grad_value_(optimizer, self.max_value)
         if self.max_norm is not None:
             parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+            if scaler.process_group is None:
+                norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+            else:
+                # The norm of each over all ranks; nothing is above infinity, so nothing is clipped.
+                norms = [scaler.clip_grad_norm_(optimizer, math.inf) for optimizer in self.optimizers]
+                norm = torch.linalg.vector_norm(torch.stack(norms))
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
         return StepResult.joined(scaler.step_together(self.optimizers), grad_norm=norm)
 
     def step_with_closure(self, evaluate: Callable[[], Loss]) -> StepResult:
@@ -206,6 +230,17 @@ class Lane:
         for scheduler, theirs in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(theirs)
         self.scaler.load_state_dict(state["scaler"])
+
+
+def _accumulate(loss: torch.Tensor, parameters: Sequence[torch.Tensor], *, retain_graph: bool) -> None:
+    """A backward pass that DDP does not see."""
+    gradients = torch.autograd.grad(loss, parameters, retain_graph=retain_graph, allow_unused=True)
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad += gradient
 
 
 def _check_scheduler(scheduler: Any) -> None:

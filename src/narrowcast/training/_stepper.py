@@ -296,9 +296,7 @@ class Stepper:
             # the discriminator too.
             inputs = None if alone or wrapped else [p for p in lane.parameters if p.requires_grad]
             reduces = wrapped and lane.reduces
-            lane.backward(
-                loss, inputs=inputs, reduce=self._synchronisation.reduce_now if reduces else None
-            )
+            lane.backward(loss, inputs=inputs, reduce=self._synchronisation.reduce_now if reduces else None)
             if not alone and wrapped:
                 for other in self._lanes.values():
                     if other is not lane:
