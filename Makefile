@@ -12,9 +12,9 @@ READY := $(STAMP)
 RUN := $(VENV)/bin/python
 endif
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test test-long check bench clean
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(SYSTEM_PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ demo: $(READY)  ## compare FP32 and mixed precision on real handwritten digits
 
 test: $(READY)  ## run every test
 	$(RUN) -m pytest
+
+test-long: $(READY)  ## 12,000 random sequences of training under torch's scaler and ours; minutes
+	HYPOTHESIS_PROFILE=long $(RUN) -m pytest tests/gradients/test_against_torch.py
 
 check: $(READY)  ## lint, formatting, types and the order of the rooms
 	$(RUN) -m ruff check .

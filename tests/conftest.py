@@ -16,7 +16,7 @@ import torch
 
 TESTS = Path(__file__).parent
 # Seconds that the tests of one room may take together, on two cores; three times what they take.
-BUDGET_S = defaultdict(lambda: 60.0, {"attach": 900.0, "verify": 300.0, "examples": 600.0, "cli": 300.0})
+BUDGET_S = defaultdict(lambda: 60.0, {"attach": 900.0, "verify": 300.0, "examples": 600.0, "cli": 300.0, "gradients": 240.0})
 _spent_s: dict[str, float] = defaultdict(float)
 
 torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
@@ -120,6 +120,6 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_sessionfinish(session, exitstatus):
     over = {room: spent for room, spent in _spent_s.items() if spent > BUDGET_S[room]}
-    if over and exitstatus == 0:
+    if over and exitstatus == 0 and os.environ.get("HYPOTHESIS_PROFILE") != "long":
         sys.stderr.write(f"\nover the time budget of tests/conftest.py: {over}\n")
         session.exitstatus = 1

@@ -23,9 +23,9 @@ from narrowcast.gradients._scales import Found, Scales
 from narrowcast.gradients._torch_internals import OptState
 
 _NO_GRADIENTS = (
-    "No inf checks were recorded for this optimizer: none of its parameters has a gradient. Call "
-    "scaler.scale(loss).backward() before the step and zero_grad after it, and see that the loss depends on "
-    "the optimizer's parameters"
+    "No inf checks were recorded for this optimizer: none of its parameters had a gradient. Call "
+    "scaler.scale(loss).backward() before unscale_ and step, zero_grad after them, and see that the loss "
+    "depends on the optimizer's parameters"
 )
 _TWICE = (
     "unscale_() has already been called on this optimizer since the last update(): call it once, after the "
@@ -190,7 +190,9 @@ class Iteration:
         elif look is None:
             look = self._unscaled(state, optimizer)
         assert look is not None
-        if not look.any_checked and not _torch_internals.takes_grad_scale(optimizer):
+        if not look.any_checked and not (
+            _torch_internals.takes_grad_scale(optimizer) and not self._held(optimizer).values
+        ):
             raise OrderError(_NO_GRADIENTS)
         if look.apart is not None and look.apart.device.type == "cpu" and look.apart:
             raise UnsupportedError(APART)
