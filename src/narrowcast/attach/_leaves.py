@@ -12,11 +12,10 @@ import torch
 
 from narrowcast.attach._torch_internals import register_hook_first
 from narrowcast.errors import UnsupportedError
-from narrowcast.gradients import NonfiniteFlags, nonfinite_flags
+from narrowcast.gradients import NonfiniteFlags, leaf_of, nodes_below, nonfinite_flags
 
 _READ_EVERY = 64  # backwards without a step between them
 _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
-_ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,22 +74,13 @@ class Leaves:
 
         ``passed_on`` names the leaves to leave out: they stand for other tensors of an enclosing pass.
         """
-        seen = set(roots)
-        waiting = list(seen)
         leaves = []
-        while waiting:
-            node = waiting.pop()
+        for node in nodes_below(roots):
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 self._note_function(node)
-            if type(node) is _ACCUMULATE_GRAD:
-                tensor: torch.Tensor = node.variable  # type: ignore[attr-defined]
-                if passed_on is None or not passed_on(tensor):
-                    leaves.append(self._hooked(tensor))
-                continue
-            for following, _ in node.next_functions:
-                if following is not None and following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
+            tensor = leaf_of(node)
+            if tensor is not None and (passed_on is None or not passed_on(tensor)):
+                leaves.append(self._hooked(tensor))
         return leaves
 
     def _note_function(self, node: Any) -> None:

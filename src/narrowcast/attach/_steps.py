@@ -17,6 +17,7 @@ from narrowcast.attach._patches import Patches
 from narrowcast.attach._scale import RunningScale
 from narrowcast.attach._torch_internals import untraced
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
+from narrowcast.gradients import Snapshot, closure_of, with_closure
 
 PATIENCE = 25
 """Skipped steps in a row, of one optimizer, after which the scale is not to blame."""
@@ -106,7 +107,7 @@ class Steps:
         """
         if self._thread.depth or self.set_aside or not self._scale.active:
             return None
-        if _closure_of(args[1:], kwargs) is not None:
+        if closure_of(args[1:], kwargs) is not None:
             raise UnsupportedError(
                 f"the step of {type(optimizer).__name__} was wrapped before narrowcast was attached (a "
                 "scheduler does that), so its closure cannot be evaluated again where its gradients "
@@ -163,7 +164,7 @@ class Steps:
             self._saw_step(skipped=False)
             return result
         self._leaves.own(_parameters(optimizer))
-        if _closure_of(args, kwargs) is not None:
+        if closure_of(args, kwargs) is not None:
             return self._step_with_closure(hooked, optimizer, args, kwargs)
         bad = self._leaves.nonfinite_among(_parameters(optimizer))
         if bad:
@@ -211,8 +212,10 @@ class Steps:
         self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> Any:
         """A step whose closure is evaluated again, at a lower scale, where its gradients overflow."""
-        before = _Snapshot(optimizer)
-        args, kwargs = _with_closure(args, kwargs, lambda closure: self._checked(closure, optimizer))
+        before = Snapshot(optimizer)
+        closure = closure_of(args, kwargs)
+        assert closure is not None
+        args, kwargs = with_closure(args, kwargs, self._checked(closure, optimizer))
         try:
             result = hooked(optimizer, *args, **kwargs)
         except _SkippedInClosure as skipped:
@@ -243,53 +246,8 @@ class Steps:
         return evaluate
 
 
-class _Snapshot:
-    """Parameters, state and settings of an optimizer, to undo a step that went wrong half-way."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._values = [(p, p.detach().clone()) for p in _parameters(optimizer)]
-        self._state = {key: _copied(value) for key, value in optimizer.state.items()}
-        self._settings = [_without_parameters(group) for group in optimizer.param_groups]
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for parameter, value in self._values:
-                parameter.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            group.update(settings)
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) for key, value in group.items() if key != "params"}
-
-
-def _copied(value: Any) -> Any:
-    """Tensors and the containers around them copied; anything else shared, as it may not be copyable."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _closure_of(args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    closure = kwargs.get("closure", args[0] if args else None)
-    return closure if callable(closure) else None
-
-
-def _with_closure(args: Any, kwargs: Any, change: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Any:
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": change(kwargs["closure"])}
-    return (change(args[0]), *args[1:]), kwargs
 
 
 def _subclasses(kind: type) -> Iterator[type]:
