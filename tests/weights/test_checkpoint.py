@@ -86,6 +86,16 @@ def test_masters_follow_a_model_that_is_loaded_alone(dtype):
         assert ((p - q).float().abs() <= 0.0101 + p.float().abs() * torch.finfo(dtype).eps * 2).all()
 
 
+def test_residuals_of_other_numbers_do_not_move_the_low_parameters(dtype):
+    one, other = Run(dtype, "kahan").train(3), Run(dtype, "kahan", seed=1)
+    before = [p.detach().clone() for p in other.model.parameters()]
+    other.handle.load_state_dict(one.save()[2])
+    values = other.handle.full_values()
+    assert any(not torch.equal(values[p], p.float()) for p in other.model.parameters())
+    for p, q in zip(other.model.parameters(), before, strict=True):
+        assert torch.equal(values[p].to(dtype), q)
+
+
 def test_loading_masters_alone_sets_the_low_parameters(dtype):
     one, other = Run(dtype, "masters").train(2), Run(dtype, "masters", seed=1)
     other.handle.load_state_dict(one.save()[2])

@@ -153,3 +153,35 @@ def test_a_gradient_kept_in_float32_by_torch_is_taken(dtype):
     handle.take_gradients()
     handle.parameters[0][1].grad.zero_()
     assert gradient[0] == 1 + 2.0**-20
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("updates", ["masters", "kahan", "stochastic"])
+def test_torchs_own_scaler_unscales_in_float32_and_skips(updates, fused, unscale_first):
+    low = torch.nn.Parameter(torch.full((4,), 0.5, dtype=torch.float16))
+    full = torch.nn.Parameter(low.detach().float())
+    optimizer, expected = (torch.optim.Adam([p], lr=0.125, fused=fused) for p in (low, full))
+    handle = hold(optimizer, updates)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    # The fourth step has gradients past what float16 can hold once they are scaled.
+    for size in (2.0**-20, 2.0**-20, 2.0**-19, 100.0, 2.0**-20):
+        before, scale = low.detach().clone(), scaler.get_scale()
+        scaler.scale((low.float() * size).sum()).backward()
+        handle.take_gradients()
+        if unscale_first:
+            scaler.unscale_(optimizer)
+            assert (handle.parameters[0][1].grad == size).all() or size == 100.0
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if size == 100.0:
+            assert torch.equal(low, before)
+            assert scaler.get_scale() == scale / 2
+            continue
+        full.grad = torch.full((4,), size)
+        expected.step()
+        # Powers of two scale exactly; what stochastic rounding adds is at most a unit a step.
+        bound = 4 * 2.0**-11 if updates == "stochastic" else 2.0**-22
+        assert ((handle.full_values()[low] - full).abs() <= bound).all()
+    assert low[0] < 0.05

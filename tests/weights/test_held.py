@@ -522,3 +522,26 @@ def test_removed_is_as_if_never_held(make_optimizer, parameters, give_gradients,
     optimizer.step()
     again = hold(optimizer, updates)
     assert again.updates == updates
+
+
+# torch's compiler warns of its own deprecations.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("updates", ["masters", "kahan", "stochastic"])
+def test_a_compiled_step_writes_the_low_parameters_too(parameters, updates, give_gradients):
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    for replica, compiled in ((parameters, False), (twins, True)):
+        optimizer = torch.optim.SGD(replica, lr=0.1)
+        hold(optimizer, updates)
+
+        def step(optimizer=optimizer):
+            optimizer.step()
+
+        step = torch.compile(step, backend="eager") if compiled else step
+        for seed in range(2):
+            give_gradients(replica, seed=seed)
+            step()
+            optimizer.zero_grad()
+            assert replica[0].grad is None
+    for p, q in zip(parameters, twins, strict=True):
+        assert same_bits(p, q)
+    torch.compiler.reset()

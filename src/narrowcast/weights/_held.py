@@ -14,7 +14,7 @@ from narrowcast.weights._gradients import clear, give_back, require_dense, spend
 from narrowcast.weights._keepers import Kahan, Keeper, Masters, Pair, Stochastic, release
 from narrowcast.weights._rounding import LOW_DTYPES
 from narrowcast.weights._state import narrow_state, widen_state
-from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, version_of
+from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, untraced, version_of
 
 Watcher = Callable[[], Callable[[], None]]
 
@@ -300,6 +300,7 @@ class HeldWeights:
             self._open()
             self._close()
 
+    @untraced
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -330,6 +331,7 @@ class HeldWeights:
 
         return evaluate
 
+    @untraced
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_outermost_step(optimizer):
             return
@@ -347,6 +349,7 @@ class HeldWeights:
             for finished in finish:
                 finished()
 
+    @untraced
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if self._zero_grad_of_instance is not None:
             self._zero_grad_of_instance(set_to_none)

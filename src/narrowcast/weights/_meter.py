@@ -15,7 +15,7 @@ from narrowcast.errors import PolicyError, UnsupportedError
 from narrowcast.weights._held import HeldWeights, held_by
 from narrowcast.weights._rounding import LOW_DTYPES
 from narrowcast.weights._shadow import aimed_values
-from narrowcast.weights._torch_internals import is_outermost_step, local
+from narrowcast.weights._torch_internals import is_outermost_step, local, untraced
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -72,8 +72,8 @@ class UpdateMeter:
     kept: the master, the low parameter plus its residual, or the low parameter alone. For float32
     parameters the two are the same by definition. For bfloat16 and float16 parameters that are not held, a
     copy of the optimizer makes the step in float32 first; that costs one more step, and for its time 8 bytes
-    an element plus the state in float32. Training is not changed: nothing is written, no hook is called,
-    the random state is kept.
+    an element plus the state in float32. Training is not changed: nothing is written, no hook of the
+    optimizer is called, the random state is kept.
 
     Sums stay on the device, in float64 (float32 on MPS), until they are read. Of a DTensor the part on this
     rank counts. Parameters of other dtypes are not measured. Products of updates below 1e-19 are zero.
@@ -165,6 +165,7 @@ class UpdateMeter:
 
     # ---- one step
 
+    @untraced
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_outermost_step(optimizer):
             return
@@ -218,6 +219,7 @@ class UpdateMeter:
 
         return finish
 
+    @untraced
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_outermost_step(optimizer) or self._step is None:
             return

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = vars(torch)["_disable_dynamo"]
+"""Decorator: torch.compile calls the function and does not look inside."""
+
 _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
