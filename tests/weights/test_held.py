@@ -171,6 +171,14 @@ def test_nan_infinity_and_overflow(dtype, updates):
     assert low[5] == (torch.finfo(dtype).max if comes_back else float("inf"))
 
 
+def test_every_nan_has_a_residual_of_zero(dtype):
+    codes = [0x7F81, 0x7FFF] if dtype == torch.bfloat16 else [0x7C01, 0x7FFF]
+    low = torch.nn.Parameter(torch.tensor(codes, dtype=torch.int16).view(dtype))
+    assert low.isnan().all()
+    handle = hold(torch.optim.SGD([low], lr=1.0), "kahan")
+    assert handle.state_dict()["kept"][0].tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("updates", ["kahan", "masters"])
 def test_updates_that_nearest_rounding_swallows_add_up(updates, dtype):
     held, bare = (torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
