@@ -53,7 +53,7 @@ def _cases():
 
 CASES = list(_cases())
 # torch's fused SGD on a CPU leaves low parameters out and reads momentum that nobody wrote
-# (pytorch/pytorch#191763), so that it cannot be compared with anything. Held, it works on float32 and is right.
+# (pytorch/pytorch#191763), so that it cannot be compared with anything. Held, it works on float32, and right.
 CASES_RIGHT_IN_LOW = [case for case in CASES if case.id != "SGD-fused"]
 
 
