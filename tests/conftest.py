@@ -16,7 +16,9 @@ import torch
 
 TESTS = Path(__file__).parent
 # Seconds that the tests of one room may take together, on two cores; three times what they take.
-BUDGET_S = defaultdict(lambda: 60.0, {"attach": 900.0, "verify": 300.0, "examples": 600.0, "cli": 300.0, "gradients": 240.0})
+BUDGET_S = defaultdict(
+    lambda: 60.0, {"attach": 900.0, "verify": 300.0, "examples": 600.0, "cli": 300.0, "gradients": 240.0}
+)
 _spent_s: dict[str, float] = defaultdict(float)
 
 torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))

@@ -316,9 +316,11 @@ class Iteration:
         looks: list[Look] = []
 
         def evaluate() -> Any:
-            self.states[id(optimizer)] = fresh_state()
+            begun = self.states[id(optimizer)] = fresh_state()
             loss = closure()
-            state = self.state("step", optimizer)  # made anew where the closure called update
+            state = self.state("step", optimizer)
+            if state is not begun:
+                raise OrderError("update() was called inside the closure of a step: call it after the step")
             if state["stage"] is OptState.READY:
                 self.unscale(optimizer)
             look = self._unscaled(state, optimizer)

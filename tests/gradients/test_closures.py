@@ -1,0 +1,218 @@
+"""Steps with a closure: gradients unscaled and checked at every evaluation."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import narrowcast as nc
+from narrowcast.errors import OrderError
+
+
+def problem():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    return model, torch.randn(16, 3), torch.randn(16, 1)
+
+
+def lbfgs(parameters, search="strong_wolfe"):
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=5, history_size=4, line_search_fn=search)
+
+
+def train(make_optimizer, scaler=None, steps=4, by_keyword=False, inside=lambda optimizer: None):
+    """Losses of each step, and the weights at the end."""
+    model, x, y = problem()
+    optimizer, losses, evaluations = make_optimizer(model.parameters()), [], []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        inside(optimizer)
+        evaluations.append(loss.item())
+        return loss
+
+    for _ in range(steps):
+        if scaler is None:
+            loss = optimizer.step(closure)
+        else:
+            result = (
+                scaler.step(optimizer, closure=closure) if by_keyword else scaler.step(optimizer, closure)
+            )
+            assert not result.skipped
+            assert result.nonfinite == ()
+            loss = result.returned
+            scaler.update()
+        losses.append(loss.item())
+    return losses, evaluations, [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equal(ours, plain):
+    assert ours[:2] == plain[:2]
+    assert all(torch.equal(a, b) for a, b in zip(ours[2], plain[2], strict=True))
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_trains_as_without_a_scaler(search, by_keyword):
+    """To the bit: a power of two in and out again changes no normal number."""
+    plain = train(lambda ps: lbfgs(ps, search))
+    assert len(plain[1]) > 10
+    assert plain[0][-1] < plain[0][0] / 2
+    scaler = nc.GradScaler("cpu", growth_interval=2)
+    assert_equal(train(lambda ps: lbfgs(ps, search), scaler, by_keyword=by_keyword), plain)
+    assert scaler.get_scale() == 2.0**18  # four good steps, however many evaluations each had
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+        lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+        lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
+    ],
+    ids=["SGD", "SGD fused", "AdamW fused", "AdamW foreach"],
+)
+def test_optimizers_that_take_a_closure_train_as_without_a_scaler(make):
+    assert_equal(train(make, nc.GradScaler("cpu")), train(make))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("by", ["unscale_", "clip_grad_norm_", "clip_grad_value_"])
+def test_a_closure_may_unscale_and_clip(by, fused):
+    def inside(optimizer):
+        if by != "clip_grad_value_":
+            torch.nn.utils.clip_grad_norm_(parameters(optimizer), 0.1)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters(optimizer), 0.1)
+
+    def inside_scaled(optimizer):
+        if by == "unscale_":
+            scaler.unscale_(optimizer)
+            inside(optimizer)
+        elif by == "clip_grad_norm_":
+            scaler.clip_grad_norm_(optimizer, 0.1)
+        else:
+            scaler.clip_grad_value_(optimizer, 0.1)
+
+    def parameters(optimizer):
+        return optimizer.param_groups[0]["params"]
+
+    scaler = nc.GradScaler("cpu")
+    make = (lambda ps: torch.optim.SGD(ps, lr=0.5, fused=True)) if fused else lbfgs
+    ours, plain = train(make, scaler, inside=inside_scaled), train(make, inside=inside)
+    # Each clipped gradient is torch's to 1e-6; twenty evaluations add that up.
+    assert ours[0] == pytest.approx(plain[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make", [lbfgs, lambda ps: lbfgs(ps, None), lambda ps: torch.optim.Adam(ps, fused=True)]
+)
+@pytest.mark.parametrize("good", [0, 1, 3])
+def test_an_evaluation_that_is_not_finite_undoes_the_step(make, good):
+    model, x, y = problem()
+    optimizer, scaler, evaluations = make(list(model.named_parameters())), nc.GradScaler("cpu"), []
+    bad = math.inf
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        if bad is not None and len(evaluations) >= good:
+            loss = loss + (model[2].bias * bad).sum()
+            optimizer.param_groups[0]["lr"] = 123.0
+        scaler.scale(loss).backward()
+        evaluations.append(loss.item())
+        return loss
+
+    enough = good == 0 or isinstance(optimizer, torch.optim.LBFGS)
+    bad = None
+    scaler.step(optimizer, closure)  # so that there is state to come back to
+    scaler.update()
+    evaluations.clear()
+    bad = math.inf
+    weights = copy.deepcopy(model.state_dict())
+    state, settings = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.param_groups[0]["lr"])
+    result = scaler.step(optimizer, closure)
+    if not enough:  # one evaluation a step: it was a good one
+        assert not result.skipped
+        return
+    assert result.skipped
+    assert result.nonfinite == ("2.bias",)
+    assert math.isinf(result.returned.item())
+    assert len(evaluations) == good + 1
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert str(optimizer.state_dict()) == str(state)
+    assert optimizer.param_groups[0]["lr"] == settings
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    bad = None
+    assert not scaler.step(optimizer, closure).skipped
+
+
+def test_the_first_loss_may_be_scaled_inside_and_the_scale_not_moved_there():
+    model, x, y = problem()
+    optimizer, scaler = lbfgs(model.parameters()), nc.GradScaler("cpu", 8.0, growth_interval=1)
+    moves = False
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if moves:
+            scaler.update()
+        return loss
+
+    assert scaler.step(optimizer, closure).scale == 8.0
+    scaler.update()
+    moves = True
+    with pytest.raises(
+        OrderError, match=r"^update\(\) was called inside the closure of a step: call it after"
+    ):
+        scaler.step(optimizer, closure)
+
+
+def test_misuse_of_a_closure_is_said():
+    model, x, y = problem()
+    optimizer, scaler = lbfgs(model.parameters()), nc.GradScaler("cpu")
+    with pytest.raises(OrderError, match=r"^Attempted step but no loss was scaled yet"):
+        scaler.step(optimizer, lambda: torch.nn.functional.mse_loss(model(x), y))
+
+    def closure():
+        optimizer.zero_grad()
+        return scaler.scale(torch.nn.functional.mse_loss(model(x), y))
+
+    with pytest.raises(OrderError, match=r"^No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer, closure)
+
+    class Lazy(torch.optim.SGD):
+        def step(self, closure=None):
+            return None
+
+    with pytest.raises(OrderError, match=r"^Lazy\.step never called its closure$"):
+        scaler.step(Lazy(model.parameters()), closure)
+
+    def whole():
+        closure().backward()
+        return 0.0
+
+    scaler.step(optimizer, whole)
+    with pytest.raises(OrderError, match="already been called"):
+        scaler.step(optimizer, whole)
+
+
+def test_what_a_closure_raises_is_handed_on():
+    model, _, _ = problem()
+    optimizer, scaler = lbfgs(model.parameters()), nc.GradScaler("cpu")
+
+    def closure():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        scaler.step(optimizer, closure)
+
+
+def test_without_scaling_a_closure_goes_straight_to_the_optimizer():
+    assert_equal(train(lbfgs, nc.GradScaler("cpu", enabled=False)), train(lbfgs))
