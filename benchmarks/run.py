@@ -1,7 +1,8 @@
 """Every benchmark, one after the other: `make bench`. Figures are medians; ratios come from one run.
 
 Both sides of a ratio alternate in one process, so that a busy machine slows both. Results go to
-benchmarks/results/<device>.json with the versions they depend on.
+benchmarks/results/<device>.json with the versions they depend on. With names of benchmarks as arguments only
+those run, and nothing is written.
 """
 
 import json
@@ -12,15 +13,28 @@ from pathlib import Path
 
 import torch
 
+from gradient_path import clipped_step, scaler_overhead
 from narrowcast.machine import versions
 from overhead_of_run import overhead_of_run
 from region_entry import region_entry
 
 RESULTS = Path(__file__).parent / "results"
-BENCHMARKS = [overhead_of_run, region_entry]
+BENCHMARKS = [overhead_of_run, region_entry, clipped_step, scaler_overhead]
+
+
+def judged(row: dict[str, object]) -> tuple[str, bool]:
+    """Words about a row's limit, and whether it was missed."""
+    ratio, limit, at_least = row["ratio"], row.get("limit"), row.get("at_least")
+    if limit is not None:
+        return f"  (at most {limit}: {'TOO MUCH' if ratio > limit else 'ok'})", ratio > limit
+    if at_least is not None:
+        return f"  (at least {at_least}: {'TOO LITTLE' if ratio < at_least else 'ok'})", ratio < at_least
+    return "", False
 
 
 def main() -> int:
+    wanted = sys.argv[1:]
+    benchmarks = [benchmark for benchmark in BENCHMARKS if not wanted or benchmark.__name__ in wanted]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         # Two threads that wait for each other measure whatever else the machine is doing.
@@ -28,17 +42,17 @@ def main() -> int:
     made_on = versions()
     results = {"date": time.strftime("%Y-%m-%d"), "versions": made_on, "results": []}
     failed = False
-    for benchmark in BENCHMARKS:
+    for benchmark in benchmarks:
         print(f"{benchmark.__name__}: {benchmark.__doc__.splitlines()[0]}", flush=True)
         for row in benchmark(device):
             results["results"].append({"benchmark": benchmark.__name__, **row})
-            limit = row.get("limit")
-            over = limit is not None and row["ratio"] > limit
-            failed |= over
-            verdict = "" if limit is None else f"  (at most {limit}: {'TOO MUCH' if over else 'ok'})"
+            verdict, missed = judged(row)
+            failed |= missed
             print(
                 f"  {row['case']:<34} {row['a']}, {row['b']}  ratio {row['ratio']:.3f}{verdict}", flush=True
             )
+    if wanted:
+        return int(failed)  # part of the figures is not worth keeping
     name = re.sub(r"[^A-Za-z0-9]+", "-", str(made_on["gpu"] or made_on["processor"])).strip("-").lower()
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{device}-{name}.json"

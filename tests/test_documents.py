@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,6 +53,45 @@ def test_the_readmes_commands_run_its_example(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert "loss 0." in done.stdout
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_the_readmes_stepper_trains_the_digits(policy, tmp_path):
+    (code,) = [block for block in blocks(ROOT / "README.md", "python") if "nc.Stepper(" in block]
+    assert 'policy="auto"' in code
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code.replace('policy="auto"', f'policy="{policy}"')],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    accuracy = float(re.search(r"accuracy (\S+),", done.stdout)[1])
+    assert accuracy > 0.93, done.stdout  # fp32 comes to 0.96
+
+
+def test_the_readmes_difference_is_six_lines_and_changes_no_weight_by_more_than_1e_6():
+    (difference,) = blocks(ROOT / "README.md", "diff")
+    lines = difference.splitlines()
+    assert sum(line[0] in "+-" for line in lines) == 6
+    weights = {}
+    for side in "-+":
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 1)
+        scope = {
+            "torch": torch,
+            "device": "cpu",
+            "dtype": torch.bfloat16,
+            "model": model,
+            "optimizer": torch.optim.SGD(model.parameters(), 0.5, fused=True),
+            "loader": [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(6)],
+            "loss_of": torch.nn.functional.mse_loss,
+        }
+        exec("\n".join(line[1:] for line in lines if line[0] in f" {side}"), scope)
+        weights[side] = model.weight.detach()
+        assert not torch.equal(weights[side], torch.nn.Linear(8, 1).weight)
+    assert (weights["-"] - weights["+"]).abs().max() <= 1e-6
 
 
 def test_files_that_documents_point_at_exist():

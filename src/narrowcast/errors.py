@@ -7,6 +7,7 @@
     ├── ScaleError (ValueError, AssertionError)    a loss scale that cannot scale a loss
     ├── SettingError (ValueError)         a setting outside its range
     ├── OrderError (RuntimeError, AssertionError)  a training step out of order
+    ├── WeightsError (ValueError)         held weights that do not fit what was given
     ├── Fp16GradientError (ValueError)    gradients in fp16, where small updates are lost
     ├── RegionError (RuntimeError)        a region that was left out of order
     ├── UnsupportedError (RuntimeError)   training that this policy cannot make right
@@ -50,6 +51,10 @@ class SettingError(NarrowcastError, ValueError):
 
 class OrderError(NarrowcastError, RuntimeError, AssertionError):
     """A part of a training step out of order; where ``torch.amp.GradScaler`` raises one of the two."""
+
+
+class WeightsError(NarrowcastError, ValueError):
+    """Weights held in a low format that do not fit what was given for them."""
 
 
 class Fp16GradientError(NarrowcastError, ValueError):

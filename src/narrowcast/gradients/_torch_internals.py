@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -88,11 +89,21 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
+_DTYPE = attrgetter("dtype")
+
+
+@functools.cache
+def _only_a_cpu_here() -> bool:
+    return not torch.accelerator.is_available()
+
+
 Group = tuple[torch.device, torch.dtype, Sequence[int], list[torch.Tensor]]
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     """Tensors sorted by device and dtype, with the position of each."""
+    if _only_a_cpu_here() and len(set(map(_DTYPE, tensors))) == 1:  # half of the time of the general way
+        return [(tensors[0].device, tensors[0].dtype, range(len(tensors)), tensors)]
     group: Any = torch._C._group_tensors_by_device_and_dtype
     grouped = group([tensors], False)
     if len(grouped) > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import PolicyError, UnsupportedError, near_names
+from narrowcast.errors import WeightsError, UnsupportedError, near_names
 from narrowcast.weights import _checkpoint
 from narrowcast.weights._gradients import clear, give_back, require_dense, spend, take, untake
 from narrowcast.weights._keepers import Kahan, Keeper, Masters, Pair, Stochastic, release
@@ -65,7 +65,7 @@ def hold(
             its own that starts from a fixed seed, so that replicas on several ranks round alike.
 
     Raises:
-        PolicyError: unknown ``updates``; an optimizer that is held already, or has no parameter in a low
+        WeightsError: unknown ``updates``; an optimizer that is held already, or has no parameter in a low
             format; a parameter that comes twice; originals or a generator that do not fit.
         UnsupportedError: an optimizer for sparse gradients or a differentiable one; a tensor subclass other
             than DTensor.
@@ -75,7 +75,7 @@ def hold(
     """
     keeper = _keeper(updates, generator)
     if held_by(optimizer) is not None:
-        raise PolicyError(
+        raise WeightsError(
             f"this {type(optimizer).__name__} is held already: call remove() on its handle before holding it "
             "another way"
         )
@@ -84,7 +84,7 @@ def hold(
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError("held weights cannot be differentiated through: set differentiable=False")
     if originals is not None and isinstance(keeper, Stochastic):
-        raise PolicyError(
+        raise WeightsError(
             'updates="stochastic" keeps nothing of the originals: leave them out, or use "masters" or "kahan"'
         )
     return HeldWeights(optimizer, keeper, originals or {})
@@ -101,10 +101,10 @@ def _keeper(updates: str, generator: torch.Generator | None) -> Keeper:
     for keeper in keepers:
         if keeper.name == updates:
             if generator is not None and not isinstance(keeper, Stochastic):
-                raise PolicyError(f'updates="{updates}" draws no random numbers: leave out the generator')
+                raise WeightsError(f'updates="{updates}" draws no random numbers: leave out the generator')
             return keeper
     known = [keeper.name for keeper in keepers]
-    raise PolicyError(f'updates="{updates}" is no way to keep updates. {near_names(str(updates), known)}')
+    raise WeightsError(f'updates="{updates}" is no way to keep updates. {near_names(str(updates), known)}')
 
 
 class HeldWeights:
@@ -127,7 +127,7 @@ class HeldWeights:
         self.watchers: list[Watcher] = []
         self._adopt(originals)
         if not self._pairs:
-            raise PolicyError(
+            raise WeightsError(
                 f"no parameter of this {type(optimizer).__name__} is in bfloat16 or float16, so there is "
                 "nothing to hold: lower the model first, with narrowcast.weights.lower"
             )
@@ -197,7 +197,7 @@ class HeldWeights:
         at the next step, is the nearest number to their sum.
 
         Raises:
-            PolicyError: other updates, another number of parameters, other shapes or formats; or random
+            WeightsError: other updates, another number of parameters, other shapes or formats; or random
                 generators of devices that no held parameter is on. Nothing was changed then.
         """
         self._adopt({})
@@ -366,7 +366,7 @@ def _agreed(full: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def _check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch.Tensor | None) -> None:
     shape = tuple(low.shape)
     if low in seen:
-        raise PolicyError(
+        raise WeightsError(
             f"a parameter of shape {shape} comes twice in this optimizer: leave it in one group only"
         )
     if type(low.data) is not torch.Tensor and not is_dtensor(low):
@@ -379,7 +379,7 @@ def _check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch
         low.shape,
         low.device,
     ):
-        raise PolicyError(
+        raise WeightsError(
             f"the original of a parameter of shape {shape} on {low.device} must be a float32 tensor of that "
             f"shape there, not {str(original.dtype).removeprefix('torch.')} of shape "
             f"{tuple(original.shape)} on {original.device}"
