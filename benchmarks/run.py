@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from gradient_path import clipped_step, scaler_overhead
+from gradient_path import clipped_step, scaler_overhead, whole_step
 from narrowcast.machine import versions
 from overhead_of_run import overhead_of_run
 from region_entry import region_entry
 
 RESULTS = Path(__file__).parent / "results"
-BENCHMARKS = [overhead_of_run, region_entry, clipped_step, scaler_overhead]
+BENCHMARKS = [overhead_of_run, region_entry, clipped_step, scaler_overhead, whole_step]
 
 
 def judged(row: dict[str, object]) -> tuple[str, bool]:

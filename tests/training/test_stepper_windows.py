@@ -230,3 +230,32 @@ def test_what_a_micro_batch_returns_says_that_no_step_was_due():
     with stepper.autocast():
         loss = model(torch.randn(3, 16)).square().mean()
     assert repr(stepper.step(loss)) == "StepResult(skipped=False, scale=1.0)"
+
+
+def test_weights_get_their_gradients_on_the_way_in_every_micro_batch():
+    """A kept cast is an old graph node, which autograd would run last: all weight gradients would wait."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=3)
+    for _ in range(3):
+        events = []
+        for index, layer in enumerate(model):
+            layer.weight.register_post_accumulate_grad_hook(
+                lambda _, index=index, events=events: events.append(f"weight {index}")
+            )
+        with stepper.autocast():
+            hidden = model[0](torch.randn(2, 8))
+            hidden.register_hook(lambda _, events=events: events.append("back at the first layer"))
+            loss = model[1:](hidden).square().mean()
+        stepper.step(loss)
+        assert events[:4] == ["weight 3", "weight 2", "weight 1", "back at the first layer"]
+
+
+def test_the_private_names_of_torch():
+    """Without them kept casts go backward late, which costs memory and no number."""
+    parameter = nn.Parameter(torch.ones(1))
+    node = parameter.to(torch.bfloat16).grad_fn
+    assert node.name() == "ToCopyBackward0"
+    node._set_sequence_nr(2**64 - 1)
+    assert node._sequence_nr() == 2**64 - 1
+    (below, _), *_ = node.next_functions
+    assert below._sequence_nr() == 2**64 - 1, "as a leaf's own node"

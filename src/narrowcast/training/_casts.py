@@ -3,17 +3,23 @@
 torch drops the casts of weights when the outermost region of a thread is left, so each micro-batch would cast
 every weight again. Inside a window of accumulation the weights stay as they are: one level of nesting, held
 from the first region to the step, keeps the casts.
+
+A cast that is kept is a graph node that is older than the rest of the next micro-batch's graph, and autograd
+runs old nodes last: every weight's gradient in the low format would wait, in memory, for the end of the
+backward pass, and DDP with it. So these nodes are told to run soon.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from narrowcast.errors import OrderError
+from narrowcast.gradients import nodes_below
+from narrowcast.training._torch_internals import run_casts_of_leaves_soon
 
 
 class KeptCasts:
@@ -23,6 +29,7 @@ class KeptCasts:
         self._parameters = parameters
         self._holder: _Nesting | None = None
         self._versions = 0
+        self._new = False
 
     def keep(self) -> None:
         """From now on casts outlive the regions of this thread; those of changed weights are dropped.
@@ -32,10 +39,18 @@ class KeptCasts:
         versions = sum(parameter._version for parameter in self._parameters)
         if self._holder is None:
             self._holder = _Nesting()
+            self._new = True
         elif versions != self._versions:
-            torch.clear_autocast_cache()
+            self.forget()
         self._holder.check_thread()
         self._versions = versions
+
+    def before_backward(self, losses: Iterable[torch.Tensor]) -> None:
+        """Tell the casts that these losses have made, and that the next ones will share, to run soon."""
+        if self._holder is not None and self._new:
+            roots = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+            run_casts_of_leaves_soon(nodes_below(roots))
+            self._new = False
 
     def drop(self) -> None:
         """End keeping, and forget every cast."""
@@ -47,6 +62,7 @@ class KeptCasts:
     def forget(self) -> None:
         """Forget every cast, and go on keeping new ones."""
         torch.clear_autocast_cache()
+        self._new = True
 
 
 class _Nesting:

@@ -37,6 +37,7 @@ class Lane:
         self.max_value = max_value
         self.filled = 0
         self.stepping = False
+        self.needs_closure = any(map(_asks_for_a_closure, self.optimizers))
         self.held: list[HeldWeights] = [h for o in self.optimizers if (h := held_by(o)) is not None]
         for scheduler in self.schedulers:
             _check_scheduler(scheduler)
@@ -60,6 +61,11 @@ class Lane:
         return self.is_last or bool(self.held)
 
     @property
+    def defers(self) -> bool:
+        """Whether DDP leaves the gradients of a window that is not full unreduced."""
+        return self.accumulate > 1 and not self.held
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """What gradients accumulate in: the model's own parameters, held or not."""
         low_of = {working: low for held in self.held for low, working in held.parameters}
@@ -69,15 +75,6 @@ class Lane:
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
-
-    @property
-    def needs_closure(self) -> bool:
-        """Whether an optimizer asks for the loss again and again, as LBFGS."""
-        for optimizer in self.optimizers:
-            closure = inspect.signature(optimizer.step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
-                return True
-        return False
 
     def backward(
         self,
@@ -122,10 +119,14 @@ class Lane:
             for parameter in group["params"]
         )
 
-    def complete(self) -> StepResult:
-        """Clip, check and step on the window's gradients, and begin a new one."""
-        if self.filled < self.accumulate:
-            self._average_over(self.filled)
+    def complete(self, filled: float | None = None) -> StepResult:
+        """Clip, check and step on the window's gradients, and begin a new one.
+
+        Args:
+            filled: so many micro-batches they are the sum of, in the mean of ranks; None: as many as fit.
+        """
+        if filled is not None and filled < self.accumulate:
+            self._average_over(filled)
         return self._within_step(self._step)
 
     def _within_step(self, step: Callable[[], StepResult]) -> StepResult:
@@ -143,7 +144,7 @@ class Lane:
         self.scaler.update()
         return result
 
-    def _average_over(self, filled: int) -> None:
+    def _average_over(self, filled: float) -> None:
         gradients = [
             parameter.grad
             for optimizer in self.optimizers
@@ -241,6 +242,12 @@ def _accumulate(loss: torch.Tensor, parameters: Sequence[torch.Tensor], *, retai
                 parameter.grad = gradient
             elif gradient is not None:
                 parameter.grad += gradient
+
+
+def _asks_for_a_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it asks for the loss again and again, as LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_scheduler(scheduler: Any) -> None:

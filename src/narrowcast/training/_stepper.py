@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -94,7 +95,6 @@ class Stepper:
         )
         self.model = model
         self.steps = 0
-        self._synchronised = True
         self._synchronisation = Synchronisation(model)
         self._casts = KeptCasts([p for p in model.parameters() if p.dtype == torch.float32])
         self._regions_open = 0
@@ -169,15 +169,20 @@ class Stepper:
         """Step on a window that is not full, as at the end of an epoch: on the mean of what there is.
 
         Nothing happens, and ``complete`` is False, where the window is empty. Without ``name`` every window
-        is flushed, and the last result is returned.
+        is flushed, and the last result is returned. Under DDP every rank calls it, whatever is in its window:
+        the mean is that over the micro-batches of all ranks.
         """
         lanes = [self._lane(name)] if name is not None else list(self._lanes.values())
         result = _waiting(lanes[0].scaler)
         for lane in lanes:
-            if lane.filled:
-                if not self._synchronised:
+            filled = float(lane.filled)
+            if self._synchronisation.ddp and lane.defers:
+                filled = self._synchronisation.mean_of_ranks(filled)
+                if filled:
                     self._synchronisation.reduce_now()
-                result = self._ended(lane, self._completed(lane))
+            if filled:
+                complete = functools.partial(lane.complete, filled=filled)
+                result = self._ended(lane, self._settled(lane, complete))
         return result
 
     def grad(
@@ -288,7 +293,6 @@ class Stepper:
 
     def _backward(self, lane: Lane, loss: Loss) -> StepResult | None:
         """Backward, and the step where the window is full; None where it is not."""
-        self._synchronised = lane.reduces
         alone = len(self._lanes) == 1
         wrapped = bool(self._synchronisation.ddp)
         try:
@@ -296,6 +300,7 @@ class Stepper:
             # the discriminator too.
             inputs = None if alone or wrapped else [p for p in lane.parameters if p.requires_grad]
             reduces = wrapped and lane.reduces
+            self._casts.before_backward(loss.values() if isinstance(loss, Mapping) else [loss])
             lane.backward(loss, inputs=inputs, reduce=self._synchronisation.reduce_now if reduces else None)
             if not alone and wrapped:
                 for other in self._lanes.values():
@@ -305,7 +310,7 @@ class Stepper:
             self._casts.drop()
             raise
         finally:
-            self._synchronisation.end()
+            self._synchronisation.went_backward()
         return self._completed(lane) if lane.filled >= lane.accumulate else None
 
     def _completed(self, lane: Lane) -> StepResult:
