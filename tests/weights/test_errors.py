@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.errors import WeightsError, UnsupportedError
+from narrowcast.errors import UnsupportedError, WeightsError
 from narrowcast.weights import held_by, hold
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.errors import WeightsError, UnsupportedError
+from narrowcast.errors import UnsupportedError, WeightsError
 from narrowcast.weights import hold, is_batch_or_instance_norm, lower
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from narrowcast.errors import WeightsError, UnsupportedError
+from narrowcast.errors import UnsupportedError, WeightsError
 from narrowcast.weights import UpdateMeter, held_by, hold
 
 # Share of swallowed updates and effective gain in bfloat16, by learning rate, for weights ~ N(0, 0.02**2).

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import WeightsError, UnsupportedError, near_names
+from narrowcast.errors import UnsupportedError, WeightsError, near_names
 from narrowcast.weights import _checkpoint
 from narrowcast.weights._gradients import clear, give_back, require_dense, spend, take, untake
 from narrowcast.weights._keepers import Kahan, Keeper, Masters, Pair, Stochastic, release

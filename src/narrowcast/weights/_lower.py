@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from narrowcast.errors import WeightsError, UnsupportedError
+from narrowcast.errors import UnsupportedError, WeightsError
 from narrowcast.weights._rounding import LOW_DTYPES
 
 _WIDE_DTYPES = (torch.float32, torch.float64)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import WeightsError, UnsupportedError
+from narrowcast.errors import UnsupportedError, WeightsError
 from narrowcast.weights._held import HeldWeights, held_by
 from narrowcast.weights._rounding import LOW_DTYPES
 from narrowcast.weights._shadow import aimed_values
@@ -94,7 +94,9 @@ class UpdateMeter:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, every: int = 1) -> None:
         if not isinstance(every, int) or every < 1:
-            raise WeightsError(f"every is the number of steps from one measurement to the next, not {every!r}")
+            raise WeightsError(
+                f"every is the number of steps from one measurement to the next, not {every!r}"
+            )
         self.optimizer = optimizer
         self.every = every
         self.measured_steps = 0
