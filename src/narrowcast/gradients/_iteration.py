@@ -283,12 +283,12 @@ class Iteration:
     def _step_by_itself(
         self, optimizer: torch.optim.Optimizer, state: State, args: Any, kwargs: Any
     ) -> StepResult:
-        """An optimizer of torch's old contract, which is handed the scaler; see ``GradScaler.step``."""
+        """An optimizer of torch's old contract, which ``kwargs`` hand the scaler."""
         warnings.warn(
             "an optimizer whose step takes grad_scaler unscales by itself; torch is going to hand it the "
             "tensors grad_scale and found_inf instead",
             FutureWarning,
-            stacklevel=5,
+            stacklevel=6,  # out of here, the scaler's step, and the two frames of @untraced
         )
         returned = optimizer.step(*args, **kwargs)
         look = self._unscaled(state, optimizer)

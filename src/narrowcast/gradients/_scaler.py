@@ -16,7 +16,7 @@ from narrowcast.gradients._iteration import Iteration, State, clamp, clip_unscal
 from narrowcast.gradients._outcomes import Listener, Outcomes
 from narrowcast.gradients._result import StepResult
 from narrowcast.gradients._scales import Scales
-from narrowcast.gradients._torch_internals import untraced
+from narrowcast.gradients._torch_internals import untraced, wants_the_scaler
 from narrowcast.scaling import Dynamic, LossScale
 
 
@@ -201,6 +201,8 @@ class GradScaler(torch.amp.GradScaler):
         closure = closure_of(args, kwargs)
         if closure is not None:
             return self._iteration.step_with_closure(optimizer, closure, args, kwargs)
+        if wants_the_scaler(optimizer):
+            kwargs["grad_scaler"] = self
         return self._iteration.step(optimizer, args, kwargs)
 
     @untraced

@@ -1,0 +1,218 @@
+"""Clipping: one read of the gradients gives the norm, the check and the step."""
+
+import math
+
+import pytest
+import torch
+
+import narrowcast as nc
+from narrowcast.errors import OrderError, ScaleError
+
+OPTIMIZERS = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1.0),
+    "SGD foreach": lambda ps: torch.optim.SGD(ps, lr=1.0, foreach=True),
+    "SGD fused": lambda ps: torch.optim.SGD(ps, lr=1.0, fused=True),
+}
+# An fp32 norm of n squares is off by at most n/2 + 1 roundings of 2**-24, in fact far less; factor and
+# product add four.
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make_optimizer(request):
+    return OPTIMIZERS[request.param]
+
+
+def parameters_with(values):
+    """Parameters of 0, and the losses that give them these gradients."""
+    parameters = [torch.nn.Parameter(torch.zeros_like(value)) for value in values]
+    return parameters, lambda: sum((p * v).sum() for p, v in zip(parameters, values, strict=True))
+
+
+def norm_of(values, order):
+    every = torch.cat([value.double().flatten() for value in values])
+    return float(torch.linalg.vector_norm(every, order))
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("order", [2.0, math.inf, 1.0, 3.0, 2])
+@pytest.mark.parametrize("scale", [2.0**16, 1000.0, 0.75])
+def test_norm_and_step_against_fp64(make_optimizer, scale, order, small):
+    shapes = ((3,), (2, 5), ()) if small else ((30, 40), (7,), (600,))
+    values = [torch.randn(shape) * 0.01 for shape in shapes]
+    expected = norm_of(values, order)
+    for max_norm in (expected / 3, expected * 3, 0.0, math.inf):
+        parameters, loss = parameters_with(values)
+        optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu", scale)
+        scaler.scale(loss()).backward()
+        norm = scaler.clip_grad_norm_(optimizer, max_norm, order)
+        assert norm.shape == ()
+        assert not norm.requires_grad
+        assert float(norm) == pytest.approx(expected, rel=TOLERANCE)
+        result = scaler.step(optimizer)
+        assert result.grad_norm == float(norm)
+        kept = min(max_norm / (expected + 1e-6), 1.0)
+        for parameter, value in zip(parameters, values, strict=True):
+            torch.testing.assert_close(-parameter.detach(), value * kept, rtol=4 * TOLERANCE, atol=1e-12)
+            torch.testing.assert_close(parameter.grad, value * kept, rtol=4 * TOLERANCE, atol=1e-12)
+
+
+def test_gradients_of_several_formats_have_one_norm(make_optimizer):
+    values = [torch.randn(4), torch.randn(3, dtype=torch.float64), torch.randn(5).bfloat16()]
+    expected = norm_of(values, 2)
+    parameters, loss = parameters_with(values)
+    optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu", 8.0)
+    scaler.scale(loss()).backward()
+    assert float(scaler.clip_grad_norm_(optimizer, 0.5)) == pytest.approx(expected, rel=TOLERANCE)
+    assert not scaler.step(optimizer).skipped
+    for parameter, value in zip(parameters, values, strict=True):
+        rounding = 2.0**-8 if value.dtype == torch.bfloat16 else 4 * TOLERANCE
+        kept = value.double() * 0.5 / expected
+        torch.testing.assert_close(-parameter.detach().double(), kept, rtol=rounding, atol=1e-12)
+
+
+@pytest.mark.parametrize("after_unscaling", [False, True])
+def test_finite_gradients_whose_squares_overflow_are_clipped_and_not_skipped(make_optimizer, after_unscaling):
+    values = [torch.full((3,), 6.6e19), torch.full((600,), -6.6e19)]
+    parameters, loss = parameters_with(values)
+    optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu", 2.0)
+    scaler.scale(loss()).backward()
+    if after_unscaling:
+        scaler.unscale_(optimizer)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert float(norm) == pytest.approx(6.6e19 * math.sqrt(603), rel=TOLERANCE)
+    assert not scaler.step(optimizer).skipped
+    assert math.sqrt(sum(float(p.detach().square().sum()) for p in parameters)) == pytest.approx(
+        1.0, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_a_divisor_too_large_for_fp32_does_not_make_gradients_zero(make_optimizer, order):
+    """2**127 times 5 is no fp32 number, and a division by infinity would train on zeros."""
+    parameters, loss = parameters_with([torch.full((2,), 0.5)])
+    optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu", 2.0**127)
+    scaler.scale(loss()).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 0.1, order)
+    assert not scaler.step(optimizer).skipped
+    expected = 0.5 * 0.1 / float(norm)
+    assert parameters[0].tolist() == pytest.approx([-expected] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_the_parts_of_a_sparse_gradient_are_summed_first(clip):
+    """Row 1 is used twice: its gradient is 2 in each of two places."""
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer, scaler = torch.optim.SGD(table.parameters(), lr=1.0), nc.GradScaler("cpu", 64.0)
+    before = table.weight.detach().clone()
+    scaler.scale(table(torch.tensor([1, 1, 2])).sum()).backward()
+    assert not table.weight.grad.is_coalesced()
+    if clip == "norm":
+        assert float(scaler.clip_grad_norm_(optimizer, 1.0)) == pytest.approx(math.sqrt(10))
+        expected = torch.tensor([[0, 0], [2, 2], [1, 1], [0, 0]]) / math.sqrt(10)
+    else:
+        scaler.clip_grad_value_(optimizer, 1.5)
+        expected = torch.tensor([[0, 0], [1.5, 1.5], [1, 1], [0, 0]])
+    assert not scaler.step(optimizer).skipped
+    torch.testing.assert_close(before - table.weight.detach(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_stay_scaled_until_a_fused_step_and_may_not_change_meanwhile():
+    parameters, loss = parameters_with([torch.tensor([3.0, 4.0])])
+    optimizer, scaler = torch.optim.SGD(parameters, lr=1.0, fused=True), nc.GradScaler("cpu", 8.0)
+    scaler.scale(loss()).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    assert parameters[0].grad.tolist() == [24.0, 32.0]
+    parameters[0].grad.mul_(2.0)
+    message = r"^the gradients were changed between clip_grad_norm_ and step, while they were still scaled"
+    with pytest.raises(OrderError, match=message):
+        scaler.step(optimizer)
+    with pytest.raises(OrderError, match=message):
+        scaler.clip_grad_value_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize("then", ["norm", "value", "other norm"])
+def test_one_clip_after_another(make_optimizer, then):
+    values = [torch.tensor([3.0, -4.0])]
+    (ours, loss), (plain, plain_loss) = parameters_with(values), parameters_with(values)
+    optimizer, scaler = make_optimizer(ours), nc.GradScaler("cpu", 8.0)
+    scaler.scale(loss()).backward()
+    plain_loss().backward()
+    scaler.clip_grad_norm_(optimizer, 2.0)
+    torch.nn.utils.clip_grad_norm_(plain, 2.0)
+    if then == "value":
+        scaler.clip_grad_value_(optimizer, 1.5)
+        torch.nn.utils.clip_grad_value_(plain, 1.5)
+    else:
+        order = 2.0 if then == "norm" else 1.0
+        scaler.clip_grad_norm_(optimizer, 0.5, order)
+        torch.nn.utils.clip_grad_norm_(plain, 0.5, order)
+    scaler.step(optimizer)
+    torch.testing.assert_close(-ours[0].detach(), plain[0].grad, rtol=4 * TOLERANCE, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_clipping_by_value_hides_no_overflow(make_optimizer, value):
+    parameters, loss = parameters_with([torch.tensor([1.0, value])])
+    optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu")
+    scaler.scale(loss()).backward()
+    scaler.clip_grad_value_(optimizer, 0.5)
+    assert parameters[0].grad[0] == 0.5
+    assert math.isnan(value) == math.isnan(parameters[0].grad[1])
+    assert scaler.step(optimizer).skipped
+    assert parameters[0].tolist() == [0.0, 0.0]
+
+
+def test_limits_that_are_no_limits_are_refused(make_optimizer):
+    parameters, loss = parameters_with([torch.ones(2)])
+    optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu")
+    scaler.scale(loss()).backward()
+    for bad in (-1.0, math.nan, -math.inf, "1", None):
+        with pytest.raises(ScaleError, match=rf"^max_norm must be a number of at least 0, got {bad!r}$"):
+            scaler.clip_grad_norm_(optimizer, bad)
+        with pytest.raises(ScaleError, match=rf"^value must be a number of at least 0, got {bad!r}$"):
+            scaler.clip_grad_value_(optimizer, bad)
+    assert float(scaler.clip_grad_norm_(optimizer, torch.tensor(0.5))) == pytest.approx(math.sqrt(2))
+
+
+def test_order_of_calls(make_optimizer):
+    parameters, loss = parameters_with([torch.ones(2)])
+    optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu")
+    for clip in (scaler.clip_grad_norm_, scaler.clip_grad_value_):
+        with pytest.raises(OrderError, match=rf"^Attempted {clip.__name__} but no loss was scaled yet"):
+            clip(optimizer, 1.0)
+    scaler.scale(loss()).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    with pytest.raises(OrderError, match=r"^unscale_\(\) has already been called on this optimizer since"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    for clip in (scaler.clip_grad_norm_, scaler.clip_grad_value_):
+        with pytest.raises(
+            OrderError, match=rf"^{clip.__name__}\(\) is being called after step\(\): call it"
+        ):
+            clip(optimizer, 1.0)
+
+
+def test_a_disabled_scaler_still_clips(make_optimizer):
+    for order in (2.0, 1.0):
+        parameters, loss = parameters_with([torch.tensor([3.0, -4.0])])
+        optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu", enabled=False)
+        scaler.scale(loss()).backward()
+        assert float(scaler.clip_grad_norm_(optimizer, 1.0, order)) == (5.0 if order == 2.0 else 7.0)
+        expected = (torch.tensor([3.0, -4.0]) / (5.0 if order == 2.0 else 7.0)).tolist()
+        assert parameters[0].grad.tolist() == pytest.approx(expected, rel=1e-5)
+        scaler.clip_grad_value_(optimizer, 0.01)
+        assert parameters[0].grad.tolist() == pytest.approx([0.01, -0.01])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_with_a_graph_of_their_own(make_optimizer):
+    weight = torch.nn.Parameter(torch.tensor([1.5, 2.0]))
+    optimizer, scaler = make_optimizer([weight]), nc.GradScaler("cpu", 8.0)
+    scaler.scale(weight.square().sum()).backward(create_graph=True)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert not norm.requires_grad
+    assert float(norm) == 5.0
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 1.2]), rtol=1e-5, atol=0.0)
+    weight.grad = None  # which holds the graph, and the graph the weight

@@ -1,0 +1,177 @@
+"""Gradients in fp16, bf16 and fp64, sparse ones, and scales so small that unscaling overflows."""
+
+import math
+
+import pytest
+import torch
+from pairs import same
+
+import narrowcast as nc
+from narrowcast.errors import Fp16GradientError
+
+SWITCHES = [{}, {"foreach": True}, {"fused": True}]
+
+
+def half_and(**switches):
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]).half())
+    other = torch.nn.Parameter(torch.ones(1))
+    named = [("layer.weight", weight), ("layer.bias", other)]
+    return weight, other, torch.optim.SGD(named, lr=0.25, **switches)
+
+
+@pytest.mark.parametrize("method", ["step", "unscale_", "clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_fp16_gradients_are_refused_by_name_and_nothing_is_divided(switches, method):
+    """torch lets them through where the optimizer is fused."""
+    weight, other, optimizer = half_and(**switches)
+    scaler = nc.GradScaler("cpu", 8.0)
+    scaler.scale(weight.sum() + other.sum()).backward()
+    arguments = (1.0,) if method.startswith("clip") else ()
+    with pytest.raises(Fp16GradientError) as error:
+        getattr(scaler, method)(optimizer, *arguments)
+    assert str(error.value) == (
+        "expected gradients in fp32, got fp16 for layer.weight: an update smaller than 2**-11 of a weight in "
+        'fp16 is lost. Keep fp32 master weights with nc.Stepper(model, optimizer, policy="O2"), or pass '
+        "allow_fp16_gradients=True to nc.GradScaler to go on in fp16"
+    )
+    assert weight.grad.tolist() == [8.0, 8.0]
+    assert other.grad.tolist() == [8.0]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.3, math.inf])
+def test_fp16_gradients_allowed_are_stepped_as_torch_steps_them(switches, factor, monkeypatch):
+    weights = []
+    for make in (torch.amp.GradScaler, nc.GradScaler):
+        weight, other, optimizer = half_and(**switches)
+        scaler = (
+            make("cpu", 8.0) if make is torch.amp.GradScaler else make("cpu", 8.0, allow_fp16_gradients=True)
+        )
+        if make is torch.amp.GradScaler:  # as people do it: the check is an argument of a private method
+            unscale = scaler._unscale_grads_
+            monkeypatch.setattr(scaler, "_unscale_grads_", lambda *a, unscale=unscale: unscale(*a[:3], True))
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum() + other.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append((weight.detach(), other.detach(), scaler.get_scale()))
+    (theirs, their_other, their_scale), (ours, our_other, our_scale) = weights
+    assert same(ours, theirs)
+    assert same(our_other, their_other)
+    assert our_scale == their_scale
+
+
+@pytest.mark.parametrize("allow", [True, False])
+def test_sparse_gradients_in_fp16_overflow_where_their_parts_are_summed(allow):
+    """Twice 40000 is no fp16 number, each 40000 is."""
+    table = torch.nn.Embedding(3, 1, sparse=True, dtype=torch.float16)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    scaler = nc.GradScaler("cpu", 2.0**-1, allow_fp16_gradients=allow)
+    before = table.weight.detach().clone()
+    scaler.scale((table(torch.tensor([1, 1])).float() * 80000.0).sum()).backward()
+    if not allow:
+        with pytest.raises(Fp16GradientError):
+            scaler.step(optimizer)
+        return
+    assert scaler.step(optimizer).skipped
+    assert torch.equal(table.weight, before)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_formats_step_as_without_a_scaler(dtype, switches, clips):
+    """A power of two in and out again changes nothing; clipping rounds once more."""
+    start = torch.randn(50, dtype=torch.float64)
+    stepped = []
+    for scaler in (None, nc.GradScaler("cpu", 1024.0)):
+        weight = torch.nn.Parameter(start.to(dtype))
+        optimizer = torch.optim.SGD([weight], lr=0.5, **switches)
+        loss = weight.square().sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if clips and scaler is None:
+            torch.nn.utils.clip_grad_norm_([weight], 0.5)
+        elif clips:
+            scaler.clip_grad_norm_(optimizer, 0.5)
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+        stepped.append(weight.detach())
+    if clips:
+        rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(stepped[1], stepped[0], rtol=rounding, atol=rounding)
+    else:
+        assert torch.equal(stepped[1], stepped[0])
+
+
+@pytest.mark.parametrize("way", ["step", "unscale_", "norm", "infinity norm", "value", "closure"])
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_below_a_scale_of_one_no_infinity_reaches_a_parameter(switches, way):
+    """Scaled, the gradient of 1e42 is finite; unscaled it is not."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0, **switches), nc.GradScaler("cpu", 2.0**-20)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * 1e30).sum() * 1e12
+        scaler.scale(loss).backward()
+        return loss
+
+    if way == "closure":
+        result = scaler.step(optimizer, closure)
+    else:
+        closure()
+        assert torch.isfinite(weight.grad).all()
+        if way == "unscale_":
+            scaler.unscale_(optimizer)
+        elif way == "value":
+            scaler.clip_grad_value_(optimizer, 1.0)
+        elif way != "step":
+            scaler.clip_grad_norm_(optimizer, 1.0, math.inf if way == "infinity norm" else 2.0)
+        result = scaler.step(optimizer)
+    assert result.skipped
+    assert weight.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_below_a_scale_of_one_finite_gradients_step(switches):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0, **switches), nc.GradScaler("cpu", 0.25)
+    scaler.scale((weight * 0.5).sum()).backward()
+    assert not scaler.step(optimizer).skipped
+    assert weight.tolist() == [0.5, 0.5]
+
+
+def test_fused_momentum_after_a_skipped_first_step():
+    """torch leaves its buffer as the memory was, and adds to it at the next step."""
+    weights = []
+    for skips in (0, 1):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+        scaler = nc.GradScaler("cpu")
+        for factor in [math.inf] * skips + [1.0, 1.0]:
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            assert bool(optimizer.state) == math.isfinite(factor)
+            scaler.update()
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("scale", [8.0, 10.0])
+def test_a_grad_scale_of_the_users_own_is_multiplied_in_for_one_step(scale):
+    stepped = []
+    for make in (torch.amp.GradScaler, nc.GradScaler):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0, fused=True), make("cpu", scale)
+        for factor in (3.0, math.inf, 3.0):
+            optimizer.zero_grad()
+            optimizer.grad_scale = torch.tensor(4.0)
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.step(optimizer)
+            assert not hasattr(optimizer, "grad_scale")
+            assert not hasattr(optimizer, "found_inf")
+            scaler.update()
+        stepped.append(weight.detach())
+    assert torch.equal(*stepped)
+    assert stepped[0].tolist() == pytest.approx([-0.5, -0.5])

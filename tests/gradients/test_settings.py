@@ -1,0 +1,262 @@
+"""What a ``GradScaler`` is made with, what it refuses, and what it saves."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+
+import narrowcast as nc
+from narrowcast.errors import DeviceError, ScaleError
+from narrowcast.scaling import Dynamic, LogMax, Off, Static
+
+POSITIVE = "expected a positive, finite loss scale from 2**-126 to 2**127, got "
+WHOLE = "growth_interval must be a whole number of at least 1, got "
+REFUSED = {
+    "negative": ({"init_scale": -1.0}, POSITIVE + "-1.0"),
+    "zero": ({"init_scale": 0}, POSITIVE + "0"),
+    "NaN": ({"init_scale": math.nan}, POSITIVE + "nan"),
+    "word": ({"init_scale": "big"}, "expected a loss scale that is a number, got 'big'"),
+    "no growth": ({"growth_factor": 1.0}, "growth_factor must be above 1 and finite, got 1.0"),
+    "no number": ({"growth_factor": math.nan}, "growth_factor must be above 1 and finite, got nan"),
+    "no backoff": ({"backoff_factor": 1.0}, "backoff_factor must be between 0 and 1, got 1.0"),
+    "flips": ({"backoff_factor": -3.0}, "backoff_factor must be between 0 and 1, got -3.0"),
+    "interval": ({"growth_interval": 0}, WHOLE + "0"),
+    "half an interval": ({"growth_interval": 2.5}, WHOLE + "2.5"),
+    "hysteresis": ({"hysteresis": 0}, "hysteresis must be a whole number of at least 1, got 0"),
+    "limits": ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale must be at most max_scale, got 8.0 and 4.0"),
+    "below": (
+        {"min_scale": 2.0**20},
+        "scale must be from min_scale to max_scale, here 1048576.0 to 1.7014118346046923e+38, got 65536.0",
+    ),
+    "above": (
+        {"max_scale": 8.0},
+        "scale must be from min_scale to max_scale, here 1.1754943508222875e-38 to 8.0, got 65536.0",
+    ),
+    "patience": ({"patience": 0}, "patience must be a whole number of at least 1, or None, got 0"),
+    "half a patience": ({"patience": 2.5}, "patience must be a whole number of at least 1, or None, got 2.5"),
+    "schedule": (
+        {"schedule": "torch"},
+        "expected a schedule from narrowcast.scaling, as Dynamic(...), Static(scale=8.0) or LogMax(), "
+        "got 'torch'",
+    ),
+    "beside": (
+        {"schedule": Static(scale=8.0), "init_scale": 4.0, "max_scale": 16.0, "hysteresis": 2},
+        "a schedule has settings of its own, got init_scale, max_scale, hysteresis beside it: write "
+        "schedule=Static(...) with them inside",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_settings_that_cannot_work_are_refused(settings, message, enabled):
+    with pytest.raises(ScaleError) as error:
+        nc.GradScaler("cpu", **settings, enabled=enabled)
+    assert str(error.value) == message
+
+
+def test_devices():
+    for device in ("cpu", "cpu:0", torch.device("cpu"), None):
+        scaler = nc.GradScaler(device)
+        assert scaler.scale(torch.ones(())).item() == 2.0**16
+    with pytest.raises(
+        DeviceError, match=r"^unknown device type 'cdua' .* Did you mean \"cuda\"\? Known: cpu"
+    ):
+        nc.GradScaler("cdua")
+    with pytest.raises(DeviceError, match=r"^unknown device type 'meta' "):
+        nc.GradScaler(torch.device("meta"))
+    with pytest.raises(DeviceError, match=r"^unknown device type '65536\.0' "):
+        nc.GradScaler(65536.0)  # init_scale is the second
+    assert not nc.GradScaler("cuda", enabled=False).is_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu: it is about a machine without CUDA")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 1)])
+def test_cuda_without_cuda_is_an_error_that_says_the_fix(device):
+    with pytest.raises(DeviceError) as error:
+        nc.GradScaler(device)
+    why = "torch sees no GPU" if torch.version.cuda or torch.version.hip else "this torch is a CPU build"
+    assert str(error.value) == (
+        f"device 'cuda' was asked for and {why}. Use device 'cpu', or install a CUDA build of torch on a "
+        "machine with a GPU (python -c 'import torch; print(torch.cuda.is_available())')."
+    )
+
+
+@pytest.mark.parametrize(("settings", "message"), list(REFUSED.values())[:1] + list(REFUSED.values())[4:9])
+def test_setters_refuse_the_same(settings, message):
+    scaler = nc.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    ((name, value),) = settings.items()
+    change = scaler.update if name == "init_scale" else getattr(scaler, f"set_{name}")
+    with pytest.raises(ScaleError) as error:
+        change(value)
+    assert str(error.value) == message
+    assert scaler.loss_scale() == Dynamic()
+
+
+def test_new_scales():
+    scaler = nc.GradScaler("cpu", max_scale=2.0**20)
+    scaler.scale(torch.ones(()))
+    for good in (4, 8.0, torch.tensor(16.0), torch.tensor([32]), torch.tensor([[64.0]], dtype=torch.float64)):
+        scaler.update(good)
+        assert scaler.get_scale() == float(good)
+        assert scaler.scale(torch.ones(())).item() == float(good)
+    for bad in (torch.ones(2), torch.ones((), requires_grad=True), "8", True, [8.0]):
+        with pytest.raises(
+            ScaleError, match=r"^new_scale should be a number, or a tensor of one element with"
+        ):
+            scaler.update(bad)
+    for bad in (0, math.nan, math.inf, 2.0**128):
+        with pytest.raises(ScaleError, match=r"^expected a positive, finite loss scale from 2\*\*-126 to"):
+            scaler.update(bad)
+    with pytest.raises(ScaleError, match=r"^scale must be from min_scale to max_scale"):
+        scaler.update(2.0**21)
+    assert scaler.get_scale() == 64.0
+
+
+def test_what_only_a_dynamic_scale_has_is_said_of_the_others():
+    for schedule in (Static(scale=8.0), LogMax(), Off()):
+        scaler, kind = nc.GradScaler("cpu", schedule=schedule), type(schedule).__name__
+        with pytest.raises(ScaleError, match=rf"^{kind} has no growth_factor: only Dynamic has$"):
+            scaler.get_growth_factor()
+        with pytest.raises(ScaleError, match=rf"^{kind} has no growth_factor to set: Dynamic has$"):
+            scaler.set_growth_factor(3.0)
+        assert scaler._get_growth_tracker() == 0
+    scaler = nc.GradScaler("cpu", schedule=Static(scale=8.0))
+    scaler.scale(torch.ones(()))
+    scaler.update(2.0)
+    assert scaler.loss_scale() == Static(scale=2.0)
+
+
+def test_what_cannot_be_scaled_is_said():
+    scaler = nc.GradScaler("cpu")
+    for bad in (3.0, "loss", b"loss", [torch.ones(()), None]):
+        with pytest.raises(ValueError, match=r"^outputs must be a Tensor or an iterable of Tensors, got"):
+            scaler.scale(bad)
+    generated = scaler.scale(torch.full((), value) for value in (1.0, 2.0))
+    assert [scaled.item() for scaled in generated] == [2.0**16, 2.0**17]
+
+
+def test_it_is_one_of_torchs_scalers():
+    assert isinstance(nc.GradScaler("cpu"), torch.amp.GradScaler)
+
+
+# ---- disabled
+
+
+def test_a_disabled_scaler_does_nothing_but_step():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = nc.GradScaler("cpu", enabled=False)
+    loss = weight.sum()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    result = scaler.step(optimizer)
+    assert (result.skipped, result.scale, result.nonfinite) == (False, 1.0, ())
+    assert weight.tolist() == [0.0, 0.0]
+    scaler.update()
+    scaler.update(-3.0)
+    assert scaler.get_scale() == 1.0
+    assert scaler._get_growth_tracker() == 0
+    weight.grad.fill_(math.nan)
+    (result,) = scaler.step_together([optimizer])
+    assert not result.skipped  # nobody looked
+    assert weight.isnan().all()
+
+
+# ---- states
+
+SCHEDULES = [
+    Dynamic(scale=24.0, growth_factor=3.0, backoff_factor=0.1, growth_interval=7, good_steps=3),
+    Dynamic(scale=24.0, rule="megatron", hysteresis=3, hysteresis_left=1, min_scale=2.0, max_scale=64.0),
+    Dynamic(scale=24.0, rule="deepspeed", growth_interval=5, good_steps=5, hysteresis=2),
+    Static(scale=24.0),
+    LogMax(scale=24.0, steps=2, mean_sum=0.5, slow_mean_sum=0.25, square_sum=1.0),
+    Off(),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+@pytest.mark.parametrize("way", ["state", "file", "disabled and back", "pickle", "deepcopy"])
+def test_a_scaler_goes_on_from_what_it_saved(way, schedule):
+    scaler = nc.GradScaler("cpu", schedule=schedule, patience=3, allow_fp16_gradients=True)
+    if way in ("pickle", "deepcopy"):
+        again = pickle.loads(pickle.dumps(scaler)) if way == "pickle" else copy.deepcopy(scaler)
+        assert again.__getstate__() == scaler.__getstate__()
+    else:
+        state = scaler.state_dict()
+        if way == "file":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+        if way == "disabled and back":
+            between = nc.GradScaler("cpu", enabled=False)
+            between.load_state_dict(state)
+            state = between.state_dict()
+        again = nc.GradScaler("cpu")
+        again.scale(torch.ones(()))
+        again.load_state_dict(state)
+    assert again.loss_scale() == schedule
+    assert again.scale(torch.ones(())).item() == schedule.scale
+
+
+def test_pickling_keeps_every_setting_and_leaves_listeners_behind():
+    scaler = nc.GradScaler("cpu", 8.0, enabled=False, patience=None, allow_fp16_gradients=True)
+    scaler.on_step(lambda result: None)  # which could not be pickled
+    again = pickle.loads(pickle.dumps(scaler))
+    assert not again.is_enabled()
+    weight = torch.nn.Parameter(torch.ones(2).half())
+    other = pickle.loads(pickle.dumps(nc.GradScaler("cpu", 8.0, patience=1, allow_fp16_gradients=True)))
+    other.scale((weight * math.inf).sum()).backward()
+    with pytest.raises(nc.NarrowcastError, match="1 steps of SGD in a row"):
+        other.step(torch.optim.SGD([weight], lr=0.1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:3], ids=repr)
+def test_torch_reads_the_state_of_every_dynamic_scale(schedule):
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(nc.GradScaler("cpu", schedule=schedule).state_dict())
+    assert theirs.get_scale() == 24.0
+    assert theirs.get_growth_interval() == schedule.growth_interval
+    assert theirs._get_growth_tracker() == min(schedule.good_steps, schedule.growth_interval - 1)
+
+
+def test_a_state_of_torch_keeps_the_limits_and_hysteresis_of_ours():
+    scaler = nc.GradScaler("cpu", 64.0, hysteresis=2, min_scale=4.0, max_scale=128.0)
+    scaler.load_state_dict(torch.amp.GradScaler("cpu", 32.0, 3.0, 0.25, 5).state_dict())
+    assert scaler.loss_scale() == Dynamic(
+        scale=32.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=5,
+        rule="apex", hysteresis=2, min_scale=4.0, max_scale=128.0,
+    )  # fmt: skip
+
+
+def test_states_that_cannot_be_read():
+    scaler, torchs = nc.GradScaler("cpu"), torch.amp.GradScaler("cpu").state_dict()
+    with pytest.raises(ScaleError) as error:
+        scaler.load_state_dict({"scale": 1.0, "growth_factor": 2.0})
+    assert str(error.value) == (
+        "expected the state of a GradScaler, with scale, growth_factor, backoff_factor, growth_interval, "
+        "_growth_tracker; backoff_factor, growth_interval, _growth_tracker missing. States of apex, "
+        "DeepSpeed and Megatron are read by narrowcast.scaling.from_state"
+    )
+    with pytest.raises(ScaleError, match=r"^expected a positive, finite loss scale .*, got 0\.0$"):
+        scaler.load_state_dict({**torchs, "scale": 0.0})
+    with pytest.raises(ScaleError, match=r"^unknown kind of loss scale 'Dynamik' in a saved state\. Did you"):
+        scaler.load_state_dict({"schedule": {"kind": "Dynamik"}})
+    with pytest.raises(ScaleError, match=r"^a saved Static that this version does not read: .*'speed'"):
+        scaler.load_state_dict({"schedule": {"kind": "Static", "scale": 8.0, "speed": 1}})
+    with pytest.raises(
+        ScaleError, match=r"^a state of torch\.amp\.GradScaler is of a dynamic scale, and this"
+    ):
+        nc.GradScaler("cpu", schedule=Static(scale=8.0)).load_state_dict(torchs)
+    with pytest.warns(
+        UserWarning, match=r"^the saved state is empty: it is that of a torch\.amp\.GradScaler"
+    ):
+        scaler.load_state_dict({})
+    assert scaler.loss_scale() == Dynamic()
