@@ -373,6 +373,12 @@ class GradScaler(torch.amp.GradScaler):
         self._begin(Scales(state["first"]), Outcomes(state["patience"]), None)
         self._scales.set(state["scales"])
 
+    def __repr__(self) -> str:
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        names = [name for name in self._scales.by_name if name is not None]
+        return f"GradScaler({self._scales.first!r}{f', names={names}' if names else ''})"
+
     # ---- what other libraries read of torch's scaler
 
     @property

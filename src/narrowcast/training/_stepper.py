@@ -13,7 +13,7 @@ import torch
 from narrowcast.casting import autocast
 from narrowcast.errors import OrderError, SettingError, near_names
 from narrowcast.gradients import GradScaler, StepResult
-from narrowcast.policy import Policy
+from narrowcast.policy import Policy, format_name
 from narrowcast.training._casts import KeptCasts
 from narrowcast.training._guards import check_loss, device_of, only_within
 from narrowcast.training._lane import Lane, Loss
@@ -279,6 +279,14 @@ class Stepper:
         """What is computed in, by device type."""
         return dict(self._formats)
 
+    def __repr__(self) -> str:
+        lanes = [
+            f"{'' if name is None else f'{name}: '}{', '.join(type(o).__name__ for o in lane.optimizers)}"
+            for name, lane in self._lanes.items()
+        ]
+        formats = ", ".join(f"{format_name(dtype)} on {device}" for device, dtype in self._formats.items())
+        return f"Stepper({type(self.model).__name__}, {'; '.join(lanes)}, {formats}, steps={self.steps})"
+
     # ---- one step
 
     def _lane(self, name: str | None) -> Lane:
@@ -299,9 +307,8 @@ class Stepper:
             # Of several optimizers only the one whose turn it is gets gradients: a generator's loss reaches
             # the discriminator too.
             inputs = None if alone or wrapped else [p for p in lane.parameters if p.requires_grad]
-            reduces = wrapped and lane.reduces
             self._casts.before_backward(loss.values() if isinstance(loss, Mapping) else [loss])
-            lane.backward(loss, inputs=inputs, reduce=self._synchronisation.reduce_now if reduces else None)
+            lane.backward(loss, inputs=inputs, reduce=self._synchronisation.reduce_now if wrapped else None)
             if not alone and wrapped:
                 for other in self._lanes.values():
                     if other is not lane:
