@@ -65,10 +65,11 @@ class NamedPasses:
             return
         reference = weakref.ref(leaf)
 
-        def unscale(gradient: torch.Tensor) -> torch.Tensor | None:
+        # torch.autograd.grad(allow_unused=True) calls it without a gradient where the pass does not come by.
+        def unscale(gradient: torch.Tensor | None) -> torch.Tensor | None:
             found = self._names_of_passes.get(graph_task_id())
             tensor = reference()
-            if found is None or tensor is None:
+            if gradient is None or found is None or tensor is None:
                 return None
             name, factor = found
             if tensor.grad is None:

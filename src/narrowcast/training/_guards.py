@@ -42,7 +42,10 @@ def only_within(stepper: weakref.ref[Any], lane: weakref.ref[Lane]) -> Callable[
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         owner = lane()
-        if stepper() is not None and owner is not None and not owner.stepping:
+        if stepper() is None or owner is None or owner.stepping:
+            return
+        # At a rate of 0 torch.distributed.checkpoint makes the state that it is about to load.
+        if owner.filled or any(group.get("lr") != 0 for group in optimizer.param_groups):
             raise OrderError(
                 f"{type(optimizer).__name__}.step was called by hand: its gradients belong to a Stepper and "
                 "may be scaled or half a window. Call result = stepper.step(loss), which steps"

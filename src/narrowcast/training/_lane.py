@@ -86,7 +86,7 @@ class Lane:
         """Add the gradients of one micro-batch, scaled, and averaged over the window.
 
         Args:
-            reduce: averages them over the ranks where this micro-batch completes the window, under DDP.
+            reduce: averages gradients that DDP has not seen over the ranks; None without DDP.
         """
         if self.filled and not self._holds_gradients():
             raise OrderError(
@@ -105,7 +105,7 @@ class Lane:
                 _accumulate(scaled, [p for p in self.parameters if p.requires_grad], retain_graph=again)
             else:
                 torch.autograd.backward(scaled, inputs=inputs, retain_graph=again)
-        if reduce is not None and by_hand:
+        if reduce is not None and by_hand and self.reduces:
             reduce()
         self.filled += 1
         for held in self.held:

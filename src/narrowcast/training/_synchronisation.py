@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 _BUCKET_BYTES = 2**25  # what DDP itself reduces at once
+_NONE, _DENSE = 0, 1
 
 
 class Synchronisation:
@@ -20,20 +21,35 @@ class Synchronisation:
         self.ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._without = ExitStack()
         self._open = False
+        # In its first backward pass a static graph is learnt, which fails where nothing is reduced. Reducing
+        # once more than needed changes nothing: the mean of means over the same ranks is the mean.
+        self._learns = any(module.static_graph for module in self.ddp)
 
     def begin(self, *, reduces: bool) -> None:
         """A micro-batch begins, with its forward pass; DDP decides there what its backward will do."""
-        if not reduces and not self._open:
+        if reduces or self._learns:
+            self.end()
+        elif not self._open:
             self._open = True
             for module in self.ddp:
                 self._without.enter_context(module.no_sync())
-        elif reduces:
-            self.end()
+
+    def went_backward(self) -> None:
+        """The micro-batch is over."""
+        self._learns = False
+        self.end()
 
     def end(self) -> None:
-        """The micro-batch has gone backward."""
+        """What runs from now on reduces."""
         self._open = False
         self._without.close()
+
+    def mean_of_ranks(self, count: float) -> float:
+        """A number of each rank, averaged."""
+        group = self.ddp[0].process_group
+        total = torch.tensor(count, device=next(self.ddp[0].parameters()).device)
+        dist.all_reduce(total, group=group)
+        return float(total) / dist.get_world_size(group)
 
     @torch.no_grad()
     def reduce_now(self) -> None:
@@ -55,14 +71,13 @@ def _average(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
     dense: list[torch.Tensor] = []
     for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
-        if parameter.grad is None and kind:
-            layout = torch.strided if kind == 1 else torch.sparse_coo
-            parameter.grad = torch.zeros_like(parameter, layout=layout)
-        if kind == 1:
-            assert parameter.grad is not None
+        if kind == _NONE:
+            continue
+        if parameter.grad is None:
+            parameter.grad = _zeros(parameter, kind)
+        if kind == _DENSE:
             dense.append(parameter.grad)
-        elif kind == 2:
-            assert parameter.grad is not None
+        else:
             parameter.grad.div_(dist.get_world_size(group))
             dist.all_reduce(parameter.grad, group=group)
     for bucket in _buckets(dense):
@@ -73,7 +88,19 @@ def _average(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
 
 
 def _kind(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else 2 if gradient.is_sparse else 1
+    """None, dense, or above that by as many dimensions as are sparse."""
+    if gradient is None:
+        return _NONE
+    return _DENSE + (gradient.sparse_dim() if gradient.is_sparse else 0)
+
+
+def _zeros(parameter: torch.Tensor, kind: int) -> torch.Tensor:
+    if kind == _DENSE:
+        return torch.zeros_like(parameter)
+    sparse = kind - _DENSE
+    indices = torch.empty((sparse, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[sparse:]))
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
