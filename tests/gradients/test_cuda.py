@@ -126,6 +126,20 @@ def test_steps_are_torchs_to_the_bit(fused, kind):
     assert weights[0][1] == weights[1][1]
 
 
+def test_squares_that_overflow_skip_a_clipped_step(no_waiting):
+    """On a CPU they are looked at again; here that would wait, and a lower scale mends it."""
+    weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0, fused=True), nc.GradScaler("cuda", 2.0)
+    scaler.scale((weight * 6.6e19).sum()).backward()
+    with no_waiting:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        result = scaler.step(optimizer)
+        scaler.update()
+    assert result.skipped
+    assert weight.tolist() == [0.0] * 4
+    assert scaler.get_scale() == 1.0
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_parameters_on_two_devices_skip_together(clips):
     if torch.cuda.device_count() < 2:

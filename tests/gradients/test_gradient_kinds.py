@@ -105,10 +105,11 @@ def test_other_formats_step_as_without_a_scaler(dtype, switches, clips):
 
 @pytest.mark.parametrize("way", ["step", "unscale_", "norm", "infinity norm", "value", "closure"])
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_below_a_scale_of_one_no_infinity_reaches_a_parameter(switches, way):
+@pytest.mark.parametrize("scale", [2.0**-20, 1e-6])
+def test_below_a_scale_of_one_no_infinity_reaches_a_parameter(scale, switches, way):
     """Scaled, the gradient of 1e42 is finite; unscaled it is not."""
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer, scaler = torch.optim.SGD([weight], lr=1.0, **switches), nc.GradScaler("cpu", 2.0**-20)
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0, **switches), nc.GradScaler("cpu", scale)
 
     def closure():
         optimizer.zero_grad()
@@ -132,13 +133,46 @@ def test_below_a_scale_of_one_no_infinity_reaches_a_parameter(switches, way):
     assert weight.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("scale", [0.25, 0.3])
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_below_a_scale_of_one_finite_gradients_step(switches):
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer, scaler = torch.optim.SGD([weight], lr=1.0, **switches), nc.GradScaler("cpu", 0.25)
-    scaler.scale((weight * 0.5).sum()).backward()
-    assert not scaler.step(optimizer).skipped
-    assert weight.tolist() == [0.5, 0.5]
+def test_below_a_scale_of_one_finite_gradients_step(switches, scale):
+    stepped = []
+    for make in (torch.amp.GradScaler, nc.GradScaler):
+        weight = torch.nn.Parameter(torch.ones(20))
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0, **switches), make("cpu", scale)
+        scaler.scale((weight * torch.linspace(-1, 1, 20)).sum()).backward()
+        scaler.step(optimizer)
+        stepped.append(weight.detach())
+    # A fused step divides under torch; here it multiplies by the inverse, which is rounded once more.
+    torch.testing.assert_close(*stepped, rtol=1e-6, atol=1e-7)
+    assert scale != 0.25 or torch.equal(*stepped)
+
+
+@pytest.mark.parametrize("scale", [8.0, 10.0])
+def test_gradients_after_a_skipped_fused_step(scale):
+    seen = []
+    for make in (torch.amp.GradScaler, nc.GradScaler):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0, fused=True), make("cpu", scale)
+        scaler.scale((weight * torch.tensor([1.0, math.inf])).sum()).backward()
+        scaler.step(optimizer)
+        seen.append(weight.grad[0].item())
+    assert seen == [scale, 1.0 if scale == 8.0 else scale]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def test_gradients_that_came_after_unscaling_are_refused(switches):
+    """Nobody has checked or divided them."""
+    for make in (torch.amp.GradScaler, nc.GradScaler):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer, scaler = torch.optim.SGD([weight], lr=1.0, **switches), make("cpu")
+        loss = scaler.scale(weight.sum())
+        scaler.unscale_(optimizer)
+        loss.backward()
+        accident = AttributeError if make is torch.amp.GradScaler and "fused" in switches else AssertionError
+        with pytest.raises(accident):
+            scaler.step(optimizer)
+        assert weight.tolist() == [1.0, 1.0]
 
 
 def test_fused_momentum_after_a_skipped_first_step():

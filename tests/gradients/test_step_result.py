@@ -103,6 +103,16 @@ def test_a_step_that_raises_can_be_tried_again():
     assert torch.equal(model.bias, before - 1.0)
 
 
+def test_a_fused_step_that_raises_leaves_nothing_on_the_optimizer():
+    for make, left in ((torch.amp.GradScaler, True), (nc.GradScaler, False)):
+        scaler, (model, optimizer) = make("cpu", 10.0), model_and(fused=True)
+        optimizer.register_step_pre_hook(lambda *_: {}["nothing"])
+        backward(scaler, model)
+        with pytest.raises(KeyError):
+            scaler.step(optimizer)
+        assert hasattr(optimizer, "grad_scale") == hasattr(optimizer, "found_inf") == left
+
+
 def test_one_optimizer_without_gradients_leaves_the_others_to_be_stepped():
     scaler, (model, optimizer), (_, empty) = nc.GradScaler("cpu"), model_and(lr=1.0), model_and()
     before = model.bias.detach().clone()
