@@ -5,6 +5,7 @@ Where ours departs on purpose (docs/deviations.md), the machine says so here and
 - clipping by norm in one pass equals torch's two to 1e-6, and until the step of a fused optimizer its
   gradients stay scaled;
 - a step of a fused optimizer that is skipped leaves no state here, and torch's zero or uninitialised one;
+- gradients that came after ``unscale_`` are refused; torch's fused optimizers raise half-way through;
 - a fused optimizer under a scale below 1 that is no power of two: the division is a product here.
 """
 
@@ -217,6 +218,7 @@ class TwoScalers(RuleBasedStateMachine):
                 self.near.add(model)
         done = self.both(lambda side: side.scaler.step(side.optimizers[model]))
         if done is None:
+            put_state(optimizer, before)  # where torch raised from inside a fused step
             return
         result, returned = done
         assert result.returned is returned is None

@@ -45,7 +45,7 @@ def test_a_step_that_was_taken(scale, fused):
 
 
 @pytest.mark.parametrize(
-    "way", ["step", "unscale_", "torch clips", "ours clips", "ours clips after unscale_"]
+    "way", ["step", "unscale_", "torch clips", "ours clips", "ours clips after unscale_", "ours clips twice"]
 )
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("settings", [{}, {"fused": True}, {"foreach": True}])
@@ -62,6 +62,8 @@ def test_a_skipped_step_names_what_was_not_finite(scale, settings, value, way):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     elif "ours" in way:
         scaler.clip_grad_norm_(optimizer, 1.0)
+        if "twice" in way:
+            scaler.clip_grad_norm_(optimizer, 0.5)
     before = [p.detach().clone() for p in model.parameters()]
     result = scaler.step(optimizer)
     assert result.skipped
