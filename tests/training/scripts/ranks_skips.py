@@ -1,0 +1,124 @@
+"""An infinity on one rank only: in its loss, or in its gradients after the backward pass."""
+
+import functools
+import itertools
+import math
+
+import torch
+import torch.distributed as dist
+from ranks_common import Tiny, batches, digest, is_last, local, make_optimizer, part, same, values
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowcast as nc
+
+WAYS = ("step", "clip", "unscale_ and clip", "fused", "fused and clip", "clamp")
+BAD_STEP = 1
+
+
+def wrapped(kind, model):
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp2":
+        fully_shard(model)
+    return model
+
+
+def batches_for(kind, count):
+    """Plain tensors are copies, so that each rank has the whole batch; else its part."""
+    return [(x, y) if kind == "plain" else (part(x), part(y)) for x, y in batches(count)]
+
+
+def facts_of_skip(results, scales, before, after, model):
+    return {
+        "skipped": [result.skipped for result in results],
+        "scales": scales,
+        "unchanged": same(before, after),
+        "names": list(results[BAD_STEP].nonfinite),
+        "norm_finite": results[BAD_STEP].grad_norm is not None and math.isfinite(results[BAD_STEP].grad_norm),
+        "digest": digest(model.parameters()),
+    }
+
+
+def state_values(model, optimizer):
+    """Parameters and what the optimizer keeps, whole."""
+    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return values([*model.parameters(), *kept])
+
+
+def by_hand(kind, where, way, dtype):
+    model = Tiny()
+    run = wrapped(kind, model)
+    fused = way.startswith("fused")
+    optimizer = make_optimizer("fused AdamW" if fused else "SGD", model.named_parameters())
+    # A scale that is no power of two is divided by in the fused step; fully_shard needs no group.
+    group = None if kind == "fsdp2" else dist.group.WORLD
+    scaler = nc.GradScaler(init_scale=768.0 if fused else 1024.0, process_group=group)
+    results, scales, before, after = [], [scaler.get_scale()], [], []
+    for number, (x, y) in enumerate(batches_for(kind, 3)):
+        with nc.autocast("cpu", dtype):
+            loss = mse_loss(run(x), y)
+        planted = number == BAD_STEP and is_last()
+        if planted and where == "loss":
+            loss = loss * math.inf
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if planted and where == "grad":
+            local(model.up.weight.grad)[0, 0] = math.inf
+        if number == BAD_STEP:
+            before = state_values(model, optimizer)
+        if way.startswith("unscale_"):
+            scaler.unscale_(optimizer)
+        if way.endswith("clip"):
+            scaler.clip_grad_norm_(optimizer, 0.5)
+        if way == "clamp":
+            scaler.clip_grad_value_(optimizer, 0.1)
+        results.append(scaler.step(optimizer))
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if number == BAD_STEP:
+            after = state_values(model, optimizer)
+    return facts_of_skip(results, scales, before, after, model)
+
+
+def by_stepper(kind, policy):
+    model = Tiny()
+    run = wrapped(kind, model)
+    optimizer = make_optimizer("SGD", model.parameters())
+    group = dist.group.WORLD if kind == "plain" else None
+    scaler = nc.GradScaler(init_scale=1024.0, process_group=group)
+    stepper = nc.Stepper(run, optimizer, policy, scaler=scaler, max_norm=0.5, accumulate=2)
+    results, scales, before, after = [], [scaler.get_scale()], [], []
+    data = batches_for(kind, 6)
+    for number in range(3):
+        for half in range(2):
+            x, y = data[2 * number + half]
+            with stepper.autocast():
+                loss = mse_loss(run(x), y)
+            if number == BAD_STEP and half == 0 and is_last():
+                loss = loss * math.inf
+            if number == BAD_STEP:
+                before = state_values(model, optimizer)
+            result = stepper.step(loss)
+        results.append(result)
+        scales.append(scaler.get_scale())
+        if number == BAD_STEP:
+            after = state_values(model, optimizer)
+    return facts_of_skip(results, scales, before, after, model)
+
+
+def every_skip(kind, where):
+    facts = {}
+    for way, dtype in itertools.product(WAYS, (torch.bfloat16, torch.float16)):
+        facts[f"{way}, {dtype}"] = by_hand(kind, where, way, dtype)
+    if where == "loss":
+        facts |= {f"Stepper, {policy}": by_stepper(kind, policy) for policy in ("bf16", "fp16")}
+    return facts
+
+
+SCENARIOS = {
+    f"skip: {kind}, {where}": functools.partial(every_skip, kind, where)
+    for kind in ("ddp", "fsdp2", "plain")
+    for where in ("loss", "grad")
+}

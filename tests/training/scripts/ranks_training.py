@@ -1,0 +1,284 @@
+"""DDP by Stepper: whole and incomplete windows, master weights, resuming."""
+
+import io
+import itertools
+
+import torch
+import torch.distributed as dist
+from ranks_common import Tiny, batches, digest, is_last, make_optimizer, off_by, one_process, part, values
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowcast as nc
+from narrowcast.weights import lower
+
+STEPS = 4
+BUCKETS = {
+    "default": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "static graph, bucket views": {"static_graph": True, "gradient_as_bucket_view": True},
+}
+
+
+class Counter:
+    """Counts the all-reduces that DDP starts, one a bucket."""
+
+    def __init__(self, module):
+        self.count = 0
+        module.register_comm_hook(self, Counter.reduce)
+
+    def reduce(self, bucket):
+        self.count += 1
+        return allreduce_hook(None, bucket)
+
+
+def train(stepper, run, data):
+    results = []
+    for x, y in data:
+        with stepper.autocast():
+            loss = mse_loss(run(part(x)), part(y))
+        results.append(stepper.step(loss))
+    return results
+
+
+def whole_windows(policy, optimizer_name, accumulate, buckets):
+    wide = torch.float64 if policy == "fp32" else torch.float32
+    start, expected, norms = one_process(optimizer_name, STEPS, accumulate=accumulate, max_norm=0.2)
+    model = Tiny(wide)
+    run = DistributedDataParallel(model, **BUCKETS[buckets])
+    counter = Counter(run)
+    optimizer = make_optimizer(optimizer_name, model.parameters())
+    scaler = nc.scaling.Static(scale=1024.0) if policy == "fp16" else None
+    stepper = nc.Stepper(run, optimizer, policy, accumulate=accumulate, max_norm=0.2, scaler=scaler)
+    results = train(stepper, run, batches(STEPS * accumulate, wide))
+    norm_off = [
+        abs(r.grad_norm / n - 1) for r, n in zip((r for r in results if r.complete), norms, strict=True)
+    ]
+    return {
+        "off_by": off_by(model.parameters(), expected, start),
+        "norm_off": max(norm_off),
+        "clipped": min(norms) > 0.2,
+        "reductions": counter.count,
+        "digest": digest(model.parameters()),
+    }
+
+
+def ddp():
+    facts = {}
+    for case in itertools.product(("fp32",), ("fused AdamW", "SGD"), (1, 4), BUCKETS):
+        facts[", ".join(map(str, case))] = whole_windows(*case)
+    for case in itertools.product(("bf16", "fp16"), ("SGD",), (1, 4), BUCKETS):
+        facts[", ".join(map(str, case))] = whole_windows(*case)
+    return facts
+
+
+class Branches(torch.nn.Module):
+    """Ranks take different branches; one is taken by no rank, and one, of sparse gradients, by ``sparse``."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = Tiny(torch.float64)
+        self.every = torch.nn.Linear(6, 1, dtype=torch.float64)
+        self.even = torch.nn.Linear(6, 1, dtype=torch.float64)
+        self.never = torch.nn.Linear(6, 1, dtype=torch.float64)
+        self.rows = torch.nn.Embedding(5, 1, sparse=True, dtype=torch.float64)
+
+    def forward(self, x, rank, *, sparse):
+        out = self.trunk(x) + self.every(x)
+        if rank % 2 == 0:
+            out = out + self.even(x)
+        if sparse:
+            out = out + self.rows((x[:, 0] > 0).long())
+        return out
+
+
+def flushed(buckets, filled):
+    """A whole window of 4, one with ``filled`` micro-batches, and a whole one that comes after."""
+    world = dist.get_world_size()
+    counts = (4, filled, 4)
+    data = batches(sum(counts), torch.float64)
+    model, alone = Branches(), Branches()
+    alone.load_state_dict(model.state_dict())
+    start = values(model.parameters())
+    sgd, other = (torch.optim.SGD(m.parameters(), 0.05) for m in (model, alone))
+    run = DistributedDataParallel(model, find_unused_parameters=True, **BUCKETS[buckets])
+    stepper = nc.Stepper(run, sgd, "fp32", accumulate=4)
+    facts, at = {"complete": []}, 0
+    for count in counts:
+        window = data[at : at + count]
+        at += count
+        for index, (x, y) in enumerate(window):
+            sparse = count == 4 or (index == 0 and dist.get_rank() == 1)  # DDP itself wants it on all ranks
+            with stepper.autocast():
+                loss = mse_loss(run(part(x), dist.get_rank(), sparse=sparse), part(y))
+            result = stepper.step(loss)
+        if count < 4:
+            result = stepper.flush()
+        facts["complete"].append(result.complete)
+        other.zero_grad()
+        for index, (x, y) in enumerate(window):
+            for rank in range(world):
+                sparse = count == 4 or (index == 0 and rank == 1)
+                out = alone(part(x, rank, world), rank, sparse=sparse)
+                (mse_loss(out, part(y, rank, world)) / (world * count)).backward()
+        other.step()
+    return facts | {
+        "off_by": off_by(model.parameters(), values(alone.parameters()), start),
+        "never_moved": bool((model.never.weight == alone.never.weight).all()),
+        "empty": stepper.flush().complete,
+        "digest": digest(model.parameters()),
+    }
+
+
+def flush():
+    cases = itertools.product(("default", "bucket views"), (1, 2, 3))
+    return {f"{buckets}, {filled} of 4": flushed(buckets, filled) for buckets, filled in cases}
+
+
+def uneven_flush():
+    """After two whole windows ranks have different numbers of micro-batches left, and the last rank none.
+
+    In the first forward pass after it has reduced once DDP itself waits for all ranks.
+    """
+    world = dist.get_world_size()
+    counts = [2 - min(rank, 2) if rank < world - 1 else 0 for rank in range(world)]
+    model, alone = Tiny(torch.float64), Tiny(torch.float64)
+    start, data = values(model.parameters()), batches(10, torch.float64)
+    run = DistributedDataParallel(model)
+    optimizer, other = (torch.optim.SGD(m.parameters(), 0.05) for m in (model, alone))
+    stepper = nc.Stepper(run, optimizer, "fp32", accumulate=4)
+    train(stepper, run, data[: 8 + counts[dist.get_rank()]])
+    result = stepper.flush()
+    for begin, rows_of in ((0, [4] * world), (4, [4] * world), (8, counts)):
+        other.zero_grad()
+        for rank, count in enumerate(rows_of):
+            for x, y in data[begin : begin + count]:
+                loss = mse_loss(alone(part(x, rank, world)), part(y, rank, world))
+                (loss / sum(rows_of)).backward()
+        other.step()
+    return {
+        "off_by": off_by(model.parameters(), values(alone.parameters()), start),
+        "complete": result.complete,
+        "digest": digest(model.parameters()),
+    }
+
+
+def left_alone():
+    """What DDP was told to ignore, flush ignores too: each rank's own."""
+    model = Tiny(torch.float64)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["down.bias"])
+    run = DistributedDataParallel(model)
+    stepper = nc.Stepper(run, torch.optim.SGD(model.parameters(), 0.05), "fp32", accumulate=4)
+    train(stepper, run, batches(1, torch.float64))
+    stepper.flush()
+    return {"ignored": model.down.bias.item(), "reduced": digest([model.up.weight])}
+
+
+def masters(accumulate, buckets, optimizer_name):
+    def prepared():
+        model = Tiny()
+        lower(model, torch.bfloat16)
+        return model
+
+    def made(run, model):
+        optimizer = make_optimizer(optimizer_name, model.parameters())
+        policy = nc.Policy(compute="bf16", master_weights=True)
+        return nc.Stepper(run, optimizer, policy, accumulate=accumulate, max_norm=0.5), optimizer
+
+    def of(optimizer):
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    alone = prepared()
+    start = values(alone.parameters())
+    whole, theirs = made(alone, alone)
+    for x, y in batches(STEPS * accumulate):
+        with whole.autocast():
+            loss = mse_loss(alone(x), y)
+        whole.step(loss)
+    model = prepared()
+    run = DistributedDataParallel(model, **BUCKETS[buckets])
+    stepper, optimizer = made(run, model)
+    train(stepper, run, batches(STEPS * accumulate))
+    return {
+        "off_by": off_by(of(optimizer), values(of(theirs)), [value.double() for value in start]),
+        "dtypes": sorted({str(p.dtype) for p in of(optimizer)} | {str(p.dtype) for p in model.parameters()}),
+        "rounded": all(
+            torch.equal(p, m.to(torch.bfloat16))
+            for p, m in zip(model.parameters(), of(optimizer), strict=True)
+        ),
+        "digest": digest(of(optimizer)),
+    }
+
+
+def master_weights():
+    facts = {}
+    for case in itertools.product((1, 4), BUCKETS, ("SGD",)):
+        facts[", ".join(map(str, case))] = masters(*case)
+    model = Tiny()
+    try:
+        nc.Stepper(DistributedDataParallel(model), make_optimizer("SGD", model.parameters()), "O2")
+        said = ""
+    except nc.NarrowcastError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"cases": facts, "unlowered": said}
+
+
+def resumed(policy, buckets):
+    """Six steps, and three with a save, a load and three; the second overflows on one rank."""
+
+    def fresh(seed):
+        model = Tiny(seed=seed)
+        if policy == "O2":
+            lower(model, torch.bfloat16)
+        run = DistributedDataParallel(model, **BUCKETS[buckets])
+        optimizer = make_optimizer("fused AdamW", model.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        scaler = nc.scaling.Dynamic(scale=64.0 if seed else 1024.0, growth_interval=2)
+        policy_ = nc.Policy(compute="bf16", master_weights=True) if policy == "O2" else policy
+        return model, run, nc.Stepper(run, optimizer, policy_, scheduler=scheduler, scaler=scaler)
+
+    def go_on(run, stepper, numbers):
+        data = batches(6)
+        for number in numbers:
+            x, y = data[number]
+            with stepper.autocast():
+                loss = mse_loss(run(part(x)), part(y))
+            stepper.step(loss * (float("inf") if number == 1 and is_last() else 1.0))
+
+    model, run, stepper = fresh(0)
+    go_on(run, stepper, range(3))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "stepper": stepper.state_dict()}, file)
+    go_on(run, stepper, range(3, 6))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, run_2, stepper_2 = fresh(5)
+    # Its first two steps show DDP in which order gradients come. Until then it adds them up in another one,
+    # which is another sum where there are more than two.
+    go_on(run_2, stepper_2, range(2))
+    other.load_state_dict(saved["model"])
+    stepper_2.load_state_dict(saved["stepper"])
+    go_on(run_2, stepper_2, range(3, 6))
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)),
+        "scales": [stepper.scaler.get_scale(), stepper_2.scaler.get_scale()],
+        "steps": [stepper.steps, stepper_2.steps],
+        "digest": digest(model.parameters()),
+    }
+
+
+def resume():
+    cases = itertools.product(("bf16", "fp16", "O2"), ("default", "bucket views"))
+    return {f"{policy}, {buckets}": resumed(policy, buckets) for policy, buckets in cases}
+
+
+SCENARIOS = {
+    "ddp": ddp,
+    "flush": flush,
+    "uneven flush": uneven_flush,
+    "left alone": left_alone,
+    "masters": master_weights,
+    "resume ddp": resume,
+}

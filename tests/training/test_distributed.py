@@ -1,0 +1,335 @@
+"""Several real processes under torchrun, on gloo: what they agree on, and what they end up with.
+
+Each number of processes is launched once and runs every scenario (tests/training/scripts/ranks.py); each test
+looks at the facts of one of them.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LIMIT_S = 240
+ALL = ["up.weight", "up.bias", "down.weight", "down.bias"]
+# Norm, product with 1 / scale, epsilon, quotient and the divisor are rounded to fp32 once a step, of which
+# there are four, and a step hands on what came before it no more than doubled.
+CLIPPING = 4 * 5 * 2 * 2.0**-24
+EXACT = 1000 * 2.0**-53  # fewer than a thousand roundings of fp64 one after the other
+# A gradient through two layers is off by at most 7 roundoffs of the format that they compute in.
+REGION = {"fp32": CLIPPING, "bf16": 7 * 2.0**-8, "fp16": 7 * 2.0**-11}
+
+pytestmark = pytest.mark.slow
+both_sizes = pytest.mark.parametrize("world", [2, 4])
+
+
+def torchrun(script, *arguments, processes):
+    """(exit code, stdout, stderr); past the limit everything is killed and the test fails."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+        str(SCRIPTS / script), *map(str, arguments),
+    ]  # fmt: skip
+    launched = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that the ranks can be killed with their launcher
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        out, err = launched.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launched.pid, signal.SIGKILL)
+        _, err = launched.communicate()
+        pytest.fail(f"{script} hung with {processes} processes:\n{err[-3000:]}")
+    return launched.returncode, out, err
+
+
+@functools.cache
+def launch(world):
+    code, out, err = torchrun("ranks.py", processes=world)
+    facts = {line["scenario"]: line["ranks"] for line in lines_of(out)}
+    return facts, f"exit code {code}\n{err[-6000:]}"
+
+
+def lines_of(out):
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def ranks_of(world, scenario):
+    """The facts of each rank."""
+    facts, ending = launch(world)
+    assert scenario in facts, f"the launch ended before {scenario!r} was done: {ending}"
+    assert len(facts[scenario]) == world
+    return facts[scenario]
+
+
+def cases_of(world, scenario):
+    """(case, the facts of each rank)."""
+    ranks = ranks_of(world, scenario)
+    assert ranks[0]
+    return [(case, [rank[case] for rank in ranks]) for case in ranks[0]]
+
+
+def assert_copies(case, ranks):
+    assert len({facts["digest"] for facts in ranks}) == 1, f"{case}: the ranks have parted: {ranks}"
+
+
+def names_expected(kind, where, rank, world):
+    last = rank == world - 1
+    if where == "grad":
+        return ["up.weight"] if last else []
+    if kind == "plain":
+        return ALL if last else []
+    if kind == "ddp" or rank == 0:
+        return ALL
+    return ["up.weight", "up.bias"]  # of the last layer's only row this rank has nothing
+
+
+@both_sizes
+@pytest.mark.parametrize("where", ["loss", "grad"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "plain"])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(kind, where, world):
+    for case, ranks in cases_of(world, f"skip: {kind}, {where}"):
+        assert_copies(case, ranks)
+        for rank, facts in enumerate(ranks):
+            assert facts["skipped"] == [False, True, False], case
+            assert facts["unchanged"], case
+            start = facts["scales"][0]
+            assert facts["scales"] == [start, start, start / 2, start / 2], case
+            assert not facts["norm_finite"], case
+            names = [name.removeprefix("module.") for name in facts["names"]]
+            assert names == names_expected(kind, where, rank, world), (case, rank)
+
+
+@both_sizes
+def test_ddp_by_stepper_ends_with_the_weights_of_one_process(world):
+    cases = cases_of(world, "ddp")
+    assert len(cases) == 32
+    for case, ranks in cases:
+        assert_copies(case, ranks)
+        for facts in ranks:
+            assert facts["off_by"] < REGION[case[:4]], case
+            assert facts["norm_off"] < REGION[case[:4]], case
+            assert facts["clipped"], case
+
+
+@both_sizes
+def test_ddp_reduces_once_a_window(world):
+    for case, ranks in cases_of(world, "ddp"):
+        learns = "static graph" in case and ", 4, " in case
+        for facts in ranks:
+            assert facts["reductions"] == 4 + learns, case
+
+
+@both_sizes
+def test_fsdp2_ends_with_the_weights_of_one_process(world):
+    cases = cases_of(world, "fsdp2")
+    assert len(cases) == (20 if world == 2 else 40)
+    for case, ranks in cases:
+        assert_copies(case, ranks)
+        tolerance = REGION["bf16" if "bf16" in case else "fp16" if "fp16" in case else "fp32"]
+        for facts in ranks:
+            assert facts["off_by"] < tolerance, case
+            assert facts["norm_off"] < tolerance, case
+
+
+@both_sizes
+def test_every_order_of_the_norm_is_that_of_all_parts(world):
+    for case, ranks in cases_of(world, "norms of parts"):
+        for facts in ranks:
+            assert facts["off"] < CLIPPING, case
+            assert facts["type"] == "Tensor", case
+
+
+@both_sizes
+def test_the_largest_gradient_of_all_parts_moves_the_scale(world):
+    ranks = ranks_of(world, "largest magnitude of parts")
+    assert len({facts["scale"] for facts in ranks}) == 1
+    # Weights in fp32 that differ by a few roundings, and the exponential of a mean of logarithms of theirs.
+    assert ranks[0]["scale"] == pytest.approx(ranks[0]["alone"], rel=2.0**-18)
+
+
+@both_sizes
+def test_several_optimizers_of_sharded_parameters_clip_by_one_norm(world):
+    ranks = ranks_of(world, "several optimizers")
+    assert_copies("several optimizers", ranks)
+    for facts in ranks:
+        assert facts["off_by"] < CLIPPING
+        assert facts["norm_off"] < CLIPPING
+
+
+@both_sizes
+def test_parts_of_one_model_are_clipped_by_the_norm_of_all_parts(world):
+    for case, ranks in cases_of(world, "parts"):
+        for rank, facts in enumerate(ranks):
+            assert facts["norm_off"] < CLIPPING, case
+            assert facts["clipped"], case
+            assert facts["off"] < 0.05 * CLIPPING, case  # the rate times the norm that is left
+            assert not facts["skipped"], case
+            assert facts["moved"] != (case.endswith("True") and rank == 0), case
+
+
+@both_sizes
+def test_ranks_clip_alike_where_a_norm_of_finite_gradients_overflows(world):
+    for facts in ranks_of(world, "large norms"):
+        assert facts["norm_off"] < CLIPPING
+        assert not facts["skipped"]
+        assert facts["weight_off"] < 2.0**-19  # the factor is a subnormal, of 20 bits
+
+
+@both_sizes
+def test_copies_that_differ_are_refused_on_every_rank(world):
+    cases = cases_of(world, "copies that differ")
+    assert [case for case, _ in cases] == ["clip", "after unscale_", "Stepper", "order 0"]
+    for case, ranks in cases:
+        for facts in ranks:
+            assert facts["unchanged"], case
+            if case == "order 0":
+                assert facts["said"] == (
+                    "UnsupportedError: a norm of order 0.0 over process_group: use one above 0"
+                )
+            else:
+                begins = "UnsupportedError: the ranks of process_group hold different gradients"
+                assert facts["said"].startswith(begins), case
+
+
+@both_sizes
+def test_a_step_takes_one_collective_a_group_and_none_without(world):
+    for case, ranks in cases_of(world, "collectives"):
+        kind, _, way = case.partition(", ")
+        groups = {"none": 0, "ddp": 0, "replicas of shards": 2}.get(kind, 1)
+        wanted = {} if way in ("clip", "fused and clip") else {"c10d.allreduce_": groups}
+        if way.endswith("clip"):
+            wanted["c10d._allgather_base_"] = groups
+        for facts in ranks:
+            assert facts == {name: count for name, count in wanted.items() if count}, case
+
+
+@both_sizes
+def test_flush_steps_on_the_mean_of_what_there_is(world):
+    for case, ranks in cases_of(world, "flush"):
+        assert_copies(case, ranks)
+        for facts in ranks:
+            assert facts["off_by"] < EXACT, case
+            assert facts["complete"] == [True, True, True], case
+            assert facts["never_moved"], case
+            assert not facts["empty"], case
+
+
+@both_sizes
+def test_flush_averages_over_all_ranks_whatever_is_in_their_windows(world):
+    ranks = ranks_of(world, "uneven flush")
+    assert_copies("uneven flush", ranks)
+    for facts in ranks:
+        assert facts["off_by"] < EXACT
+        assert facts["complete"]
+
+
+@both_sizes
+def test_flush_leaves_alone_what_ddp_was_told_to_ignore(world):
+    ranks = ranks_of(world, "left alone")
+    assert len({facts["ignored"] for facts in ranks}) == world
+    assert len({facts["reduced"] for facts in ranks}) == 1
+
+
+@both_sizes
+def test_master_weights_are_the_same_on_all_ranks_and_train_as_in_one_process(world):
+    ranks = ranks_of(world, "masters")
+    for facts in ranks:
+        assert facts["unlowered"] == (
+            "PolicyError: policy 'O2' casts the weights, and DistributedDataParallel has made its buckets "
+            "for fp32: call narrowcast.weights.lower(model, torch.bfloat16), wrap the model, then make the "
+            "Stepper"
+        )
+    for case in ranks[0]["cases"]:
+        assert_copies(case, [facts["cases"][case] for facts in ranks])
+        for facts in ranks:
+            found = facts["cases"][case]
+            assert found["off_by"] < REGION["bf16"], case
+            assert found["dtypes"] == ["torch.bfloat16", "torch.float32"], case
+            assert found["rounded"], case
+
+
+@both_sizes
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_training_resumes_to_the_bit(kind, world):
+    for case, ranks in cases_of(world, f"resume {kind}"):
+        for facts in ranks:
+            assert facts["same"], case
+            # 1024, halved by the second step of six, and doubled after each two good ones.
+            assert facts["scales"] == [2048.0, 2048.0], case
+            assert facts.get("steps", [6, 6]) == [6, 6], case
+
+
+@both_sizes
+def test_optimizers_that_step_together_skip_together_on_all_ranks(world):
+    ranks = ranks_of(world, "together")
+    assert_copies("together", ranks)
+    for rank, facts in enumerate(ranks):
+        bad = ["down.weight"] if rank == world - 1 else []
+        assert facts["skipped"] == [[False, False], [True, True], [False, False]]
+        assert facts["names"] == [[[], []], [bad, []], [[], []]]
+        assert facts["unchanged"] == [False, True, False]
+        assert facts["scales"] == [1024.0, 512.0, 512.0]
+
+
+@both_sizes
+def test_losses_with_scales_of_their_own_add_up_as_in_one_process(world):
+    cases = cases_of(world, "named losses")
+    assert len(cases) == 17
+    for case, ranks in cases:
+        assert_copies(case, ranks)
+        for facts in ranks:
+            assert facts["off_by"] < EXACT, case
+            assert facts["scales"]["square"] == 1024.0, case
+            assert facts["scales"]["absolute"] == (4.0 if case == "by hand" else 1024.0), case
+
+
+@both_sizes
+def test_a_named_loss_that_overflows_on_one_rank_skips_on_all(world):
+    ranks = ranks_of(world, "a named loss overflows")
+    assert_copies("a named loss overflows", ranks)
+    for facts in ranks:
+        assert facts["skipped"] == [False, True, False]
+        assert facts["unchanged"] == [False, True, False]
+        assert facts["scales"] == [1024.0, 512.0, 512.0]
+
+
+@both_sizes
+def test_every_scenario_is_done_and_the_launch_ends_well(world):
+    facts, ending = launch(world)
+    assert len(facts) == 24, ending
+    assert ending.startswith("exit code 0\n"), ending
+
+
+@pytest.mark.parametrize("kind", ["ddp", "plain"])
+def test_a_rank_that_is_killed_ends_the_others_with_an_error(kind, tmp_path):
+    code, _, err = torchrun("killed.py", kind, tmp_path, processes=2)
+    assert code != 0
+    survivor = tmp_path / "survivor.json"
+    assert survivor.exists(), f"the survivor was killed before it noticed:\n{err[-3000:]}"
+    facts = json.loads(survivor.read_text())
+    assert (facts["step"], facts["steps"]) == (3, 3)
+    assert "peer" in facts["error"]
+    assert "SIGKILL" in err
+
+
+@pytest.mark.gpu
+def test_agreement_on_a_gpu_waits_for_nothing():
+    code, out, err = torchrun("ranks_cuda.py", processes=1)
+    assert code == 0, err[-3000:]
+    found = lines_of(out)
+    assert [facts["kind"] for facts in found] == ["ddp", "fsdp2", "plain"]
+    for facts in found:
+        assert facts["skipped"] == [False, True, False]
+        assert facts["unchanged"] == [False, True, False]
+        assert facts["scale"] == 512.0
