@@ -124,6 +124,24 @@ def test_the_optimizers_state_is_part_of_it():
     assert not torch.equal(model.head.weight, again.head.weight)
 
 
+def test_loading_in_the_middle_of_a_window_throws_it_away_and_keeps_what_was_loaded():
+    model, _, stepper = make("bf16")
+    train(model, stepper, 2, seed=1)
+    saved = copy.deepcopy({"model": model.state_dict(), "stepper": stepper.state_dict()})
+    train(model, stepper, 1, seed=2)
+    expected = copy.deepcopy(model.state_dict())
+
+    again, _, resumed = make("bf16")
+    with resumed.autocast():
+        loss = again(torch.ones(4, 1, 8, 8)).square().mean()
+    assert not resumed.step(loss).complete
+    again.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["stepper"])
+    assert_same(again.state_dict(), saved["model"])
+    train(again, resumed, 1, seed=2)
+    assert_same(again.state_dict(), expected)
+
+
 def test_every_schedule_is_saved():
     model = nn.Linear(4, 1)
     states = []

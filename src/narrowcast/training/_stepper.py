@@ -245,7 +245,7 @@ class Stepper:
         return {"steps": self.steps, "lanes": lanes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; load the model's first.
+        """Go on from a saved state, and throw away what is in a window; load the model's state too.
 
         Raises:
             SettingError: the state is of a Stepper with other optimizers, masters or schedulers.
@@ -259,8 +259,9 @@ class Stepper:
             )
         for key, lane in self._lanes.items():
             lane.load_state_dict(theirs[key or ""])
+            lane.zero()
         self.steps = int(state["steps"])
-        self.zero_grad()
+        self._end_window()  # without going back to its statistics: the model's own were loaded
 
     # ---- what there is to look at
 
