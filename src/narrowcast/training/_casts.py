@@ -27,6 +27,8 @@ class KeptCasts:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
+        # Of a sharded weight it would keep the whole, which fully_shard gathers and frees layer by layer.
+        self._sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
         self._holder: _Nesting | None = None
         self._versions = 0
         self._new = False
@@ -34,8 +36,10 @@ class KeptCasts:
     def keep(self) -> None:
         """From now on casts outlive the regions of this thread; those of changed weights are dropped.
 
-        A write through ``.data`` changes no version and is not seen.
+        A write through ``.data`` changes no version and is not seen. Nothing is kept of sharded weights.
         """
+        if self._sharded:
+            return
         versions = sum(parameter._version for parameter in self._parameters)
         if self._holder is None:
             self._holder = _Nesting()

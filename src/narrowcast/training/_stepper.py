@@ -57,8 +57,8 @@ class Stepper:
             instance norms), ``"all"``, or ``"none"``.
         process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` need none.
 
-    Casts of weights are kept over the window. A weight that is written inside it is cast anew, but for writes
-    through ``.data``: call ``drop_casts`` after them.
+    Casts of weights are kept over the window (not of those that ``fully_shard`` gathers). A weight that is
+    written inside it is cast anew, but for writes through ``.data``: call ``drop_casts`` after them.
 
     Raises:
         SettingError: a setting outside its range, or optimizers and schedulers that do not fit.
