@@ -79,7 +79,8 @@ def test_other_formats_have_the_name_that_torch_gives_them():
         ("FP16", 'Did you mean "fp16"? '),
         ("fp8", ""),
         ("atuo", 'Did you mean "auto"? '),
-        ("O1", ""),
+        ("O1", 'Did you mean "auto"? '),
+        ("16-mixed", 'Did you mean "fp16"? '),
         ("", ""),
     ],
 )
@@ -95,7 +96,8 @@ def test_an_unknown_name_is_refused_with_near_ones(name, guess):
 def test_what_is_no_name_is_refused(given):
     with pytest.raises(PolicyError) as refused:
         as_policy(given)
-    assert str(refused.value) == f"expected a Policy or the name of a preset, got {given!r}"
+    meant = '; write "fp16"' if given == torch.float16 else ""
+    assert str(refused.value) == f"expected a Policy or the name of a preset, got {given!r}{meant}"
     with pytest.raises(PolicyError, match="Known: auto, bf16, fp16, fp32"):
         Policy(compute=given)
 

@@ -50,15 +50,51 @@ def test_an_optimizer_whose_stepper_is_gone_is_free():
     optimizer.step()
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("zero", ["optimizer", "model"])
-def test_zero_grad_in_the_middle_of_a_window(zero):
+def test_zero_grad_in_the_middle_of_a_window(zero, set_to_none):
     model, optimizer, stepper = made(accumulate=4)
     stepper.step(loss_of(model, stepper))
-    (optimizer if zero == "optimizer" else model).zero_grad()
+    (optimizer if zero == "optimizer" else model).zero_grad(set_to_none=set_to_none)
     loss = loss_of(model, stepper)
-    with pytest.raises(OrderError, match=r"the first 1 micro-batches are gone.*Leave it out"):
+    what = "gone" if set_to_none else "changed"
+    with pytest.raises(OrderError, match=f"the first 1 micro-batches are {what}: .*Leave it out"):
         stepper.step(loss)
     stepper.zero_grad()
+
+
+def test_a_backward_by_hand():
+    """Its gradients would be added to the scaled ones."""
+    model, optimizer, stepper = made("fp16")
+    loss = loss_of(model, stepper)
+    loss.backward(retain_graph=True)
+    with pytest.raises(OrderError, match=r"backward\(\) was called by hand, which stepper\.step"):
+        stepper.step(loss)
+    optimizer.zero_grad(set_to_none=False)
+    stepper.step(loss_of(model, stepper))  # zeros are no gradients
+
+
+def test_two_steppers_of_one_optimizer_both_step():
+    """As in two phases of training, or where a notebook's traceback keeps the first alive."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steppers = [nc.Stepper(model, optimizer, policy) for policy in ("bf16", "fp32")]
+    for stepper in steppers:
+        assert stepper.step(loss_of(model, stepper)).complete
+    with pytest.raises(OrderError, match=r"to step by hand, let go of the Stepper first \(del stepper\)"):
+        optimizer.step()
+
+
+def test_models_optimizers_and_schedulers_that_do_not_belong_together():
+    a, b = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer, other = torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.1)
+    with pytest.raises(SettingError, match=r"expected a torch\.nn\.Module, got list; .*nn\.ModuleDict"):
+        nc.Stepper([a, b], [optimizer, other])
+    with pytest.raises(SettingError, match="no parameter of this SGD is one of the model's"):
+        nc.Stepper(a, other)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    with pytest.raises(SettingError, match="this StepLR is of another optimizer"):
+        nc.Stepper(a, optimizer, scheduler=scheduler)
 
 
 def test_losses_that_no_backward_can_start_from():

@@ -48,6 +48,11 @@ class DeviceScale:
                 self._sums = _sums_of(self._value, device)
         return self.factor
 
+    def shared_factor(self) -> torch.Tensor | None:
+        """The factor itself, for somebody who may write to it."""
+        self._untouched = False
+        return self.factor
+
     @property
     def settings(self) -> LossScale:
         """What the scale is made of; its ``scale`` and counts are those of when it was last set or read."""

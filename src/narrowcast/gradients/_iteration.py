@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from narrowcast.gradients import _look, _torch_internals
 from narrowcast.gradients._closures import Snapshot, with_closure
 from narrowcast.gradients._held import HeldGradients, held_gradients, labels_of
 from narrowcast.gradients._look import Look, Scaling
-from narrowcast.gradients._outcomes import APART, Outcome, Outcomes, Readback
+from narrowcast.gradients._outcomes import APART, Outcome, Outcomes, Readback, reference_to
 from narrowcast.gradients._result import StepResult
 from narrowcast.gradients._scales import Found, Scales
 from narrowcast.gradients._torch_internals import OptState
@@ -113,7 +112,7 @@ class Iteration:
             self.unscale(optimizer)
         look = self._unscaled(state, optimizer)
         if not one_pass and self.process_group is None:
-            look.norm = clip_unscaled_norm(optimizer, max_norm, order)
+            look.norm = _look.clip_by_torch(optimizer, max_norm, order)
             return look.norm
         if not order > 0:
             raise UnsupportedError(f"a norm of order {order} over process_group: use one above 0")
@@ -129,7 +128,7 @@ class Iteration:
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
         self._unscaled(state, optimizer)
-        clamp(self._held(optimizer, summed=True), value)
+        _look.clamp(self._held(optimizer, summed=True), value)
 
     def _held(self, optimizer: torch.optim.Optimizer, *, summed: bool = False) -> HeldGradients:
         return held_gradients(optimizer, allow_fp16=self._allow_fp16, summed=summed, names=self.names)
@@ -190,6 +189,7 @@ class Iteration:
         elif look is None:
             look = self._unscaled(state, optimizer)
         assert look is not None
+        self._obey_flags(state, look)
         if not look.any_checked and not (
             _torch_internals.takes_grad_scale(optimizer) and not self._held(optimizer).values
         ):
@@ -198,6 +198,14 @@ class Iteration:
             raise UnsupportedError(APART)
         look.check_unchanged()
         return look
+
+    def _obey_flags(self, state: State, look: Look) -> None:
+        """What somebody has written into torch's own entries counts, as with torch."""
+        flags = list(state["found_inf_per_device"].values())
+        if flags and not (len(flags) == 1 and flags[0] is look.found_inf):
+            device = look.found_inf.device
+            look.found_inf = torch.stack([flag.to(device) for flag in flags]).amax()
+            look.any_checked, look.flags = True, None
 
     def _rides(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
         """Whether the division is left to the optimizer's step.
@@ -228,7 +236,8 @@ class Iteration:
         returned = None
         if skipped:
             _torch_internals.mark_as_stepped(optimizer)
-            vars(optimizer).pop("grad_scale", None)  # somebody's own, for this step: torch takes it away too
+            if hasattr(optimizer, "grad_scale"):  # somebody's own, for this step: torch takes it away too
+                del optimizer.grad_scale
         else:
             returned = _call_step(optimizer, look, found, skipped, args, kwargs)
         state["stage"], state["look"] = OptState.STEPPED, None
@@ -267,6 +276,8 @@ class Iteration:
         *,
         known: bool,
     ) -> None:
+        if _torch_internals.is_capturing():
+            return  # the host sees this step once, and the graph is replayed many times
         number = self._outcomes.next_number()
         if known:
             self._outcomes.now(optimizer, result, number, apart=apart is not None and bool(apart))
@@ -278,7 +289,7 @@ class Iteration:
             values.append(self._scales.factor("step"))
             learn = functools.partial(scale.learn, moves=scale.moves)
         readback = Readback(torch.stack(values))
-        self._outcomes.later(Outcome(weakref.ref(optimizer), result, number, readback, learn))
+        self._outcomes.later(Outcome(reference_to(optimizer), result, number, readback, learn))
 
     def _step_by_itself(
         self, optimizer: torch.optim.Optimizer, state: State, args: Any, kwargs: Any
@@ -365,6 +376,7 @@ def _call_step(
     theirs: Any = optimizer
     users = getattr(optimizer, "grad_scale", None)
     tells = look.divisor is not None or users is not None or skipped is None
+    tells |= not _torch_internals.is_torchs_own(optimizer)
     if not (tells and _torch_internals.takes_grad_scale(optimizer)):
         return optimizer.step(*args, **kwargs)
     if look.divisor is None:
@@ -376,18 +388,3 @@ def _call_step(
         return optimizer.step(*args, **kwargs)
     finally:
         del theirs.grad_scale, theirs.found_inf
-
-
-def clip_unscaled_norm(optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
-    """torch's own clipping of all gradients of an optimizer."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm, order)
-    full: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of DTensors it is one
-    return full
-
-
-@torch.no_grad()
-def clamp(held: HeldGradients, value: float) -> None:
-    """Clamp gradients to [-value, value] in place; NaN stays NaN."""
-    for _, _, _, members in held.groups:
-        _torch_internals.clamp(members, -value, value)

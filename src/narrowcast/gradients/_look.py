@@ -173,6 +173,21 @@ def clip_unscaled(held: HeldGradients, max_norm: float, order: float, scaling: S
     return replace(total, norm=norm)
 
 
+def clip_by_torch(optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
+    """torch's own clipping of all gradients of an optimizer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm, order)
+    full: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of DTensors it is one
+    return full
+
+
+@torch.no_grad()
+def clamp(held: HeldGradients, value: float) -> None:
+    """Clamp gradients to [-value, value] in place; NaN stays NaN."""
+    for _, _, _, members in held.groups:
+        _torch_internals.clamp(members, -value, value)
+
+
 @torch.no_grad()
 def materialise(look: Look) -> None:
     """Do the division that was still to come."""

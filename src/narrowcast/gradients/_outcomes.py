@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from narrowcast.errors import ScaleCollapseError, ScaleError, UnsupportedError
 from narrowcast.gradients._held import listed
 from narrowcast.gradients._result import StepResult
+from narrowcast.gradients._torch_internals import is_capturing
 
 Listener = Callable[[StepResult], None]
 
@@ -33,11 +34,22 @@ APART = (
 )
 
 
+Reference = Callable[[], torch.optim.Optimizer | None]
+
+
+def reference_to(optimizer: torch.optim.Optimizer) -> Reference:
+    """A weak reference; a class with slots may have none, and is held while it is waited for."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
+
+
 @dataclass(slots=True)
 class Outcome:
     """One step that the host does not know yet; ``learn`` is told the scale that its losses had."""
 
-    optimizer: weakref.ref[torch.optim.Optimizer]
+    optimizer: Reference
     result: StepResult
     number: int
     readback: Readback
@@ -81,7 +93,7 @@ class Outcomes:
         self.on_step: OrderedDict[int, Listener] = OrderedDict()
         self.on_skip: OrderedDict[int, Listener] = OrderedDict()
         self._waiting: deque[Outcome] = deque()
-        self._skips_in_a_row: dict[int, tuple[weakref.ref[torch.optim.Optimizer], int, int]] = {}
+        self._skips_in_a_row: dict[int, tuple[Reference, int, int]] = {}
 
     def listen(self, listeners: OrderedDict[int, Listener], listener: Listener) -> RemovableHandle:
         if not callable(listener):
@@ -100,7 +112,7 @@ class Outcomes:
 
     def settle(self) -> None:
         """Act on the steps before this one. Their flags have long come: a whole forward lies between."""
-        while self._waiting:
+        while self._waiting and not is_capturing():
             outcome = self._waiting.popleft()
             found, apart, *scale = outcome.readback.read()
             outcome.result.learn(skipped=found > 0)
@@ -129,7 +141,7 @@ class Outcomes:
             return
         known, count, since = self._skips_in_a_row.get(id(optimizer), (None, 0, number))
         if known is None or known() is not optimizer:
-            known, count, since = weakref.ref(optimizer), 0, number
+            known, count, since = reference_to(optimizer), 0, number
         self._skips_in_a_row[id(optimizer)] = (known, count + 1, since)
         if self.patience is not None and count + 1 >= self.patience:
             # The next step may try again: somebody may have caught this and lowered a learning rate.

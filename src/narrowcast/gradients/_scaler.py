@@ -12,15 +12,17 @@ from narrowcast.errors import OrderError, ScaleError
 from narrowcast.gradients import _saved, _settings
 from narrowcast.gradients._closures import closure_of
 from narrowcast.gradients._held import held_gradients
-from narrowcast.gradients._iteration import Iteration, State, clamp, clip_unscaled_norm
+from narrowcast.gradients._iteration import Iteration
+from narrowcast.gradients._look import clamp, clip_by_torch
 from narrowcast.gradients._outcomes import Listener, Outcomes
 from narrowcast.gradients._result import StepResult
 from narrowcast.gradients._scales import Scales
 from narrowcast.gradients._torch_internals import untraced, wants_the_scaler
+from narrowcast.gradients._torch_names import TorchNames
 from narrowcast.scaling import Dynamic, LossScale
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     """Scales losses so that small gradients survive in fp16, and steps only on finite ones.
 
     Drop-in for ``torch.amp.GradScaler``, of which it is an instance: on the same events it gives the same
@@ -55,7 +57,8 @@ class GradScaler(torch.amp.GradScaler):
     subnormals and -0.0 are numbers like any other. A scale never leaves [min_scale, max_scale], and where it
     is below 1 gradients are checked again after unscaling, so that none reaches a parameter as infinity.
     With ``fused=True`` optimizers on CUDA nothing waits for the device: listeners and ``patience`` act at
-    most one step late. Not picklable between ``scale`` and ``update``; listeners and groups stay behind.
+    most one step late; in a CUDA graph they do not act. Not picklable between ``scale`` and ``update``;
+    listeners and groups stay behind.
 
     Raises:
         ScaleError: at construction, for a setting outside its range.
@@ -160,7 +163,7 @@ class GradScaler(torch.amp.GradScaler):
         _settings.check_not_negative("max_norm", max_norm)
         if self._enabled:
             return self._iteration.clip_norm(optimizer, max_norm, float(norm_type))
-        return clip_unscaled_norm(optimizer, max_norm, float(norm_type))
+        return clip_by_torch(optimizer, max_norm, float(norm_type))
 
     @untraced
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -296,11 +299,6 @@ class GradScaler(torch.amp.GradScaler):
         """The loss scale now as a value, its counts included; waits for the device."""
         return self._scales.get(name).read()
 
-    def _set(self, **settings: Any) -> None:
-        for scale in self._scales.by_name.values():
-            scale.set(_settings.changed(scale.read(), **settings))
-        self._scales.first = _settings.changed(self._scales.first, **settings)
-
     def _setting(self, name: str) -> Any:
         if isinstance(self._scales.first, Dynamic):
             return getattr(self._scales.first, name)
@@ -312,7 +310,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Above 1, else ScaleError."""
-        self._set(growth_factor=new_factor)
+        self._scales.change(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
         """What the scale is multiplied by when it backs off."""
@@ -320,7 +318,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Between 0 and 1, else ScaleError."""
-        self._set(backoff_factor=new_factor)
+        self._scales.change(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
         """Good steps in a row before the scale grows."""
@@ -328,7 +326,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """At least 1, else ScaleError."""
-        self._set(growth_interval=new_interval)
+        self._scales.change(growth_interval=new_interval)
 
     # ---- saving
 
@@ -378,21 +376,3 @@ class GradScaler(torch.amp.GradScaler):
             return "GradScaler(enabled=False)"
         names = [name for name in self._scales.by_name if name is not None]
         return f"GradScaler({self._scales.first!r}{f', names={names}' if names else ''})"
-
-    # ---- what other libraries read of torch's scaler
-
-    @property
-    def _scale(self) -> torch.Tensor | None:  # type: ignore[override]
-        return self._scales.only.factor
-
-    @property
-    def _growth_tracker(self) -> torch.Tensor | None:  # type: ignore[override]
-        return self._scales.only.good_steps
-
-    @property
-    def _per_optimizer_states(self) -> dict[int, State]:  # type: ignore[override]
-        return self._iteration.states
-
-    def _get_growth_tracker(self) -> int:
-        value = self._scales.only.read()
-        return value.good_steps if isinstance(value, Dynamic) and self._enabled else 0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import OrderError, ScaleError, near_names
+from narrowcast.gradients import _settings
 from narrowcast.gradients._device_scale import DeviceScale
 from narrowcast.gradients._named import NamedPasses
 from narrowcast.scaling import LossScale
@@ -51,6 +52,12 @@ class Scales:
 
     def _names(self) -> list[str]:
         return [name for name in self.by_name if name is not None]
+
+    def change(self, **settings: Any) -> None:
+        """Go on with other settings, every scale; waits for the device."""
+        for scale in self.by_name.values():
+            scale.set(_settings.changed(scale.read(), **settings))
+        self.first = _settings.changed(self.first, **settings)
 
     def factor(self, method: str) -> torch.Tensor:
         """The first factor that is on a device.

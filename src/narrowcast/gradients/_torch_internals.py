@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -111,15 +113,23 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     return [(*key, range(len(tensors)), members) for key, ([members], _) in grouped.items()]
 
 
-@functools.lru_cache(maxsize=256)
-def _wants_the_scaler(step: Any) -> bool:
+_WANTS_THE_SCALER: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def _takes_the_scaler(step: Any) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step takes the scaler itself as ``grad_scaler``, by the contract that torch deprecates."""
-    step = optimizer.step
-    return takes_grad_scale(optimizer) and _wants_the_scaler(getattr(step, "__func__", step))
+    if not takes_grad_scale(optimizer):
+        return False
+    if "step" in vars(optimizer):  # wrapped by a scheduler or another library
+        return _takes_the_scaler(optimizer.step)
+    kind = type(optimizer)
+    if kind not in _WANTS_THE_SCALER:
+        _WANTS_THE_SCALER[kind] = _takes_the_scaler(optimizer.step)
+    return _WANTS_THE_SCALER[kind]
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
@@ -127,6 +137,17 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, in which the host must not wait for the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is of ``torch.optim``, whose steps do without ``grad_scale`` and ``found_inf``."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep schedulers from warning that no optimizer has stepped yet, when its first step was skipped."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    with suppress(AttributeError):  # of a class with slots
+        optimizer._opt_called = True  # type: ignore[attr-defined]

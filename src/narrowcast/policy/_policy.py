@@ -24,6 +24,18 @@ _O2_ELSEWHERE = (
     "nc.Stepper does: nc.Stepper(model, optimizer, policy=\"O2\"). Here use 'bf16' or 'fp16', which leave "
     "the weights in fp32"
 )
+_OTHER_NAMES = {
+    "float16": "fp16",
+    "half": "fp16",
+    "16-mixed": "fp16",
+    "bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "32-true": "fp32",
+    "O0": "fp32",
+    "O1": "auto",
+}
 _COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -46,7 +58,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.compute, str) or self.compute not in (*_COMPUTE_DTYPES, "auto"):
-            raise PolicyError(f"unknown policy {self.compute!r}. " + near_names(str(self.compute), PRESETS))
+            raise PolicyError(_unknown(self.compute))
         if not isinstance(self.master_weights, bool):
             raise PolicyError(f"expected master_weights to be a bool, got {self.master_weights!r}")
         if self.master_weights and self.compute == "fp32":
@@ -64,12 +76,20 @@ class Policy:
         return f"{name}: {PRESETS['O2']}"
 
 
+def _unknown(name: object) -> str:
+    if isinstance(name, str) and name in _OTHER_NAMES:
+        return f'unknown policy {name!r}. Did you mean "{_OTHER_NAMES[name]}"? Known: {", ".join(PRESETS)}.'
+    return f"unknown policy {name!r}. " + near_names(str(name), PRESETS)
+
+
 def as_policy(policy: Policy | str) -> Policy:
     """``policy`` itself, or the preset that it names."""
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise PolicyError(f"expected a Policy or the name of a preset, got {policy!r}")
+        word = str(policy).removeprefix("torch.")
+        meant = f'; write "{_OTHER_NAMES[word]}"' if word in _OTHER_NAMES else ""
+        raise PolicyError(f"expected a Policy or the name of a preset, got {policy!r}{meant}")
     return Policy.preset(policy)
 
 

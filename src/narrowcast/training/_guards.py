@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,18 +37,31 @@ def check_loss(loss: Any, lane: Lane) -> None:
             )
 
 
-def only_within(stepper: weakref.ref[Any], lane: weakref.ref[Lane]) -> Callable[..., None]:
-    """A hook that refuses an optimizer's step outside its ``stepper``'s, as long as there is one."""
+_LANES_OF: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[weakref.ref[Any], weakref.ref[Lane]]]]
+_LANES_OF = weakref.WeakKeyDictionary()
 
-    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        owner = lane()
-        if stepper() is None or owner is None or owner.stepping:
-            return
-        # At a rate of 0 torch.distributed.checkpoint makes the state that it is about to load.
-        if owner.filled or any(group.get("lr") != 0 for group in optimizer.param_groups):
-            raise OrderError(
-                f"{type(optimizer).__name__}.step was called by hand: its gradients belong to a Stepper and "
-                "may be scaled or half a window. Call result = stepper.step(loss), which steps"
-            )
 
-    return refuse
+def own(optimizer: torch.optim.Optimizer, stepper: Any, lane: Lane) -> None:
+    """From now on the optimizer steps only within its steppers', as long as there is one."""
+    if optimizer not in _LANES_OF:
+        _LANES_OF[optimizer] = []
+        optimizer.register_step_pre_hook(_refuse_by_hand)
+    _LANES_OF[optimizer].append((weakref.ref(stepper), weakref.ref(lane)))
+
+
+def _refuse_by_hand(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    owners = [
+        lane
+        for stepper, reference in _LANES_OF.get(optimizer, ())
+        if stepper() is not None and (lane := reference()) is not None
+    ]
+    if not owners or any(lane.stepping for lane in owners):
+        return
+    # At a rate of 0 torch.distributed.checkpoint makes the state that it is about to load.
+    filled = any(lane.filled for lane in owners)
+    if filled or any(group.get("lr") != 0 for group in optimizer.param_groups):
+        raise OrderError(
+            f"{type(optimizer).__name__}.step was called by hand: its gradients belong to a Stepper and may "
+            "be scaled or half a window. Call result = stepper.step(loss), which steps; to step by hand, let "
+            "go of the Stepper first (del stepper)"
+        )

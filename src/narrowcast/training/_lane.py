@@ -37,10 +37,11 @@ class Lane:
         self.max_value = max_value
         self.filled = 0
         self.stepping = False
+        self._left: list[tuple[int, int]] = []
         self.needs_closure = any(map(_asks_for_a_closure, self.optimizers))
         self.held: list[HeldWeights] = [h for o in self.optimizers if (h := held_by(o)) is not None]
         for scheduler in self.schedulers:
-            _check_scheduler(scheduler)
+            _check_scheduler(scheduler, self.optimizers)
         scaler.on_step(self._move_schedulers)
 
     def _move_schedulers(self, _: StepResult) -> None:
@@ -88,11 +89,7 @@ class Lane:
         Args:
             reduce: averages gradients that DDP has not seen over the ranks; None without DDP.
         """
-        if self.filled and not self._holds_gradients():
-            raise OrderError(
-                f"the gradients of the first {self.filled} micro-batches are gone: zero_grad was called in "
-                f"the middle of a window of {self.accumulate}. Leave it out: Stepper zeroes them by itself"
-            )
+        self._check_gradients()
         losses = dict(loss) if isinstance(loss, Mapping) else {None: loss}
         # DDP reduces in the first backward pass after a forward pass, and lets the others go by.
         by_hand = reduce is not None and len(losses) > 1
@@ -110,14 +107,35 @@ class Lane:
         self.filled += 1
         for held in self.held:
             held.take_gradients()
+        self._left = _versions(self._gradients())
 
-    def _holds_gradients(self) -> bool:
-        return any(
-            parameter.grad is not None
+    def _gradients(self) -> list[torch.Tensor]:
+        return [
+            parameter.grad
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
-        )
+            if parameter.grad is not None
+        ]
+
+    def _check_gradients(self) -> None:
+        """Refuse to add to gradients that are not those of this window: they are scaled, others are not."""
+        present = self._gradients()
+        if not self.filled:
+            # Zeros are left by zero_grad(set_to_none=False); reading them is for this case alone.
+            if any(bool(gradient.detach().any()) for gradient in present):
+                raise OrderError(
+                    "there are gradients before the window's first backward pass: loss.backward() was "
+                    "called by hand, which stepper.step(loss) does, or they were left from before: call "
+                    "optimizer.zero_grad()"
+                )
+        elif _versions(present) != self._left:
+            what = "changed" if present else "gone"
+            raise OrderError(
+                f"the gradients of the first {self.filled} micro-batches are {what}: zero_grad was called, "
+                f"or something wrote to them, in the middle of a window of {self.accumulate}. Leave it out: "
+                "Stepper zeroes them by itself, and clips them where max_norm or max_value is given"
+            )
 
     def complete(self, filled: float | None = None) -> StepResult:
         """Clip, check and step on the window's gradients, and begin a new one.
@@ -145,15 +163,8 @@ class Lane:
         return result
 
     def _average_over(self, filled: float) -> None:
-        gradients = [
-            parameter.grad
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
         with torch.no_grad():
-            for gradient in gradients:
+            for gradient in self._gradients():
                 gradient.mul_(self.accumulate / filled)
 
     def _step(self) -> StepResult:
@@ -244,13 +255,18 @@ def _accumulate(loss: torch.Tensor, parameters: Sequence[torch.Tensor], *, retai
                 parameter.grad += gradient
 
 
+def _versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Which tensors these are, and how often each was written to."""
+    return [(id(gradient), gradient._version) for gradient in gradients]
+
+
 def _asks_for_a_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it asks for the loss again and again, as LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _check_scheduler(scheduler: Any) -> None:
+def _check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UnsupportedError(
             "ReduceLROnPlateau wants a metric, which Stepper has not: leave it out and call "
@@ -258,6 +274,10 @@ def _check_scheduler(scheduler: Any) -> None:
         )
     if not callable(getattr(scheduler, "step", None)):
         raise SettingError(f"expected a learning-rate scheduler with a step method, got {scheduler!r}")
+    if getattr(scheduler, "optimizer", optimizers[0]) not in optimizers:
+        raise SettingError(
+            f"this {type(scheduler).__name__} is of another optimizer: make it from the one that it moves"
+        )
 
 
 def check_settings(accumulate: int, max_norm: float | None, max_value: float | None) -> None:

@@ -19,6 +19,11 @@ from narrowcast.weights import held_by, hold, lower
 def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.dtype]:
     """What ``policy`` computes in on each type of device that the model is on."""
     wanted = as_policy(policy)
+    if not isinstance(model, torch.nn.Module):
+        raise SettingError(
+            f"expected a torch.nn.Module, got {type(model).__name__}; several models are one as "
+            'torch.nn.ModuleDict({"g": generator, "d": discriminator})'
+        )
     devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
     if not devices:
         raise SettingError(f"expected a model with parameters, got {type(model).__name__} without any")
@@ -47,6 +52,7 @@ def make_lanes(
     """A lane for each name of an optimizer; the only one without a name is that of None."""
     check_settings(accumulate, max_norm, max_value)
     by_name = _optimizers_by_name(optimizer)
+    _check_parameters(model, by_name)
     schedulers = _by_same_names("scheduler", scheduler, by_name)
     scalers = _by_same_names("scaler", scaler, by_name, shared=not isinstance(scaler, GradScaler))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -76,6 +82,20 @@ def _optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Opt
     if len({id(one) for one in every}) != len(every):
         raise SettingError("the same optimizer was given twice")
     return by_name
+
+
+def _check_parameters(model: torch.nn.Module, by_name: Mapping[Any, list[torch.optim.Optimizer]]) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizers in by_name.values():
+        for optimizer in optimizers:
+            held = held_by(optimizer)
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            mine |= {id(low) for low, _ in held.parameters} if held else set()
+            if not mine & known:
+                raise SettingError(
+                    f"no parameter of this {type(optimizer).__name__} is one of the model's: make it from "
+                    "model.parameters(), after anything that replaces them (as .to_empty() does)"
+                )
 
 
 def _as_list(one: Any) -> list[Any]:

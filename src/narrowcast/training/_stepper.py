@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from narrowcast.errors import OrderError, SettingError, near_names
 from narrowcast.gradients import GradScaler, StepResult
 from narrowcast.policy import Policy, format_name
 from narrowcast.training._casts import KeptCasts
-from narrowcast.training._guards import check_loss, device_of, only_within
+from narrowcast.training._guards import check_loss, device_of, own
 from narrowcast.training._lane import Lane, Loss
 from narrowcast.training._make import formats_of, make_lanes
 from narrowcast.training._random import RandomState
@@ -105,7 +104,7 @@ class Stepper:
             )
         for lane in self._lanes.values():
             for one in lane.optimizers:
-                one.register_step_pre_hook(only_within(weakref.ref(self), weakref.ref(lane)))
+                own(one, self, lane)
 
     # ---- what a training loop calls
 
@@ -255,7 +254,8 @@ class Stepper:
         if not isinstance(theirs, Mapping) or set(theirs) != mine:
             raise SettingError(
                 f"expected the state of a Stepper with the optimizers {sorted(mine)}, got "
-                f"{sorted(theirs) if isinstance(theirs, Mapping) else sorted(state)}"
+                f"{sorted(theirs) if isinstance(theirs, Mapping) else sorted(state)}; a loop's own states "
+                "are loaded by their owners: optimizer.load_state_dict, stepper.scaler.load_state_dict"
             )
         for key, lane in self._lanes.items():
             lane.load_state_dict(theirs[key or ""])
