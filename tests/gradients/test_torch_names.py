@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import ScaleError
+from narrowcast.errors import ScaleError, UnsupportedError
 
 SCALERS = [torch.amp.GradScaler, nc.GradScaler]
 
@@ -180,3 +180,9 @@ def test_an_optimizer_with_slots_is_skipped_too():
     optimizer, scaler = Slotted(layer.parameters()), nc.GradScaler("cpu", init_scale=8.0)
     (scaler.scale(layer(torch.ones(2, 3)).mean()) * math.nan).backward()
     assert scaler.step(optimizer).skipped
+
+
+def test_a_subclass_that_would_not_be_asked_is_refused():
+    with pytest.raises(UnsupportedError, match="Sub overrides _maybe_opt_step of torch"):
+        type("Sub", (nc.GradScaler,), {"_maybe_opt_step": lambda *_: None})
+    assert issubclass(type("Fine", (nc.GradScaler,), {"unscale_": lambda *_: None}), torch.amp.GradScaler)

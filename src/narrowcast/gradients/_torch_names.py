@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import _settings
 from narrowcast.gradients._iteration import Iteration, State, fresh_state
 from narrowcast.gradients._scales import Scales
@@ -34,6 +35,15 @@ class TorchNames:
     _scales: Scales
     _iteration: Iteration
     _enabled: bool
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        unused = [name for name in ("_maybe_opt_step", "_unscale_grads_") if name in vars(cls)]
+        if unused:
+            raise UnsupportedError(
+                f"{cls.__name__} overrides {' and '.join(unused)} of torch.amp.GradScaler, which nc.GradScaler "
+                "does not call: override unscale_ or step, or listen with on_step and on_skip"
+            )
 
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
