@@ -41,8 +41,8 @@ class TorchNames:
         unused = [name for name in ("_maybe_opt_step", "_unscale_grads_") if name in vars(cls)]
         if unused:
             raise UnsupportedError(
-                f"{cls.__name__} overrides {' and '.join(unused)} of torch.amp.GradScaler, which nc.GradScaler "
-                "does not call: override unscale_ or step, or listen with on_step and on_skip"
+                f"{cls.__name__} overrides {' and '.join(unused)} of torch.amp.GradScaler, which ours does "
+                "not call: override unscale_ or step, or listen with on_step and on_skip"
             )
 
     _growth_factor = _setting("growth_factor")
