@@ -131,6 +131,19 @@ def test_gradients_stay_scaled_until_a_fused_step_and_may_not_change_meanwhile()
         scaler.clip_grad_value_(optimizer, 1.0)
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 4.9, 5.1, 100.0])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_after_unscaling_it_only_clips_and_never_makes_larger(make_optimizer, order, max_norm):
+    (ours, loss), (plain, plain_loss) = (parameters_with([torch.tensor([3.0, -4.0])]) for _ in range(2))
+    optimizer, scaler = make_optimizer(ours), nc.GradScaler("cpu", 8.0)
+    scaler.scale(loss()).backward()
+    plain_loss().backward()
+    scaler.unscale_(optimizer)
+    expected = torch.nn.utils.clip_grad_norm_(plain, max_norm, order)
+    assert torch.equal(scaler.clip_grad_norm_(optimizer, max_norm, order), expected)
+    assert torch.equal(ours[0].grad, plain[0].grad)
+
+
 @pytest.mark.parametrize("then", ["norm", "value", "other norm"])
 def test_one_clip_after_another(make_optimizer, then):
     values = [torch.tensor([3.0, -4.0])]

@@ -151,6 +151,22 @@ def test_an_evaluation_that_is_not_finite_undoes_the_step(make, good):
     assert not scaler.step(optimizer, closure).skipped
 
 
+def test_a_first_step_that_is_undone_leaves_no_state():
+    model, x, y = problem()
+    optimizer, scaler, evaluations = lbfgs(model.parameters(), None), nc.GradScaler("cpu"), []
+
+    def closure():
+        optimizer.zero_grad()
+        evaluations.append(1)
+        loss = torch.nn.functional.mse_loss(model(x), y) * (1.0 if len(evaluations) < 3 else math.nan)
+        scaler.scale(loss).backward()
+        return loss
+
+    assert scaler.step(optimizer, closure).skipped
+    assert len(evaluations) == 3
+    assert not optimizer.state
+
+
 def test_the_first_loss_may_be_scaled_inside_and_the_scale_not_moved_there():
     model, x, y = problem()
     optimizer, scaler = lbfgs(model.parameters()), nc.GradScaler("cpu", 8.0, growth_interval=1)

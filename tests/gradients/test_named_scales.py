@@ -76,7 +76,7 @@ def test_an_overflow_of_one_loss_lowers_only_its_own_scale(fused):
     g = torch.optim.Adam(generator.parameters(), fused=fused)
     d = torch.optim.Adam(discriminator.parameters(), fused=fused)
     scaler, noise = nc.GradScaler("cpu", 1024.0, growth_interval=2), torch.randn(4, 2)
-    for factor in (math.inf, 1.0, 1.0):
+    for factor in (1.0, math.inf, 1.0, 1.0):
         d.zero_grad()
         loss = discriminator(generator(noise).detach()).square().mean() * factor
         scaler.scale(loss, name="d").backward()
@@ -88,8 +88,7 @@ def test_an_overflow_of_one_loss_lowers_only_its_own_scale(fused):
         assert list(result.scale) == ["g"]
         scaler.update()
     assert scaler.get_scale("d") == 1024.0  # halved, and doubled after two good steps
-    assert scaler.get_scale("g") == 2048.0
-    assert scaler.loss_scale("g").good_steps == 1
+    assert scaler.get_scale("g") == 4096.0  # though the generator's loss left gradients in the discriminator
 
 
 def test_an_overflow_in_a_shared_parameter_lowers_every_scale_that_reached_it():

@@ -203,6 +203,8 @@ def test_a_scaler_goes_on_from_what_it_saved(way, schedule):
         again.scale(torch.ones(()))
         again.load_state_dict(state)
     assert again.loss_scale() == schedule
+    if isinstance(schedule, Dynamic):
+        assert again.get_growth_interval() == schedule.growth_interval
     assert again.scale(torch.ones(())).item() == schedule.scale
 
 
@@ -228,7 +230,10 @@ def test_torch_reads_the_state_of_every_dynamic_scale(schedule):
 
 
 def test_a_state_of_torch_keeps_the_limits_and_hysteresis_of_ours():
-    scaler = nc.GradScaler("cpu", 64.0, hysteresis=2, min_scale=4.0, max_scale=128.0)
+    half_way = Dynamic(
+        scale=64.0, rule="apex", hysteresis=2, hysteresis_left=1, min_scale=4.0, max_scale=128.0
+    )
+    scaler = nc.GradScaler("cpu", schedule=half_way)
     scaler.load_state_dict(torch.amp.GradScaler("cpu", 32.0, 3.0, 0.25, 5).state_dict())
     assert scaler.loss_scale() == Dynamic(
         scale=32.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=5,
