@@ -20,6 +20,7 @@ BUDGET_S = defaultdict(
     lambda: 60.0,
     {
         "attach": 900.0,
+        "house": 180.0,
         "verify": 300.0,
         "examples": 600.0,
         "cli": 300.0,
