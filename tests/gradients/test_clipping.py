@@ -229,3 +229,30 @@ def test_gradients_with_a_graph_of_their_own(make_optimizer):
     scaler.step(optimizer)
     torch.testing.assert_close(weight.detach(), torch.tensor([0.9, 1.2]), rtol=1e-5, atol=0.0)
     weight.grad = None  # which holds the graph, and the graph the weight
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("after_unscale", [False, True])
+@pytest.mark.parametrize("max_norm", [math.nan, -1.0])
+def test_a_max_norm_in_a_tensor_that_cannot_clip_skips_the_step(max_norm, after_unscale, fused):
+    """It is not read, so it is not refused; no NaN and no ascent comes of it."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1, fused=fused)
+    scaler = nc.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weight.sum()).backward()
+    if after_unscale:
+        scaler.unscale_(optimizer)
+    scaler.clip_grad_norm_(optimizer, torch.tensor(max_norm))
+    assert scaler.step(optimizer).skipped
+    assert torch.equal(weight, torch.ones(3))
+
+
+def test_a_gradient_that_is_replaced_before_a_fused_step_is_noticed():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1, fused=True)
+    scaler = nc.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    weight.grad = torch.ones(3)
+    with pytest.raises(OrderError, match="the gradients were changed between clip_grad_norm_ and step"):
+        scaler.step(optimizer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.errors import OrderError
+from narrowcast.errors import OrderError, UnsupportedError
 
 
 def problem():
@@ -232,3 +232,19 @@ def test_what_a_closure_raises_is_handed_on():
 
 def test_without_scaling_a_closure_goes_straight_to_the_optimizer():
     assert_equal(train(lbfgs, nc.GradScaler("cpu", enabled=False)), train(lbfgs))
+
+
+def test_a_closure_over_held_weights_is_refused():
+    layer = torch.nn.Linear(2, 1).bfloat16()
+    optimizer = torch.optim.LBFGS(layer.parameters())
+    nc.weights.hold(optimizer, "kahan")
+    with pytest.raises(UnsupportedError, match="a closure of a LBFGS whose weights are held in a low format"):
+        nc.GradScaler("cpu").step(optimizer, lambda: layer(torch.ones(1, 2)).sum())
+
+
+def test_optimizers_that_need_a_closure_do_not_step_together():
+    layer = torch.nn.Linear(2, 1)
+    scaler = nc.GradScaler("cpu")
+    scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(OrderError, match="LBFGS needs a closure: step it by itself"):
+        scaler.step_together([torch.optim.LBFGS(layer.parameters())])

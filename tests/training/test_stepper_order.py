@@ -1,5 +1,8 @@
 """A wrong order, or a wrong setting, is refused with the right one."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -215,8 +218,14 @@ def test_a_state_of_another_stepper():
     state["lanes"][""]["schedulers"] = [{}]
     with pytest.raises(SettingError, match="expected a state with 0 schedulers, as this Stepper has, got 1"):
         stepper.load_state_dict(state)
-    with pytest.raises(SettingError, match=r"expected the state of a Stepper with the optimizers \[''\]"):
+    with pytest.raises(SettingError, match=r"gave for one optimizer without a name, got the keys scale;"):
         stepper.load_state_dict({"scale": 1.0})
+    with pytest.raises(SettingError, match=r"got None;"):
+        stepper.load_state_dict(None)
+    model = nn.Linear(4, 1)
+    adam = nc.Stepper(model, torch.optim.Adam(model.parameters()), "bf16")
+    with pytest.raises(SettingError, match="expected the state of Adam, got that of another optimizer"):
+        adam.load_state_dict(stepper.state_dict())
 
 
 def test_every_error_is_of_one_tree():
@@ -230,3 +239,101 @@ def test_a_scaler_or_a_loss_scale_of_ones_own(scaler):
     model, _, stepper = made("bf16", scaler=scaler)
     assert stepper.step(loss_of(model, stepper)).scale == 8.0
     assert stepper.scaler.get_scale() == 8.0
+
+
+def test_an_interrupted_backward_begins_a_new_window():
+    model, _, stepper = made("fp16", accumulate=2)
+    stepper.step(loss_of(model, stepper))
+    out = model(torch.ones(2, 4))
+    out.register_hook(interrupt)
+    loss = out.square().mean()
+    with pytest.raises(KeyboardInterrupt):
+        stepper.step(loss)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [stepper.step(loss_of(model, stepper)).complete for _ in range(2)] == [False, True]
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
+def test_a_stepper_that_is_let_go_leaves_no_scaled_gradients():
+    model, optimizer, stepper = made("fp16", accumulate=2)
+    stepper.step(loss_of(model, stepper))
+    assert model.weight.grad.abs().max() > 100
+    del stepper
+    assert model.weight.grad is None
+    optimizer.step()
+
+
+def test_flush_inside_the_region():
+    model, _, stepper = made(accumulate=2)
+    stepper.step(loss_of(model, stepper))
+    with (
+        pytest.raises(OrderError, match=r"flush was called inside stepper\.autocast"),
+        stepper.autocast(),
+    ):
+        stepper.flush()
+    stepper.zero_grad()
+
+
+def test_a_loss_that_reaches_no_parameter():
+    model, _, stepper = made()
+    other = nn.Linear(4, 1)
+    with pytest.raises(OrderError, match="no parameter of this SGD got a gradient from this loss"):
+        stepper.step(other(torch.ones(2, 4)).mean())
+    with pytest.raises(SettingError, match="expected at least one loss in the dict"):
+        stepper.step({})
+    assert stepper.step(loss_of(model, stepper)).complete
+
+
+def test_a_scheduler_that_is_stepped_by_hand_too():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    stepper = nc.Stepper(model, optimizer, "bf16", scheduler=scheduler)
+    stepper.step(loss_of(model, stepper))
+    scheduler.step()
+    loss = loss_of(model, stepper)
+    with pytest.warns(UserWarning, match=r"StepLR\.step was called by hand, and the Stepper moves it too"):
+        stepper.step(loss)
+
+
+def test_a_scaler_belongs_to_one_stepper_at_a_time():
+    scaler = nc.GradScaler(init_scale=8.0)
+    model, optimizer, stepper = made("bf16", scaler=scaler)
+    with pytest.raises(SettingError, match="this GradScaler is another Stepper's"):
+        nc.Stepper(model, optimizer, "bf16", scaler=scaler)
+    del stepper
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    again = nc.Stepper(model, optimizer, "bf16", scaler=scaler, scheduler=scheduler)
+    again.step(loss_of(model, again))
+    assert scheduler.last_epoch == 1
+
+
+def test_weights_in_bf16_without_masters_are_warned_of():
+    model = nn.Linear(4, 1).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r'one smaller than 2\*\*-9 of a weight is lost: policy="O2"'):
+        nc.Stepper(model, optimizer, "bf16")
+
+
+def test_what_masters_do_not_follow():
+    model = nn.Linear(4, 1)
+    o2 = nc.Policy(compute="fp16", master_weights=True)
+    with pytest.raises(UnsupportedError, match="LBFGS asks for the loss again and again, which masters"):
+        nc.Stepper(model, torch.optim.LBFGS(model.parameters()), o2)
+    model, optimizer, stepper = made(o2, scaler=Dynamic(scale=8.0))
+    with stepper.autocast():
+        out = model(torch.ones(2, 4)).float()
+        losses = {"a": out.mean(), "b": out.square().mean()}
+    with pytest.raises(UnsupportedError, match="losses by name are unscaled in the format of the weights"):
+        stepper.step(losses)
+    loss = loss_of(model, stepper)
+    loss.backward(retain_graph=True)
+    with pytest.raises(OrderError, match=r"backward\(\) was called by hand"):
+        stepper.step(loss)
+    with pytest.raises(ValueError, match="a held optimizer can be neither copied nor pickled"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(ValueError, match="a held optimizer can be neither copied nor pickled"):
+        pickle.dumps(optimizer)

@@ -142,6 +142,20 @@ def test_loading_in_the_middle_of_a_window_throws_it_away_and_keeps_what_was_loa
     assert_same(again.state_dict(), expected)
 
 
+@pytest.mark.parametrize(("saved", "into"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_state_of_another_format_leaves_the_scale_alone_and_says_so(saved, into):
+    """A state without a loss scale must not turn scaling off."""
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    steppers = [
+        nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), policy)
+        for model, policy in zip(models, (saved, into), strict=True)
+    ]
+    state = steppers[0].state_dict()
+    with pytest.warns(UserWarning, match="the saved state is of a run with (a|no) loss scale"):
+        steppers[1].load_state_dict(state)
+    assert steppers[1].scaler.get_scale() == (2.0**16 if into == "fp16" else 1.0)
+
+
 def test_every_schedule_is_saved():
     model = nn.Linear(4, 1)
     states = []

@@ -305,7 +305,7 @@ def test_what_cannot_be_measured():
     optimizer = torch.optim.SGD([low], lr=0.1)
     with pytest.raises(WeightsError) as wrong:
         UpdateMeter(optimizer, every=0)
-    assert str(wrong.value) == "every is the number of steps from one measurement to the next, not 0"
+    assert str(wrong.value) == "every must be a whole number of steps of at least 1, got 0"
     with UpdateMeter(optimizer):
         with pytest.raises(UnsupportedError) as closure:
             optimizer.step(lambda: None)

@@ -3,16 +3,20 @@
 from narrowcast.gradients._closures import Snapshot, closure_of, with_closure
 from narrowcast.gradients._finite import NonfiniteFlags, nonfinite_flags
 from narrowcast.gradients._graph import leaf_of, nodes_below
+from narrowcast.gradients._held import check_apart
 from narrowcast.gradients._result import StepResult
 from narrowcast.gradients._scaler import GradScaler
+from narrowcast.gradients._torch_internals import needs_closure
 
 __all__ = [
     "GradScaler",
     "NonfiniteFlags",
     "Snapshot",
     "StepResult",
+    "check_apart",
     "closure_of",
     "leaf_of",
+    "needs_closure",
     "nodes_below",
     "nonfinite_flags",
     "with_closure",

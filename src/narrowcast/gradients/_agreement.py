@@ -47,11 +47,13 @@ class TotalNorm:
         apart: 0-dim bool, whether ranks that should hold copies hold different gradients; None: no ranks.
         flags: which gradients of this rank are not finite, by their own norms; None where those were not
             needed.
+        clipped: 0-dim bool, whether clipping by it gave gradients to step on, where something clipped.
     """
 
     norm: torch.Tensor
     apart: torch.Tensor | None
     flags: NonfiniteFlags | None
+    clipped: torch.Tensor | None = None
 
 
 def total_norm(

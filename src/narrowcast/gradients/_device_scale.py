@@ -54,6 +54,11 @@ class DeviceScale:
         return self.factor
 
     @property
+    def on_host(self) -> bool:
+        """Whether it is read without waiting for a device."""
+        return self.factor is None or self.factor.device.type == "cpu"
+
+    @property
     def settings(self) -> LossScale:
         """What the scale is made of; its ``scale`` and counts are those of when it was last set or read."""
         return self._value

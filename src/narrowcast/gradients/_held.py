@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-from narrowcast.errors import Fp16GradientError, UnsupportedError
+from narrowcast.errors import Fp16GradientError, SettingError, UnsupportedError
 from narrowcast.gradients import _torch_internals
 from narrowcast.gradients._finite import NonfiniteFlags, nonfinite_flags
 
@@ -121,6 +121,19 @@ def _local_parts(
                 )
             )
     return values, meshes if any(meshes) else None
+
+
+def check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse a parameter in two optimizers that step together: its gradient would be unscaled twice."""
+    seen: dict[int, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter, label in parameter_labels(optimizer):
+            other = seen.setdefault(id(parameter), optimizer)
+            if other is not optimizer:
+                raise SettingError(
+                    f"a parameter ({label} of {type(optimizer).__name__}) is in two optimizers that step "
+                    "together: leave it in one of them"
+                )
 
 
 def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:

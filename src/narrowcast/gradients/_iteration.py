@@ -7,14 +7,16 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _look, _torch_internals
+from narrowcast.gradients._calls import call_step
 from narrowcast.gradients._closures import Snapshot, with_closure
-from narrowcast.gradients._held import HeldGradients, held_gradients, labels_of
+from narrowcast.gradients._held import HeldGradients, check_apart, held_gradients, labels_of
 from narrowcast.gradients._look import Look, Scaling
 from narrowcast.gradients._outcomes import APART, Outcome, Outcomes, Readback, reference_to
 from narrowcast.gradients._result import StepResult
@@ -121,6 +123,9 @@ class Iteration:
         look.norm, apart = total.norm, total.apart
         look.apart = apart if look.apart is None or apart is None else look.apart | apart
         look.flags = look.flags or total.flags
+        if total.clipped is not None:
+            found = torch.maximum(look.found_inf, (~total.clipped).float())
+            self._saw(state, replace(look, found_inf=found))
         return look.norm
 
     def clip_value(self, optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -170,6 +175,10 @@ class Iteration:
         return self._finish(optimizer, state, look, look.found_inf, args, kwargs)
 
     def step_together(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[StepResult, ...]:
+        check_apart(optimizers)
+        for optimizer in optimizers:
+            if _torch_internals.needs_closure(optimizer):
+                raise OrderError(f"{type(optimizer).__name__} needs a closure: step it by itself")
         states = [self.state("step", optimizer) for optimizer in optimizers]
         looks = [self._look_for_step(o, state) for o, state in zip(optimizers, states, strict=True)]
         found = _look.worst_of(looks)
@@ -239,7 +248,7 @@ class Iteration:
             if hasattr(optimizer, "grad_scale"):  # somebody's own, for this step: torch takes it away too
                 del optimizer.grad_scale
         else:
-            returned = _call_step(optimizer, look, found, skipped, args, kwargs)
+            returned = call_step(optimizer, look, found, skipped, args, kwargs)
         state["stage"], state["look"] = OptState.STEPPED, None
         result = StepResult(
             found_inf=found if skipped is None else skipped,
@@ -323,6 +332,11 @@ class Iteration:
         """A step whose closure makes scaled gradients; the optimizer sees true ones, and only finite ones."""
         if self.states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise OrderError("step() has already been called since the last update().")
+        if getattr(optimizer, "holds_low_weights", False):
+            raise UnsupportedError(
+                f"a closure of a {type(optimizer).__name__} whose weights are held in a low format could not "
+                "be undone where it overflows: step without a closure, or without a scaler (bf16)"
+            )
         before = Snapshot(optimizer)
         looks: list[Look] = []
 
@@ -362,29 +376,3 @@ class Iteration:
         )
         self._record(optimizer, result, looks[-1].found_inf, looks[-1].apart, known=True)
         return result
-
-
-def _call_step(
-    optimizer: torch.optim.Optimizer,
-    look: Look,
-    found: torch.Tensor,
-    skipped: bool | None,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """The optimizer's own step; one that skips and divides by itself is told by what."""
-    theirs: Any = optimizer
-    users = getattr(optimizer, "grad_scale", None)
-    tells = look.divisor is not None or users is not None or skipped is None
-    tells |= not _torch_internals.is_torchs_own(optimizer)
-    if not (tells and _torch_internals.takes_grad_scale(optimizer)):
-        return optimizer.step(*args, **kwargs)
-    if look.divisor is None:
-        theirs.grad_scale = users
-    else:
-        theirs.grad_scale = look.divisor if users is None else look.divisor * users
-    theirs.found_inf = found
-    try:
-        return optimizer.step(*args, **kwargs)
-    finally:
-        del theirs.grad_scale, theirs.found_inf

@@ -67,7 +67,7 @@ class Look:
     apart: torch.Tensor | None = None
     amax: torch.Tensor | None = None
     divisor: torch.Tensor | None = None
-    versions: list[int] | None = None
+    versions: list[tuple[int, int]] | None = None
 
     def check_unchanged(self) -> None:
         """Refuse gradients that were written to while their division was still to come."""
@@ -143,6 +143,8 @@ def clip(held: HeldGradients, scaling: Scaling, max_norm: float, order: float, *
     if scaling.wants_amax:
         look.amax = _largest(held, scaling) * inverse
     kept = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    finite = finite & (kept >= 0)  # a max_norm in a tensor may be NaN or negative
+    look.found_inf = (~finite).float()
     divisor = scaling.factor / kept
     holds = torch.isfinite(divisor) | ~(kept > 0)  # else it is too large for fp32, and 1 / divisor is 0
     on_host = device.type == "cpu"
@@ -170,7 +172,7 @@ def clip_unscaled(held: HeldGradients, max_norm: float, order: float, scaling: S
             norm = total_norm(held, order, device, group, sharded=sharded, wide=True).norm
     kept = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     _multiply(held, kept)
-    return replace(total, norm=norm)
+    return replace(total, norm=norm, clipped=torch.isfinite(norm) & (kept >= 0))
 
 
 def clip_by_torch(optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
@@ -215,8 +217,10 @@ def _largest(held: HeldGradients, scaling: Scaling) -> torch.Tensor:
     return total_norm(held, math.inf, device, scaling.process_group, sharded=True).norm
 
 
-def _versions(held: HeldGradients) -> list[int]:
-    return [value._version for value in held.values]
+def _versions(held: HeldGradients) -> list[tuple[int, int]]:
+    """Which gradients the parameters hold, and how often what is read of them was written to."""
+    pairs = zip(held.parameters, held.values, strict=True)
+    return [(id(parameter.grad), value._version) for parameter, value in pairs]
 
 
 def found_on_host(found_inf: torch.Tensor) -> bool | None:

@@ -23,10 +23,11 @@ Listener = Callable[[StepResult], None]
 
 _COLLAPSED = (
     "{patience} steps of {optimizer} in a row were skipped, since step {since} of this scaler: the gradients "
-    "of {names} are not finite, and a loss scale of {scale} did not help. The values overflow in the forward "
+    "of {names} are not finite{scale}. The values overflow in the forward "
     "pass, or the loss itself is not finite: look at the loss, try bf16, and fp32 to see whether it has it "
     "too. nc.GradScaler(patience=None) goes on for ever"
 )
+_DID_NOT_HELP = ", and a loss scale of {} did not help"
 APART = (
     "the ranks of process_group hold different gradients (their norms differ by more than rounding), and "
     "each would clip by another norm: reduce them first as DistributedDataParallel does, or say "
@@ -152,7 +153,7 @@ class Outcomes:
                     optimizer=type(optimizer).__name__,
                     since=since,
                     names=listed(result.nonfinite) or "another rank",
-                    scale=_shown(result.scale),
+                    scale="" if result.scale == 1.0 else _DID_NOT_HELP.format(_shown(result.scale)),
                 )
             )
 

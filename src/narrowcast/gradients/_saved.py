@@ -38,10 +38,13 @@ def _fields(scale: LossScale) -> dict[str, Any]:
     return {"kind": type(scale).__name__, **asdict(scale)}  # type: ignore[call-overload]
 
 
-def scales_in(state: Mapping[str, Any], present: LossScale) -> LossScale | dict[str, LossScale] | None:
+def scales_in(
+    state: Mapping[str, Any], present: LossScale, *, in_force: bool
+) -> LossScale | dict[str, LossScale] | None:
     """The loss scales of a saved state; of torch's, with the limits and hysteresis of the ``present`` one.
 
-    None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``.
+    None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``, and where either the saved
+    scale or the present one that is ``in_force`` is off: a state must not turn scaling off.
     """
     if not state:
         warnings.warn(
@@ -54,7 +57,17 @@ def scales_in(state: Mapping[str, Any], present: LossScale) -> LossScale | dict[
     if "scales" in state:
         return {name: _scale_of(fields) for name, fields in state["scales"].items()}
     if "schedule" in state:
-        return _scale_of(state["schedule"])
+        saved = _scale_of(state["schedule"])
+        if not in_force or isinstance(saved, Off) == isinstance(present, Off):
+            return saved
+        with_, without = ("a", "no") if isinstance(present, Off) else ("no", "a")
+        warnings.warn(
+            f"the saved state is of a run with {with_} loss scale, and this scaler has {without} loss scale "
+            "(another format?); it goes on as it is",
+            UserWarning,
+            stacklevel=3,
+        )
+        return None
     missing = [name for name in _TORCHS if name not in state]
     if missing:
         raise ScaleError(

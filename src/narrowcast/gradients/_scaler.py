@@ -199,7 +199,9 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             UnsupportedError: ranks of ``process_group`` hold different gradients.
         """
         if not self._enabled:
-            return StepResult(found_inf=False, scale=1.0, returned=optimizer.step(*args, **kwargs))
+            result = StepResult(found_inf=False, scale=1.0, returned=optimizer.step(*args, **kwargs))
+            self._outcomes.now(optimizer, result, self._outcomes.next_number())
+            return result
         self._outcomes.settle()
         closure = closure_of(args, kwargs)
         if closure is not None:
@@ -252,6 +254,14 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             self._scales.move(found)
         self._iteration.end()
 
+    def settle(self) -> None:
+        """Tell listeners of the steps whose outcome only the device knew; waits for it.
+
+        Raises:
+            ScaleCollapseError: one of them was a skip too many.
+        """
+        self._outcomes.settle()
+
     def abandon(self) -> None:
         """Forget this iteration without moving the scale, as after an error in the middle of it."""
         self._iteration.end()
@@ -286,6 +296,15 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     def process_group(self) -> Any | None:
         """Ranks that skip together; None where there is none."""
         return self._iteration.process_group
+
+    @property
+    def schedule(self) -> LossScale:
+        """The loss scale that this scaler began with, or was given since."""
+        return self._scales.first
+
+    def factor_on(self, device: torch.device) -> torch.Tensor:
+        """A scale for gradients that nobody accumulates, 0-dim fp32: the loss scale, or one of several."""
+        return self._scales.any_factor().to(device, non_blocking=True)
 
     def factors(self) -> float | torch.Tensor | dict[str, torch.Tensor]:
         """The loss scale now, without waiting: a copy on its device, 0-dim fp32; by name where there are."""
@@ -345,11 +364,12 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         Raises:
             ScaleError: an entry is missing or outside its range, or names do not match.
         """
-        values = _saved.scales_in(state_dict, self._scales.first)
-        if values is not None:
-            self._scales.set(values)
-            if not isinstance(values, Mapping):
-                self._scales.first = values
+        values = _saved.scales_in(state_dict, self._scales.first, in_force=self._enabled)
+        if values is None:
+            return
+        self._scales.set(values)
+        if not isinstance(values, Mapping):
+            self._scales.first = values
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._iteration.states:
@@ -374,5 +394,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     def __repr__(self) -> str:
         if not self._enabled:
             return "GradScaler(enabled=False)"
-        names = [name for name in self._scales.by_name if name is not None]
-        return f"GradScaler({self._scales.first!r}{f', names={names}' if names else ''})"
+        kind = type(self._scales.first).__name__
+        scales = {name: scale.read().scale for name, scale in self._scales.by_name.items() if scale.on_host}
+        now = ", ".join(f"{'scale' if name is None else name}={scale:g}" for name, scale in scales.items())
+        return f"GradScaler({kind}{f', {now}' if now else ''})"

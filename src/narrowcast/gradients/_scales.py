@@ -70,6 +70,11 @@ class Scales:
                 return scale.factor
         raise OrderError(_NO_SCALE.format(method=method))
 
+    def any_factor(self) -> torch.Tensor:
+        """The first factor that is on a device, else the scale to begin with; nothing is put on a device."""
+        placed = [scale.factor for scale in self.by_name.values() if scale.factor is not None]
+        return placed[0] if placed else torch.tensor(self.first.scale, dtype=torch.float32)
+
     def copied(self) -> float | torch.Tensor | dict[str, torch.Tensor]:
         """The factors now, copied on their devices, by name where there are names."""
         if self.passes is None:

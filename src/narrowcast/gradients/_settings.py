@@ -9,7 +9,7 @@ import torch
 
 from narrowcast.errors import ScaleError
 from narrowcast.machine import check_device
-from narrowcast.scaling import Dynamic, LogMax, LossScale, Static
+from narrowcast.scaling import Dynamic, LogMax, LossScale, Off, Static
 
 _TORCH = Dynamic()
 
@@ -40,7 +40,7 @@ def schedule_of(
         "hysteresis": (hysteresis, 1),
     }
     if schedule is not None:
-        if not callable(getattr(schedule, "after_step", None)):
+        if not isinstance(schedule, Off | Static | Dynamic | LogMax):
             raise ScaleError(
                 "expected a schedule from narrowcast.scaling, as Dynamic(...), Static(scale=8.0) or "
                 f"LogMax(), got {schedule!r}"

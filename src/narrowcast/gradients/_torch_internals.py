@@ -137,6 +137,12 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it asks for the loss again and again, as LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured, in which the host must not wait for the device."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

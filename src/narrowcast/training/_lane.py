@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
-from narrowcast.gradients import GradScaler, StepResult
+from narrowcast.gradients import GradScaler, StepResult, needs_closure
+from narrowcast.scaling import Off
 from narrowcast.weights import HeldWeights, held_by
 
 Loss = torch.Tensor | Mapping[str, torch.Tensor]
@@ -38,15 +40,33 @@ class Lane:
         self.filled = 0
         self.stepping = False
         self._left: list[tuple[int, int]] = []
-        self.needs_closure = any(map(_asks_for_a_closure, self.optimizers))
+        self._moved_to: dict[int, int] = {}
         self.held: list[HeldWeights] = [h for o in self.optimizers if (h := held_by(o)) is not None]
+        self.needs_closure = any(map(needs_closure, self.optimizers))
+        if self.needs_closure and self.held:
+            raise UnsupportedError(
+                f"{type(self.optimizers[0]).__name__} asks for the loss again and again, which masters "
+                "do not follow: use policy 'bf16' or 'fp16'"
+            )
         for scheduler in self.schedulers:
             _check_scheduler(scheduler, self.optimizers)
-        scaler.on_step(self._move_schedulers)
+        self._heard = 0
+        self.listening = scaler.on_step(_weakly(self._move_schedulers))
 
     def _move_schedulers(self, _: StepResult) -> None:
-        for scheduler in self.schedulers:
+        self._heard += 1
+        if self._heard % len(self.optimizers):
+            return  # the scaler tells of each of several optimizers that step together
+        for index, scheduler in enumerate(self.schedulers):
+            if self._moved_to.get(index, scheduler.last_epoch) != scheduler.last_epoch:
+                warnings.warn(
+                    f"{type(scheduler).__name__}.step was called by hand, and the Stepper moves it too: "
+                    "leave the call out, or do not give the scheduler to the Stepper",
+                    UserWarning,
+                    stacklevel=2,
+                )
             scheduler.step()
+            self._moved_to[index] = scheduler.last_epoch
 
     @property
     def is_last(self) -> bool:
@@ -91,10 +111,16 @@ class Lane:
         """
         self._check_gradients()
         losses = dict(loss) if isinstance(loss, Mapping) else {None: loss}
+        scaled_by_name = not isinstance(self.scaler.schedule, Off)
+        if scaled_by_name and self.held and isinstance(loss, Mapping):
+            raise UnsupportedError(
+                "losses by name are unscaled in the format of the weights, which policy 'O2' holds in a low "
+                "one: add the losses, or use policy 'fp16'"
+            )
         # DDP reduces in the first backward pass after a forward pass, and lets the others go by.
         by_hand = reduce is not None and len(losses) > 1
         for index, (name, one) in enumerate(losses.items()):
-            scaled = self.scaler.scale(one, name=name) if name is not None else self.scaler.scale(one)
+            scaled = self.scaler.scale(one, name=name if scaled_by_name else None)
             if self.accumulate > 1:
                 scaled = scaled / self.accumulate
             again = index + 1 < len(losses)
@@ -104,9 +130,15 @@ class Lane:
                 torch.autograd.backward(scaled, inputs=inputs, retain_graph=again)
         if reduce is not None and by_hand and self.reduces:
             reduce()
-        self.filled += 1
         for held in self.held:
             held.take_gradients()
+        alone = reduce is None and self.scaler.process_group is None
+        if alone and not self._gradients():
+            raise OrderError(
+                f"no parameter of this {type(self.optimizers[0]).__name__} got a gradient from this loss: "
+                "compute it from the model that the Stepper was given, with parameters that require gradients"
+            )
+        self.filled += 1
         self._left = _versions(self._gradients())
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -121,9 +153,10 @@ class Lane:
     def _check_gradients(self) -> None:
         """Refuse to add to gradients that are not those of this window: they are scaled, others are not."""
         present = self._gradients()
-        if not self.filled:
+        by_hand = [low.grad for held in self.held for low, _ in held.parameters if low.grad is not None]
+        if by_hand or not self.filled:
             # Zeros are left by zero_grad(set_to_none=False); reading them is for this case alone.
-            if any(bool(gradient.detach().any()) for gradient in present):
+            if any(bool(gradient.detach().any()) for gradient in by_hand or present):
                 raise OrderError(
                     "there are gradients before the window's first backward pass: loss.backward() was "
                     "called by hand, which stepper.step(loss) does, or they were left from before: call "
@@ -217,6 +250,7 @@ class Lane:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
+        self.scaler.settle()  # the schedulers may still have to hear of the last step
         return {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "masters": [held.state_dict() for held in self.held],
@@ -236,11 +270,13 @@ class Lane:
                     f"{len(state.get(name, ()))}: make it with the arguments of the one that was saved"
                 )
         for mine, theirs in zip(self.optimizers, state["optimizers"], strict=True):
+            _check_kind(mine, theirs)
             mine.load_state_dict(theirs)
         for held, theirs in zip(self.held, state["masters"], strict=True):
             held.load_state_dict(theirs)
         for scheduler, theirs in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(theirs)
+        self._moved_to = {}
         self.scaler.load_state_dict(state["scaler"])
 
 
@@ -260,10 +296,26 @@ def _versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return [(id(gradient), gradient._version) for gradient in gradients]
 
 
-def _asks_for_a_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it asks for the loss again and again, as LBFGS."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+def _weakly(method: Callable[[StepResult], None]) -> Callable[[StepResult], None]:
+    """A listener that does not keep what it calls alive: the scaler may outlive the Stepper."""
+    reference = weakref.WeakMethod(method)
+
+    def listen(result: StepResult) -> None:
+        call = reference()
+        if call is not None:
+            call(result)
+
+    return listen
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    for mine, theirs in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
+        missing = sorted(set(mine) - set(theirs) - {"params", "param_names"})
+        if missing:
+            raise SettingError(
+                f"expected the state of {type(optimizer).__name__}, got that of another optimizer, without "
+                f"{', '.join(missing)}"
+            )
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.errors import PolicyError, SettingError
-from narrowcast.gradients import GradScaler
+from narrowcast.gradients import GradScaler, check_apart
 from narrowcast.policy import Policy, as_policy, resolve
 from narrowcast.scaling import Off
 from narrowcast.training._lane import Lane, check_settings
@@ -62,6 +63,7 @@ def make_lanes(
     for name, optimizers in by_name.items():
         made = _scaler_for(scalers[name], formats, process_group)
         made.name_parameters(names)
+        _warn_of_low_weights(optimizers)
         lanes[name] = Lane(
             optimizers,
             made,
@@ -81,6 +83,8 @@ def _optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Opt
         raise SettingError(f"expected an optimizer, a list or a dict of optimizers, got {optimizer!r}")
     if len({id(one) for one in every}) != len(every):
         raise SettingError("the same optimizer was given twice")
+    for optimizers in by_name.values():
+        check_apart(optimizers)
     return by_name
 
 
@@ -98,10 +102,23 @@ def _check_parameters(model: torch.nn.Module, by_name: Mapping[Any, list[torch.o
                 )
 
 
+def _warn_of_low_weights(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Weights in fp16 are refused at the first step."""
+    for optimizer in optimizers:
+        if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
+            warnings.warn(
+                f"{type(optimizer).__name__} updates weights held in bf16, where one smaller than 2**-9 "
+                'of a weight is lost: policy="O2" keeps fp32 masters, nc.weights.hold less, and '
+                "nc.weights.UpdateMeter says how much is lost",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
 def _as_list(one: Any) -> list[Any]:
     if one is None:
         return []
-    return list(one) if isinstance(one, Sequence) else [one]
+    return list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one]
 
 
 def _by_same_names(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from narrowcast.errors import OrderError, SettingError, near_names
 from narrowcast.gradients import GradScaler, StepResult
 from narrowcast.policy import Policy, format_name
 from narrowcast.training._casts import KeptCasts
-from narrowcast.training._guards import check_loss, device_of, own
+from narrowcast.training._guards import check_loss, check_state, claim, device_of, let_go, own, times
 from narrowcast.training._lane import Lane, Loss
 from narrowcast.training._make import formats_of, make_lanes
 from narrowcast.training._random import RandomState
@@ -57,7 +58,8 @@ class Stepper:
         process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` need none.
 
     Casts of weights are kept over the window (not of those that ``fully_shard`` gathers). A weight that is
-    written inside it is cast anew, but for writes through ``.data``: call ``drop_casts`` after them.
+    written inside it is cast anew, but for writes through ``.data``, and for weights of other models that are
+    written without an optimizer: call ``drop_casts`` after those.
 
     Raises:
         SettingError: a setting outside its range, or optimizers and schedulers that do not fit.
@@ -103,8 +105,10 @@ class Stepper:
                 "use accumulate=1, or one Stepper for each"
             )
         for lane in self._lanes.values():
+            claim(lane.scaler, self)
             for one in lane.optimizers:
                 own(one, self, lane)
+        weakref.finalize(self, let_go, list(self._lanes.values())).atexit = False
 
     # ---- what a training loop calls
 
@@ -154,11 +158,7 @@ class Stepper:
             ScaleCollapseError: too many skipped steps in a row.
         """
         lane = self._lane(name)
-        if self._regions_open:
-            raise OrderError(
-                "step was called inside stepper.autocast(): end the region after the loss, then call "
-                "stepper.step(loss)"
-            )
+        self._check_outside("step", "stepper.step(loss)")
         if callable(loss) and not isinstance(loss, torch.Tensor):
             return self._step_by_function(lane, name, loss)
         check_loss(loss, lane)
@@ -171,6 +171,7 @@ class Stepper:
         is flushed, and the last result is returned. Under DDP every rank calls it, whatever is in its window:
         the mean is that over the micro-batches of all ranks.
         """
+        self._check_outside("flush", "stepper.flush()")
         lanes = [self._lane(name)] if name is not None else list(self._lanes.values())
         result = _waiting(lanes[0].scaler)
         for lane in lanes:
@@ -194,11 +195,11 @@ class Stepper:
         ``options`` are those of ``torch.autograd.grad``. A gradient that overflows is infinite here, and the
         step that uses it is skipped.
         """
-        scaler = self._lane(name).scaler
-        scaled = scaler.scale(outputs)
+        factor = self._lane(name).scaler.factor_on(device_of(outputs))
+        scaled = times(outputs, factor)
         gradients = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **options)
-        inverse = 1.0 / scaler.scale(torch.ones((), device=device_of(outputs)))
-        return tuple(None if g is None else g.float() * inverse for g in gradients)
+        inverse = factor.reciprocal()
+        return tuple(None if g is None else times(g, inverse) for g in gradients)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
@@ -249,14 +250,7 @@ class Stepper:
         Raises:
             SettingError: the state is of a Stepper with other optimizers, masters or schedulers.
         """
-        mine = {"" if name is None else name for name in self._lanes}
-        theirs = state.get("lanes")
-        if not isinstance(theirs, Mapping) or set(theirs) != mine:
-            raise SettingError(
-                f"expected the state of a Stepper with the optimizers {sorted(mine)}, got "
-                f"{sorted(theirs) if isinstance(theirs, Mapping) else sorted(state)}; a loop's own states "
-                "are loaded by their owners: optimizer.load_state_dict, stepper.scaler.load_state_dict"
-            )
+        theirs = check_state(state, self._lanes)
         for key, lane in self._lanes.items():
             lane.load_state_dict(theirs[key or ""])
             lane.zero()
@@ -268,6 +262,8 @@ class Stepper:
     @property
     def scaler(self) -> GradScaler:
         """The scaler; of named optimizers ``scalers[name]``."""
+        if None not in self._lanes:
+            raise SettingError(f"optimizers have names: stepper.scalers[{next(iter(self._lanes))!r}]")
         return self._lane(None).scaler
 
     @property
@@ -289,6 +285,13 @@ class Stepper:
         return f"Stepper({type(self.model).__name__}, {'; '.join(lanes)}, {formats}, steps={self.steps})"
 
     # ---- one step
+
+    def _check_outside(self, method: str, call: str) -> None:
+        if self._regions_open:
+            raise OrderError(
+                f"{method} was called inside stepper.autocast() or stepper.evaluate(): end the region after "
+                f"the loss, then call {call}"
+            )
 
     def _lane(self, name: str | None) -> Lane:
         if name in self._lanes:
@@ -315,7 +318,10 @@ class Stepper:
                     if other is not lane:
                         other.zero()
         except BaseException:
-            self._casts.drop()
+            # Half of a backward pass is in the gradients: what follows begins a new window.
+            lane.zero()
+            self._statistics.rewind()
+            self._end_window()
             raise
         finally:
             self._synchronisation.went_backward()
@@ -361,8 +367,10 @@ class Stepper:
         while True:
             loss = evaluate()
             check_loss(loss, lane)
+            losses = loss.values() if isinstance(loss, Mapping) else [loss]
+            finite = all(bool(one.detach().isfinite()) for one in losses)  # else no loss scale is to blame
             stepped = self._backward(lane, loss)
-            if stepped is None or not self._may_help(lane, stepped):
+            if stepped is None or not (finite and self._may_help(lane, stepped)):
                 return self._ended(lane, stepped)
             random.restore()
 

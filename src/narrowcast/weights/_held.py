@@ -48,16 +48,15 @@ def hold(
 
     A low parameter that something else wrote to between steps in place (``load_state_dict``, a clamp) wins
     over what was kept, element by element; a residual that fits its new number stays. A write through
-    ``.data`` is not noticed. A step that does not
-    happen, or that a fused optimizer leaves out on ``found_inf``, leaves every bit of the low parameters as
-    it was. After a step that raised, the next one goes on from where it stopped. NaN and infinities in a
-    working parameter reach the low one; a finite value past the low format's largest number becomes an
+    ``.data`` is not noticed. A step that does not happen, or that a fused optimizer leaves out, leaves every
+    bit of the low parameters. After one that raised, the next goes on from where it stopped. NaN and
+    infinities in a working parameter reach the low one; a finite value past the largest number becomes an
     infinity there, which a master outlives and a residual does not. Closures are evaluated with the low
     parameters, brought up to date before each evaluation. DTensors are held part by part. Parameters added
     later with ``add_param_group`` are held from the next step on. CUDA graphs cannot capture the step.
 
     Args:
-        optimizer: any optimizer that takes dense gradients and works on ``param_groups``.
+        optimizer: any that takes dense gradients and works on ``param_groups``.
         updates: ``"masters"``, ``"kahan"`` or ``"stochastic"``.
         originals: float32 values, by low parameter, of the shape and device of the parameter, to start from
             where they round to it; copied. ``lower`` returns them. Not for ``"stochastic"``.
@@ -74,6 +73,8 @@ def hold(
     rounding of weights: Zamirai et al. 2020, arXiv 2010.06192, algorithms 2 and 3.
     """
     keeper = _keeper(updates, generator)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise WeightsError(f"expected an optimizer to hold, got {type(optimizer).__name__}")
     if held_by(optimizer) is not None:
         raise WeightsError(
             f"this {type(optimizer).__name__} is held already: call remove() on its handle before holding it "
@@ -94,6 +95,13 @@ def held_by(optimizer: torch.optim.Optimizer) -> HeldWeights | None:
     """The handle of a held optimizer, or None."""
     reference = _HELD.get(optimizer)
     return reference() if reference is not None else None
+
+
+def _refuse_copy(_: Any) -> Any:
+    raise WeightsError(
+        "a held optimizer can be neither copied nor pickled: save its state_dict() and that of its handle, "
+        "copy the model, make an optimizer for the copy, hold it, and load both"
+    )
 
 
 def _keeper(updates: str, generator: torch.Generator | None) -> Keeper:
@@ -137,6 +145,9 @@ class HeldWeights:
         ]
         self._zero_grad_of_instance = vars(optimizer).get("zero_grad")
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        optimizer.holds_low_weights = True  # type: ignore[attr-defined]
+        # A copy would have the working parameters and nobody to write them back: it would train nothing.
+        optimizer.__deepcopy__ = optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[attr-defined,method-assign]
         _HELD[optimizer] = weakref.ref(self)
 
     @property
@@ -225,6 +236,9 @@ class HeldWeights:
             del self.optimizer.zero_grad
             if self._zero_grad_of_instance is not None:
                 self.optimizer.zero_grad = self._zero_grad_of_instance  # type: ignore[method-assign]
+        del self.optimizer.holds_low_weights  # type: ignore[attr-defined]
+        del self.optimizer.__deepcopy__  # type: ignore[attr-defined]
+        del self.optimizer.__reduce_ex__
         del _HELD[self.optimizer]
 
     # ---- parameters

@@ -93,10 +93,10 @@ class UpdateMeter:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, every: int = 1) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise WeightsError(f"expected an optimizer to measure, got {type(optimizer).__name__}")
         if not isinstance(every, int) or every < 1:
-            raise WeightsError(
-                f"every is the number of steps from one measurement to the next, not {every!r}"
-            )
+            raise WeightsError(f"every must be a whole number of steps of at least 1, got {every!r}")
         self.optimizer = optimizer
         self.every = every
         self.measured_steps = 0
