@@ -21,6 +21,7 @@ BUDGET_S = defaultdict(
     {
         "attach": 900.0,
         "house": 180.0,
+        "weights": 120.0,
         "verify": 300.0,
         "examples": 600.0,
         "cli": 300.0,

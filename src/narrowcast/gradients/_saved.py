@@ -43,8 +43,8 @@ def scales_in(
 ) -> LossScale | dict[str, LossScale] | None:
     """The loss scales of a saved state; of torch's, with the limits and hysteresis of the ``present`` one.
 
-    None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``, and where either the saved
-    scale or the present one that is ``in_force`` is off: a state must not turn scaling off.
+    None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``, and where either the
+    saved scale or the present one that is ``in_force`` is off: a state must not turn scaling off.
     """
     if not state:
         warnings.warn(
