@@ -5,6 +5,7 @@ Where ours departs on purpose (docs/deviations.md), the machine says so here and
 - clipping by norm in one pass equals torch's two to 1e-6, and until the step of a fused optimizer its
   gradients stay scaled;
 - a step of a fused optimizer that is skipped leaves no state here, and torch's zero or uninitialised one;
+- gradients that were finite when they were unscaled and are not when they are clipped skip the step here;
 - gradients that came after ``unscale_`` are refused; torch's fused optimizers raise half-way through;
 - a fused optimizer under a scale below 1 that is no power of two: the division is a product here.
 """
@@ -143,6 +144,8 @@ class TwoScalers(RuleBasedStateMachine):
             if order in (2.0, math.inf) and self.fused[model]:
                 self.scaled.add(model)
         else:  # a second clip divides at once
+            if not self.found(model) and not self.norm_is_finite(model, order):
+                return
             self.scaled.discard(model)
         theirs = float(torch.nn.utils.clip_grad_norm_(self.theirs.models[model], max_norm, order))
         ours = float(self.ours.scaler.clip_grad_norm_(self.ours.optimizers[model], max_norm, order))
@@ -163,6 +166,14 @@ class TwoScalers(RuleBasedStateMachine):
             torch.nn.utils.clip_grad_value_(self.theirs.models[model], value)
         self.ours.scaler.clip_grad_value_(self.ours.optimizers[model], value)
         self.scaled.discard(model)
+
+    def found(self, model):
+        state = self.theirs.scaler._per_optimizer_states[id(self.theirs.optimizers[model])]
+        return any(float(flag) for flag in state["found_inf_per_device"].values())
+
+    def norm_is_finite(self, model, order):
+        found = [p.grad for p in self.theirs.models[model] if p.grad is not None]
+        return not found or math.isfinite(float(torch.nn.utils.get_total_norm(found, order)))
 
     def stage(self, model):
         return self.theirs.scaler._per_optimizer_states[id(self.theirs.optimizers[model])]["stage"].name

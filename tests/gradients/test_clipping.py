@@ -256,3 +256,20 @@ def test_a_gradient_that_is_replaced_before_a_fused_step_is_noticed():
     weight.grad = torch.ones(3)
     with pytest.raises(OrderError, match="the gradients were changed between clip_grad_norm_ and step"):
         scaler.step(optimizer)
+
+
+def test_gradients_that_became_infinite_after_unscaling_skip_the_step():
+    """torch does not look again: the NaN of the clipping reaches the parameter."""
+    for scaler_of in (torch.amp.GradScaler, nc.GradScaler):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        scaler = scaler_of("cpu", init_scale=8.0)
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        weight.grad[0] = math.inf
+        if scaler_of is nc.GradScaler:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        scaler.step(optimizer)
+        assert bool(weight.isnan().any()) == (scaler_of is not nc.GradScaler)
