@@ -192,6 +192,7 @@ def test_a_signal_ends_it_as_it_ends_a_plain_run(workshop, number):
         "waits.py",
         """\
         import signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
         def wait():
             print("ready", flush=True)
             signal.raise_signal(int(sys.argv[1]))
