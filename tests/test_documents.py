@@ -79,6 +79,7 @@ def test_the_readmes_difference_is_six_lines_and_changes_no_weight_by_more_than_
     for side in "-+":
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 1)
+        untrained = model.weight.detach().clone()
         scope = {
             "torch": torch,
             "device": "cpu",
@@ -90,7 +91,7 @@ def test_the_readmes_difference_is_six_lines_and_changes_no_weight_by_more_than_
         }
         exec("\n".join(line[1:] for line in lines if line[0] in f" {side}"), scope)
         weights[side] = model.weight.detach()
-        assert not torch.equal(weights[side], torch.nn.Linear(8, 1).weight)
+        assert not torch.equal(weights[side], untrained)
     assert (weights["-"] - weights["+"]).abs().max() <= 1e-6
 
 

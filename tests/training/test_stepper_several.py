@@ -341,10 +341,25 @@ def test_a_function_that_a_lower_scale_cannot_help_ends():
 
 
 def test_a_function_under_accumulation_is_called_once():
+    """The other micro-batches of a window whose gradients overflow cannot be computed again."""
     model = nn.Linear(2, 1)
-    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=2)
-    results = [stepper.step(lambda: model(torch.ones(1, 2)).mean()) for _ in range(2)]
+    stepper = nc.Stepper(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        "fp16",
+        accumulate=2,
+        scaler=Dynamic(scale=2.0**24),
+    )
+    calls = []
+
+    def function():
+        calls.append(1)
+        return model(torch.ones(1, 2)).float().mean()
+
+    results = [stepper.step(function) for _ in range(2)]
     assert [result.complete for result in results] == [False, True]
+    assert results[1].skipped
+    assert len(calls) == 2
 
 
 def test_a_closure_and_accumulation_exclude_each_other():
