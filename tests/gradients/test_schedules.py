@@ -23,6 +23,14 @@ def placed(value):
     return scale
 
 
+def assert_both_go_alike(start, overflows):
+    value, device = start, placed(start)
+    for overflow in overflows:
+        value = value.after_step(overflow=overflow)
+        device.move(torch.tensor(float(overflow)))
+    assert device.read() == value, overflows
+
+
 @pytest.mark.parametrize("limits", LIMITS, ids=["free", "limits", "odd limits"])
 @pytest.mark.parametrize("factors", FACTORS, ids=["powers", "odd factors"])
 @pytest.mark.parametrize("rule", RULES)
@@ -30,22 +38,14 @@ def test_every_sequence_of_overflows(rule, factors, limits):
     for hysteresis in (1,) if rule == "torch" else (1, 2, 3):
         start = Dynamic(scale=4.0, growth_interval=2, rule=rule, hysteresis=hysteresis, **factors, **limits)
         for overflows in itertools.product((False, True), repeat=7):
-            value, device = start, placed(start)
-            for overflow in overflows:
-                value = value.after_step(overflow=overflow)
-                device.move(torch.tensor(float(overflow)))
-            assert device.read() == value, overflows
+            assert_both_go_alike(start, overflows)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_longer_sequence_with_a_longer_interval(rule):
     start = Dynamic(scale=4.0, growth_interval=3, rule=rule, hysteresis=1 if rule == "torch" else 2)
     for overflows in itertools.product((False, True), repeat=10):
-        value, device = start, placed(start)
-        for overflow in overflows:
-            value = value.after_step(overflow=overflow)
-            device.move(torch.tensor(float(overflow)))
-        assert device.read() == value, overflows
+        assert_both_go_alike(start, overflows)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -337,3 +337,13 @@ def test_what_masters_do_not_follow():
         copy.deepcopy(optimizer)
     with pytest.raises(ValueError, match="a held optimizer can be neither copied nor pickled"):
         pickle.dumps(optimizer)
+
+
+def test_a_backward_by_hand_in_the_middle_of_a_window_of_masters():
+    """The masters' gradients are as they were; it is the low weights that hold the stray ones."""
+    model, _, stepper = made(nc.Policy(compute="fp16", master_weights=True), accumulate=2)
+    stepper.step(loss_of(model, stepper))
+    loss = loss_of(model, stepper)
+    loss.backward(retain_graph=True)
+    with pytest.raises(OrderError, match=r"backward\(\) was called by hand"):
+        stepper.step(loss)
