@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from narrowcast.attach._backward import Backward
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
@@ -17,6 +19,8 @@ from narrowcast.attach._processes import Processes
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._scale import RunningScale
 from narrowcast.attach._steps import Steps
+from narrowcast.attach._stopping import Stopping
+from narrowcast.attach._watcher import Watcher
 from narrowcast.errors import RegionError
 from narrowcast.observe import CaptureWriter, start_event
 from narrowcast.policy import Policy, without_masters
@@ -38,6 +42,9 @@ class Attachment:
         loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
         writer: where to write what happens; it is closed on leaving.
         tell: called with what a person should know at once and not at the end, as that a format is slow here.
+        stop_after: end the script after so many optimizer steps, skipped ones included, or outermost calls
+            of modules where it has made no optimizer; 0: it ends by itself.
+        watcher: told what the script does.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
@@ -55,6 +62,8 @@ class Attachment:
         *,
         writer: CaptureWriter | None = None,
         tell: Callable[[str], None] = lambda _: None,
+        stop_after: int = 0,
+        watcher: Watcher | None = None,
     ) -> None:
         self.policy = without_masters(policy)
         self.facts: dict[str, Any] = {}
@@ -63,6 +72,8 @@ class Attachment:
         self.scale = RunningScale(Off() if loss_scale is None else loss_scale)
         self.ledger = Ledger(writer)
         self._patches = Patches()
+        self._watcher = watcher or Watcher()
+        self._stopping = Stopping(stop_after, self._close_before_the_end)
         self._regions = Regions(
             self.policy,
             loss_scale,
@@ -70,11 +81,22 @@ class Attachment:
             self.ledger,
             step_aside=self._step_aside,
             tell=tell,
+            watcher=self._watcher,
+            forward_ended=self._forward_ended,
         )
         self._backward = Backward(self.scale, self.ledger, self._regions.settle, self._regions.recomputation)
         capture = None if writer is None else writer.path
-        self._processes = Processes(self.ledger, attach_process, (self.policy, loss_scale, capture))
-        self._steps = Steps(self.scale, self._backward.leaves, self.ledger, self._regions.parameter_names)
+        self._processes = Processes(
+            self.ledger, attach_process, (self.policy, loss_scale, capture, stop_after)
+        )
+        self._steps = Steps(
+            self.scale,
+            self._backward.leaves,
+            self.ledger,
+            self._regions.parameter_names,
+            self._stopping,
+            self._watcher,
+        )
 
     def __enter__(self) -> Self:
         global _attached  # noqa: PLW0603 (torch is patched once for the process)
@@ -85,6 +107,7 @@ class Attachment:
         self._backward.install(self._patches)
         self._steps.install(self._patches)
         self._processes.install(self._patches)
+        self._watcher.attached(self)
         return self
 
     def __exit__(
@@ -101,6 +124,32 @@ class Attachment:
             self._backward.leaves.remove_hooks()
             self.ledger.final_scale = self.scale.value.scale if self.scale.active else None
             self.facts = self.ledger.close(self.exit_code)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that were made since entering and are still there."""
+        return list(self._steps.optimizers)
+
+    def parameter_names(self) -> dict[int, str]:
+        """``id`` of each parameter of the modules that were called -> its name, with the module's class."""
+        return self._regions.parameter_names()
+
+    def continue_in_fp32(self) -> None:
+        """Open no region from now on, and scale no loss."""
+        self._regions.in_fp32 = True
+        self.scale.value = Off()
+
+    def _forward_ended(self) -> None:
+        """Raises StopScript after as many calls as were asked for, in a script that does not train."""
+        if self.ledger.backwards or self._steps.optimizers:
+            return
+        if self._stopping.is_due(self.ledger.forwards):
+            self.ledger.stopped = True
+            self._stopping.stop()
+
+    def _close_before_the_end(self) -> None:
+        self.exit_code = 0
+        self.__exit__(None, None, None)
 
     def _step_aside(self, why: str) -> None:
         """Leave the rest to the script: no new region, no scaling, no skipping."""
@@ -125,7 +174,7 @@ class Attachment:
 
 @contextmanager
 def attach_process(
-    policy: Policy, loss_scale: LossScale | None, parents_capture: Path | None, number: int
+    policy: Policy, loss_scale: LossScale | None, parents_capture: Path | None, stop_after: int, number: int
 ) -> Iterator[None]:
     """Attach in a process that an attached script started as its ``number``-th.
 
@@ -136,7 +185,7 @@ def attach_process(
         writer = CaptureWriter(parents_capture.with_stem(f"{parents_capture.stem}-process{number}"))
     if writer is not None:
         writer.write(start_event(sys.argv, policy.compute, process=number))
-    attachment = Attachment(policy, loss_scale, writer=writer)
+    attachment = Attachment(policy, loss_scale, writer=writer, stop_after=stop_after)
     attachment.exit_code = 1
     try:
         with attachment:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from narrowcast.attach import _true_views
+from narrowcast.attach._call_sites import call_site
 from narrowcast.attach._leaves import Leaf, Leaves
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
@@ -96,7 +97,7 @@ class Backward:
         roots = _as_tuple(tensors)
         if outermost:
             self._settle()
-            self._ledger.saw_backward(_one_number(roots))
+            self._ledger.saw_backward(_one_number(roots), call_site())
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
         if grad_variables is not None and grad_tensors is None:
             grad_tensors = grad_variables

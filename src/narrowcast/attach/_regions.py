@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from narrowcast.attach._patches import Patches
 from narrowcast.attach._recomputation import Recomputation
 from narrowcast.attach._scale import RunningScale
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
+from narrowcast.attach._watcher import Watcher
 from narrowcast.casting import QuietRegion, autocast, cast_floating
 from narrowcast.errors import UnsupportedError
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
@@ -26,10 +28,13 @@ from narrowcast.scaling import Dynamic, LossScale
 
 
 class _Thread(threading.local):
-    """How many of our regions this thread is in, and whether it is opening one."""
+    """How many of our regions this thread is in, whether it is opening one, and whether it is in a call
+    that is watched as a whole.
+    """
 
     depth = 0
     opening = False
+    watched = False
 
 
 class Regions:
@@ -45,6 +50,8 @@ class Regions:
         ledger: Ledger,
         step_aside: Callable[[str], None],
         tell: Callable[[str], None],
+        watcher: Watcher,
+        forward_ended: Callable[[], None],
     ) -> None:
         self._policy = policy
         self._asked_scale = asked_scale
@@ -52,6 +59,8 @@ class Regions:
         self._ledger = ledger
         self._step_aside = step_aside
         self._tell = tell
+        self._watcher = watcher
+        self._forward_ended = forward_ended
         self.recomputation = Recomputation()
         self._thread = _Thread()
         self._dtypes: dict[str, torch.dtype | None] = {}
@@ -61,6 +70,7 @@ class Regions:
         self._traceable_dtypes = {device: resolve(policy, device) for device in devices}
         self._traced_on: str | None = None
         self.set_aside = False
+        self.in_fp32 = False
 
     def install(self, patches: Patches) -> None:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -110,11 +120,39 @@ class Regions:
             # A traced module would keep the casts after the run.
             return original(module, *args, **kwargs)
         device_type = parameter.device.type
-        dtype = self._dtype_on(device_type)
+        dtype = None if self.in_fp32 else self._dtype_on(device_type)
         if module not in self._trained:
             self._meet(module)
-        if dtype is None or (graph_task_id() != NO_GRAPH_TASK and torch.is_autocast_enabled(device_type)):
+        in_backward = graph_task_id() != NO_GRAPH_TASK
+        if in_backward and torch.is_autocast_enabled(device_type):
             # Within a backward, a region that is already on belongs to a recomputed forward.
+            return original(module, *args, **kwargs)
+        if in_backward or self._thread.watched:
+            return self._in_region(original, module, args, kwargs, device_type, dtype)
+        self._thread.watched = True
+        try:
+            self._watcher.called(module, args, kwargs)
+            ended = None if self._ledger.backwards else _stopwatch(device_type)
+            output = self._in_region(original, module, args, kwargs, device_type, dtype)
+            if ended is not None:
+                self._ledger.saw_forward(ended(), training=module.training)
+            self._watcher.returned(module, output)
+        finally:
+            self._thread.watched = False
+        self._forward_ended()
+        return output
+
+    def _in_region(
+        self,
+        original: Callable[..., Any],
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        device_type: str,
+        dtype: torch.dtype | None,
+    ) -> Any:
+        """Call ``module`` in a region of ``dtype``, its floating outputs in fp32; None: as it is."""
+        if dtype is None:
             return original(module, *args, **kwargs)
         thread = self._thread
         region = QuietRegion(device_type, dtype, enabled=True)
@@ -259,6 +297,35 @@ def refuse_sharded(module: torch.nn.Module) -> None:
             "scaled loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "
             "Use --policy bf16, which needs no loss scale."
         )
+
+
+def _stopwatch(device_type: str) -> Callable[[], Callable[[], float]]:
+    """Start timing; the function returned ends it, and returns what tells the seconds.
+
+    On CUDA events of the stream tell them, later and without waiting here.
+    """
+    if device_type == "cuda":
+        began: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        began.record()
+
+        def stop_events() -> Callable[[], float]:
+            ended.record()
+            return lambda: _seconds_between(began, ended)
+
+        return stop_events
+    started = time.perf_counter()
+
+    def stop() -> Callable[[], float]:
+        duration_s = time.perf_counter() - started
+        return lambda: duration_s
+
+    return stop
+
+
+def _seconds_between(began: Any, ended: Any) -> float:
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 def _is_on(region: Any) -> bool:

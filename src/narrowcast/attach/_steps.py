@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,9 @@ from narrowcast.attach._leaves import Leaves
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
 from narrowcast.attach._scale import RunningScale
+from narrowcast.attach._stopping import Stopping
 from narrowcast.attach._torch_internals import untraced
+from narrowcast.attach._watcher import Watcher
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
 from narrowcast.gradients import Snapshot, closure_of, with_closure
 
@@ -53,12 +56,18 @@ class Steps:
         leaves: Leaves,
         ledger: Ledger,
         names: Callable[[], dict[int, str]],
+        stopping: Stopping,
+        watcher: Watcher,
     ) -> None:
         self._scale = scale
         self._leaves = leaves
         self._ledger = ledger
         self._names = names
+        self._stopping = stopping
+        self._watcher = watcher
         self._thread = _Thread()
+        self._ended = 0
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._skips_in_a_row: Counter[int] = Counter()
         self._skipping_since: dict[int, int] = {}
         self.installed = False
@@ -70,6 +79,7 @@ class Steps:
         hook_step = torch.optim.Optimizer.profile_hook_step
         patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(self._hooked(hook_step)))
         self._backstop = register_optimizer_step_pre_hook(self._before_unwrapped_step)
+        patches.replace(torch.optim.Optimizer, "__init__", self._init(torch.optim.Optimizer.__init__))
         patches.replace(torch.optim.Optimizer, "zero_grad", self._zero_grad(torch.optim.Optimizer.zero_grad))
         patches.replace(torch.nn.Module, "zero_grad", self._zero_grad(torch.nn.Module.zero_grad))
         for kind in _subclasses(torch.optim.Optimizer):
@@ -85,6 +95,14 @@ class Steps:
             wrapped = getattr(vars(kind).get("step"), "narrowcast_wraps", None)
             if wrapped is not None:
                 kind.step = wrapped  # type: ignore[attr-defined]
+
+    def _init(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(optimizer, *args, **kwargs)
+            self.optimizers.add(optimizer)
+
+        return __init__
 
     def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
         """Zeroing in place throws an overflow away, which the gradient itself does not tell."""
@@ -138,7 +156,7 @@ class Steps:
     def _wrap(self, hooked: _Step) -> _Step:
         @functools.wraps(hooked)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self.installed or self.set_aside:
+            if not self.installed:
                 return hooked(optimizer, *args, **kwargs)
             if torch.compiler.is_dynamo_compiling() and not self._scale.active:
                 self.traced = True
@@ -149,16 +167,31 @@ class Steps:
         def counted(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             self._thread.depth += 1
             try:
-                return self._step(hooked, optimizer, args, kwargs)
+                result = self._step(hooked, optimizer, args, kwargs)
             finally:
                 self._thread.depth -= 1
+            if not self._thread.depth:
+                self._step_ended(optimizer)
+            return result
 
         # torch reads and sets ``hooked`` on the class's step to wrap it only once.
         hooked.hooked = step.hooked = True  # type: ignore[attr-defined]
         step.narrowcast_wraps = hooked  # type: ignore[attr-defined]
         return step
 
+    def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises StopScript after as many steps as were asked for."""
+        self._watcher.stepped(optimizer)
+        self._ended += 1
+        if self._stopping.is_due(self._ended):
+            self._ledger.stopped = True
+            self._stopping.stop()
+
     def _step(self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if self.set_aside:
+            return hooked(optimizer, *args, **kwargs)
+        if self._thread.depth == 1 and self._watcher.holds_back(optimizer):
+            return self._hold_back(optimizer, args, kwargs)
         if not self._scale.active:
             result = hooked(optimizer, *args, **kwargs)
             self._saw_step(skipped=False)
@@ -173,6 +206,19 @@ class Steps:
         result = hooked(optimizer, *args, **kwargs)
         self._took(optimizer)
         return result
+
+    def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Leave a step out, as a skipped one is; what it would have used is there to look at."""
+        closure = closure_of(args, kwargs)
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        bad = self._leaves.nonfinite_among(_parameters(optimizer)) if self._scale.active else []
+        self._watcher.held_back(optimizer)
+        if bad:
+            self._skip(optimizer, bad)
+        else:
+            self._took(optimizer)
+        return loss
 
     def _saw_step(self, *, skipped: bool) -> None:
         if self._thread.depth == 1:

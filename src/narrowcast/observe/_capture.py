@@ -1,19 +1,27 @@
 """The capture: JSON lines, appended as they happen, so that a killed run keeps what it had.
 
-The first line is ``{"event": "start", "schema": 1, ...}``. Then, in the order in which they happened:
+The first line is ``{"event": "start", "schema": 2, "kind": "run", ...}``. Then, in the order in which they
+happened:
 
 ==========  ==================================================================================
 event       fields
 ==========  ==================================================================================
-start       schema, argv, policy, started (seconds since 1970); of the script itself: loss_scale, rank,
-            seed; of a process that it started: process (its number)
+start       schema, kind, argv, policy, started (seconds since 1970); of the script itself: loss_scale,
+            rank, seed; of a process that it started: process (its number)
 device      device_type, format, because: the first region on a device type
-step        time_s (since start), interval_s (since the step before; null for the first),
-            skipped, scale, loss (the scalar that the latest ``backward`` started from, or null)
+loss        time_s (since start), backward (its number, from 1), site (file and line that called it), value:
+            the one number that an outermost ``backward`` started from
+step        time_s, interval_s (since the step before; null for the first), skipped, scale, backward
+            (number of the latest backward)
+forward     time_s, duration_s (of the outermost call of a module), gradients (whether they were recorded),
+            training (the module's mode): those before the first backward
 note        text: something that the person should know
-end         exit_code, wall_s, backwards, steps, skipped_steps, final_scale, final_loss,
-            peak_resident_bytes, peak_tensor_bytes (CUDA's allocator; null elsewhere), versions
+end         exit_code, stopped (as many steps were taken as were asked for), wall_s, backwards, forwards,
+            steps, skipped_steps, final_scale, peak_resident_bytes, peak_tensor_bytes (CUDA's allocator;
+            null elsewhere), settings (TF32 and the like), versions
 ==========  ==================================================================================
+
+A comparison's capture has ``"kind": "compare"`` and other events: see ``_comparison.py``.
 """
 
 from __future__ import annotations
@@ -29,14 +37,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from narrowcast.errors import CaptureError, RunFolderError
+from narrowcast.observe._schema import SCHEMA, checked_event
 
-SCHEMA = 1
 Event = dict[str, Any]
 
 
-def start_event(argv: Sequence[str], policy: str, **more: Any) -> Event:
+def start_event(argv: Sequence[str], policy: str, *, kind: str = "run", **more: Any) -> Event:
     """The event that a capture begins with, now."""
-    started = {"event": "start", "schema": SCHEMA, "argv": list(argv), "policy": policy}
+    started = {"event": "start", "schema": SCHEMA, "kind": kind, "argv": list(argv), "policy": policy}
     return {**started, "started": time.time(), **more}
 
 
@@ -66,7 +74,7 @@ class CaptureWriter:
 
     def write(self, *events: Event) -> None:
         """Append ``events``, each a line."""
-        lines = [json.dumps({key: _plain(value) for key, value in event.items()}) for event in events]
+        lines = [json.dumps(_plain(event)) for event in events]
         left = memoryview("".join(line + "\n" for line in lines).encode())
         with self._lock:
             try:
@@ -118,14 +126,16 @@ class Capture:
         return {
             "event": "end",
             "exit_code": None,
+            "stopped": False,
             "wall_s": last.get("time_s"),
             "backwards": None,
+            "forwards": None,
             "steps": len(steps) - skipped_steps,
             "skipped_steps": skipped_steps,
             "final_scale": last.get("scale"),
-            "final_loss": last.get("loss"),
             "peak_resident_bytes": None,
             "peak_tensor_bytes": None,
+            "settings": {},
             "versions": {},
         }
 
@@ -134,38 +144,46 @@ def read_capture(path: Path) -> Capture:
     """Read a capture. A line cut short at the end (the run was killed while writing) is left out.
 
     Raises:
-        CaptureError: when the file is missing, holds no event, or has another schema.
+        CaptureError: when the file is missing, holds no event, has another schema, or holds a value that
+            its field does not take; nothing in it is trusted.
     """
     try:
         lines = path.read_bytes().decode().rstrip("\n").split("\n")
     except OSError as error:
         raise CaptureError(f"cannot read the capture {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CaptureError(f"{path} is no text: is it a capture of narrowcast run?") from error
+        raise CaptureError(f"{path} is no text: is it a capture of narrowcast?") from error
     events: list[Event] = []
     for number, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise CaptureError(f"{path}:{number} is no JSON: {error.msg}") from error
-        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-            raise CaptureError(f"{path}:{number} is no event: is it a capture of narrowcast run?")
-        events.append({key: _number(value) for key, value in event.items()})
-    if not events or events[0]["event"] != "start":
-        raise CaptureError(f"{path} does not begin with a start event: is it a capture of narrowcast run?")
-    if events[0].get("schema") != SCHEMA:
-        raise CaptureError(
-            f"{path} has schema {events[0].get('schema')!r} and this version of narrowcast reads {SCHEMA}: "
-            "use the version that wrote it"
-        )
+            why = error.msg if isinstance(error, json.JSONDecodeError) else "its values are too large"
+            raise CaptureError(f"{path}:{number} is no JSON: {why}") from error
+        if number == 1:
+            _check_start(event, path)
+        events.append(checked_event(event, f"{path}:{number}"))
+    if not events:
+        raise CaptureError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
     return Capture(events=tuple(events))
 
 
+def _check_start(event: Any, path: Path) -> None:
+    if not isinstance(event, dict) or event.get("event") != "start":
+        raise CaptureError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
+    if event.get("schema") != SCHEMA:
+        raise CaptureError(
+            f"{path} has schema {str(event.get('schema'))[:20]!r} and this version of narrowcast reads "
+            f"{SCHEMA}: use the version that wrote it"
+        )
+
+
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    """``value`` without what JSON lacks: NaN and infinities as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

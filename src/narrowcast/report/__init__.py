@@ -3,5 +3,6 @@
 from narrowcast.report._comparison import comparison_table
 from narrowcast.report._printable import printable
 from narrowcast.report._run_block import run_block
+from narrowcast.report._summary import summary
 
-__all__ = ["comparison_table", "printable", "run_block"]
+__all__ = ["comparison_table", "printable", "run_block", "summary"]

@@ -1,0 +1,133 @@
+"""Medians of times with an interval, and what a loss may differ by."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WARM_UP_SHARE = 0.1
+"""Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen."""
+
+_LAST_SHARE = 0.1
+_NORMAL_975 = 1.96
+# Student's t, 97.5 %, for 2 to 12 degrees of freedom; it falls to 1.96.
+_STUDENT_975 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A median and an interval around it, both in seconds."""
+
+    median_s: float
+    interval_s: tuple[float, float]
+
+
+def without_warm_up(times_s: Sequence[float]) -> list[float]:
+    """``times_s`` without the first tenth."""
+    return list(times_s[int(len(times_s) * WARM_UP_SHARE) :])
+
+
+def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
+    """The median over all runs, and an interval that covers each run's own.
+
+    A run's own interval is where its median lies with 95 % confidence, from the order of its times alone.
+    It takes a run's steps for independent, which a machine that is busy for a while contradicts; so the
+    interval returned reaches from the lowest to the highest of the runs'.
+
+    Args:
+        runs: of each run its times, warm-up left out.
+    """
+    kept = [sorted(times) for times in runs if times]
+    if not kept:
+        return None
+    intervals = [_interval_of_median(times) for times in kept]
+    return Spread(
+        median_s=statistics.median([time for times in kept for time in times]),
+        interval_s=(min(low for low, _ in intervals), max(high for _, high in intervals)),
+    )
+
+
+def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
+    count = len(ordered)
+    reach = _NORMAL_975 * math.sqrt(count) / 2
+    low = max(0, math.floor(count / 2 - reach) - 1)
+    high = min(count - 1, math.ceil(count / 2 + reach))
+    return ordered[low], ordered[high]
+
+
+def final_loss(losses: Sequence[float]) -> float:
+    """Mean of the last tenth, at least one: one minibatch alone says little."""
+    return statistics.fmean(losses[-max(1, int(len(losses) * _LAST_SHARE)) :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossVerdict:
+    """Whether the losses of mixed runs differ from FP32's by more than seeds do.
+
+    Attributes:
+        difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
+        seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
+        verdict: ``"pass"``, ``"fail"`` or ``"cannot tell"``.
+        reason: a clause for a person.
+    """
+
+    difference: float | None
+    seed_spread: float | None
+    verdict: str
+    reason: str
+
+
+def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
+    """Judge final losses of one call site, a pair (FP32, mixed) for each seed.
+
+    It passes where the mean difference is at most the spread between seeds, or where mixed is lower. It
+    fails where mixed is higher by more than that and the paired differences leave no doubt (Student's t,
+    97.5 %). Fewer than three seeds, and losses that are not finite in FP32 itself, decide nothing.
+    """
+    if not pairs:
+        return _cannot_tell(None, None, "no loss was seen in both formats")
+    differences = [mixed - fp32 for fp32, mixed in pairs]
+    if any(not math.isfinite(fp32) for fp32, _ in pairs):
+        return _cannot_tell(None, None, "the loss is not finite in FP32 itself")
+    if not all(map(math.isfinite, differences)):
+        return LossVerdict(
+            difference=None,
+            seed_spread=None,
+            verdict="fail",
+            reason="the loss is finite in FP32 and not in mixed precision",
+        )
+    difference = statistics.fmean(differences)
+    if len(pairs) < 3:
+        seeds = f"{len(pairs)} seed{'s' * (len(pairs) != 1)}"
+        return _cannot_tell(
+            difference, None, f"{seeds} cannot tell what other seeds change: use --repeats 3 or more"
+        )
+    spread = statistics.stdev([fp32 for fp32, _ in pairs])
+    return _against_spread(differences, difference, spread)
+
+
+def _against_spread(differences: Sequence[float], difference: float, spread: float) -> LossVerdict:
+    count = len(differences)
+    if abs(difference) <= spread:
+        share = abs(difference) / spread if spread else 0.0
+        reason = f"the difference is {share:.2f} of the spread between {count} seeds"
+        if spread == 0.0:
+            reason = f"the same to the last digit for all {count} seeds"
+        return LossVerdict(difference=difference, seed_spread=spread, verdict="pass", reason=reason)
+    if spread == 0.0:
+        return _cannot_tell(difference, spread, "seeds change nothing in this script, so there is no spread")
+    if difference < 0:
+        reason = f"lower than FP32's by {-difference / spread:.1f} times the spread between {count} seeds"
+        return LossVerdict(difference=difference, seed_spread=spread, verdict="pass", reason=reason)
+    error = statistics.stdev(differences) / math.sqrt(count)
+    critical = _STUDENT_975[count - 3] if count - 3 < len(_STUDENT_975) else _NORMAL_975
+    reason = f"higher than FP32's by {difference / spread:.1f} times the spread between {count} seeds"
+    if difference > critical * error:
+        return LossVerdict(difference=difference, seed_spread=spread, verdict="fail", reason=reason)
+    return _cannot_tell(difference, spread, f"{reason}, and the pairs differ too much: use more --repeats")
+
+
+def _cannot_tell(difference: float | None, spread: float | None, reason: str) -> LossVerdict:
+    return LossVerdict(difference=difference, seed_spread=spread, verdict="cannot tell", reason=reason)

@@ -1,0 +1,338 @@
+"""The numbers of a comparison, from its captures alone: what ``--json`` prints and what a page shows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from narrowcast.observe import Capture, ComparisonCapture, TimedRun
+from narrowcast.report._statistics import (
+    LossVerdict,
+    Spread,
+    final_loss,
+    judge_losses,
+    median_of_runs,
+    without_warm_up,
+)
+
+_TOO_UNEVEN = 4.0
+_WORST_FIRST = ("fail", "cannot tell", "pass")
+
+
+def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict[str, Any]:
+    """Everything that a comparison found, as JSON-ready values.
+
+    None for a number that cannot be had; ``reasons`` says why, by the number's path. NaN and infinities are
+    the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Times are in seconds, sizes in bytes.
+
+    ``fp32`` and ``mixed``: step_time_s_median and step_time_s_interval (between optimizer steps, the first
+    tenth of each run left out), forward_time_s_median and forward_time_s_interval (of a script that only
+    computes), steps, skipped_steps, final_scale, peak_tensor_bytes (CUDA's allocator; on a CPU the live
+    tensors of a separate short run), peak_resident_bytes (of the process), final_loss (by call site, the
+    mean of the last tenth), wall_s, format, last_line, runs; ``mixed`` has policy too. ``ratio``: speed
+    and speed_interval (FP32 time over mixed time), peak_tensor_bytes and peak_resident_bytes (mixed over
+    FP32). ``certificate``, ``output`` (of a script that only computes) and ``loss`` each have a verdict and
+    a reason; ``verdict`` is the worst of them. Then kind, finished, notes, seed, folder, settings, versions
+    and report.
+
+    Args:
+        comparison: what ``read_comparison`` returned; one that was killed gives what it has.
+        report: path of its page, where there is one.
+    """
+    kind = _kind(comparison.runs)
+    fp32, mixed = (_Side(comparison, name, kind) for name in ("fp32", "mixed"))
+    ratio = _Ratio(fp32, mixed)
+    certificate = _certificate(comparison, kind)
+    output = _output(comparison, kind)
+    loss = _loss(fp32, mixed, kind)
+    verdicts = [part["verdict"] for part in (certificate, output, loss) if part is not None]
+    last = fp32.last_totals | mixed.last_totals
+    result = {
+        "fp32": fp32.numbers,
+        "mixed": mixed.numbers | {"policy": comparison.own.start["policy"]},
+        "ratio": ratio.numbers,
+        "certificate": certificate,
+        "output": output,
+        "loss": loss,
+        "verdict": min(verdicts, key=_WORST_FIRST.index, default="cannot tell"),
+        "kind": kind,
+        "finished": comparison.finished,
+        "report": report,
+        "notes": [*_notes(comparison), *_doubts(fp32, mixed, kind)],
+        "reasons": {**fp32.reasons, **mixed.reasons, **ratio.reasons},
+        "seed": comparison.own.start["seed"],
+        "folder": str(comparison.folder),
+        "settings": last.get("settings", {}),
+        "versions": last.get("versions", {}),
+    }
+    ready: dict[str, Any] = _json_ready(result)
+    return ready
+
+
+class _Side:
+    """The runs of one format, their numbers, and why some are missing."""
+
+    def __init__(self, comparison: ComparisonCapture, name: str, kind: str | None) -> None:
+        self.name = name
+        self.runs = [run for run in comparison.runs if run.format == name]
+        self.reasons: dict[str, str] = {}
+        totals = [run.capture.totals() for run in self.runs]
+        self.last_totals = totals[-1] if totals else {}
+        first = totals[0] if totals else {}
+        self.step_time = median_of_runs([_step_times_s(run.capture) for run in self.runs])
+        self.forward_time = median_of_runs([_forward_times_s(run.capture) for run in self.runs])
+        self.final_losses = _final_losses(self.runs)
+        base = self.runs[0].seed if self.runs else 0
+        formats = {device["format"]: None for run in self.runs for device in run.capture.of("device")}
+        resident = [t["peak_resident_bytes"] for t in totals if t["peak_resident_bytes"] is not None]
+        walls = [t["wall_s"] for t in totals if t["wall_s"] is not None]
+        self.numbers: dict[str, Any] = {
+            **_spread_fields("step_time_s", self.step_time),
+            **_spread_fields("forward_time_s", self.forward_time if kind == "inference" else None),
+            "steps": first.get("steps"),
+            "skipped_steps": first.get("skipped_steps"),
+            "final_scale": first.get("final_scale"),
+            "peak_tensor_bytes": self._peak_tensor_bytes(comparison, totals),
+            "peak_resident_bytes": max(resident, default=None),
+            "final_loss": {site: by_seed[base] for site, by_seed in self.final_losses.items()},
+            "wall_s": statistics.median(walls) if walls else None,
+            "format": ", ".join(formats) or None,
+            "last_line": self.runs[0].last_line if self.runs else None,
+            "runs": [run.name for run in self.runs],
+        }
+        self._say_what_is_missing(kind)
+
+    def _peak_tensor_bytes(self, comparison: ComparisonCapture, totals: Sequence[Any]) -> int | None:
+        """CUDA's allocator knows it of every run; elsewhere a run of its own counted."""
+        known = [t["peak_tensor_bytes"] for t in totals if t["peak_tensor_bytes"] is not None]
+        counted = [event for event in comparison.own.of("memory") if event["format"] == self.name]
+        if known:
+            return int(max(known))
+        if not counted:
+            self._miss("peak_tensor_bytes", "the run that counts tensors was not made")
+            return None
+        if counted[-1]["reason"] is not None:
+            self._miss("peak_tensor_bytes", counted[-1]["reason"])
+        peak: int | None = counted[-1]["peak_tensor_bytes"]
+        return peak
+
+    def _say_what_is_missing(self, kind: str | None) -> None:
+        numbers = self.numbers
+        if not self.runs:
+            for key, value in numbers.items():
+                if value is None:
+                    self._miss(key, "no run of this format came to its end")
+            return
+        if self.step_time is None:
+            none_taken = kind != "training" or not numbers["steps"]
+            why = "no torch.optim.Optimizer stepped" if none_taken else "it takes two steps to time one"
+            self._miss("step_time_s_median", why)
+            self._miss("step_time_s_interval", why)
+        if numbers["forward_time_s_median"] is None:
+            why = "the script trains: see the step time" if kind == "training" else "no module was called"
+            self._miss("forward_time_s_median", why)
+            self._miss("forward_time_s_interval", why)
+        if numbers["final_scale"] is None:
+            self._miss("final_scale", "losses were not scaled")
+        if numbers["format"] is None:
+            self._miss("format", "no module with parameters was called")
+        for key in ("peak_resident_bytes", "wall_s"):
+            if numbers[key] is None:
+                self._miss(key, "the run was cut short")
+
+    def _miss(self, key: str, why: str) -> None:
+        self.reasons[f"{self.name}.{key}"] = why
+
+
+class _Ratio:
+    """Mixed against FP32."""
+
+    def __init__(self, fp32: _Side, mixed: _Side) -> None:
+        times = (fp32.step_time, mixed.step_time)
+        if None in times:
+            times = (fp32.forward_time, mixed.forward_time)
+        speed, interval = _speed(*times)
+        self.reasons: dict[str, str] = {}
+        self.numbers: dict[str, Any] = {"speed": speed, "speed_interval": interval}
+        if speed is None:
+            self.reasons |= dict.fromkeys(("ratio.speed", "ratio.speed_interval"), "a time is missing")
+        for key in ("peak_tensor_bytes", "peak_resident_bytes"):
+            over, under = mixed.numbers[key], fp32.numbers[key]
+            self.numbers[key] = over / under if over is not None and under else None
+            if self.numbers[key] is None:
+                self.reasons[f"ratio.{key}"] = "one of the two is missing"
+
+
+def _speed(fp32: Spread | None, mixed: Spread | None) -> tuple[float | None, list[float] | None]:
+    if fp32 is None or mixed is None or mixed.interval_s[0] <= 0:
+        return None, None
+    slowest, fastest = (
+        fp32.interval_s[0] / mixed.interval_s[1],
+        fp32.interval_s[1] / mixed.interval_s[0],
+    )
+    return fp32.median_s / mixed.median_s, [slowest, fastest]
+
+
+def _spread_fields(name: str, spread: Spread | None) -> dict[str, Any]:
+    return {
+        f"{name}_median": None if spread is None else spread.median_s,
+        f"{name}_interval": None if spread is None else list(spread.interval_s),
+    }
+
+
+def _kind(runs: Sequence[TimedRun]) -> str | None:
+    """``"training"`` where a run went backward, ``"inference"`` where modules were only called."""
+    if any(run.capture.of("loss") or run.capture.totals()["backwards"] for run in runs):
+        return "training"
+    if any(run.capture.of("step") for run in runs):
+        return "training"
+    return "inference" if any(run.capture.of("forward") for run in runs) else None
+
+
+def _step_times_s(capture: Capture) -> list[float]:
+    return without_warm_up([s["interval_s"] for s in capture.of("step") if s["interval_s"] is not None])
+
+
+def _forward_times_s(capture: Capture) -> list[float]:
+    return without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
+
+
+def _final_losses(runs: Sequence[TimedRun]) -> dict[str, dict[int, float]]:
+    """By call site and seed; runs of one seed count once, by their mean."""
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        by_site: dict[str, list[float]] = defaultdict(list)
+        for loss in run.capture.of("loss"):
+            by_site[loss["site"]].append(loss["value"])
+        for site, values in by_site.items():
+            found[site][run.seed].append(final_loss(values))
+    return {
+        site: {seed: statistics.fmean(values) for seed, values in by_seed.items()}
+        for site, by_seed in found.items()
+    }
+
+
+def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
+    """The verdict on the losses: that of the call site which is worst."""
+    if kind == "inference":
+        return None
+    sites = {
+        site: judge_losses(_pairs(fp32.final_losses[site], mixed.final_losses.get(site, {})))
+        for site in fp32.final_losses
+    }
+    if not sites:
+        verdict = judge_losses([])
+        return {"site": None, **_verdict_fields(verdict), "sites": {}}
+    worst = min(sites, key=lambda site: _WORST_FIRST.index(sites[site].verdict))
+    return {
+        "site": worst,
+        **_verdict_fields(sites[worst]),
+        "sites": {site: _verdict_fields(verdict) for site, verdict in sites.items()},
+    }
+
+
+def _pairs(fp32: dict[int, float], mixed: dict[int, float]) -> list[tuple[float, float]]:
+    return [(fp32[seed], mixed[seed]) for seed in fp32 if seed in mixed]
+
+
+def _verdict_fields(verdict: LossVerdict) -> dict[str, Any]:
+    return {
+        "difference": verdict.difference,
+        "seed_spread": verdict.seed_spread,
+        "verdict": verdict.verdict,
+        "reason": verdict.reason,
+    }
+
+
+def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
+    """What was certified of a script that trains; one that could not be made says why."""
+    if kind == "inference":
+        return None
+    event = comparison.only("certificate")
+    if event is not None:
+        return {key: value for key, value in event.items() if key != "event"}
+    return {
+        "error_over_noise": None,
+        "relative_error": None,
+        "cosine": None,
+        "worst_parameter": None,
+        "parameters": [],
+        "verdict": "cannot tell",
+        "reason": "the comparison ended before the gradients were compared",
+    }
+
+
+def _output(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
+    if kind == "training":
+        return None
+    event = comparison.only("output")
+    if event is not None:
+        return {key: value for key, value in event.items() if key != "event"}
+    return {
+        "relative_error": None,
+        "sqnr_db": None,
+        "calls": 0,
+        "verdict": "cannot tell",
+        "reason": "the outputs of the two formats were not compared",
+    }
+
+
+def _notes(comparison: ComparisonCapture) -> list[str]:
+    """What the runs and the comparison noted, each once."""
+    mixed = [run.capture for run in comparison.runs if run.format == "mixed"]
+    return list(dict.fromkeys(n["text"] for capture in [comparison.own, *mixed] for n in capture.of("note")))
+
+
+def _doubts(fp32: _Side, mixed: _Side, kind: str | None) -> list[str]:
+    """Reasons not to believe the comparison, each a line for a person."""
+    doubts = []
+    taken = sorted({_steps_taken(run.capture) for run in [*fp32.runs, *mixed.runs]})
+    if len(taken) > 1:
+        doubts.append(
+            f"the runs took different numbers of steps ({taken[0]} to {taken[-1]}), so they did not do the "
+            "same work: does the script resume from what it saved, or stop when it is good enough?"
+        )
+    spread = max((_unevenness(run, kind) for run in [*fp32.runs, *mixed.runs]), default=1.0)
+    if spread > _TOO_UNEVEN:
+        doubts.append(
+            f"times varied {spread:.0f}-fold within a run (10th to 90th percentile): the machine was busy "
+            "or the steps differ, so do not trust the ratio of their medians"
+        )
+    return doubts + _not_repeatable(fp32)
+
+
+def _steps_taken(capture: Capture) -> int:
+    return len(capture.of("step"))
+
+
+def _unevenness(run: TimedRun, kind: str | None) -> float:
+    times = _forward_times_s(run.capture) if kind == "inference" else _step_times_s(run.capture)
+    ordered = sorted(times)
+    if len(ordered) < 10:
+        return 1.0
+    return ordered[int(len(ordered) * 0.9)] / max(ordered[int(len(ordered) * 0.1)], 1e-9)
+
+
+def _not_repeatable(side: _Side) -> list[str]:
+    """Two FP32 runs of one seed that do not agree: then their difference bounds what can be told."""
+    by_seed: dict[int, list[list[float]]] = defaultdict(list)
+    for run in side.runs:
+        by_seed[run.seed].append([loss["value"] for loss in run.capture.of("loss")])
+    for same in by_seed.values():
+        if any(str(other) != str(same[0]) for other in same[1:]):
+            return [
+                "two FP32 runs with the same seed had different losses: the script draws random numbers "
+                "that no seed fixes, or runs operations that do not repeat; part of each difference is that"
+            ]
+    return []
+
+
+def _json_ready(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _json_ready(item) for key, item in value.items()}
+    return [_json_ready(item) for item in value] if isinstance(value, list | tuple) else value
