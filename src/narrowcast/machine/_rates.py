@@ -1,0 +1,230 @@
+"""How fast each format is here: measured side by side, within a time that is never exceeded by much."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.errors import SettingError
+from narrowcast.machine._facts import first_line
+from narrowcast.machine._work import DTYPES, Shape, Work, float32_as
+
+Clock = Callable[[], float]
+_FEWEST_ROUNDS, _ENOUGH_ROUNDS, _MOST_ROUNDS = 3, 5, 15
+# Timed together, so that the clock and the wait for a GPU weigh little.
+_SAMPLE_S = 0.002
+_MOST_CALLS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How long a measurement may take.
+
+    Attributes:
+        device_s: seconds for one device; what has not begun by then is skipped.
+        call_s: a call that is expected to take longer than this is never made.
+    """
+
+    device_s: float = 15.0
+    call_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("device_s", "call_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise SettingError(f"expected {name} to be a number of seconds above 0, got {value!r}")
+
+
+def measure_device(
+    device: str,
+    works: tuple[Work, ...],
+    budget: Budget,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    clock: Clock = time.perf_counter,
+) -> list[dict[str, Any]]:
+    """Measure every kind of work at every named size in every format on ``device``.
+
+    Formats take turns within a round, so that a busy machine slows all of them alike, and fp32 is exact (no
+    TF32) whatever the settings are, which are put back.
+
+    Returns:
+        One JSON-ready row for each: ``kind``, ``size``, ``shape``, ``format``, ``rounds``,
+        ``calls_per_round``; ``time_s_median`` of one call with the quartiles ``time_s_low`` and
+        ``time_s_high``; ``rate_flop_per_s``, or for ``add`` ``rate_element_per_s`` and ``rate_byte_per_s``
+        (two operands read, one result written); ``speed_against_fp32``, the median over rounds of the time in
+        fp32 by the time in this format, with its quartiles. Where it was not measured these are null, and
+        ``reason`` says why.
+    """
+    run = _Run(device=device, budget=budget, clock=clock, deadline=clock() + budget.device_s)
+    share_s = budget.device_s / (2 * sum(1 for work in works for shape in work.shapes if shape.size))
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for work in works:
+            estimates = {name: run.estimate(work, name, progress) for name in work.formats}
+            for shape in work.shapes:
+                if shape.size is not None:
+                    progress(f"{device}: {work.kind.replace('_', ' ')}, {shape.size}")
+                    rows += run.side_by_side(
+                        work, shape, {n: e[shape] for n, e in estimates.items()}, share_s
+                    )
+    return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    device: str
+    budget: Budget
+    clock: Clock
+    deadline: float
+
+    def estimate(
+        self, work: Work, format_name: str, progress: Callable[[str], None]
+    ) -> dict[Shape, float | str]:
+        """Seconds of one call at each shape, from the smallest up, or why it will not be made.
+
+        A shape is tried only when the one before it, scaled up, foretells less than ``call_s``. Work never
+        grows more slowly than that where a processor is busy, so the guess errs towards too long.
+        """
+        found: dict[Shape, float | str] = {}
+        last: tuple[float, int] | None = None
+        failure: str | None = None
+        for shape in work.shapes:
+            if failure is None and self.clock() > self.deadline:
+                failure = self._out_of_time()
+            if failure is not None:
+                found[shape] = failure
+                continue
+            if last is not None:
+                expected_s = last[0] * work.amount(shape) / last[1]
+                if expected_s > self.budget.call_s:
+                    found[shape] = f"one call would take about {_seconds(expected_s)}"
+                    continue
+            progress(f"{self.device}: {work.kind.replace('_', ' ')} in {format_name}")
+            try:
+                call = work.prepare(shape, format_name, self.device)
+                seconds = self._time(call, format_name, 1)  # the first one also sets things up
+                if seconds < self.budget.call_s:
+                    seconds = min(seconds, self._time(call, format_name, 1))
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                failure = f"torch cannot do it here: {first_line(error)}"
+                found[shape] = failure
+                continue
+            last = (seconds, work.amount(shape))
+            too_long = seconds > self.budget.call_s
+            found[shape] = f"one call takes {_seconds(seconds)}" if too_long else seconds
+        return found
+
+    def side_by_side(
+        self, work: Work, shape: Shape, estimates: dict[str, float | str], share_s: float
+    ) -> list[dict[str, Any]]:
+        """One row for each format, from rounds in which each has a turn and another begins."""
+        reasons = {name: value for name, value in estimates.items() if isinstance(value, str)}
+        times: dict[str, list[float]] = {name: [] for name in estimates if name not in reasons}
+        calls: dict[str, Callable[[], object]] = {}
+        count: dict[str, int] = {}
+        for name in list(times):
+            seconds = max(float(estimates[name]), 1e-9)
+            count[name] = min(_MOST_CALLS, max(1, round(_SAMPLE_S / seconds)))
+            try:
+                calls[name] = work.prepare(shape, name, self.device)
+                self._time(calls[name], name, 1)
+            except RuntimeError as error:  # out of memory, now that there are several
+                reasons[name] = f"torch cannot do it here: {first_line(error)}"
+                del times[name]
+        self._rounds(calls, times, count, share_s)
+        for name in [name for name, measured in times.items() if len(measured) < _FEWEST_ROUNDS]:
+            reasons[name] = self._out_of_time()
+            del times[name]
+        return [
+            _row(work, shape, name, times=times, calls=count.get(name), reason=reasons.get(name))
+            for name in estimates
+        ]
+
+    def _rounds(
+        self,
+        calls: dict[str, Callable[[], object]],
+        times: dict[str, list[float]],
+        count: dict[str, int],
+        share_s: float,
+    ) -> None:
+        names, start = list(times), self.clock()
+        for index in range(_MOST_ROUNDS if names else 0):
+            now = self.clock()
+            if now > self.deadline or (index >= _ENOUGH_ROUNDS and now > start + share_s):
+                return
+            if index >= _FEWEST_ROUNDS and now > start + 2 * share_s:
+                return
+            turn = index % len(names)
+            for name in names[turn:] + names[:turn]:
+                times[name].append(self._time(calls[name], name, count[name]))
+
+    def _time(self, call: Callable[[], object], format_name: str, calls: int) -> float:
+        with float32_as("tf32" if format_name == "tf32" else "ieee"):
+            self._wait()
+            start = self.clock()
+            for _ in range(calls):
+                call()
+            self._wait()
+            return (self.clock() - start) / calls
+
+    def _wait(self) -> None:
+        if self.device != "cpu":
+            torch.accelerator.synchronize(torch.device(self.device))
+
+    def _out_of_time(self) -> str:
+        return f"the time for this device, {_seconds(self.budget.device_s)}, was used up"
+
+
+def _row(
+    work: Work,
+    shape: Shape,
+    name: str,
+    *,
+    times: dict[str, list[float]],
+    calls: int | None,
+    reason: str | None,
+) -> dict[str, Any]:
+    measured = times.get(name)
+    row: dict[str, Any] = {
+        "kind": work.kind,
+        "size": shape.size,
+        "shape": work.tensor_shape(shape),
+        "format": name,
+        "rounds": len(measured) if measured else 0,
+        "calls_per_round": calls if measured else None,
+        "reason": reason,
+    }
+    low, middle, high = _quartiles(measured)
+    row |= {"time_s_median": middle, "time_s_low": low, "time_s_high": high}
+    flop, elements = work.flop_count(shape), work.element_count(shape)
+    moved = elements * 3 * torch.empty(0, dtype=DTYPES[name]).element_size() if elements else None
+    for unit, amount in (("flop", flop), ("element", elements), ("byte", moved)):
+        row[f"rate_{unit}_per_s"] = amount / middle if amount and middle else None
+    reference = times.get("fp32")
+    pairs = [a / b for a, b in zip(reference, measured, strict=False)] if reference and measured else None
+    low, middle, high = _quartiles(pairs)
+    return row | {
+        "speed_against_fp32": middle,
+        "speed_against_fp32_low": low,
+        "speed_against_fp32_high": high,
+    }
+
+
+def _quartiles(numbers: list[float] | None) -> tuple[float | None, float | None, float | None]:
+    if not numbers:
+        return None, None, None
+    if len(numbers) == 1:
+        return numbers[0], numbers[0], numbers[0]
+    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
