@@ -10,6 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from narrowcast.cli.compare import compare
+from narrowcast.cli.doctor import doctor
 from narrowcast.cli.run import run
 from narrowcast.errors import NarrowcastError
 
@@ -46,11 +47,14 @@ def _root(
     In mixed precision, unmodified:  narrowcast run train.py --its --own args
 
     Beside FP32, to see the gain:  narrowcast compare train.py --its --own args
+
+    What is fast on this machine:  narrowcast doctor
     """
 
 
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command(context_settings=_SCRIPT_LAST)(compare)
+app.command(context_settings=_SCRIPT_LAST)(doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,7 +52,7 @@ def examine(
         ``"cache"``, ``measured_at_s`` since 1970, ``wall_s``, ``file``, and of each of its ``devices``
         ``rows`` and ``choice``) and ``notes``, lines about what was not kept.
     """
-    progress("looking at this machine")
+    progress("what this machine has")
     facts = gather_facts() if facts is None else facts
     wrong = mismatches(facts)
     rates, notes = _rates(examination, facts, wrong, progress)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 # To be raised whenever rows get another meaning: other shapes, other fields, another way to time.
 CACHE_FORMAT = 1
 _NUMBERS = (
+    "expected_time_s",
     "time_s_median",
     "time_s_low",
     "time_s_high",
