@@ -1,5 +1,14 @@
 """Whether mixed precision is right and worth it, shown by running both."""
 
-from narrowcast.verify._compare import Comparison, ComparisonSettings, compare, stays_in_fp32
+from narrowcast.verify._certificate import Certificate, ParameterResult
+from narrowcast.verify._certify import certify
+from narrowcast.verify._compare import ComparisonSettings, compare, stays_in_fp32
 
-__all__ = ["Comparison", "ComparisonSettings", "compare", "stays_in_fp32"]
+__all__ = [
+    "Certificate",
+    "ComparisonSettings",
+    "ParameterResult",
+    "certify",
+    "compare",
+    "stays_in_fp32",
+]

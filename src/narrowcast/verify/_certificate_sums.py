@@ -1,0 +1,168 @@
+"""From gradients to a certificate: one parameter at a time, and none of them kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from narrowcast.verify._certificate import (
+    MISSING_FP32,
+    MISSING_MIXED,
+    NOT_FINITE_FP32,
+    NOT_FINITE_MIXED,
+    NOT_FINITE_OTHER,
+    ROUNDING_NOISE,
+    Certificate,
+    ParameterResult,
+)
+from narrowcast.verify._certificate_text import worst_first
+from narrowcast.verify._certificate_verdict import ROUNDING_SHARE, verdict_on
+from narrowcast.verify._gradient_sums import Sums, Totals, compared
+
+_Measured = tuple[Sums, Sums | None, Sums | None]
+
+
+class CertificateSums:
+    """Collects what each parameter's gradients say, then gives the verdict."""
+
+    def __init__(self) -> None:
+        self._members: list[tuple[str, tuple[int, ...], _Measured]] = []
+
+    def add(
+        self,
+        name: str,
+        shape: Iterable[int],
+        fp32: torch.Tensor | None,
+        other: torch.Tensor | None,
+        mixed: torch.Tensor | None,
+        perturbed: torch.Tensor | None,
+    ) -> None:
+        """One parameter by its gradients, unscaled; none of them is kept.
+
+        Args:
+            name: of the parameter.
+            shape: of the parameter.
+            fp32: gradient of the batch in FP32. None where none reached the parameter.
+            other: of another batch in FP32, at the same weights; None for every parameter: there was none.
+            mixed: of the batch in mixed precision.
+            perturbed: of the batch in FP32, at weights perturbed in the last bit; None: not measured.
+        """
+        self.add_measured(
+            name,
+            shape,
+            error=compared(fp32, mixed),
+            noise=None if other is None else compared(fp32, other),
+            rounding=None if perturbed is None else compared(fp32, perturbed),
+        )
+
+    def add_measured(
+        self, name: str, shape: Iterable[int], *, error: Sums, noise: Sums | None, rounding: Sums | None
+    ) -> None:
+        """One parameter by ``compared`` of its FP32 gradient with each of the others."""
+        self._members.append((name, tuple(shape), (error, noise, rounding)))
+
+    def finish(
+        self,
+        *,
+        policy: str,
+        format: str,
+        at_step: int = 0,
+        loss_scale: float | None = None,
+        cannot_tell: str | None = None,
+        note: str | None = None,
+    ) -> Certificate:
+        """The certificate of all that was added.
+
+        Args:
+            policy: as it was asked for.
+            format: what was computed in.
+            at_step: after how many optimizer steps.
+            loss_scale: that the mixed gradients were computed at.
+            cannot_tell: a sentence on why these numbers do not compare like with like, if they do not.
+            note: a sentence that a reader should know beside the verdict.
+        """
+        second_batch = any(noise is not None for _, _, (_, noise, _) in self._members)
+        filled = [
+            (name, shape, (error, noise or (_unreached(error) if second_batch else None), rounding))
+            for name, shape, (error, noise, rounding) in self._members
+        ]
+        parameters = tuple(_result(name, shape, *sums) for name, shape, sums in filled)
+        totals = Totals.of(sums for (_, _, sums), p in zip(filled, parameters, strict=True) if p.judged)
+        verdict, reason = verdict_on(parameters, totals, second_batch=second_batch, cannot_tell=cannot_tell)
+        worst = next((parameter for parameter in worst_first(parameters) if parameter.judged), None)
+        return Certificate(
+            policy=policy,
+            format=format,
+            at_step=at_step,
+            loss_scale=loss_scale,
+            error_over_noise=totals.error_over_noise if second_batch else None,
+            relative_error=totals.relative_error,
+            cosine=totals.cosine,
+            worst_parameter=worst,
+            parameters=parameters,
+            verdict=verdict,
+            reason=reason if note is None else f"{reason} {note}",
+        )
+
+
+def _unreached(error: Sums) -> Sums:
+    """The noise of a parameter that the second batch gave no gradient."""
+    return Sums(first=error.first, second=0.0, product=0.0, difference=error.first, missing="second")
+
+
+def _result(
+    name: str, shape: tuple[int, ...], error: Sums, noise: Sums | None, rounding: Sums | None
+) -> ParameterResult:
+    if not math.isfinite(error.first):
+        return _unjudged(name, shape, NOT_FINITE_FP32)
+    if error.missing == "both":
+        return _unjudged(name, shape, "no gradient reaches it")
+    if rounding is not None and not math.isfinite(rounding.second):
+        rounding = None
+    totals = Totals.of([(error, noise, rounding)])
+    finite = math.isfinite(error.second)
+    judged, reason = _whether_judged(totals, error, noise, rounding)
+    return ParameterResult(
+        name=name,
+        shape=shape,
+        gradient_norm=totals.gradient,
+        error_norm=totals.error,
+        noise_norm=None if noise is None or math.isinf(totals.noise) else totals.noise,
+        rounding_norm=None if rounding is None else totals.rounding,
+        error_over_noise=None if noise is None else totals.error_over_noise,
+        relative_error=totals.relative_error if finite else math.inf,
+        cosine=totals.cosine,
+        judged=judged,
+        reason=reason,
+    )
+
+
+def _whether_judged(
+    totals: Totals, error: Sums, noise: Sums | None, rounding: Sums | None
+) -> tuple[bool, str | None]:
+    """And the reason, of which the first that holds is given."""
+    is_rounding = rounding is not None and 0 < totals.rounding >= ROUNDING_SHARE * totals.gradient
+    no_gradient = totals.gradient == 0 and not totals.noise > 0
+    cases = (
+        (not math.isfinite(error.second), True, NOT_FINITE_MIXED),
+        (is_rounding, False, ROUNDING_NOISE),
+        (error.missing == "second", True, MISSING_MIXED),
+        (error.missing == "first", True, MISSING_FP32),
+        (math.isinf(totals.noise), True, NOT_FINITE_OTHER),
+        (no_gradient and totals.error == 0, False, "its gradient is zero"),
+        (no_gradient, True, "its gradient is zero in FP32 and not in mixed precision"),
+        (noise is None, True, "there was no second batch to measure noise by"),
+        (totals.no_noise, True, "both batches give it the same gradient: no noise to divide by"),
+        (totals.gradient == 0, True, "its FP32 gradient is zero for this batch"),
+        (totals.mixed == 0, True, "its gradient is zero in mixed precision"),
+    )
+    return next(((judged, reason) for holds, judged, reason in cases if holds), (True, None))
+
+
+def _unjudged(name: str, shape: tuple[int, ...], reason: str) -> ParameterResult:
+    return ParameterResult(
+        name=name, shape=shape, gradient_norm=None, error_norm=None, noise_norm=None, rounding_norm=None,
+        error_over_noise=None, relative_error=None, cosine=None, judged=False, reason=reason,
+    )  # fmt: skip

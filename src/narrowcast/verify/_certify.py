@@ -1,0 +1,254 @@
+"""``nc.certify``: what mixed precision does to a gradient, in units of what another minibatch does to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+
+from narrowcast.casting import autocast, cast_floating
+from narrowcast.errors import OrderError, SettingError, UnsupportedError
+from narrowcast.policy import Policy, as_policy, format_name, resolve
+from narrowcast.scaling import Static
+from narrowcast.verify._certificate import Certificate
+from narrowcast.verify._certificate_sums import CertificateSums
+from narrowcast.verify._fp32_draws import Fp32Draws
+from narrowcast.verify._gradient_sums import Sums, compared
+from narrowcast.verify._model_state import (
+    Buffers,
+    RandomState,
+    as_before,
+    is_held_narrow,
+    last_bit_moved,
+    widened,
+)
+
+_Batch = TypeVar("_Batch")
+_Gradients = dict[str, torch.Tensor | None]
+_LARGEST_SCALE = 2.0**16
+_SMALLEST_SCALE = 2.0**-16
+
+
+def certify(
+    model: torch.nn.Module,
+    loss_fn: Callable[[Any, _Batch], torch.Tensor],
+    batch: _Batch,
+    other_batch: _Batch | None,
+    policy: Policy | str = "auto",
+    *,
+    loss_scale: float | None = None,
+) -> Certificate:
+    """Measure how far mixed precision moves a gradient, in units of what another minibatch does to it::
+
+        def loss_fn(model, batch):
+            images, labels = batch
+            return torch.nn.functional.cross_entropy(model(images), labels)
+
+        print(nc.certify(model, loss_fn, batches[0], batches[1], "bf16"))
+
+    Error over noise is |g_mixed(b) - g_32(b)| / |g_32(b) - g_32(b')|, at the same weights, with the same
+    random numbers; below 0.05 passes. ``loss_fn`` is called four times: in FP32 on ``batch``, again with
+    every weight moved by its last bit (which tells rounding noise from a gradient), on ``other_batch``, and
+    on ``batch`` in mixed precision; in fp16 once more for each halving of the loss scale. No optimizer steps.
+    Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and numpy are as
+    before, also when ``loss_fn`` raises.
+
+    Args:
+        model: in the mode (training, as a rule) in which it is to be judged; on any device.
+        loss_fn: takes ``model`` and a batch and returns a tensor of one element; the same each time it is
+            called. It is called inside the region, without opening one, and calls no ``backward``.
+        batch: whatever ``loss_fn`` takes. Left as it is.
+        other_batch: another of the same kind; None: no noise is measured, and only an error of the size of
+            rounding passes.
+        policy: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"fp32"`` or a ``Policy``.
+        loss_scale: that the loss is multiplied by in the mixed pass. By default in fp16 what a dynamic scale
+            comes to, the first of 2**16, 2**15 ... whose gradients are finite, and none in other formats.
+
+    Returns:
+        The numbers of each parameter and of all together, and a verdict: ``"pass"``, ``"fail"``, or
+        ``"cannot tell"`` where the comparison would not be of like with like. A parameter that occurs twice
+        is one row, one that needs no gradient none. A model whose weights are in bf16 or fp16 is compared
+        with the same weights, and batch, cast to FP32.
+
+    Raises:
+        SettingError: ``model`` is no module or has nothing to train; the loss is no tensor of one element, or
+            has no graph.
+        OrderError: inside an autocast region.
+        PolicyError: no such policy, or one that keeps master weights.
+        ScaleError: ``loss_scale`` is no scale.
+        UnsupportedError: the model is wrapped for several processes.
+
+    torch refuses activation checkpoints with ``use_reentrant=True`` here, and says so.
+    """
+    _check(model)
+    wanted = as_policy(policy)
+    scale = None if loss_scale is None else float(Static(scale=loss_scale).scale)
+    devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
+    formats = {device: resolve(wanted, device) for device in devices}
+    for device in formats:
+        if torch.is_autocast_enabled(device):
+            raise OrderError(
+                f"certify was called inside an autocast region on {device!r}, where FP32 is not FP32: call "
+                "it outside; it opens the region of its policy itself"
+            )
+    name = policy if isinstance(policy, str) else wanted.compute
+    with as_before(model), torch.inference_mode(False), torch.enable_grad():
+        return _Passes(model, loss_fn, formats).certificate(batch, other_batch, name, scale)
+
+
+class _Passes:
+    """Gradients of one model, each from the same random state and the same buffers."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        formats: dict[str, torch.dtype],
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._formats = formats
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._held_narrow = is_held_narrow(model)
+        self._buffers = Buffers(model)
+        self._random = RandomState()
+        self._draws = Fp32Draws()
+        self._loss_is_finite = True
+
+    def certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
+        try:
+            return self._certificate(batch, other_batch, policy, scale)
+        finally:
+            self._draws.rewind_generators()
+
+    def _certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
+        fp32 = self._in_fp32(batch)
+        random_after = RandomState()
+        doubt = self._doubt_about_fp32()
+        with last_bit_moved(self._model):
+            rounding = self._against(fp32, self._in_fp32(batch))
+        noise = None if other_batch is None else self._against(fp32, self._in_fp32(other_batch))
+        error, scale = self._mixed(fp32, batch, scale)
+        ended_elsewhere = random_after.differs_from(RandomState())
+        if ended_elsewhere:
+            doubt = doubt or (
+                f"The random numbers of {ended_elsewhere} were in another place after the mixed pass than "
+                "after the FP32 one, so the two may have seen different masks or samples."
+            )
+        sums = CertificateSums()
+        for name, parameter in self._parameters.items():
+            sums.add_measured(
+                name,
+                parameter.shape,
+                error=error[name],
+                noise=None if noise is None else noise[name],
+                rounding=rounding[name],
+            )
+        return sums.finish(
+            policy=policy,
+            format=", ".join(dict.fromkeys(map(format_name, self._formats.values()))),
+            loss_scale=scale,
+            cannot_tell=self._draws.undecidable or doubt,
+            note=self._note(),
+        )
+
+    def _against(self, fp32: _Gradients, others: _Gradients, scale: float = 1.0) -> dict[str, Sums]:
+        return {name: compared(gradient, others[name], scale=scale) for name, gradient in fp32.items()}
+
+    def _rewind(self) -> None:
+        self._buffers.restore()
+        self._draws.rewind_generators()
+        self._random.restore()
+
+    def _in_fp32(self, batch: Any) -> _Gradients:
+        self._rewind()
+        with ExitStack() as stack:
+            if self._held_narrow:
+                stack.enter_context(widened(self._model))
+                batch = cast_floating(batch, torch.float32)
+            return self._gradients(batch, {}, None)
+
+    def _mixed(
+        self, fp32: _Gradients, batch: Any, scale: float | None
+    ) -> tuple[dict[str, Sums], float | None]:
+        """Against FP32, and the loss scale: the one given, or the first whose gradients are finite."""
+        given = scale is not None or torch.float16 not in self._formats.values()
+        scale = scale if given else _LARGEST_SCALE
+        while True:
+            self._rewind()
+            mixed = self._gradients(batch, self._formats, scale)
+            error = self._against(fp32, mixed, scale or 1.0)
+            overflowed = any(
+                math.isfinite(one.first) and not math.isfinite(one.second) for one in error.values()
+            )
+            if given or scale is None or scale <= _SMALLEST_SCALE:
+                return error, scale
+            if not overflowed or not self._loss_is_finite:  # then no scale is to blame
+                return error, scale
+            scale /= 2
+
+    def _gradients(self, batch: Any, formats: dict[str, torch.dtype], scale: float | None) -> _Gradients:
+        with self._draws:
+            with ExitStack() as regions:
+                for device, dtype in formats.items():
+                    regions.enter_context(autocast(device, dtype, enabled=dtype != torch.float32))
+                loss = self._loss_fn(self._model, batch)
+            _check_loss(loss)
+            self._loss_is_finite = bool(loss.detach().isfinite().all())
+            if scale is not None:
+                loss = cast_floating(loss, torch.float32) * scale
+            gradients = torch.autograd.grad(
+                loss, list(self._parameters.values()), torch.ones_like(loss), allow_unused=True
+            )
+        return dict(zip(self._parameters, gradients, strict=True))
+
+    def _doubt_about_fp32(self) -> str | None:
+        if self._draws.made_narrow:
+            return (
+                "The FP32 pass computed in bf16 or fp16 too: the model or loss_fn opens a region or casts of "
+                "its own, so there is no FP32 gradient to compare with."
+            )
+        return None
+
+    def _note(self) -> str | None:
+        if self._held_narrow:
+            return "The weights are held in a narrow format: compared is with the same weights cast to FP32."
+        if all(dtype == torch.float32 for dtype in self._formats.values()):
+            return "The policy computes in FP32 here, so both sides are FP32."
+        return None
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise SettingError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SettingError(
+            f"expected a model with parameters to train, got {type(model).__name__} without any that needs "
+            "a gradient"
+        )
+    for module in model.modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            raise UnsupportedError(
+                f"certify needs the gradients of one process and got a {type(module).__name__}: give it the "
+                "model inside, model.module"
+            )
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise SettingError(
+            f"expected loss_fn(model, batch) to return a tensor of one element, got {type(loss).__name__}"
+        )
+    if loss.numel() != 1:
+        raise SettingError(
+            "expected loss_fn(model, batch) to return a tensor of one element, got shape "
+            f"{tuple(loss.shape)}: take its mean"
+        )
+    if not loss.requires_grad:
+        raise SettingError(
+            "expected loss_fn(model, batch) to return a loss with a graph, got one that needs no gradient: "
+            "compute it from the model's parameters, outside torch.no_grad(), and do not detach it"
+        )

@@ -1,0 +1,140 @@
+"""Everything that a look at a model's gradients could leave changed, kept and put back to the bit."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class RandomState:
+    """Where all random numbers of the process are: torch's on the CPU and on CUDA, Python's and numpy's."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy: Any = None if numpy is None else numpy.random.get_state(legacy=False)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def differs_from(self, other: RandomState) -> str | None:
+        """Whose numbers are not where they are in ``other``; None where all are."""
+        pairs = zip([self._torch, *self._cuda], [other._torch, *other._cuda], strict=False)
+        if not all(torch.equal(mine, theirs) for mine, theirs in pairs):
+            return "torch"
+        if self._python != other._python:
+            return "Python"
+        # A dict with an array in it: its text is complete but for long arrays, which tolist() gives.
+        return None if _plain(self._numpy) == _plain(other._numpy) else "numpy"
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+class Buffers:
+    """The buffers of a model, and which tensors they are: a forward may write one or put another in place."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._kept = [
+            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for module, name, buffer, value in self._kept:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.data.copy_(value)
+
+
+@contextmanager
+def as_before(model: torch.nn.Module) -> Iterator[None]:
+    """After the block gradients, buffers, modes and all random states are what they were, however it ends."""
+    buffers, random_state = Buffers(model), RandomState()
+    modes = [(module, module.training) for module in model.modules()]
+    parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _, _ in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, needs, gradient in parameters:
+            parameter.requires_grad_(needs)
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+        buffers.restore()
+        random_state.restore()
+
+
+@contextmanager
+def last_bit_moved(model: torch.nn.Module) -> Iterator[None]:
+    """Within the block each weight that is not zero is the number next to it, up or down at random.
+
+    In fp32 that is a relative change of 2**-24 to 2**-23. The weights are put back to the bit, and no random
+    state of the process is touched.
+    """
+    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    generators: dict[torch.device, torch.Generator] = {}
+    try:
+        for parameter, value in kept:
+            if not value.is_floating_point():
+                continue
+            device = value.device
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(0)
+            up = torch.rand(value.shape, generator=generators[device], device=device) < 0.5
+            infinity = torch.full_like(value, float("inf"))
+            moved = torch.nextafter(value, torch.where(up, infinity, -infinity))
+            parameter.data.copy_(torch.where(value == 0, value, moved))
+        yield
+    finally:
+        for parameter, value in kept:
+            parameter.data.copy_(value)
+
+
+def is_held_narrow(model: torch.nn.Module) -> bool:
+    """Whether any parameter is in bf16 or fp16."""
+    return any(parameter.dtype in _NARROW for parameter in model.parameters())
+
+
+@contextmanager
+def widened(model: torch.nn.Module) -> Iterator[None]:
+    """Within the block narrow parameters and buffers are in fp32, with the same values."""
+    parameters = [(p, p.data) for p in model.parameters() if p.dtype in _NARROW]
+    entries = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype in _NARROW
+    ]
+    try:
+        for parameter, data in parameters:
+            parameter.data = data.float()
+        for module, name, buffer in entries:
+            module._buffers[name] = buffer.float()
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, name, buffer in entries:
+            module._buffers[name] = buffer

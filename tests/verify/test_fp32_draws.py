@@ -1,0 +1,345 @@
+"""Every random op: what torch draws in fp32 is what every format gets, and the generator ends there too."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from narrowcast.verify._fp32_draws import Fp32Draws
+
+NARROW = [torch.bfloat16, torch.float16]
+SIZE = (5, 7)
+
+
+def like(dtype, low=0.25, high=0.75):
+    """The same values in every format: multiples of 2**-6, which bf16 and fp16 hold."""
+    return torch.linspace(low * 64, high * 64, 35).round().div(64).reshape(SIZE).to(dtype)
+
+
+def seeded():
+    return torch.Generator().manual_seed(5)
+
+
+def filled(method, *args, **kwargs):
+    return lambda dtype: getattr(torch.empty(SIZE, dtype=dtype), method)(*args, **kwargs)
+
+
+def into(op, *args):
+    return lambda dtype: op(
+        *(a(dtype) if callable(a) else a for a in args), out=torch.empty(SIZE, dtype=dtype)
+    )
+
+
+def rrelu(dtype):
+    return F.rrelu(like(dtype, -0.5, 0.5), training=True)
+
+
+OPS = {
+    "rand": lambda dtype: torch.rand(SIZE, dtype=dtype),
+    "rand of 1": lambda dtype: torch.rand(1, dtype=dtype),
+    "rand out": into(torch.rand, SIZE),
+    "rand_like": lambda dtype: torch.rand_like(like(dtype)),
+    "rand_like to": lambda dtype: torch.rand_like(torch.ones(SIZE), dtype=dtype),
+    "randn": lambda dtype: torch.randn(SIZE, dtype=dtype),
+    "randn of 3": lambda dtype: torch.randn(3, dtype=dtype),
+    "randn generator": lambda dtype: torch.randn(SIZE, dtype=dtype, generator=seeded()),
+    "randn_like": lambda dtype: torch.randn_like(like(dtype)),
+    "randint": lambda dtype: torch.randint(-100, 100, SIZE, dtype=dtype),
+    "randint_like": lambda dtype: torch.randint_like(like(dtype), 100),
+    "randperm": lambda dtype: torch.randperm(40, dtype=dtype),
+    "random_": filled("random_", 0, 99),
+    "normal": lambda dtype: torch.normal(like(dtype), like(dtype)),
+    "normal of mean": lambda dtype: torch.normal(like(dtype), 0.5),
+    "normal of std": lambda dtype: torch.normal(0.5, like(dtype)),
+    "normal of floats": lambda dtype: torch.normal(1.0, 0.5, SIZE, dtype=dtype),
+    "normal out": into(torch.normal, like, like),
+    "normal_": filled("normal_", 1.0, 0.5),
+    "uniform_": filled("uniform_", -2.0, 3.0),
+    "exponential_": filled("exponential_", 2.0),
+    "log_normal_": filled("log_normal_", 0.0, 0.5),
+    "cauchy_": filled("cauchy_", 0.0, 0.5),
+    "geometric_": filled("geometric_", 0.5),
+    "bernoulli": lambda dtype: torch.bernoulli(like(dtype)),
+    "bernoulli of p": lambda dtype: torch.bernoulli(like(dtype), 0.3),
+    "bernoulli out": into(torch.bernoulli, like),
+    "bernoulli_": filled("bernoulli_", 0.3),
+    "bernoulli_ of tensor": lambda dtype: torch.empty(SIZE, dtype=dtype).bernoulli_(like(dtype)),
+    "bernoulli_ of others": lambda dtype: torch.empty(SIZE).bernoulli_(like(dtype)),
+    "poisson": lambda dtype: torch.poisson(like(dtype) * 8),
+    "binomial": lambda dtype: torch.binomial(torch.full(SIZE, 9.0, dtype=dtype), like(dtype)),
+    "multinomial": lambda dtype: torch.multinomial(like(dtype), 3),
+    "multinomial again": lambda dtype: torch.multinomial(like(dtype), 9, replacement=True),
+    "gamma": lambda dtype: torch._standard_gamma(like(dtype)),
+    "dirichlet": lambda dtype: torch._sample_dirichlet(like(dtype)),
+    "native_dropout": lambda dtype: torch.native_dropout(like(dtype), 0.5, True)[1],
+    "dropout": lambda dtype: F.dropout(torch.ones(SIZE, dtype=dtype), 0.5),
+    "dropout in place": lambda dtype: F.dropout(torch.ones(SIZE, dtype=dtype), 0.5, inplace=True),
+    "feature dropout": lambda dtype: F.dropout2d(torch.ones(4, 8, 3, 3, dtype=dtype), 0.5),
+    "rrelu": rrelu,
+    "gumbel": lambda dtype: torch.empty(SIZE, dtype=dtype).exponential_(),
+    "truncated": lambda dtype: torch.nn.init.uniform_(torch.empty(SIZE, dtype=dtype)),
+}  # fmt: skip
+
+
+def after(seed, op, dtype, *, mode=True):
+    torch.manual_seed(seed)
+    if mode:
+        with Fp32Draws() as draws:
+            result = op(dtype)
+        assert draws.undecidable is None
+    else:
+        result = op(dtype)
+    return result, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_draws_what_torch_draws_in_fp32(name, dtype):
+    for seed in range(3):
+        expected, state = after(seed, OPS[name], torch.float32, mode=False)
+        wide, state_wide = after(seed, OPS[name], torch.float32)
+        narrow, state_narrow = after(seed, OPS[name], dtype)
+        assert torch.equal(wide, expected)
+        assert torch.equal(state_wide, state)
+        assert torch.equal(state_narrow, state)
+        if expected.dtype == torch.float32 and name != "bernoulli_ of others":
+            assert narrow.dtype == dtype
+        if name != "rrelu":  # of rounded noise, below
+            assert torch.equal(narrow, expected.to(narrow.dtype))
+        else:
+            torch.testing.assert_close(narrow.float(), expected, rtol=2**-8, atol=0)
+
+
+# What torch's CPU kernels draw from other bits in bf16 than in fp32; on CUDA there is more.
+DIFFER = ["randn", "randn generator", "randn_like", "normal", "normal of mean", "normal of std", "normal out"]
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_without_the_mode_they_differ(name):
+    expected, _ = after(0, OPS[name], torch.float32, mode=False)
+    narrow, _ = after(0, OPS[name], torch.bfloat16, mode=False)
+    assert not torch.allclose(narrow.float(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_every_op_of_aten_that_draws_is_known_here():
+    """A new random op in torch fails this: look at what it draws, and add it above."""
+    seen = set()
+
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                seen.add(func._schema.name.partition("::")[2])
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        for op in OPS.values():
+            op(torch.float32)
+    drawing = {
+        name.partition("::")[2].partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+        and torch.Tag.nondeterministic_seeded
+        in getattr(
+            getattr(torch.ops.aten, name[6:].partition(".")[0]), name.partition(".")[2] or "default"
+        ).tags
+    }
+    made_of_others = {
+        "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "gru", "lstm", "rnn_relu",
+        "rnn_tanh", "rrelu", "scaled_dot_product_attention", "_scaled_dot_product_attention_math",
+    }  # fmt: skip
+    in_fused_kernels = {
+        "_lstm_mps", "_triton_scaled_dot_attention", "_fused_dropout", "miopen_rnn",
+        "_scaled_dot_product_attention_math_for_mps", "_nested_tensor_softmax_with_shape",
+        "_cudnn_init_dropout_state", "_fused_sdp_choice", "_fill_mem_eff_dropout_mask_", "_cudnn_rnn",
+    }  # fmt: skip
+    functional = {"uniform", "exponential", "log_normal", "cauchy", "geometric", "random"}
+    unknown = {
+        name
+        for name in drawing - seen - in_fused_kernels
+        if name.removesuffix("_") not in made_of_others | functional
+        and "attention" not in name
+        and name not in ("normal_functional", "rrelu_with_noise_", "rrelu_with_noise_functional")
+    }
+    assert unknown == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["uniform", "exponential", "log_normal", "cauchy", "geometric", "normal_functional"]
+)
+def test_functional_forms_too(name):
+    op = getattr(torch.ops.aten, name)
+    args = (0.5,) if name == "geometric" else ()
+    expected, state = after(0, lambda dtype: op(like(dtype), *args), torch.float32, mode=False)
+    narrow, state_narrow = after(0, lambda dtype: op(like(dtype), *args), torch.bfloat16)
+    assert torch.equal(narrow, expected.bfloat16())
+    assert torch.equal(state, state_narrow)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("layer", [F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout3d], ids=str)
+def test_dropouts_drop_the_same_and_go_backward_right(layer, dtype):
+    found = []
+    for one in (torch.float32, dtype):
+        torch.manual_seed(1)
+        x = torch.ones(2, 8, 3, 3, 3, dtype=one, requires_grad=True)
+        with Fp32Draws():
+            y = layer(x, 0.5, training=True)
+            y.sum().backward()
+        found.append((y, x.grad))
+    (wide, wide_grad), (narrow, narrow_grad) = found
+    torch.testing.assert_close(narrow.float(), wide, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(narrow_grad.float(), wide_grad, rtol=2**-7, atol=2**-7)
+    assert 0 < (wide_grad == 0).float().mean() < 1
+    assert torch.equal(narrow_grad == 0, wide_grad == 0)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_native_dropout_multiplies_its_gradient_by_its_mask(dtype):
+    x = like(dtype).requires_grad_()
+    with Fp32Draws():
+        y, mask = torch.native_dropout(x, 0.5, True)
+        y.sum().backward()
+    assert mask.dtype == torch.bool
+    assert torch.equal(y, x.detach() * mask * 2)
+    assert torch.equal(x.grad, mask.to(dtype) * 2)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_rrelu_goes_backward_with_the_noise_that_it_drew(dtype):
+    x = like(dtype, -0.5, 0.5).requires_grad_()
+    with Fp32Draws():
+        y = F.rrelu(x, training=True)
+        y.sum().backward()
+    away = x != 0
+    slope = (y / x).detach()[away]
+    # y, its quotient and the noise are each rounded once.
+    torch.testing.assert_close(x.grad[away].float(), slope.float(), rtol=2**-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+def test_the_order_of_strides_does_not_change_what_is_drawn(dtype):
+    """bf16 convolutions on a CPU hand on other strides than fp32 ones do."""
+    x = torch.ones(2, 3, 4, 5, dtype=dtype)
+    for op in (
+        lambda x: F.dropout(x, 0.5),
+        torch.randn_like,
+        torch.rand_like,
+        lambda x: x.clone().normal_(),
+        lambda x: torch.bernoulli(x * 0.5),
+        lambda x: torch.native_dropout(x, 0.5, True)[0],
+    ):
+        one, state = after(3, lambda _, op=op: op(x), dtype)
+        other, state_other = after(3, lambda _, op=op: op(x.to(memory_format=torch.channels_last)), dtype)
+        assert torch.equal(one, other)
+        assert torch.equal(state, state_other)
+        assert other.is_contiguous(memory_format=torch.channels_last)
+        assert one.is_contiguous()
+
+
+def test_a_slice_is_filled_in_place():
+    whole = torch.zeros(4, 6, dtype=torch.bfloat16)
+    with Fp32Draws():
+        returned = whole[:, ::2].normal_()
+    assert returned.data_ptr() == whole.data_ptr()
+    assert (whole[:, ::2] != 0).all()
+    assert (whole[:, 1::2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_a_uniform_number_stays_below_its_end_and_a_positive_one_positive(dtype):
+    with Fp32Draws():
+        assert torch.rand(200_000, dtype=dtype).max() < 1
+        assert torch.empty(200_000, dtype=dtype).uniform_(-1, 0.3).max() < 0.3
+        assert torch.empty(200_000, dtype=dtype).exponential_(1e6).min() > 0
+        assert torch.empty(1000, dtype=dtype).log_normal_(-30, 1).min() > 0
+
+
+def test_fp64_and_integers_are_left_alone():
+    for op in (
+        lambda _: torch.randn(40, dtype=torch.float64),
+        lambda _: torch.randint(9, (40,)),
+        lambda _: torch.randperm(40),
+        lambda _: torch.empty(40, dtype=torch.bool).bernoulli_(0.5),
+        lambda _: torch.empty(40, dtype=torch.int32).random_(),
+    ):
+        expected, state = after(0, op, None, mode=False)
+        found, state_found = after(0, op, None)
+        assert torch.equal(found, expected)
+        assert torch.equal(state_found, state)
+
+
+def test_the_default_dtype_counts():
+    torch.manual_seed(0)
+    expected = torch.randn(40)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        narrow, _ = after(0, lambda _: torch.randn(40), None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(narrow, expected.bfloat16())
+
+
+def test_attention_with_dropout_is_the_same_on_a_cpu():
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        q = torch.ones(1, 2, 8, 4, dtype=dtype)
+        with Fp32Draws() as draws:
+            found.append(F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).float())
+        assert draws.undecidable is None
+    torch.testing.assert_close(found[0], found[1], rtol=2**-7, atol=0)
+
+
+def test_in_inference_mode_too():
+    with torch.inference_mode():
+        expected, _ = after(0, lambda dtype: F.dropout(torch.ones(99, dtype=dtype), 0.5), torch.float32)
+        narrow, _ = after(0, lambda dtype: F.dropout(torch.ones(99, dtype=dtype), 0.5), torch.bfloat16)
+    assert torch.equal(narrow.float(), expected)
+
+
+def test_recomputation_in_the_backward_draws_the_same():
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        x = torch.ones(99, dtype=dtype, requires_grad=True)
+        with Fp32Draws():
+            checkpoint(lambda x: torch.randn_like(x) * x, x, use_reentrant=False).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(found[0].bfloat16(), found[1])
+
+
+def test_what_a_fused_kernel_draws_is_undecidable():
+    """No such kernel runs on a CPU, so the op is refused here after it was noticed."""
+    q = torch.ones(1, 1, 4, 4, dtype=torch.bfloat16)
+    with Fp32Draws() as draws:
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0)
+        assert draws.undecidable is None
+        with pytest.raises(RuntimeError):
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.5)
+    assert draws.undecidable == (
+        "_scaled_dot_product_flash_attention_for_cpu draws its dropout inside a fused kernel, so FP32 and "
+        "mixed precision saw different masks."
+    )
+
+
+def test_random_without_bounds_is_undecidable():
+    with Fp32Draws() as draws:
+        torch.empty(9, dtype=torch.bfloat16).random_()
+    assert "random_() without bounds" in draws.undecidable
+
+
+def test_a_generator_of_the_users_own_can_be_put_back():
+    generator = torch.Generator().manual_seed(7)
+    with Fp32Draws() as draws:
+        first = torch.randn(9, generator=generator)
+        torch.rand(3, generator=generator)
+        draws.rewind_generators()
+        assert torch.equal(torch.randn(9, generator=generator), first)
+
+
+def test_it_knows_whether_anything_was_narrow():
+    with Fp32Draws() as draws:
+        torch.ones(3) + 1
+        assert not draws.made_narrow
+        torch.ones(3).bfloat16()
+        assert draws.made_narrow
