@@ -13,6 +13,7 @@
     ├── UnsupportedError (RuntimeError)   training that this policy cannot make right
     ├── ScaleCollapseError (RuntimeError) so many skipped steps in a row that the scale is not to blame
     ├── ScriptError (ValueError)          a script that cannot be started
+    ├── ResumedRunError (RuntimeError)    a run of a comparison that reads what an earlier one wrote
     ├── RunFolderError (OSError)          a folder that cannot be written
     └── CaptureError (ValueError)         a capture file that cannot be read
 
@@ -75,6 +76,10 @@ class ScaleCollapseError(NarrowcastError, RuntimeError):
 
 class ScriptError(NarrowcastError, ValueError):
     """A script that cannot be started."""
+
+
+class ResumedRunError(NarrowcastError, RuntimeError):
+    """A run of a comparison that read what an earlier one wrote, so that the two do other work."""
 
 
 class RunFolderError(NarrowcastError, OSError):

@@ -1,7 +1,21 @@
 """An unmodified script seen as events, and mixed precision put under it."""
 
 from narrowcast.attach._attachment import Attachment
+from narrowcast.attach._execution import run_attached
+from narrowcast.attach._files import READ_OF_AN_EARLIER_RUN, FilesSeen, FileWatch, read_files
 from narrowcast.attach._script import Script, run_script, seed_everything
 from narrowcast.attach._watcher import Attached, Watcher
 
-__all__ = ["Attached", "Attachment", "Script", "Watcher", "run_script", "seed_everything"]
+__all__ = [
+    "READ_OF_AN_EARLIER_RUN",
+    "Attached",
+    "Attachment",
+    "FileWatch",
+    "FilesSeen",
+    "Script",
+    "Watcher",
+    "read_files",
+    "run_attached",
+    "run_script",
+    "seed_everything",
+]

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,13 +19,14 @@ from narrowcast.attach._patches import Patches
 from narrowcast.attach._processes import Processes
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._scale import RunningScale
+from narrowcast.attach._seeds import shift_seeds
 from narrowcast.attach._steps import Steps
 from narrowcast.attach._stopping import Stopping
 from narrowcast.attach._watcher import Watcher
 from narrowcast.errors import RegionError
 from narrowcast.observe import CaptureWriter, start_event
 from narrowcast.policy import Policy, without_masters
-from narrowcast.scaling import LossScale, Off
+from narrowcast.scaling import Dynamic, LossScale, Off
 
 _attached: Attachment | None = None
 
@@ -45,6 +47,7 @@ class Attachment:
         stop_after: end the script after so many optimizer steps, skipped ones included, or outermost calls
             of modules where it has made no optimizer; 0: it ends by itself.
         watcher: told what the script does.
+        seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
@@ -64,6 +67,7 @@ class Attachment:
         tell: Callable[[str], None] = lambda _: None,
         stop_after: int = 0,
         watcher: Watcher | None = None,
+        seed_shift: int = 0,
     ) -> None:
         self.policy = without_masters(policy)
         self.facts: dict[str, Any] = {}
@@ -73,6 +77,7 @@ class Attachment:
         self.ledger = Ledger(writer)
         self._patches = Patches()
         self._watcher = watcher or Watcher()
+        self._seed_shift = seed_shift
         self._stopping = Stopping(stop_after, self._close_before_the_end)
         self._regions = Regions(
             self.policy,
@@ -107,6 +112,8 @@ class Attachment:
         self._backward.install(self._patches)
         self._steps.install(self._patches)
         self._processes.install(self._patches)
+        if self._seed_shift:
+            shift_seeds(self._patches, self._seed_shift, self.ledger.note)
         self._watcher.attached(self)
         return self
 
@@ -123,6 +130,7 @@ class Attachment:
             self._steps.uninstall()
             self._backward.leaves.remove_hooks()
             self.ledger.final_scale = self.scale.value.scale if self.scale.active else None
+            self.ledger.stopped = self._stopping.reached
             self.facts = self.ledger.close(self.exit_code)
 
     @property
@@ -139,12 +147,28 @@ class Attachment:
         self._regions.in_fp32 = True
         self.scale.value = Off()
 
+    def continue_at_scale(self, scale: float) -> None:
+        """Go on with another loss scale, by the same rule; one that never moves stays."""
+        if isinstance(self.scale.value, Dynamic):
+            self.scale.value = replace(self.scale.value, scale=scale)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """That of the next backward; None where losses are not scaled."""
+        return self.scale.value.scale if self.scale.active else None
+
+    def stop(self) -> None:
+        """End the script here, as after ``stop_after`` steps.
+
+        Raises:
+            StopScript: which is a SystemExit.
+        """
+        self._stopping.stop()
+
     def _forward_ended(self) -> None:
-        """Raises StopScript after as many calls as were asked for, in a script that does not train."""
-        if self.ledger.backwards or self._steps.optimizers:
-            return
-        if self._stopping.is_due(self.ledger.forwards):
-            self.ledger.stopped = True
+        """End a script that does not train after as many calls as were asked for."""
+        trains = self.ledger.backwards or self._steps.optimizers
+        if not trains and self._stopping.is_due(self.ledger.forwards):
             self._stopping.stop()
 
     def _close_before_the_end(self) -> None:
@@ -154,7 +178,7 @@ class Attachment:
     def _step_aside(self, why: str) -> None:
         """Leave the rest to the script: no new region, no scaling, no skipping."""
         if self.aside is None:
-            self.aside = why
+            self.aside = self.ledger.aside = why
             so_far = self.ledger.steps + self.ledger.skipped_steps
             since = f" from step {so_far + 1} on" if so_far else ""
             self.ledger.note(f"{why}, so it was left to it{since}: nothing was added")

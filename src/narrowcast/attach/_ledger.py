@@ -39,6 +39,7 @@ class Ledger:
         self.skipped_steps = 0
         self.final_scale: float | None = None
         self.stopped = False
+        self.aside: str | None = None
 
     def saw_device(self, device_type: str, format_name: str, because: str) -> None:
         """The first region on a device type was opened, or was found not to be needed."""
@@ -128,6 +129,7 @@ class Ledger:
             "event": "end",
             "exit_code": exit_code,
             "stopped": self.stopped,
+            "aside": self.aside,
             "wall_s": time.perf_counter() - self._started,
             "backwards": self.backwards,
             "forwards": self.forwards,

@@ -64,7 +64,7 @@ class Regions:
         self.recomputation = Recomputation()
         self._thread = _Thread()
         self._dtypes: dict[str, torch.dtype | None] = {}
-        self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._trained: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         # Tracing may read what is known beforehand and set an attribute, and no more.
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         self._traceable_dtypes = {device: resolve(policy, device) for device in devices}
@@ -86,10 +86,13 @@ class Regions:
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
     def parameter_names(self) -> dict[int, str]:
-        """``id`` of each parameter of the modules that were called -> its name, with the module's class."""
+        """``id`` of each parameter of the modules that were called -> its name, with the module's class.
+
+        The second module of a class is ``Class-2``, in the order in which they were called first.
+        """
         return {
-            id(parameter): f"{type(module).__name__}.{name}"
-            for module in list(self._trained)
+            id(parameter): f"{title}.{name}"
+            for module, title in reversed(list(self._trained.items()))
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
 
@@ -121,7 +124,7 @@ class Regions:
             return original(module, *args, **kwargs)
         device_type = parameter.device.type
         dtype = None if self.in_fp32 else self._dtype_on(device_type)
-        if module not in self._trained:
+        if not self._thread.watched and module not in self._trained:
             self._meet(module)
         in_backward = graph_task_id() != NO_GRAPH_TASK
         if in_backward and torch.is_autocast_enabled(device_type):
@@ -222,7 +225,9 @@ class Regions:
         """
         if self._scale.active:
             refuse_sharded(module)
-        self._trained.add(module)
+        kind = type(module).__name__
+        alike = sum(type(known) is type(module) for known in self._trained)
+        self._trained[module] = f"{kind}-{alike + 1}" if alike else kind
 
     # ---- recomputation
 

@@ -184,7 +184,6 @@ class Steps:
         self._watcher.stepped(optimizer)
         self._ended += 1
         if self._stopping.is_due(self._ended):
-            self._ledger.stopped = True
             self._stopping.stop()
 
     def _step(self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

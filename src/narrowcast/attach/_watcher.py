@@ -24,6 +24,19 @@ class Attached(Protocol):
         """Open no region from now on, and scale no loss."""
         ...
 
+    def continue_at_scale(self, scale: float) -> None:
+        """Go on with another loss scale, by the same rule; one that never moves stays."""
+        ...
+
+    @property
+    def loss_scale(self) -> float | None:
+        """That of the next backward; None where losses are not scaled."""
+        ...
+
+    def stop(self) -> None:
+        """End the script here, as after ``stop_after`` steps."""
+        ...
+
 
 class Watcher:
     """Told what an attached script does, as it does it; this one looks on and changes nothing.

@@ -1,11 +1,15 @@
-"""``narrowcast compare``: FP32 and mixed precision side by side."""
+"""``narrowcast compare``: FP32 and mixed precision side by side, with proof."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,7 +29,9 @@ from narrowcast.scaling import parse
 if TYPE_CHECKING:
     from narrowcast.verify import ComparisonSettings
 
+CHECK_FAILED = 1
 SCRIPT_FAILED = 3
+_TERMINATED = 143
 
 
 def compare(
@@ -33,15 +39,29 @@ def compare(
     arguments: RestArgument = None,
     policy: PolicyOption = "auto",
     loss_scale: LossScaleOption = None,
+    steps: Annotated[
+        int, typer.Option("--steps", min=0, help="End each run after N optimizer steps; 0: run it whole.")
+    ] = 200,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Seeds to run both formats with; 3 judge the loss.")
+    ] = 1,
+    at_step: Annotated[
+        int, typer.Option("--at-step", min=0, help="Compare gradients after N steps of mixed training.")
+    ] = 0,
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Both runs start with it.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Both formats start with it.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help='Exit with 1 on "cannot tell" too.')] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
     cache_dir: CacheDirOption = None,
 ) -> int:
-    """Run a script in FP32 and in mixed precision and show both side by side."""
+    """Run a script in FP32 and in mixed precision, by turns, and show whether it is right and worth it.
+
+    Time, memory, losses, and the error of the gradients in units of minibatch noise; a page with plots.
+    """
     check_policy(policy)
     check_seed(seed)
+    check_seed(seed + repeats - 1)
     if loss_scale is not None:
         parse(loss_scale)
 
@@ -56,41 +76,89 @@ def compare(
     if why:
         _talk(f"nothing to compare: mixed precision stays in fp32 here, since {why}")
         if as_json:
-            print(json.dumps({"fp32": None, "mixed": None, "reason": why}))  # noqa: T201
+            from narrowcast.report import empty_summary
+
+            print(json.dumps(empty_summary(f"mixed precision stays in fp32 here, since {why}")))  # noqa: T201
         return 0
     folder = make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir)
-    words = (*(["-m"] if module else []), script, *(arguments or []))
-    return _compare(
-        ComparisonSettings(
-            target=words, policy=policy, loss_scale=loss_scale, seed=seed, folder=Path(folder)
-        ),
-        as_json=as_json,
+    settings = ComparisonSettings(
+        target=(script, *(arguments or [])),
+        is_module=module,
+        policy=policy,
+        loss_scale=loss_scale,
+        seed=seed,
+        steps=steps,
+        repeats=repeats,
+        at_step=at_step,
+        folder=Path(folder),
     )
+    return _compare(settings, as_json=as_json, strict=strict)
 
 
-def _compare(settings: ComparisonSettings, *, as_json: bool) -> int:
-    from rich.console import Console
-    from rich.text import Text
-
+def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:
     from narrowcast.errors import ScriptError
-    from narrowcast.report import comparison_table, printable
+    from narrowcast.report import comparison_table, summary, write_page
     from narrowcast.verify import compare as run_both
 
-    console = Console(stderr=True)
     try:
-        with console.status("starting the FP32 run") as status:
-            result = run_both(
-                settings, progress=lambda text: status.update(Text(printable(text)[: console.width - 4]))
-            ).to_dict()
+        with _progress() as tell, _ended_by_signals():
+            comparison = run_both(settings, progress=tell)
     except ScriptError as error:
         _talk(str(error))
         return SCRIPT_FAILED
+    except (KeyboardInterrupt, SystemExit):
+        _talk(f"what there is so far: narrowcast report {settings.folder}")
+        raise
+    page = write_page(settings.folder)
+    result = summary(comparison, report=str(page))
     if as_json:
         print(json.dumps(result, indent=2))  # noqa: T201
-        return 0
-    _show(comparison_table(result, color=sys.stdout.isatty()))
-    _talk(f"captures and output of both runs: {settings.folder}")
-    return 0
+    else:
+        _show(comparison_table(result, color=sys.stdout.isatty()))
+    _talk(f"the page of this comparison: {page}")
+    return _exit_code(result, strict=strict)
+
+
+def _exit_code(result: dict[str, Any], *, strict: bool) -> int:
+    """1 for a check that failed, and with ``strict`` for one that nobody can tell; each said in a line."""
+    for name in ("certificate", "output", "loss"):
+        part = result[name]
+        if part is not None and part["verdict"] == "cannot tell":
+            _talk(f"warning: cannot tell from the {_CHECKED[name]}: {part['reason']}")
+    if result["verdict"] == "fail":
+        return CHECK_FAILED
+    return CHECK_FAILED if strict and result["verdict"] == "cannot tell" else 0
+
+
+_CHECKED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """What tells a person on a terminal what is going on, and is silent elsewhere."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from narrowcast.report import printable
+
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        yield lambda text: status.update(Text(printable(text)[: console.width - 4]))
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A comparison that is told to end ends its runs first."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(_TERMINATED)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _show(table: str) -> None:

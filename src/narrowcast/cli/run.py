@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from narrowcast.attach import Attachment, Script
     from narrowcast.observe import CaptureWriter
 
-_INTERRUPTED = 130
 # What NumPy's seed takes; torch and Python take more.
 _LARGEST_SEED = 2**32 - 1
 
@@ -106,7 +104,7 @@ def run(
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
     shown = rank == 0
     attachment = Attachment(policy, scale, writer=writer, tell=_tell if shown else lambda _: None)
-    ending = _Ending(attachment, writer, shown=shown)
+    ending = _Ending(writer, shown=shown)
     return lambda: _run(found, attachment, ending, seed)
 
 
@@ -133,45 +131,24 @@ def check_seed(seed: int | None) -> None:
 
 
 def _run(script: Script, attachment: Attachment, ending: _Ending, seed: int | None) -> int:
-    from narrowcast.attach import run_script, seed_everything
+    from narrowcast.attach import run_attached
 
-    if seed is not None:
-        seed_everything(seed)
-    attachment.__enter__()
-    attachment.exit_code = 1
-    try:
-        run_script(script)
-        attachment.exit_code = 0
-    except SystemExit as error:
-        attachment.exit_code = _exit_code(error)
-        raise
-    except KeyboardInterrupt:
-        attachment.exit_code = _INTERRUPTED
-        raise
-    finally:
-        # Python shows the error, waits for the script's threads (until then they train as part of it),
-        # and then calls what was registered, the latest first: this before the script's own.
-        atexit.register(ending)
+    run_attached(script, attachment, seed=seed, at_end=ending)
     return 0
 
 
 class _Ending:
-    """Puts torch back as it was, when the script and its threads have ended, and says what happened."""
+    """Says what happened, when the script and its threads have ended."""
 
-    def __init__(self, attachment: Attachment, writer: CaptureWriter, *, shown: bool) -> None:
+    def __init__(self, writer: CaptureWriter, *, shown: bool) -> None:
         # Now, since the script may have a module beside it that is called like one that the report needs.
         from narrowcast.report import run_block
 
         self._block = run_block
-        self._attachment = attachment
         self._writer = writer
         self._shown = shown
-        self._process = os.getpid()
 
     def __call__(self) -> None:
-        if os.getpid() != self._process:
-            return  # a child that the script forked, which ends while its parent's run goes on
-        self._attachment.__exit__(None, None, None)
         if self._shown:
             self._say()
 
@@ -203,9 +180,3 @@ def _world_size() -> int:
 
 def _whole_number(text: str | None, otherwise: int) -> int:
     return int(text) if text and text.isdecimal() else otherwise
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return int(error.code) if isinstance(error.code, int) else 1

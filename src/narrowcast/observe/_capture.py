@@ -16,8 +16,9 @@ step        time_s, interval_s (since the step before; null for the first), skip
 forward     time_s, duration_s (of the outermost call of a module), gradients (whether they were recorded),
             training (the module's mode): those before the first backward
 note        text: something that the person should know
-end         exit_code, stopped (as many steps were taken as were asked for), wall_s, backwards, forwards,
-            steps, skipped_steps, final_scale, peak_resident_bytes, peak_tensor_bytes (CUDA's allocator;
+end         exit_code, stopped (as many steps were taken as were asked for), aside (why the script was
+            left to its own mixed precision, or null), wall_s, backwards, forwards, steps,
+            skipped_steps, final_scale, peak_resident_bytes, peak_tensor_bytes (CUDA's allocator;
             null elsewhere), settings (TF32 and the like), versions
 ==========  ==================================================================================
 
@@ -127,6 +128,7 @@ class Capture:
             "event": "end",
             "exit_code": None,
             "stopped": False,
+            "aside": None,
             "wall_s": last.get("time_s"),
             "backwards": None,
             "forwards": None,

@@ -160,6 +160,7 @@ _EVENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "end": {
         "exit_code": _or_null(_whole),
         "stopped": _truth,
+        "aside": _text_or_null,
         "wall_s": _seconds_or_null,
         "backwards": _count_or_null,
         "forwards": _count_or_null,

@@ -72,6 +72,29 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     return ready
 
 
+def empty_summary(reason: str) -> dict[str, Any]:
+    """The same keys where nothing was run, since mixed precision would change nothing; ``reason`` says why."""
+    return {
+        "fp32": None,
+        "mixed": None,
+        "ratio": None,
+        "certificate": None,
+        "output": None,
+        "loss": None,
+        "verdict": "pass",
+        "kind": None,
+        "finished": True,
+        "report": None,
+        "notes": [],
+        "reasons": dict.fromkeys(("fp32", "mixed", "ratio", "certificate", "output", "loss"), reason),
+        "seed": None,
+        "folder": None,
+        "settings": {},
+        "versions": {},
+        "reason": reason,
+    }
+
+
 class _Side:
     """The runs of one format, their numbers, and why some are missing."""
 

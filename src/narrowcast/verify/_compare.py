@@ -1,29 +1,42 @@
-"""``compare``: one script in FP32 and in mixed precision, each in a fresh process with the same seed."""
+"""``compare``: one script in FP32 and in mixed precision, by turns, each run in a fresh process."""
 
 from __future__ import annotations
 
-import math
-import os
-import signal
-import statistics
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowcast.errors import CaptureError, ScriptError
+from narrowcast.errors import CaptureError, RunFolderError, ScriptError, UnsupportedError
 from narrowcast.machine import best_format
-from narrowcast.observe import Capture, discard_captures, make_run_folder, read_capture
+from narrowcast.observe import (
+    COMPARISON,
+    RUN,
+    Capture,
+    CaptureWriter,
+    ComparisonCapture,
+    discard_captures,
+    make_run_folder,
+    read_capture,
+    read_comparison,
+    start_event,
+)
+from narrowcast.verify._certificate import CANNOT_TELL
+from narrowcast.verify._child import GRADIENTS, MEMORY, OUTPUTS, SETTINGS, TIMED, RunSettings
+from narrowcast.verify._from_probes import certificate_from_probes, output_from_probes
+from narrowcast.verify._probes import MIXED, PERTURBED, REFERENCE, read_result
+from narrowcast.verify._processes import EndedRun, run_process
 
-_WARM_UP_SHARE = 0.1
-_TOO_UNEVEN = 4.0
-_ERROR_LINES = 15
-_POLL_S = 0.2
-_TAIL_BYTES = 4096
+# The optimizer's state is there from the first step on, and the next backward meets it.
+_STEPS_FOR_MEMORY = 3
+# Of a probe whose script trains where nobody can hold updates back.
+_MOST_PROBE_STEPS = 256
+_KEPT_TENSORS = ("gradients-*.pt", "weights-*.pt", "outputs-*.pt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,55 +44,26 @@ class ComparisonSettings:
     """What to compare.
 
     Attributes:
-        target: the words after ``narrowcast run [options]``: script or ``-m module``, and its arguments.
-        policy: policy of the mixed run.
-        loss_scale: loss scale of the mixed run in a command line's words; None: as ``run`` decides.
-        seed: both processes start with it.
-        folder: where both runs put what they leave, each in a folder of its own.
+        target: the script, or with ``is_module`` the module, and its arguments.
+        is_module: whether ``target`` begins with the name of a module, as for ``python -m``.
+        policy: of the mixed runs.
+        loss_scale: of the mixed runs in a command line's words; None: as ``run`` decides.
+        seed: every first run starts with it, the next repeat with the next number.
+        steps: optimizer steps after which a run is ended; 0: it ends by itself.
+        repeats: seeds, each run in both formats.
+        at_step: optimizer steps in mixed precision before gradients are compared.
+        folder: where all of it goes.
     """
 
     target: tuple[str, ...]
-    policy: str
-    loss_scale: str | None
-    seed: int
+    is_module: bool = False
+    policy: str = "auto"
+    loss_scale: str | None = None
+    seed: int = 0
+    steps: int = 200
+    repeats: int = 1
+    at_step: int = 0
     folder: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Both captures, and the numbers side by side as plain data (``to_dict``)."""
-
-    fp32: Capture
-    mixed: Capture
-    last_lines: tuple[str, str]
-    settings: ComparisonSettings
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready numbers; None for one that cannot be had, ``"nan"``, ``"inf"`` or ``"-inf"`` as strings.
-
-        ``fp32`` and ``mixed``: step_time_s_median (of the intervals between optimizer steps, the first tenth
-        left out as warm-up), steps, skipped_steps, final_scale, final_loss (the scalar that the last
-        ``backward`` started from), peak_tensor_bytes (CUDA's allocator), peak_resident_bytes (the process),
-        wall_s (of the script, imports of torch left out), format, last_line (of the script's stdout), notes;
-        ``mixed`` has policy too. ``ratio``: speed (FP32 time over mixed time), peak_tensor_bytes and
-        peak_resident_bytes (mixed over FP32). Then seed, folder, versions.
-        """
-        fp32 = _numbers(self.fp32, self.last_lines[0])
-        mixed = _numbers(self.mixed, self.last_lines[1]) | {"policy": self.settings.policy}
-        mixed["notes"] += _doubts(self.fp32, self.mixed)
-        speed = _ratio(fp32["step_time_s_median"], mixed["step_time_s_median"])
-        return {
-            "fp32": fp32,
-            "mixed": mixed,
-            "ratio": {
-                "speed": speed,
-                "peak_tensor_bytes": _ratio(mixed["peak_tensor_bytes"], fp32["peak_tensor_bytes"]),
-                "peak_resident_bytes": _ratio(mixed["peak_resident_bytes"], fp32["peak_resident_bytes"]),
-            },
-            "seed": self.settings.seed,
-            "folder": str(self.settings.folder),
-            "versions": self.mixed.totals()["versions"],
-        }
 
 
 def stays_in_fp32(policy: str) -> str | None:
@@ -92,10 +76,13 @@ def stays_in_fp32(policy: str) -> str | None:
     return choice.because if choice.format == "fp32" else None
 
 
-def compare(settings: ComparisonSettings, *, progress: Callable[[str], None] = lambda _: None) -> Comparison:
-    """Run the script in FP32, then in mixed precision.
+def compare(
+    settings: ComparisonSettings, *, progress: Callable[[str], None] = lambda _: None
+) -> ComparisonCapture:
+    """Run the script in FP32 and in mixed precision by turns, and compare gradients or outputs.
 
-    What an earlier comparison left in the same folder is deleted first, so that two are never mixed.
+    Everything is written to ``settings.folder`` as it happens. What an earlier comparison left there is
+    deleted first, so that two are never mixed.
 
     Args:
         settings: what to run, and how.
@@ -103,175 +90,272 @@ def compare(settings: ComparisonSettings, *, progress: Callable[[str], None] = l
 
     Raises:
         ScriptError: the script failed; the message has the last lines that it wrote to stderr.
+        ResumedRunError: a run read what an earlier one had written.
+        UnsupportedError: the script does its own mixed precision, so both runs would be the same.
         RunFolderError: the folder cannot be written.
     """
-    for name in ("FP32", "mixed"):
-        discard_captures(make_run_folder(name, asked=settings.folder / name.lower()))
-    scaling = [] if settings.loss_scale is None else ["--loss-scale", settings.loss_scale]
-    fp32, fp32_line = _run("FP32", settings, ["--policy", "fp32"], progress)
-    mixed, mixed_line = _run("mixed", settings, ["--policy", settings.policy, *scaling], progress)
-    return Comparison(fp32=fp32, mixed=mixed, last_lines=(fp32_line, mixed_line), settings=settings)
+    folder = make_run_folder("compare", asked=settings.folder)
+    _discard_earlier(folder)
+    with CaptureWriter(folder / COMPARISON) as writer:
+        comparison = _Comparison(settings, folder, writer, progress)
+        comparison.run()
+    return read_comparison(folder)
 
 
-def _run(
-    name: str, settings: ComparisonSettings, options: list[str], progress: Callable[[str], None]
-) -> tuple[Capture, str]:
-    folder = settings.folder.resolve() / name.lower()
-    seed = ["--seed", str(settings.seed)]
-    command = [
-        sys.executable,
-        "-m",
-        "narrowcast",
-        "run",
-        *options,
-        *seed,
-        "--run-dir",
-        str(folder),
-        *settings.target,
-    ]
-    out, err = folder / "stdout.txt", folder / "stderr.txt"
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=_environment()
+@dataclass(slots=True)
+class _Comparison:
+    """One comparison on its way."""
+
+    settings: ComparisonSettings
+    folder: Path
+    writer: CaptureWriter
+    progress: Callable[[str], None]
+    earlier: dict[str, str] = field(default_factory=dict)
+    captures: dict[str, list[tuple[str, Capture]]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
+    made: int = 0
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        settings = self.settings
+        self.writer.write(
+            start_event(
+                settings.target,
+                settings.policy,
+                kind="compare",
+                loss_scale=settings.loss_scale,
+                seed=settings.seed,
+                steps=settings.steps,
+                repeats=settings.repeats,
+                at_step=settings.at_step,
+            )
         )
+        for format_, repeat in by_turns(settings.repeats):
+            self._time(format_, repeat)
+        self._say_how_runs_ended()
+        self._count_tensors()
+        if self._trains():
+            self._certify()
+        else:
+            self._compare_outputs()
+        self.writer.write({"event": "finished", "wall_s": time.perf_counter() - started})
+
+    # ---- runs that are timed
+
+    def _time(self, format_: str, repeat: int) -> None:
+        name = f"{format_}-{len(self.captures[format_]) + 1}"
+        ended = self._start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
         try:
-            while True:
-                try:
-                    code = process.wait(_POLL_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    progress(f"{name}: {_last_line(out) or 'starting'}")
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-    if code != 0:
-        raise ScriptError(_failure(name, code, _last_lines(err)) + f"\nall of its output: {folder}")
-    try:
-        capture = _that_trained(folder)
-    except CaptureError as error:
-        raise ScriptError(
-            f"the {name} run left no capture, so there is nothing to compare: {error}"
-        ) from error
-    return capture, _last_line(out)
-
-
-def _that_trained(folder: Path) -> Capture:
-    """The run's capture, or that of the first process it spawned which took a step if it took none itself."""
-    own = read_capture(folder / "capture.jsonl")
-    spawned = (read_capture(path) for path in sorted(folder.glob("capture-process*.jsonl")))
-    return own if own.of("step") else next((c for c in spawned if c.of("step")), own)
-
-
-def _failure(name: str, code: int, said: list[str]) -> str:
-    ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-    before = "" if name == "FP32" else ", after its FP32 run had succeeded"
-    text = "; it ended with:\n" + "\n".join(said) if said else "; it wrote nothing to stderr"
-    return f"the script {ended} in its {name} run{before}{text}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
-    return f"{name} (out of memory?)" if name == "SIGKILL" else name
-
-
-def _last_lines(path: Path) -> list[str]:
-    """The last that the script wrote there; the block that ends a run comes after that."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []  # the script cleared the folder
-    if lines and lines[-1].startswith("  capture: "):
-        begins = max(
-            (n for n, line in enumerate(lines) if line.startswith("narrowcast: ")), default=len(lines)
+            path = _that_trained(ended.folder)
+            capture = read_capture(path)
+        except CaptureError as error:
+            raise ScriptError(f"{name} left no capture, so there is nothing to compare: {error}") from error
+        aside = capture.totals()["aside"]
+        if aside is not None:
+            raise UnsupportedError(
+                f"{aside}, and is left to it: its FP32 and its mixed run would be the same. Compare it "
+                "without that (most scripts have an option for it), or trust its own"
+            )
+        self.captures[format_].append((path.name, capture))
+        self.writer.write(
+            {
+                "event": "run",
+                "name": name,
+                "format": format_,
+                "seed": self.settings.seed + repeat,
+                "capture": f"{name}/{path.name}",
+                "last_line": ended.last_line,
+            }
         )
-        lines = lines[:begins]
-    return lines[-_ERROR_LINES:]
+
+    def _say_how_runs_ended(self) -> None:
+        first = self.captures["fp32"][0][1].totals()
+        if first["stopped"]:
+            what = "optimizer steps" if first["steps"] else "calls of its modules"
+            self._note(
+                f"each run was ended after {self.settings.steps} {what}; --steps 0 runs the whole script"
+            )
+
+    def _trains(self) -> bool:
+        every = [capture for runs in self.captures.values() for _, capture in runs]
+        return any(capture.totals()["backwards"] or capture.of("step") for capture in every)
+
+    # ---- tensor memory
+
+    def _count_tensors(self) -> None:
+        """On CUDA the allocator told it in every run; elsewhere a short run of each format counts."""
+        known = [c.totals()["peak_tensor_bytes"] for runs in self.captures.values() for _, c in runs]
+        if any(peak is not None for peak in known):
+            return
+        asked = self.settings.steps
+        steps = min(asked, _STEPS_FOR_MEMORY) if asked else _STEPS_FOR_MEMORY
+        for format_ in ("fp32", "mixed"):
+            peak, reason = None, None
+            try:
+                ended = self._start(f"memory-{format_}", format_, MEMORY, steps=steps)
+                peak = (read_result(ended.folder) or {}).get("peak_tensor_bytes")
+                reason = None if peak is not None else "the run that counts tensors ended too early"
+            except ScriptError as error:
+                reason = f"the run that counts tensors failed: {_first_line(error)}"
+            self.writer.write(
+                {"event": "memory", "format": format_, "peak_tensor_bytes": peak, "reason": reason}
+            )
+
+    # ---- gradients
+
+    def _certify(self) -> None:
+        if self.captures["fp32"][0][0] != RUN:
+            self._cannot_certify(
+                "The script trains in processes that it starts itself, where updates cannot be held back: "
+                "use narrowcast.certify on its model."
+            )
+            return
+        try:
+            reference = self._probe(REFERENCE, REFERENCE)
+            mixed = self._probe(MIXED, REFERENCE)
+            good_scale = (read_result(mixed) or {}).get("good_scale")
+            if good_scale is not None:
+                # The first scales of a dynamic loss scale are there to overflow.
+                mixed = self._probe(MIXED, REFERENCE, start_scale=good_scale)
+        except ScriptError as error:
+            self._cannot_certify(f"A run whose updates were held back failed: {_first_line(error)}")
+            return
+        perturbed: Path | None = None
+        with suppress(ScriptError):
+            perturbed = self._probe(PERTURBED, REFERENCE)
+        certificate = certificate_from_probes(
+            reference,
+            perturbed,
+            mixed,
+            policy=self.settings.policy,
+            format=self._format(),
+            at_step=self.settings.at_step,
+        )
+        self.writer.write({"event": "certificate", **certificate})
+        self._drop_tensors()
+
+    def _probe(self, role: str, reference: str, *, start_scale: float | None = None) -> Path:
+        return self._start(
+            role if role == REFERENCE else f"gradients-{role}",
+            "mixed",
+            GRADIENTS,
+            steps=self.settings.at_step + _MOST_PROBE_STEPS,
+            role=role,
+            reference=str(self.folder / reference),
+            at_step=self.settings.at_step,
+            start_scale=start_scale,
+        ).folder
+
+    def _cannot_certify(self, reason: str) -> None:
+        self.writer.write(
+            {
+                "event": "certificate",
+                "policy": self.settings.policy,
+                "format": self._format(),
+                "at_step": self.settings.at_step,
+                "loss_scale": None,
+                "error_over_noise": None,
+                "relative_error": None,
+                "cosine": None,
+                "worst_parameter": None,
+                "parameters": [],
+                "verdict": CANNOT_TELL,
+                "reason": reason,
+            }
+        )
+
+    def _format(self) -> str:
+        devices = [d["format"] for _, capture in self.captures["mixed"] for d in capture.of("device")]
+        return ", ".join(dict.fromkeys(devices)) or self.settings.policy
+
+    # ---- outputs
+
+    def _compare_outputs(self) -> None:
+        try:
+            folders = [
+                self._start(f"outputs-{format_}", format_, OUTPUTS, steps=_MOST_PROBE_STEPS).folder
+                for format_ in ("fp32", "mixed")
+            ]
+        except ScriptError as error:
+            reason = f"a run that keeps outputs failed: {_first_line(error)}"
+            output: dict[str, Any] = {"relative_error": None, "sqnr_db": None, "calls": 0}
+            output |= {"verdict": CANNOT_TELL, "reason": reason}
+        else:
+            output = output_from_probes(*folders)
+        self.writer.write({"event": "output", **output})
+        self._drop_tensors()
+
+    # ---- every run
+
+    def _start(
+        self, name: str, format_: str, purpose: str, *, steps: int, repeat: int = 0, **more: Any
+    ) -> EndedRun:
+        self.made += 1
+        folder = make_run_folder(name, asked=self.folder / name)
+        title = f"its run {name}"
+        settings = RunSettings(
+            purpose=purpose,
+            policy="fp32" if format_ == "fp32" else self.settings.policy,
+            loss_scale=None if format_ == "fp32" else self.settings.loss_scale,
+            seed=self.settings.seed,
+            seed_shift=repeat,
+            steps=steps,
+            is_module=self.settings.is_module,
+            folder=str(folder),
+            earlier=self.earlier,
+            **more,
+        )
+        self.progress(f"run {self.made}, {name}")
+        ended = run_process(
+            title,
+            settings,
+            self.settings.target,
+            lambda line: self.progress(f"run {self.made}, {name}: {line}"),
+        )
+        self.earlier |= dict.fromkeys(ended.written, name)
+        return ended
+
+    def _note(self, text: str) -> None:
+        self.writer.write({"event": "note", "text": text})
+
+    def _drop_tensors(self) -> None:
+        """What probes kept has been compared, and may be as large as the model."""
+        for pattern in _KEPT_TENSORS:
+            for path in self.folder.glob(f"*/{pattern}"):
+                with suppress(OSError):
+                    path.unlink()
 
 
-def _environment() -> dict[str, str]:
-    """The same, but for two things. The script's output is not held back, so that its progress can be shown.
+def by_turns(repeats: int) -> Iterator[tuple[str, int]]:
+    """Format and repeat of each timed run, so that a machine that gets slower hurts both formats alike.
 
-    And threads that wait for each other sleep: where they spin, as OpenMP's do, a core that something else
-    needs makes a step last sixty times as long, now in the one run and now in the other.
+    FP32, mixed, mixed, FP32 of one seed; with more seeds a pair for each, the order turned round each time.
     """
-    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"}
+    for repeat in range(max(repeats, 2)):
+        pair = ("fp32", "mixed") if repeat % 2 == 0 else ("mixed", "fp32")
+        for format_ in pair:
+            yield format_, repeat if repeats > 1 else 0
 
 
-def _last_line(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            tail = file.read().decode(errors="replace")
-    except OSError:
-        return ""  # the script cleared the folder
-    written = [line for raw in tail.replace("\r", "\n").splitlines() if (line := raw.strip())]
-    return written[-1] if written else ""
+def _that_trained(folder: Path) -> Path:
+    """The run's capture, or that of the first process it spawned which took a step if it took none itself."""
+    own = folder / RUN
+    if read_capture(own).of("step"):
+        return own
+    spawned = sorted(folder.glob("capture-process*.jsonl"))
+    return next((path for path in spawned if read_capture(path).of("step")), own)
 
 
-def _numbers(capture: Capture, last_line: str) -> dict[str, Any]:
-    totals = capture.totals()
-    formats = list(dict.fromkeys(device["format"] for device in capture.of("device")))
-    kept = (
-        "steps",
-        "skipped_steps",
-        "final_scale",
-        "peak_tensor_bytes",
-        "peak_resident_bytes",
-        "final_loss",
-        "wall_s",
-    )
-    return {
-        "step_time_s_median": median_step_time_s(capture),
-        **{key: _json_ready(totals[key]) for key in kept},
-        "format": ", ".join(formats) or None,
-        "last_line": last_line,
-        "notes": [note["text"] for note in capture.of("note")],
-    }
+def _discard_earlier(folder: Path) -> None:
+    """Delete the runs of a comparison that was asked to go to ``folder`` before."""
+    discard_captures(folder)
+    for settings in folder.glob(f"*/{SETTINGS}"):
+        try:
+            shutil.rmtree(settings.parent)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot delete what an earlier comparison left, {settings.parent}: {error.strerror}"
+            ) from error
 
 
-def _doubts(fp32: Capture, mixed: Capture) -> list[str]:
-    """Reasons not to believe the comparison, each a line for a person."""
-    doubts = []
-    taken = [len(capture.of("step")) for capture in (fp32, mixed)]
-    if taken[0] != taken[1]:
-        doubts.append(
-            f"the runs took different numbers of steps ({taken[0]} and {taken[1]}): if the script resumes "
-            "from what it saved, the second run resumed from the first, and this comparison is void"
-        )
-    spread = max(map(_spread, (fp32, mixed)))
-    if spread > _TOO_UNEVEN:
-        doubts.append(
-            f"step times varied {spread:.0f}-fold within a run (10th to 90th percentile): the machine was "
-            "busy or the steps differ, so do not trust the ratio of their medians"
-        )
-    return doubts
-
-
-def _spread(capture: Capture) -> float:
-    kept = sorted(_step_times_s(capture))
-    if len(kept) < 10:
-        return 1.0
-    return kept[int(len(kept) * 0.9)] / max(kept[int(len(kept) * 0.1)], 1e-9)
-
-
-def _json_ready(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
-
-
-def median_step_time_s(capture: Capture) -> float | None:
-    """Median seconds from one optimizer step to the next, the first tenth left out as warm-up."""
-    kept = _step_times_s(capture)
-    return statistics.median(kept) if kept else None
-
-
-def _step_times_s(capture: Capture) -> list[float]:
-    intervals = [step["interval_s"] for step in capture.of("step") if step["interval_s"] is not None]
-    return intervals[int(len(intervals) * _WARM_UP_SHARE) :]
-
-
-def _ratio(over: float | None, under: float | None) -> float | None:
-    return over / under if over and under else None
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(":;,")

@@ -1,0 +1,71 @@
+"""Seeds that a script sets itself, moved: the same script with other random numbers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.attach._patches import Patches
+
+_LARGEST = 2**32
+
+
+class _Thread(threading.local):
+    """Whether this thread is in a seed function: torch's calls CUDA's with the seed it was given."""
+
+    inside = False
+
+
+def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
+    """Add ``by`` to every seed that is set from now on, of Python's, NumPy's and torch's random numbers.
+
+    Only the functions that seed for everybody are meant. A generator that the script makes for itself and
+    seeds libraries are handed (``random_state=0``) stay: they often say which data is whose, and every run
+    should share that.
+
+    Args:
+        patches: what puts the functions back.
+        by: at least 1.
+        note: told, each time, that it happened, in a line for a person.
+    """
+    owners: list[tuple[Any, str]] = [
+        (torch, "manual_seed"),
+        (torch.random, "manual_seed"),
+        (torch.cuda, "manual_seed"),
+        (torch.cuda, "manual_seed_all"),
+        (random, "seed"),
+    ]
+    if importlib.util.find_spec("numpy") is not None:
+        owners.append((importlib.import_module("numpy.random"), "seed"))
+    thread = _Thread()
+    for owner, name in owners:
+        patches.replace(owner, name, _shifted(getattr(owner, name), by, note, thread))
+
+
+def _shifted(
+    original: Callable[..., Any], by: int, note: Callable[[str], None], thread: _Thread
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        name = next((word for word in ("seed", "a") if word in kwargs), None)
+        given = kwargs[name] if name else args[0] if args else None
+        if thread.inside or isinstance(given, bool) or not isinstance(given, int):
+            return original(*args, **kwargs)
+        note(f"seeds that the script sets were moved by {by} in this run, so that it draws other numbers")
+        moved = (given + by) % _LARGEST if 0 <= given < _LARGEST else given + by
+        thread.inside = True
+        try:
+            if name:
+                return original(*args, **{**kwargs, name: moved})
+            return original(moved, *args[1:], **kwargs)
+        finally:
+            thread.inside = False
+
+    return seeded

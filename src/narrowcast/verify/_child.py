@@ -1,0 +1,121 @@
+"""The process that a comparison starts for each of its runs: one script, watched in one way.
+
+Started as ``python -m narrowcast.verify SETTINGS SCRIPT ARGS...``, where SETTINGS is a file that a
+``RunSettings`` wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from narrowcast.attach import Attachment, FileWatch, Script, Watcher, run_attached
+from narrowcast.observe import RUN, CaptureWriter, start_event
+from narrowcast.scaling import Dynamic, LossScale, parse
+from narrowcast.verify._probes import GradientProbe, OutputProbe, write_result
+
+FILES = "files.jsonl"
+SETTINGS = "settings.json"
+TIMED, MEMORY, GRADIENTS, OUTPUTS = "timed", "memory", "gradients", "outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """How one run of a comparison is made.
+
+    Attributes:
+        purpose: ``TIMED``, ``MEMORY``, ``GRADIENTS`` or ``OUTPUTS``.
+        policy: what it runs in.
+        loss_scale: in a command line's words; None: as ``run`` decides.
+        seed: before the script starts.
+        seed_shift: added to the seeds that the script sets itself.
+        steps: after which it is ended; 0: it ends by itself.
+        is_module: the script is the name of a module, as for ``python -m``.
+        folder: of this run.
+        earlier: files that earlier runs wrote -> name of the run.
+        role: of a run that keeps gradients.
+        reference: folder of the reference of such a run.
+        at_step: optimizer steps before such a run holds updates back.
+        start_scale: loss scale with which such a run begins; None: as ``loss_scale`` says.
+    """
+
+    purpose: str
+    policy: str
+    loss_scale: str | None
+    seed: int
+    seed_shift: int
+    steps: int
+    is_module: bool
+    folder: str
+    earlier: dict[str, str]
+    role: str | None = None
+    reference: str | None = None
+    at_step: int = 0
+    start_scale: float | None = None
+
+    def write(self) -> Path:
+        """Write them into their folder; returns the file."""
+        path = Path(self.folder) / SETTINGS
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the script that ``words`` name, as its settings say; what it raises comes out."""
+    settings = RunSettings.read(Path(words[0]))
+    script, *arguments = words[1:]
+    found = (Script.from_module if settings.is_module else Script.from_path)(script, arguments)
+    folder = Path(settings.folder)
+    writer = CaptureWriter(folder / RUN)
+    writer.write(
+        start_event(found.argv, settings.policy, loss_scale=settings.loss_scale, rank=0, seed=settings.seed)
+    )
+    os.environ["NARROWCAST_RUN_DIR"] = str(folder)
+    watcher, at_end = _watching(settings, folder)
+    attachment = Attachment(
+        settings.policy,
+        _loss_scale(settings),
+        writer=writer,
+        stop_after=settings.steps,
+        watcher=watcher,
+        seed_shift=settings.seed_shift,
+    )
+    FileWatch(folder / FILES, settings.earlier, own=[folder]).install()
+    run_attached(found, attachment, seed=settings.seed + settings.seed_shift, at_end=at_end)
+    return 0
+
+
+def _loss_scale(settings: RunSettings) -> LossScale | None:
+    if settings.start_scale is not None and not settings.at_step:
+        return Dynamic(scale=settings.start_scale)
+    return None if settings.loss_scale is None else parse(settings.loss_scale)
+
+
+def _watching(settings: RunSettings, folder: Path) -> tuple[Watcher | None, Callable[[], None]]:
+    """Who looks on, and what is left to do when the script has ended."""
+    if settings.purpose == MEMORY:
+        from narrowcast.observe import LiveTensorBytes
+
+        live = LiveTensorBytes()
+        live.__enter__()
+        return None, lambda: write_result(folder, {"peak_tensor_bytes": live.peak_bytes})
+    if settings.purpose == GRADIENTS:
+        assert settings.role is not None
+        assert settings.reference is not None
+        probe = GradientProbe(
+            folder,
+            settings.role,
+            Path(settings.reference),
+            at_step=settings.at_step,
+            start_scale=settings.start_scale,
+        )
+        return probe, lambda: None
+    return (OutputProbe(folder) if settings.purpose == OUTPUTS else None), lambda: None

@@ -1,0 +1,287 @@
+"""What is measured inside a script's own process: gradients at weights that stay, outputs, tensor memory.
+
+Each probe looks over the script's shoulder for a few steps, keeps what it saw in the run's folder, and ends
+the script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from narrowcast.attach import Attached, Watcher
+from narrowcast.verify._fp32_draws import Fp32Draws
+from narrowcast.verify._perturbation import perturb_last_bit
+
+RESULT = "result.json"
+REFERENCE, PERTURBED, MIXED = "reference", "perturbed", "mixed"
+
+# An optimizer that is made and never steps should not keep a probe going.
+_MOST_STEPS = 64
+_MOST_CALLS = 4096
+_OUTPUTS = 3
+
+
+class GradientProbe(Watcher):
+    """Holds updates back, and keeps the gradients that each optimizer would have used.
+
+    The reference is computed in FP32, for two batches; the perturbed one in FP32 at weights changed in
+    their last bit, for the first; the mixed one as the policy says, for the first. The reference's weights
+    are loaded into the others, so that all are compared at the same ones to the bit.
+
+    Args:
+        folder: where to keep what was seen.
+        role: ``REFERENCE``, ``PERTURBED`` or ``MIXED``.
+        reference: folder of the reference; its own for the reference itself.
+        at_step: optimizer steps to take, in mixed precision, before updates are held back.
+        start_scale: loss scale of the mixed pass; None: as the run has it.
+    """
+
+    def __init__(
+        self, folder: Path, role: str, reference: Path, *, at_step: int = 0, start_scale: float | None = None
+    ) -> None:
+        self._folder = folder
+        self._role = role
+        self._reference = reference
+        self._at_step = at_step
+        self._start_scale = start_scale
+        self._steps_before = 0
+        self._calls = 0
+        self._held_back = 0
+        self._armed = False
+        self._draws: Fp32Draws | None = None
+        self._met: dict[int, tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self._seen: list[torch.optim.Optimizer] = []
+        self._counts: list[int] = []
+        self._overflowed = False
+        self._problem: str | None = None
+        self._facts: dict[str, Any] = {"batch": None, "random": [], "scales": []}
+
+    def attached(self, attachment: Attached) -> None:
+        self._attachment = attachment
+        if not self._at_step:
+            self._arm()
+
+    def _arm(self) -> None:
+        """Hold updates back from now on."""
+        self._armed = True
+        # A compiled graph would hide the draws of random numbers.
+        torch.compiler.set_stance("force_eager")
+        if self._role != MIXED:
+            self._attachment.continue_in_fp32()
+        elif self._start_scale is not None:
+            self._attachment.continue_at_scale(self._start_scale)
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._armed:
+            return
+        if self._draws is None:
+            self._draws = Fp32Draws()
+            self._draws.__enter__()
+        if self._facts["batch"] is None:
+            self._facts["batch"] = fingerprint([args, kwargs])
+        if id(module) not in self._met:
+            self._meet(module)
+        self._calls += 1
+        if self._calls > _MOST_CALLS:
+            self._finish()
+            self._attachment.stop()
+
+    def _meet(self, module: torch.nn.Module) -> None:
+        """Give a module that is called for the first time the reference's weights, and keep its buffers."""
+        file = self._reference / f"weights-{len(self._met)}.pt"
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        tensors = {name: tensor.detach() for name, tensor in state.items() if not is_lazy(tensor)}
+        if self._role == REFERENCE:
+            torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, file)
+        else:
+            self._load(tensors, file)
+        if self._role == PERTURBED:
+            perturb_last_bit([p.detach() for p in module.parameters() if not is_lazy(p)])
+        buffers = [b.detach() for b in module.buffers() if not is_lazy(b)]
+        self._met[id(module)] = (module, [(buffer, buffer.clone()) for buffer in buffers])
+
+    def _load(self, tensors: dict[str, torch.Tensor], file: Path) -> None:
+        try:
+            kept = torch.load(file, weights_only=True, mmap=True)
+        except (OSError, RuntimeError):
+            kept = {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != {name: tuple(tensor.shape) for name, tensor in kept.items()}:
+            self._problem = "the FP32 and the mixed run did not call the same modules in the same order"
+            return
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(kept[name])
+
+    def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._armed
+
+    def held_back(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(known is optimizer for known in self._seen):
+            self._seen.append(optimizer)
+            self._counts.append(0)
+            self._facts["random"].append(random_state())
+            self._facts["scales"].append(self._attachment.loss_scale)
+        place = next(n for n, known in enumerate(self._seen) if known is optimizer)
+        batch = self._counts[place]
+        if batch == 0 or (batch == 1 and self._role == REFERENCE):
+            self._keep_gradients(optimizer, place, batch)
+        elif self._overflowed and _are_finite(optimizer):
+            self._overflowed = False
+            self._facts["good_scale"] = self._attachment.loss_scale
+        self._counts[place] += 1
+        self._held_back += 1
+        for _, buffers in self._met.values():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        self._finish()
+
+    def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
+        names = self._attachment.parameter_names()
+        kept, called = [], []
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if not parameter.requires_grad:
+                    continue
+                unnamed = f"optimizer {place}, group {number}, parameter {position}"
+                called.append(names.get(id(parameter), unnamed))
+                gradient = parameter.grad
+                kept.append(None if gradient is None else gradient.detach().cpu())
+        shapes = [list(p.shape) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        torch.save(
+            {"names": called, "shapes": shapes, "gradients": kept},
+            self._folder / f"gradients-{place}-{batch}.pt",
+        )
+        if self._role == MIXED and not _are_finite(optimizer):
+            self._overflowed = True
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._armed:
+            self._steps_before += 1
+            if self._steps_before >= self._at_step:
+                self._arm()
+        elif self._is_complete():
+            self._attachment.stop()
+
+    def _is_complete(self) -> bool:
+        if self._held_back >= _MOST_STEPS:
+            return True
+        batches = 2 if self._role == REFERENCE else 1
+        expected = [o for o in self._attachment.optimizers if any(g["params"] for g in o.param_groups)]
+        stepped = {id(o): count for o, count in zip(self._seen, self._counts, strict=True)}
+        all_stepped = all(stepped.get(id(o), 0) >= batches for o in expected or self._seen)
+        return all_stepped and not (self._overflowed and self._scale_moves())
+
+    def _scale_moves(self) -> bool:
+        scales = self._facts["scales"]
+        return bool(scales) and self._attachment.loss_scale not in (None, scales[0])
+
+    def _finish(self) -> None:
+        """Write what is known so far: the script may end at any moment."""
+        undecidable = self._draws.undecidable if self._draws is not None else None
+        write_result(
+            self._folder,
+            self._facts
+            | {
+                "optimizers": len(self._seen),
+                "batches": self._counts,
+                "overflowed": self._overflowed,
+                "problem": self._problem or undecidable,
+                "steps_before": self._steps_before,
+            },
+        )
+
+
+class OutputProbe(Watcher):
+    """Keeps the floating outputs of the first outermost calls, each with a fingerprint of its inputs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._inputs: list[str] = []
+
+    def attached(self, attachment: Attached) -> None:
+        self._attachment = attachment
+        torch.compiler.set_stance("force_eager")
+        self._draws = Fp32Draws()
+        self._draws.__enter__()
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inputs.append(fingerprint([args, kwargs]))
+
+    def returned(self, module: torch.nn.Module, output: Any) -> None:
+        floating = [tensor.detach().cpu() for tensor in tensors_in(output) if tensor.is_floating_point()]
+        torch.save(floating, self._folder / f"outputs-{len(self._inputs) - 1}.pt")
+        write_result(self._folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
+        if len(self._inputs) >= _OUTPUTS:
+            self._attachment.stop()
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json`` whole or not at all."""
+    unfinished = folder / f"{RESULT}.new"
+    unfinished.write_text(json.dumps(result), encoding="utf-8")
+    os.replace(unfinished, folder / RESULT)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a probe wrote there; None: it saw nothing, or was killed before."""
+    try:
+        result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return result
+
+
+def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return all(bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def fingerprint(value: Any) -> str:
+    """A hash of the bits of every tensor in ``value``, with shapes and dtypes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_in(value):
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested lists, tuples, mappings and objects' attributes, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict) or hasattr(value, "items"):
+        for item in dict(value).values():
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name, None))
+
+
+def random_state() -> str:
+    """A hash of the state of every random number generator that a script shares with torch."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for state in torch.cuda.get_rng_state_all():
+            digest.update(state.numpy().tobytes())
+    digest.update(repr(random.getstate()).encode())
+    return digest.hexdigest()
