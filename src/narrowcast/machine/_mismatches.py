@@ -103,11 +103,11 @@ def _driver(facts: dict[str, Any]) -> Iterator[dict[str, str]]:
     up_to = f", which supports CUDA up to {supported}" if supported else ""
     if too_old and sees_none:
         newer = f"update the driver to {oldest} or newer" if oldest else "update the driver"
+        fitting = f"CUDA {_pair(supported)[0]}" if supported else "an older CUDA"
         yield _error(
             "cuda",
             f"torch was built with CUDA {built}, and the driver is {nvidia['driver']}{up_to}",
-            f"{newer}, or install the torch build for CUDA {_pair(supported)[0] or 'of that driver'} "
-            f"that {_INSTALL} names",
+            f"{newer}, or install the torch build for {fitting} that {_INSTALL} names",
         )
     elif sees_none and nvidia["gpus"]:
         reason = facts["torch"]["cuda_error"] or "no reason given"

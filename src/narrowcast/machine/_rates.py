@@ -157,6 +157,10 @@ class _Run:
         self, work: Work, shape: Shape, estimates: dict[str, float | _Skipped], share_s: float
     ) -> list[dict[str, Any]]:
         """One row for each format, from rounds in which each has a turn and another begins."""
+        if self.clock() > self.deadline:
+            estimates = {
+                n: v if isinstance(v, _Skipped) else self._out_of_time() for n, v in estimates.items()
+            }
         reasons = {name: value for name, value in estimates.items() if isinstance(value, _Skipped)}
         seconds = {name: value for name, value in estimates.items() if not isinstance(value, _Skipped)}
         times: dict[str, list[float]] = {name: [] for name in seconds}

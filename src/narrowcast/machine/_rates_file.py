@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -53,7 +53,7 @@ def read_rates(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None, 
     """Rates that ``write_rates`` kept, or None and why not; both None where there is no file."""
     try:
         text = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None, None
     except OSError as error:
         return None, f"cannot be read ({error.strerror})"
@@ -135,4 +135,4 @@ def _is_row(row: Any) -> bool:
 
 
 def _is_positive(number: Any) -> bool:
-    return type(number) in (int, float) and math.isfinite(number) and number > 0
+    return type(number) in (int, float) and 0 < number <= sys.float_info.max

@@ -188,8 +188,8 @@ def _provenance(console: Console, rates: dict[str, Any]) -> None:
     typical, worst = spreads[len(spreads) // 2], spreads[-1]
     _paragraph(
         console,
-        "x: times the speed of exact fp32. Operands are in the format already; with casts they are in fp32 and "
-        "cast at every call, as autocast does with what is new to it. Forward calls; medians of "
+        "x: times the speed of exact fp32. Operands are in the format already; with casts they are in fp32 "
+        "and cast at every call, as autocast does with what is new to it. Forward calls; medians of "
         f"{min(rounds)} to {max(rounds)} rounds in which the formats take turns, whose middle half spans "
         f"{typical:.0%} of the median, {worst:.0%} at worst.",
     )

@@ -1,0 +1,346 @@
+"""What is found on a machine, from the tools and properties of machines that are not here."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from narrowcast.machine import arithmetic_settings, gather_facts, mismatches
+from narrowcast.machine._facts import Sources, cpu_facts, first_line, gpu_facts, nvidia_facts, run_tool
+from narrowcast.machine._mismatches import runs_on
+
+LISTED = "NVIDIA GeForce RTX 4090, 535.183.01\nNVIDIA T4, 535.183.01\n"
+OVERVIEW = """\
+Thu Jan  1 00:00:00 2026
++---------------------------------------------------------------------------------------+
+| NVIDIA-SMI 535.183.01             Driver Version: 535.183.01   CUDA Version: 12.2     |
+|-----------------------------------------+----------------------+----------------------+
+"""
+COMPILER = """\
+nvcc: NVIDIA (R) Cuda compiler driver
+Cuda compilation tools, release 13.0, V13.0.88
+"""
+
+
+def tools(listed=None, overview=None, compiler=None):
+    def run(*words):
+        if words[0] == "nvidia-smi":
+            return listed if len(words) > 1 else overview
+        return compiler if words == ("nvcc", "--version") else None
+
+    return run
+
+
+def test_this_machine_can_be_written_as_json():
+    facts = gather_facts()
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert set(facts) == {
+        *("python", "platform", "torch", "cpu", "gpus", "nvidia", "pci", "kfd", "mps", "xpu", "arithmetic"),
+    }
+    assert facts["torch"]["version"] == str(torch.__version__)
+    assert facts["cpu"]["torch_threads"] == torch.get_num_threads()
+    assert facts["cpu"]["name"]
+    assert facts["arithmetic"] == arithmetic_settings()
+    assert len(facts["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_what_lies_outside_torch_can_be_given():
+    given = Sources(run=tools(LISTED, OVERVIEW, COMPILER), pci=lambda: ["NVIDIA"], exists=lambda path: True)
+    facts = gather_facts(given)
+    assert facts["pci"] == ["NVIDIA"]
+    assert facts["kfd"] is True
+    assert facts["nvidia"]["driver"] == "535.183.01"
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (tools(), (None, None, [], None)),
+        (
+            tools(LISTED, OVERVIEW, COMPILER),
+            ("535.183.01", "12.2", ["NVIDIA GeForce RTX 4090", "NVIDIA T4"], "13.0"),
+        ),
+        # A name with a comma in it; a later nvidia-smi calls the number something else.
+        (tools("A, B, 580.65\n", "| CUDA UMD Version: 13.0 |"), ("580.65", "13.0", ["A, B"], None)),
+        (tools(LISTED, None), ("535.183.01", None, ["NVIDIA GeForce RTX 4090", "NVIDIA T4"], None)),
+        (tools("No devices were found\n", OVERVIEW), (None, None, [], None)),
+        (tools("NVIDIA T4, [N/A]\n", OVERVIEW), (None, None, [], None)),
+        (tools("\n,\n", "", "release"), (None, None, [], None)),
+    ],
+)
+def test_the_tools_of_nvidia_are_read_with_care(run, expected):
+    assert nvidia_facts(run) == dict(zip(("driver", "driver_cuda", "gpus", "toolkit"), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print('text')", "text\n"),
+        ("raise SystemExit(9)", None),
+        ("import os; os.write(1, b'\\xff')", "\ufffd"),
+    ],
+)
+def test_a_tool_answers_or_not(program, expected):
+    assert run_tool(sys.executable, "-c", program) == expected
+
+
+def test_a_tool_that_is_not_there_is_no_error():
+    assert run_tool("there-is-no-such-tool", "--version") is None
+
+
+def test_gpus_of_three_makers():
+    h100 = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0, gcnArchName="9.0")
+    mi300 = SimpleNamespace(
+        name="AMD Instinct MI300X",
+        total_memory=192 * 2**30,
+        major=9,
+        minor=4,
+        gcnArchName="gfx942:sramecc+:xnack-",
+    )
+    arc = SimpleNamespace(name="Intel Arc", total_memory=16 * 2**30)
+    assert gpu_facts("cuda", 0, h100) == {
+        "device": "cuda:0",
+        "device_type": "cuda",
+        "name": "NVIDIA H100",
+        "memory_bytes": 80 * 2**30,
+        "capability": "9.0",
+        "gfx": None,
+    }
+    assert gpu_facts("cuda", 1, mi300)["gfx"] == "gfx942:sramecc+:xnack-"
+    assert gpu_facts("cuda", 1, mi300)["capability"] is None
+    found = gpu_facts("xpu", 2, arc)
+    assert (found["device"], found["capability"], found["gfx"]) == ("xpu:2", None, None)
+
+
+def test_instructions_are_yes_no_or_unknown():
+    x86 = cpu_facts({"avx2": True, "avx512_bf16": 1, "amx_fp16": False}, architecture="x86_64")
+    assert x86["instructions"] == {
+        "AVX2": True,
+        "AVX512": None,
+        "AVX512-BF16": True,
+        "AMX-BF16": None,
+        "AVX512-FP16": None,
+        "AMX-FP16": False,
+    }
+    arm = cpu_facts({"bf16": True, "fp16_arith": True, "sve": False}, architecture="arm64")
+    assert arm["instructions"] == {
+        "Arm BF16": True,
+        "Arm FP16": True,
+        "Arm SVE": False,
+        "Arm SVE-BF16": None,
+    }
+
+
+def test_an_error_is_shown_by_its_first_line():
+    assert first_line(RuntimeError("CUDA error\nFor debugging")) == "CUDA error"
+    assert first_line(RuntimeError()) == "RuntimeError"
+
+
+def machine(torch=None, nvidia=None, cpu=None, **others):
+    """A machine with nothing wrong, changed."""
+    facts = {
+        "torch": {
+            "version": "2.13.0",
+            "build": "cpu",
+            "cuda": None,
+            "hip": None,
+            "cudnn": None,
+            "architectures": [],
+            "cuda_error": None,
+            "cpu_kernels": "AVX512",
+        }
+        | (torch or {}),
+        "cpu": {"cores": 8, "torch_threads": 4, "instructions": {"AVX512": True, "AVX2": True}} | (cpu or {}),
+        "gpus": [],
+        "nvidia": {"driver": None, "driver_cuda": None, "gpus": [], "toolkit": None} | (nvidia or {}),
+        "pci": [],
+        "kfd": False,
+        "mps": {"built": False, "available": False},
+        "xpu": False,
+    }
+    return facts | others
+
+
+def gpu(capability=None, gfx=None, name="NVIDIA X"):
+    return {
+        "device": "cuda:0",
+        "device_type": "cuda",
+        "name": name,
+        "memory_bytes": 2**34,
+        "capability": capability,
+        "gfx": gfx,
+    }
+
+
+CUDA = {"build": "cuda", "cuda": "13.0", "cudnn": 91200, "architectures": ["sm_80", "sm_90", "compute_90"]}
+ROCM = {"build": "rocm", "hip": "6.4", "architectures": ["gfx90a", "gfx942"]}
+SITE = "https://pytorch.org/get-started/locally"
+NEW_DRIVER = {"driver": "580.65", "driver_cuda": "13.0", "gpus": ["NVIDIA X"]}
+OLD_DRIVER = {"driver": "535.183.01", "driver_cuda": "12.2", "gpus": ["NVIDIA X"]}
+
+FITS = {
+    "a CPU": machine(),
+    "a CPU build beside a compiler": machine(nvidia={"toolkit": "13.0"}),
+    "a CUDA build without any GPU": machine(CUDA | {"architectures": []}),
+    "a GPU": machine(CUDA, NEW_DRIVER | {"toolkit": "13.1"}, gpus=[gpu("9.0")]),
+    "a GPU under a newer driver": machine(CUDA | {"cuda": "12.8"}, NEW_DRIVER, gpus=[gpu("9.0")]),
+    "a GPU by compiling": machine(CUDA, NEW_DRIVER, gpus=[gpu("12.0")]),
+    "an AMD GPU": machine(ROCM, kfd=True, pci=["AMD"], gpus=[gpu(gfx="gfx942:sramecc+:xnack-")]),
+    "Metal": machine(mps={"built": True, "available": True}),
+    "an AMD graphics card beside a CUDA build": machine(CUDA | {"architectures": []}, pci=["AMD"]),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_what_fits_is_not_complained_of(name):
+    assert mismatches(FITS[name]) == []
+
+
+WRONG = {
+    "a CPU build beside a GPU": (
+        machine(nvidia=OLD_DRIVER),
+        ("error", "cuda"),
+        "this machine has NVIDIA X, and torch 2.13.0 was built without CUDA",
+        f"pip uninstall torch, then install the build for CUDA 12.2 or older that {SITE} names",
+    ),
+    "a CPU build and no driver": (
+        machine(pci=["NVIDIA"]),
+        ("error", "cuda"),
+        "this machine has an NVIDIA GPU, and torch 2.13.0 was built without CUDA",
+        f"pip uninstall torch, then install the build that {SITE} names",
+    ),
+    "no driver": (
+        machine(CUDA, pci=["NVIDIA"]),
+        ("error", "cuda"),
+        "this machine has an NVIDIA GPU, and nvidia-smi finds no working driver",
+        "install NVIDIA driver 580 or newer",
+    ),
+    "an old driver": (
+        machine(CUDA, OLD_DRIVER),
+        ("error", "cuda"),
+        "torch was built with CUDA 13.0, and the driver is 535.183.01, which supports CUDA up to 12.2",
+        f"update the driver to 580 or newer, or install the torch build for CUDA 12 that {SITE} names",
+    ),
+    "an old driver that says little": (
+        machine(CUDA, OLD_DRIVER | {"driver_cuda": None}),
+        ("error", "cuda"),
+        "torch was built with CUDA 13.0, and the driver is 535.183.01",
+        f"update the driver to 580 or newer, or install the torch build for an older CUDA that {SITE} names",
+    ),
+    "a driver a little older": (
+        machine(CUDA | {"cuda": "13.2"}, NEW_DRIVER, gpus=[gpu("9.0")]),
+        ("note", "cuda"),
+        "torch was built with CUDA 13.2, newer than the driver 580.65, which supports CUDA up to 13.0: it "
+        "runs, but kernels that are compiled while running (Triton, torch.compile) may not",
+        "update the driver",
+    ),
+    "a GPU that CUDA does not reach": (
+        machine(CUDA | {"cuda_error": "CUDA unknown error"}, NEW_DRIVER),
+        ("error", "cuda"),
+        "nvidia-smi lists NVIDIA X, and torch sees no GPU (CUDA unknown error)",
+        "check CUDA_VISIBLE_DEVICES; after an update of the driver, restart the machine",
+    ),
+    "a GPU that is hidden": (
+        machine(CUDA | {"cuda_error": "No CUDA GPUs are available"}, NEW_DRIVER),
+        ("note", "cuda"),
+        "nvidia-smi lists NVIDIA X, and torch sees no GPU (No CUDA GPUs are available)",
+        "check CUDA_VISIBLE_DEVICES; after an update of the driver, restart the machine",
+    ),
+    "a GPU without kernels": (
+        machine(CUDA, NEW_DRIVER, gpus=[gpu("7.0")]),
+        ("error", "cuda:0"),
+        "NVIDIA X has compute capability 7.0, and this torch has kernels for sm_80, sm_90, compute_90 only",
+        f"install a torch build that includes it: see {SITE}",
+    ),
+    "an AMD GPU without kernels": (
+        machine(ROCM, kfd=True, gpus=[gpu(gfx="gfx1103", name="AMD Y")]),
+        ("error", "cuda:0"),
+        "AMD Y has gfx1103, and this torch has kernels for gfx90a, gfx942 only",
+        f"install a torch build that includes it: see {SITE}",
+    ),
+    "a ROCm build without any GPU": (
+        machine(ROCM),
+        ("note", "cuda"),
+        "this torch is a ROCm build, and the machine shows no AMD GPU: it computes on the CPU",
+        f"nothing, or install the build for this machine that {SITE} names",
+    ),
+    "a ROCm build without a driver": (
+        machine(ROCM, pci=["AMD"]),
+        ("error", "cuda"),
+        "this torch is a ROCm build, and AMD's driver is not loaded (/dev/kfd is missing)",
+        "install the amdgpu driver; in a container pass --device=/dev/kfd --device=/dev/dri",
+    ),
+    "a ROCm build that sees nothing": (
+        machine(ROCM | {"cuda_error": "No HIP GPUs are available"}, kfd=True),
+        ("error", "cuda"),
+        "this torch is a ROCm build and sees no GPU (No HIP GPUs are available)",
+        "check that your user is in the groups render and video, and HIP_VISIBLE_DEVICES",
+    ),
+    "a CPU build beside AMD's driver": (
+        machine(kfd=True),
+        ("note", "cuda"),
+        "AMD's driver is loaded, and torch 2.13.0 was built without ROCm",
+        f"if rocminfo lists this GPU, install the ROCm build that {SITE} names",
+    ),
+    "no cuDNN": (
+        machine(CUDA | {"cudnn": None}, NEW_DRIVER, gpus=[gpu("9.0")]),
+        ("note", "cuda"),
+        "torch finds no cuDNN: convolutions are slow",
+        "pip install --force-reinstall torch",
+    ),
+    "another toolkit": (
+        machine(CUDA, NEW_DRIVER | {"toolkit": "12.4"}, gpus=[gpu("9.0")]),
+        ("note", "cuda"),
+        "nvcc is of CUDA 12.4 and torch was built with CUDA 13.0: training is fine, and building a CUDA "
+        "extension for torch is refused",
+        "for that alone, install the CUDA toolkit 13.0",
+    ),
+    "no Metal": (
+        machine(mps={"built": True, "available": False}),
+        ("note", "mps"),
+        "torch was built for Metal and finds no device",
+        "macOS 14 or newer on Apple silicon is needed, outside a virtual machine",
+    ),
+    "one thread": (
+        machine(cpu={"cores": 16, "torch_threads": 1}),
+        ("note", "cpu"),
+        "torch uses 1 of 16 cores",
+        "unset OMP_NUM_THREADS, or call torch.set_num_threads",
+    ),
+    "plain kernels": (
+        machine({"cpu_kernels": "DEFAULT"}),
+        ("note", "cpu"),
+        "this CPU has AVX512, and torch uses its plain kernels",
+        "unset ATEN_CPU_CAPABILITY",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mismatch_is_one_line_with_its_fix(name):
+    facts, (severity, device), text, fix = WRONG[name]
+    assert mismatches(facts) == [{"severity": severity, "device": device, "text": text, "fix": fix}]
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (["sm_80"], "8.0", True),
+        (["sm_80"], "8.9", True),
+        (["sm_86"], "8.0", False),
+        (["sm_80"], "9.0", False),
+        (["compute_80"], "9.0", True),
+        (["compute_90"], "8.9", False),
+        (["sm_90a"], "9.0", True),
+        (["sm_90a", "compute_90a"], "10.0", False),
+        (["sm_100f"], "10.3", True),
+        (["sm_100f"], "12.0", False),
+        (["sm_120"], "12.1", True),
+        (["sm_120"], "10.0", False),
+        (["gfx942", "sm_"], "9.0", False),
+    ],
+)
+def test_which_code_runs_on_which_gpu(architectures, capability, runs):
+    assert runs_on(architectures, capability) is runs

@@ -1,0 +1,493 @@
+"""Rates on a clock of our own, where every number is known; and a short real measurement of this CPU."""
+
+import errno
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from narrowcast.errors import SettingError
+from narrowcast.machine import Budget, Choice, Examination, arithmetic_settings, examine
+from narrowcast.machine._agreement import agreement
+from narrowcast.machine._rates import measure_device
+from narrowcast.machine._rates_file import CACHE_FORMAT, rates_path, read_rates, write_rates
+from narrowcast.machine._work import Shape, Work, has_tf32, work_for
+
+SHORT = Budget(device_s=0.4, call_s=0.05)
+NUMBERS = [
+    "time_s_median", "time_s_low", "time_s_high", "rate_flop_per_s", "rate_element_per_s", "rate_byte_per_s",
+    "speed_against_fp32", "speed_against_fp32_low", "speed_against_fp32_high",
+]  # fmt: skip
+
+
+class Clock:
+    """Time that passes only in calls, and is remembered."""
+
+    def __init__(self):
+        self.now_s = 100.0
+        self.calls_s = []
+
+    def __call__(self):
+        return self.now_s
+
+    def call(self, seconds):
+        self.calls_s.append(seconds)
+        self.now_s += seconds
+
+
+SIZES = (
+    Shape(numbers=(1,), size="small"),
+    Shape(numbers=(8,)),
+    Shape(numbers=(64,), size="medium"),
+    Shape(numbers=(512,), size="large"),
+)
+
+
+class Made:
+    """Work that takes ``seconds(format, shape, number of the call)``, and otherwise looks like ``Work``."""
+
+    kind = "add"
+    shapes = SIZES
+
+    def __init__(self, clock, seconds, formats=("fp32", "bf16")):
+        self.clock, self.seconds, self.formats = clock, seconds, formats
+        self.made = 0
+
+    def amount(self, shape):
+        return shape.numbers[0]
+
+    def flop_count(self, shape):
+        return None
+
+    def element_count(self, shape):
+        return shape.numbers[0]
+
+    def tensor_shape(self, shape):
+        return list(shape.numbers)
+
+    def prepare(self, shape, format_name, device):
+        def call():
+            self.made += 1
+            self.clock.call(self.seconds(format_name, shape.numbers[0], self.made))
+
+        return call
+
+
+def measured(work, budget=None):
+    rows = measure_device("cpu", (work,), budget or Budget(), clock=work.clock)
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    return {(row["size"], row["format"]): row for row in rows}
+
+
+def test_every_number_follows_from_the_times():
+    work = Made(Clock(), lambda name, n, _: n * (0.001 if name == "fp32" else 0.00025))
+    rows = measured(work, Budget(device_s=1000, call_s=10))
+    assert list(rows) == [(s, f) for s in ("small", "medium", "large") for f in ("fp32", "bf16")]
+    row = rows["medium", "bf16"]
+    assert row["time_s_median"] == pytest.approx(0.016)
+    assert row["rate_element_per_s"] == pytest.approx(4000)
+    assert row["rate_byte_per_s"] == pytest.approx(4000 * 3 * 2)
+    assert rows["medium", "fp32"]["rate_byte_per_s"] == pytest.approx(1000 * 3 * 4)
+    assert row["rate_flop_per_s"] is None
+    assert row["speed_against_fp32"] == pytest.approx(4)
+    assert rows["medium", "fp32"]["speed_against_fp32"] == 1
+    assert row["rounds"] == 31
+    # Two milliseconds at least are timed together: eight calls of 0.25 ms.
+    assert [rows[s, "bf16"]["calls_per_round"] for s in ("small", "medium", "large")] == [8, 1, 1]
+    assert row["reason"] is None
+    assert row["expected_time_s"] is None
+
+
+def test_a_call_that_would_take_too_long_is_never_made():
+    clock = Clock()
+    work = Made(clock, lambda name, n, _: n * (1e-4 if name == "fp32" else 0.03))
+    rows = measured(work, Budget(device_s=1000, call_s=0.5))
+    assert max(clock.calls_s) <= 0.5
+    assert rows["small", "bf16"]["rounds"]
+    assert rows["medium", "bf16"]["reason"] == "one call would take about 1.9 s"
+    assert rows["medium", "bf16"]["expected_time_s"] == pytest.approx(1.92)
+    assert rows["large", "bf16"]["reason"] == "one call would take about 15.4 s"
+    assert all(rows["large", "bf16"][name] is None for name in NUMBERS)
+    assert rows["large", "fp32"]["speed_against_fp32"] == 1
+
+
+def test_a_size_far_slower_than_foretold_ends_there():
+    clock = Clock()
+    work = Made(clock, lambda name, n, _: 2.0 if n >= 8 else 0.001)
+    rows = measured(work, Budget(device_s=1000, call_s=0.5))
+    assert clock.calls_s.count(2.0) == 2, "one call of each format shows it"
+    assert rows["medium", "fp32"]["reason"] == "one call would take about 16.0 s"
+
+
+def test_an_overhead_does_not_hide_the_large_sizes():
+    """On a GPU a small call is all overhead, and the large one is 500 times as much work in the same time."""
+    work = Made(Clock(), lambda name, n, _: 0.01)
+    assert all(row["rounds"] for row in measured(work, Budget(device_s=1000, call_s=0.5)).values())
+
+
+def test_the_time_for_a_device_is_kept():
+    clock = Clock()
+    start = clock()
+    work = Made(clock, lambda name, n, _: 0.09)
+    rows = measured(work, Budget(device_s=2.0, call_s=1.0))
+    # The last round began in time; one round more is two calls.
+    assert clock() - start <= 2.0 + 3 * 0.09
+    assert rows["small", "fp32"]["rounds"] >= 3
+    assert rows["large", "bf16"]["reason"] == "the time for this device, 2.0 s, was used up"
+    assert rows["large", "bf16"]["expected_time_s"] is None
+
+
+def test_a_busy_machine_slows_all_formats_and_changes_no_ratio():
+    def seconds(name, n, index):
+        busy = 1 + 10 * (index // 50 % 2)
+        return busy * n * (0.01 if name == "fp32" else 0.005)
+
+    rows = measured(Made(Clock(), seconds), Budget(device_s=1000, call_s=1000))
+    for size in ("small", "medium", "large"):
+        assert rows[size, "bf16"]["speed_against_fp32"] == pytest.approx(2)
+        assert rows[size, "bf16"]["speed_against_fp32_low"] <= 2
+
+
+def test_what_was_disturbed_is_measured_once_more():
+    """The second half of the first rounds takes a hundred times as long; later, nothing does."""
+    clock = Clock()
+
+    def seconds(name, n, index):
+        return 0.01 * n * (100 if 20 < index < 60 else 1)
+
+    rows = measured(Made(clock, seconds), Budget(device_s=1e6, call_s=1e3))
+    assert rows["small", "fp32"]["time_s_high"] == pytest.approx(0.01)
+    assert rows["small", "fp32"]["time_s_median"] == pytest.approx(0.01)
+
+
+def test_formats_take_turns():
+    order = []
+
+    def seconds(name, n, index):
+        order.append((name, n))
+        return 0.1
+
+    measured(Made(Clock(), seconds, ("fp32", "bf16", "fp16")), Budget(device_s=1e6, call_s=1e3))
+    small = [name for name, n in order if n == 1]
+    rounds = [small[i : i + 3] for i in range(len(small) - 9, len(small), 3)]
+    assert all(sorted(names) == ["bf16", "fp16", "fp32"] for names in rounds)
+    assert len({names[0] for names in rounds}) == 3
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, TypeError])
+def test_a_format_that_torch_lacks_is_a_reason(error):
+    def seconds(name, n, _):
+        if name == "bf16" and n >= 64:
+            raise error('"addmm" not implemented for it\nand more')
+        return 0.001
+
+    rows = measured(Made(Clock(), seconds))
+    assert rows["small", "bf16"]["rounds"]
+    for size in ("medium", "large"):
+        assert rows[size, "bf16"]["reason"] == 'torch cannot do it here: "addmm" not implemented for it'
+        assert rows[size, "fp32"]["rounds"]
+
+
+def test_memory_that_runs_out_with_all_formats_at_once_is_a_reason():
+    class Full(Made):
+        tried = 0
+
+        def prepare(self, shape, format_name, device):
+            self.tried += shape.size == "large" and format_name == "bf16"
+            if self.tried == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().prepare(shape, format_name, device)
+
+    rows = measured(Full(Clock(), lambda name, n, _: 0.001))
+    assert rows["large", "bf16"]["reason"] == "torch cannot do it here: CUDA out of memory"
+    assert rows["large", "fp32"]["rounds"]
+
+
+def test_without_fp32_there_is_no_ratio():
+    rows = measured(Made(Clock(), lambda name, n, _: 0.001, ("bf16",)))
+    assert rows["small", "bf16"]["time_s_median"] == pytest.approx(0.001)
+    assert rows["small", "bf16"]["speed_against_fp32"] is None
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["device_s", "call_s"])
+def test_a_budget_is_a_time(name, value):
+    with pytest.raises(SettingError) as refused:
+        Budget(**{name: value})
+    assert str(refused.value) == f"expected {name} to be a number of seconds above 0, got {value!r}"
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_work_is_counted_as_torch_counts_it(device_type):
+    for work in work_for(device_type):
+        amounts = [work.amount(shape) for shape in work.shapes]
+        assert amounts == sorted(amounts)
+        # A guess of half a second from the step below then stands for a call of 8 ms at least.
+        assert max(b / a for a, b in itertools.pairwise(amounts)) <= 64
+        assert [shape.size for shape in work.shapes if shape.size] == ["small", "medium", "large"]
+        shape = work.shapes[0]
+        for name in work.formats:
+            call = work.prepare(shape, name, "cpu")
+            with FlopCounterMode(display=False) as counter, torch.inference_mode():
+                result = call()
+            assert counter.get_total_flops() == (work.flop_count(shape) or 0)
+            assert (
+                result.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+            )
+        if work.kind == "add":
+            assert result.numel() == work.element_count(shape)
+
+
+def test_tf32_is_for_products_on_gpus_that_have_it():
+    assert [work.kind for work in work_for("cuda", has_tf32=True) if "tf32" in work.formats] == [
+        "matmul",
+        "convolution",
+    ]
+    assert not any("tf32" in work.formats for work in work_for("cuda"))
+    assert has_tf32({"capability": "8.0"})
+    assert has_tf32({"capability": "12.1"})
+    assert not has_tf32({"capability": "7.5"})
+    assert not has_tf32({"capability": None})
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_fp32_is_exact_while_measured_and_as_before_afterwards(precision):
+    seen = []
+
+    def seconds(name, n, _):
+        seen.append(
+            (name, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision)
+        )
+        if len(seen) == 100:
+            raise KeyError("in the middle of it")
+        return 0.1
+
+    torch.set_float32_matmul_precision(precision)
+    try:
+        before = arithmetic_settings()
+        work = Made(Clock(), seconds, ("fp32", "tf32"))
+        with pytest.raises(KeyError):
+            measured(work, Budget(device_s=1e6, call_s=1e3))
+        assert arithmetic_settings() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(seen) == {("fp32", "ieee", "ieee"), ("tf32", "tf32", "tf32")}
+
+
+@pytest.fixture(scope="module")
+def short():
+    """A real measurement of this CPU, as short as can be."""
+    return measure_device("cpu", work_for("cpu"), Budget(device_s=1.5, call_s=0.05))
+
+
+def test_a_real_measurement_is_consistent(short):
+    assert json.loads(json.dumps(short, allow_nan=False)) == short
+    assert len(short) == 4 * 3 * 3
+    assert any(row["rounds"] for row in short)
+    for row in short:
+        if not row["rounds"]:
+            assert row["reason"]
+            assert all(row[name] is None for name in NUMBERS)
+            continue
+        assert row["reason"] is None
+        assert 0 < row["time_s_low"] <= row["time_s_median"] <= row["time_s_high"]
+        rate = row["rate_flop_per_s"] or row["rate_element_per_s"]
+        assert rate > 0
+        assert (row["rate_byte_per_s"] is None) == (row["kind"] != "add")
+        if row["speed_against_fp32"] is not None:
+            low, high = row["speed_against_fp32_low"], row["speed_against_fp32_high"]
+            assert 0 < low <= row["speed_against_fp32"] <= high
+        if row["format"] == "fp32":
+            assert row["speed_against_fp32"] == 1
+
+
+def test_measuring_leaves_random_numbers_alone():
+    before = torch.get_rng_state()
+    measure_device("cpu", work_for("cpu")[:1], Budget(device_s=0.1, call_s=0.01))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def row(format_name, speed, shape=(512, 512), kind="matmul"):
+    return {"kind": kind, "shape": list(shape), "format": format_name, "speed_against_fp32": speed}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rows", "agree", "speed", "faster"),
+    [
+        ("bf16", [row("fp32", 1.0), row("bf16", 3.9), row("fp16", 0.01)], True, 3.9, None),
+        ("bf16", [row("fp32", 1.0), row("bf16", 0.6), row("fp16", 0.01)], False, 0.6, None),
+        ("bf16", [row("fp32", 1.0), row("bf16", 0.95), row("fp16", None)], True, 0.95, None),
+        ("bf16", [row("fp32", 1.0), row("bf16", 2.0), row("fp16", 4.0)], False, 2.0, "fp16"),
+        ("bf16", [row("fp32", 1.0), row("bf16", 2.0), row("fp16", 2.4)], True, 2.0, None),
+        ("fp32", [row("fp32", 1.0), row("bf16", 0.5), row("fp16", 0.1)], True, 1.0, None),
+        ("fp32", [row("fp32", 1.0), row("bf16", 1.3), row("fp16", 0.1)], False, 1.0, "bf16"),
+        # The largest that was measured decides, and the small size that loses does not.
+        ("bf16", [row("bf16", 0.3, (64, 64)), row("bf16", 3.0), row("fp16", 9.0, (64, 64))], True, 3.0, None),
+        ("bf16", [row("bf16", 3.0), row("bf16", 0.2, kind="convolution")], True, 3.0, None),
+        ("bf16", [row("bf16", None)], None, None, None),
+        ("bf16", [], None, None, None),
+    ],
+)
+def test_a_choice_is_held_against_the_rates_and_stays(chosen, rows, agree, speed, faster):
+    found = agreement(Choice(format=chosen, because="of that"), rows)
+    assert found == {
+        "format": chosen,
+        "because": "of that",
+        "rates_agree": agree,
+        "judged_at": [512, 512] if speed else None,
+        "speed_against_fp32": speed,
+        "faster_format": faster,
+    }
+
+
+KEY = {"cpu": "a"}
+
+
+def kept(short):
+    device = {"device": "cpu", "device_type": "cpu", "name": "A", "rows": short, "reason": None}
+    return {"measured_at_s": 1.5e9, "wall_s": 1.0, "devices": [device]}
+
+
+def test_rates_come_back_as_they_were(tmp_path, short):
+    path = rates_path(tmp_path / "cache", KEY)
+    assert read_rates(path, KEY) == (None, None)
+    assert write_rates(path, KEY, kept(short)) is None
+    assert read_rates(path, KEY) == (kept(short), None)
+    assert list(path.parent.iterdir()) == [path]
+    assert rates_path(tmp_path, KEY) != rates_path(tmp_path, {"cpu": "b"})
+
+
+def changed(**values):
+    def change(file):
+        return json.dumps(file | values)
+
+    return change
+
+
+def with_row(**values):
+    def change(file):
+        file["rates"]["devices"][0]["rows"][0] |= values
+        return json.dumps(file)
+
+    return change
+
+
+DAMAGED = {
+    "empty": (lambda file: "", "is damaged"),
+    "cut": (lambda file: json.dumps(file)[:-9], "is damaged"),
+    "bytes": (lambda file: b"\xff\xfe", "is damaged"),
+    "deep": (lambda file: "[" * 100_000, "is damaged"),
+    "a list": (lambda file: "[]", "is not a file of rates"),
+    "something else": (lambda file: '{"a": 1}', "is not a file of rates"),
+    "a format that is no number": (changed(cache_format=True), "is not a file of rates"),
+    "newer": (changed(cache_format=CACHE_FORMAT + 1), "is of a newer narrowcast"),
+    "older": (changed(cache_format=CACHE_FORMAT - 1), "is of an older narrowcast"),
+    "foreign": (changed(key={"cpu": "b"}), "is of another machine"),
+    "without rates": (changed(rates=None), "is damaged"),
+    "without devices": (changed(rates={"measured_at_s": 1, "wall_s": 1, "devices": []}), "is damaged"),
+    "nan": (with_row(time_s_median=math.nan), "is damaged"),
+    "too large": (with_row(time_s_median=10**400), "is damaged"),
+    "negative": (with_row(rate_flop_per_s=-1.0), "is damaged"),
+    "a word": (with_row(speed_against_fp32="4"), "is damaged"),
+    "no shape": (with_row(shape=[]), "is damaged"),
+    "a shape of words": (with_row(shape=["64", "64"]), "is damaged"),
+    "no reason": (with_row(time_s_median=None, reason=None), "is damaged"),
+    "a kind that is no word": (with_row(kind=None), "is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_file_that_cannot_be_believed_is_not(tmp_path, short, name):
+    change, why = DAMAGED[name]
+    path = rates_path(tmp_path, KEY)
+    write_rates(path, KEY, kept(short))
+    text = change(json.loads(path.read_text()))
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert read_rates(path, KEY) == (None, why)
+
+
+def test_a_file_that_cannot_be_read_or_written_is_no_error(tmp_path, short):
+    path = rates_path(tmp_path, KEY)
+    path.mkdir(parents=True)
+    assert read_rates(path, KEY) == (None, "cannot be read (Is a directory)")
+    assert write_rates(path, KEY, kept(short)) == "Is a directory"
+    assert list(path.parent.iterdir()) == [path], "nothing half-written is left"
+
+
+def test_rates_are_kept_until_asked_for_anew(tmp_path):
+    told = []
+    settings = Examination(cache=tmp_path, budget=SHORT)
+    first = examine(settings, progress=told.append)
+    assert first["rates"]["source"] == "measured"
+    assert first["notes"] == []
+    assert any("matmul" in line for line in told)
+    told.clear()
+    second = examine(settings, progress=told.append)
+    assert second["rates"]["source"] == "cache"
+    assert second["rates"]["devices"] == first["rates"]["devices"]
+    assert second["rates"]["file"] == first["rates"]["file"]
+    assert not any("matmul" in line for line in told)
+    fresh = examine(Examination(cache=tmp_path, fresh=True, budget=SHORT))
+    assert fresh["rates"]["source"] == "measured"
+    other = examine(Examination(cache=tmp_path, budget=Budget(device_s=0.3)))
+    assert other["rates"]["file"] != first["rates"]["file"]
+    assert json.loads(json.dumps(first, allow_nan=False)) == first
+    assert "choice" not in Path(first["rates"]["file"]).read_text(), "the choice is read from the hardware"
+
+
+def test_a_damaged_file_is_said_and_written_anew(tmp_path):
+    settings = Examination(cache=tmp_path, budget=SHORT)
+    path = Path(examine(settings)["rates"]["file"])
+    path.write_text("{")
+    found = examine(settings)
+    assert found["notes"] == [f"{path} is damaged: measured anew"]
+    assert found["rates"]["source"] == "measured"
+    assert examine(settings)["rates"]["source"] == "cache"
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = tmp_path / "file" / "cache"
+    found = examine(Examination(cache=cache, budget=SHORT))
+    assert found["rates"]["source"] == "measured"
+    assert found["rates"]["file"] is None
+    assert found["notes"] == [
+        f"the rates were not kept for the next time ({cache / 'rates'}: {os.strerror(errno.ENOTDIR)}; "
+        "set NARROWCAST_CACHE_DIR to a folder that can be written)"
+    ]
+    nowhere = examine(Examination(budget=SHORT))
+    assert nowhere["notes"] == [
+        "the rates were not kept for the next time (there is no home folder; set NARROWCAST_CACHE_DIR)"
+    ]
+
+
+def test_a_gpu_that_fails_is_a_finding(tmp_path):
+    facts = examine(Examination(budget=SHORT))["facts"]
+    gpu = {"device_type": "cuda", "name": "X", "memory_bytes": 1, "capability": "9.0", "gfx": None}
+    two = [gpu | {"device": "cuda:98"}, gpu | {"device": "cuda:99"}, gpu | {"device": "cuda:97", "name": "Y"}]
+    found = examine(Examination(budget=SHORT), facts=facts | {"gpus": two})
+    cpu, *gpus = found["rates"]["devices"]
+    assert [device["device"] for device in gpus] == ["cuda:98", "cuda:97"], "one of each kind"
+    assert cpu["rows"]
+    for device in gpus:
+        assert device["reason"] or all(row["reason"] for row in device["rows"])
+        assert device["choice"]["rates_agree"] is None
+    broken = facts | {
+        "gpus": [gpu | {"device": "cuda:0", "capability": "5.0"}],
+        "torch": facts["torch"] | {"architectures": ["sm_90"], "build": "cuda", "cuda": "13.0", "cudnn": 1},
+    }
+    found = examine(Examination(budget=SHORT), facts=broken)
+    assert found["mismatches"][0]["device"] == "cuda:0"
+    assert [device["device"] for device in found["rates"]["devices"]] == ["cpu"], "it is not tried"
+
+
+def test_work_is_a_value():
+    assert work_for("cpu") == work_for("cpu")
+    assert Work(kind="add", formats=("fp32",), shapes=SIZES) in {
+        Work(kind="add", formats=("fp32",), shapes=SIZES)
+    }
