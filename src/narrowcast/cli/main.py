@@ -11,6 +11,7 @@ from typer.exceptions import TyperException
 
 from narrowcast.cli.compare import compare
 from narrowcast.cli.doctor import doctor
+from narrowcast.cli.report import report
 from narrowcast.cli.run import run
 from narrowcast.errors import NarrowcastError
 
@@ -49,12 +50,15 @@ def _root(
     Beside FP32, to see the gain:  narrowcast compare train.py --its --own args
 
     What is fast on this machine:  narrowcast doctor
+
+    A capture as a page:  narrowcast report FOLDER
     """
 
 
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command(context_settings=_SCRIPT_LAST)(compare)
 app.command(context_settings=_SCRIPT_LAST)(doctor)
+app.command()(report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

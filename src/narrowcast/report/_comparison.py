@@ -1,8 +1,10 @@
-"""Two runs of one script side by side."""
+"""A comparison as text."""
 
 from __future__ import annotations
 
 import io
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -11,102 +13,67 @@ from rich.table import Table
 from rich.text import Text
 
 from narrowcast.report._printable import printable
+from narrowcast.report._rows import UNKNOWN, Check, checks, rows, shortened
 
 _WIDTH = 79
-_UNKNOWN = "-"
 _LONGEST_LINE = 200
 
 
-def comparison_table(comparison: dict[str, Any], *, color: bool = False) -> str:
+def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
     """The result of ``narrowcast compare`` as a table of at most 79 columns, ``color`` for a terminal.
 
     Args:
-        comparison: what ``Comparison.to_dict`` returns. A row with no number on either side is left out.
+        summary: what ``summary`` returns. A number that cannot be had is ``-``, with the reason below it.
         color: whether to use bold type.
     """
-    fp32, mixed, ratio = comparison["fp32"], comparison["mixed"], comparison["ratio"]
+    found = rows(summary)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("", overflow="fold")
     table.add_column("FP32", justify="right", overflow="fold")
-    table.add_column(f"mixed, {mixed['format'] or _UNKNOWN}", justify="right", overflow="fold")
+    table.add_column(_mixed_heading(summary), justify="right", overflow="fold")
     table.add_column("mixed is", style="bold")
-    rows = [
-        (
-            "step time, median",
-            _milliseconds(fp32["step_time_s_median"]),
-            _milliseconds(mixed["step_time_s_median"]),
-            _times(ratio["speed"], "faster", "slower"),
-        ),
-        (
-            "peak process memory",
-            _mebibytes(fp32["peak_resident_bytes"]),
-            _mebibytes(mixed["peak_resident_bytes"]),
-            _percent(ratio["peak_resident_bytes"]),
-        ),
-        (
-            "peak GPU tensor memory",
-            _mebibytes(fp32["peak_tensor_bytes"]),
-            _mebibytes(mixed["peak_tensor_bytes"]),
-            _percent(ratio["peak_tensor_bytes"]),
-        ),
-        ("final loss", _loss(fp32["final_loss"]), _loss(mixed["final_loss"]), ""),
-        ("optimizer steps", _count(fp32["steps"]), _count(mixed["steps"]), ""),
-        ("skipped steps", _count(fp32["skipped_steps"]), _count(mixed["skipped_steps"]), ""),
-        ("wall time", _seconds(fp32["wall_s"]), _seconds(mixed["wall_s"]), ""),
-    ]
-    for name, left, right, verdict in rows:
-        if (left, right) != (_UNKNOWN, _UNKNOWN):
-            table.add_row(name, left, right, verdict)
+    for row in found:
+        table.add_row(*map(Text, (row.name, row.fp32, row.mixed, row.mixed_is)))
     stream = io.StringIO()
     console = Console(
         file=stream, width=_WIDTH, force_terminal=color, color_system="standard" if color else None
     )
+    if not summary["finished"]:
+        console.print(Text("This comparison was cut short: what follows is what it had."))
     console.print(table)
-    console.print("The script's own last line:", style="bold" if color else "")
-    console.print(Text(f"  FP32   {_last_line(fp32)}"))
-    console.print(Text(f"  mixed  {_last_line(mixed)}"))
-    for note in mixed["notes"]:
-        console.print(Text(f"note: {printable(note)}"))
+    bold = "bold" if color else ""
+    for row in found:
+        if UNKNOWN in (row.fp32, row.mixed):
+            for reason in row.reasons:
+                console.print(_wrapped(f"no {row.name}: {reason}"))
+    for check in checks(summary):
+        console.print(_wrapped(_judged(check), "           "))
+    console.print(Text(f"verdict    {summary['verdict']}", style=bold))
+    console.print()
+    console.print(Text("The script's own last line:", style=bold))
+    console.print(Text(f"  FP32   {_last_line(summary['fp32'])}"))
+    console.print(Text(f"  mixed  {_last_line(summary['mixed'])}"))
+    for note in summary["notes"]:
+        console.print(_wrapped(f"note: {printable(note)}"))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def _last_line(run: dict[str, Any]) -> str:
-    line = printable(run["last_line"])
+def _mixed_heading(summary: Mapping[str, Any]) -> Text:
+    return Text(f"mixed, {shortened(summary['mixed']['format'] or UNKNOWN, 20)}")
+
+
+def _judged(check: Check) -> str:
+    numbers = f": {', '.join(check.numbers)}" if check.numbers else ""
+    reason = f"; {printable(check.reason)}" if check.reason else ""
+    return f"{check.name:<10} {check.verdict}{numbers}{reason}"
+
+
+def _wrapped(text: str, indent: str = "") -> Text:
+    return Text(textwrap.fill(text, _WIDTH, subsequent_indent=indent))
+
+
+def _last_line(side: Mapping[str, Any]) -> str:
+    line = printable(side["last_line"] or "")
     if len(line) > _LONGEST_LINE:
         line = f"{line[:_LONGEST_LINE]} ..."
     return line or "(it printed nothing)"
-
-
-def _count(count: int | None) -> str:
-    return _UNKNOWN if count is None else str(count)
-
-
-def _seconds(seconds: float | None) -> str:
-    return _UNKNOWN if seconds is None else f"{seconds:.1f} s"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return _UNKNOWN if seconds is None else f"{seconds * 1e3:.2f} ms"
-
-
-def _mebibytes(count: int | None) -> str:
-    return _UNKNOWN if count is None else f"{count / 2**20:.0f} MiB"
-
-
-def _loss(loss: float | str | None) -> str:
-    return _UNKNOWN if loss is None else f"{float(loss):.5g}"
-
-
-def _times(ratio: float | None, more: str, less: str) -> str:
-    if ratio is None:
-        return ""
-    if abs(ratio - 1) < 0.005:
-        return "the same"
-    return f"{ratio:.2f}x {more}" if ratio >= 1 else f"{1 / ratio:.2f}x {less}"
-
-
-def _percent(ratio: float | None) -> str:
-    if ratio is None:
-        return ""
-    change = (ratio - 1) * 100
-    return "the same" if abs(change) < 0.5 else f"{abs(change):.0f} % {'more' if change > 0 else 'less'}"

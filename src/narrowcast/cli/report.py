@@ -1,0 +1,71 @@
+"""``narrowcast report``: what a capture says, as text, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def report(
+    capture: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CAPTURE",
+            help="The folder of a comparison or of a run, or the capture file in it.",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the text.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Where the page goes. Default: report.html beside the capture.",
+            show_default=False,
+        ),
+    ] = None,
+) -> int:
+    """Show again what compare or run found, and write it as a page that works offline."""
+    from narrowcast.observe import ComparisonCapture
+    from narrowcast.report import (
+        comparison_table,
+        find_capture,
+        page_beside,
+        page_of,
+        run_block,
+        run_summary,
+        save_page,
+        summary,
+    )
+
+    found = find_capture(capture)
+    page = save_page(page_of(found), page_beside(found) if output is None else output)
+    if isinstance(found, ComparisonCapture):
+        numbers = summary(found, report=str(page))
+        text = "" if as_json else comparison_table(numbers, color=sys.stdout.isatty())
+    else:
+        run, path = found
+        numbers = run_summary(run) | {"report": str(page)}
+        text = "" if as_json else run_block(run, capture_path=str(path))
+    _show(_json(numbers) if as_json else text)
+    print(f"narrowcast: the page is {page}", file=sys.stderr)  # noqa: T201
+    return 0
+
+
+def _json(numbers: dict[str, Any]) -> str:
+    return json.dumps(numbers, indent=2, allow_nan=False)
+
+
+def _show(text: str) -> None:
+    """Print ``text``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.replace("\u2500", "-").encode(encoding, errors="replace").decode(encoding)
+    print(text)  # noqa: T201

@@ -1,0 +1,309 @@
+"""Folders as ``narrowcast compare`` and ``narrowcast run`` leave them, made up: no script runs, no torch."""
+
+import json
+import math
+import random
+import struct
+import zlib
+from pathlib import Path
+
+from narrowcast.observe import SCHEMA
+
+STARTED = 1_790_000_000.0
+VERSIONS = {"narrowcast": "0.1.0", "torch": "2.13.0", "python": "3.11.9", "platform": "Linux x86_64"}
+SETTINGS = {"allow_tf32_matmul": False, "allow_tf32_cudnn": True, "deterministic_algorithms": False}
+BREAKS_OUT = "</script><script>window.hacked=1</script>"
+TEMPLATE = "{{7*7}}{% for x in range(9) %}x{% endfor %}"
+IMAGE = "<img src=x onerror=window.hacked=1>"
+HOSTILE = f"{BREAKS_OUT}{TEMPLATE}{IMAGE}<a href='javascript:window.hacked=1'>x</a>\u202e\x1b[31m\x00\u2028"
+
+
+def write_lines(path, *events):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def start(kind="run", **changed):
+    event = {"event": "start", "schema": SCHEMA, "kind": kind, "argv": ["train.py", "--epochs", "3"]}
+    more = {"loss_scale": None, "seed": 0}
+    more |= {"steps": 0, "repeats": 3, "at_step": 10} if kind == "compare" else {"rank": 0}
+    return {**event, "policy": "bf16", "started": STARTED, **more, **changed}
+
+
+def device(format_="bf16"):
+    because = {"bf16": "this GPU computes in bf16", "fp32": "the policy is fp32"}
+    return {
+        "event": "device",
+        "device_type": "cuda",
+        "format": format_,
+        "because": because.get(format_, "it was asked for"),
+    }
+
+
+def end(**changed):
+    return {
+        "event": "end",
+        "exit_code": 0,
+        "stopped": False,
+        "aside": None,
+        "wall_s": 41.3,
+        "backwards": 300,
+        "forwards": 310,
+        "steps": 300,
+        "skipped_steps": 0,
+        "final_scale": None,
+        "peak_resident_bytes": 812 * 2**20,
+        "peak_tensor_bytes": None,
+        "settings": SETTINGS,
+        "versions": VERSIONS,
+        **changed,
+    }
+
+
+def training(
+    seed, *, mixed, steps=300, sites=("train.py:41",), step_s=0.0123, scale=None, diverges=None, cut=False
+):
+    """The events of a run that trains; ``diverges``: the step from which its losses are NaN."""
+    draw = random.Random(1000 * seed + mixed)
+    noise = random.Random(seed)
+    events = [start(seed=seed, policy="bf16" if mixed else "fp32"), device("bf16" if mixed else "fp32")]
+    now, backward, skipped = 0.4, 0, 0
+    for step in range(1, steps + 1):
+        lasts = step_s / (1.62 if mixed else 1) * draw.lognormvariate(0, 0.06)
+        lasts *= 3 if draw.random() < 0.02 or step < 4 else 1
+        now += lasts
+        for place, site in enumerate(sites):
+            backward += 1
+            value = (2.3 - 0.4 * place) * math.exp(-step / 70) + 0.09 + 0.06 * abs(noise.gauss(0, 1))
+            value *= 1 + 0.004 * draw.gauss(0, 1) * mixed
+            if diverges is not None and step >= diverges:
+                value = "nan" if step > diverges else "inf"
+            events.append(
+                {"event": "loss", "time_s": now, "backward": backward, "site": site, "value": value}
+            )
+        skip = scale is not None and mixed and (step < 5 or step in (120, 121) or step % 97 == 0)
+        skipped += skip
+        if scale is not None and mixed:
+            scale = scale / 2 if skip else scale * 2 if step % 60 == 0 else scale
+        events.append(
+            {
+                "event": "step",
+                "time_s": now,
+                "interval_s": None if step == 1 else lasts,
+                "skipped": skip,
+                "scale": scale if mixed else None,
+                "backward": backward,
+            }
+        )
+    peak = (5.4 if mixed else 8.1) * 2**30
+    ended = end(
+        wall_s=now + 2,
+        steps=steps - skipped,
+        skipped_steps=skipped,
+        backwards=backward,
+        final_scale=scale if mixed else None,
+        peak_tensor_bytes=int(peak),
+        peak_resident_bytes=(812 if mixed else 790) * 2**20,
+    )
+    return events if cut else [*events, ended]
+
+
+def computing(seed, *, mixed, calls=200):
+    """The events of a run that only computes."""
+    draw = random.Random(1000 * seed + mixed)
+    now = 0.2
+    events = [start(seed=seed, argv=["infer.py"]), device("bf16" if mixed else "fp32")]
+    for _ in range(calls):
+        lasts = (0.0041 if mixed else 0.0074) * draw.lognormvariate(0, 0.09)
+        now += lasts + 0.001
+        events.append(
+            {"event": "forward", "time_s": now, "duration_s": lasts, "gradients": False, "training": False}
+        )
+    return [*events, end(steps=0, backwards=0, forwards=calls, peak_tensor_bytes=(3 - mixed) * 10**8)]
+
+
+def parameter(name, ratio, *, judged=True, reason=None):
+    return {
+        "name": name,
+        "shape": [64, 64],
+        "gradient_norm": 0.81,
+        "error_norm": 0.003,
+        "noise_norm": 0.4,
+        "rounding_norm": 1e-7,
+        "error_over_noise": ratio,
+        "relative_error": 0.004,
+        "cosine": 0.99999,
+        "judged": judged,
+        "reason": reason,
+    }
+
+
+def certificate(count=14, *, names=None, **changed):
+    draw = random.Random(count)
+    names = names or [
+        f"blocks.{n // 4}.{('qkv', 'proj', 'up', 'down')[n % 4]}.{'bias' if n % 7 == 3 else 'weight'}"
+        for n in range(count)
+    ]
+    parameters = [parameter(name, 0.006 * draw.lognormvariate(0, 0.6)) for name in names]
+    if count > 5 and len(names) > 5:
+        parameters[5] = parameter(
+            names[5],
+            595.0,
+            judged=False,
+            reason="its gradient is rounding noise in FP32 itself, as that of a bias before a batch norm is",
+        )
+    worst = max((p for p in parameters if p["judged"]), key=lambda p: p["error_over_noise"])
+    return {
+        "event": "certificate",
+        "policy": "bf16",
+        "format": "bf16",
+        "at_step": 10,
+        "loss_scale": None,
+        "error_over_noise": 0.0071,
+        "relative_error": 0.0034,
+        "cosine": 0.999994,
+        "worst_parameter": {key: worst[key] for key in ("name", "error_over_noise", "relative_error")},
+        "parameters": parameters,
+        "verdict": "pass",
+        "reason": "below 0.05 for all parameters together and for each",
+        **changed,
+    }
+
+
+def output(**changed):
+    found = {"event": "output", "relative_error": 0.0031, "sqnr_db": 50.2, "calls": 200, "verdict": "pass"}
+    return {**found, "reason": "below 0.05 in every call", **changed}
+
+
+def note(text):
+    return {"event": "note", "text": text}
+
+
+def comparison(folder, events_of_runs, *own, finished=True, **started):
+    """Write a comparison: ``events_of_runs`` maps names such as ``fp32-0`` to events of a run."""
+    folder = Path(folder)
+    runs = []
+    for name, events in events_of_runs.items():
+        write_lines(folder / name / "capture.jsonl", *events)
+        format_, _, seed = name.partition("-")
+        runs.append(
+            {
+                "event": "run",
+                "name": name,
+                "format": format_,
+                "seed": int(seed),
+                "capture": f"{name}/capture.jsonl",
+                "last_line": "test accuracy 0.981",
+            }
+        )
+    lines = [start("compare", **started), *runs, *own]
+    write_lines(folder / "comparison.jsonl", *lines, *([{"event": "finished", "wall_s": 251.7}] * finished))
+    return folder
+
+
+def both(seeds, make, **settings):
+    """Runs of both formats for each seed, in the order in which ``compare`` makes them."""
+    return {
+        f"{format_}-{seed}": make(seed, mixed=format_ == "mixed", **settings)
+        for seed in seeds
+        for format_ in ("fp32", "mixed")
+    }
+
+
+def trained(folder, **settings):
+    folder = comparison(folder, both(range(3), training, **settings), certificate())
+    for run in ("fp32-0", "mixed-0"):
+        picture(folder / run / "samples.png", shade=40 if run == "fp32-0" else 60)
+        picture(folder / run / "plots" / "attention.png", shade=120)
+    return folder
+
+
+def gan(folder):
+    sites = ("/home/someone/gan/train.py:88", "/home/someone/gan/train.py:97")
+    more = note("the script draws random numbers on the CPU")
+    return comparison(folder, both(range(3), training, sites=sites), certificate(60), more)
+
+
+def inference(folder):
+    return comparison(folder, both(range(3), computing), output(), argv=["infer.py"])
+
+
+def fp16(folder):
+    """Skips, a scale that moves, and losses that become NaN in mixed precision alone."""
+    runs = both(range(3), training, scale=65536.0)
+    runs["mixed-1"] = training(1, mixed=True, scale=65536.0, diverges=210)
+    failed = certificate(
+        policy="fp16", format="fp16", error_over_noise=2.19, verdict="fail", reason="2.19 is above 0.05"
+    )
+    started = {"policy": "fp16", "loss_scale": "dynamic"}
+    return comparison(folder, runs, failed, **started)
+
+
+def many_parameters(folder, count=300):
+    return comparison(folder, both(range(3), training), certificate(count))
+
+
+def killed(folder):
+    """Killed in the middle of its second mixed run's line."""
+    runs = both(range(2), training)
+    runs["mixed-1"] = training(1, mixed=True, steps=77, cut=True)
+    folder = comparison(folder, runs, finished=False)
+    for path in (folder / "comparison.jsonl", folder / "mixed-1" / "capture.jsonl"):
+        with path.open("a") as file:
+            file.write('{"event": "loss", "time_s": 1.0, "ba')
+    return folder
+
+
+def hostile(folder):
+    """Every text is an attack, and numbers are at the ends of what a float holds."""
+    long = HOSTILE + "n" * 10_000
+    runs = both(range(3), training, steps=40, sites=(HOSTILE, "\u05d0\u05d1" * 50))
+    for seed, extreme in enumerate((1e300, -0.0, "nan")):
+        for name in (f"fp32-{seed}", f"mixed-{seed}"):
+            events = runs[name]
+            events[1] = {**device(), "device_type": HOSTILE, "format": HOSTILE, "because": HOSTILE}
+            events[2]["value"] = extreme
+            events[8]["value"] = -1e308
+            events[10]["value"] = 5e-324
+            events[-1]["versions"] = {HOSTILE: HOSTILE, "torch": "\ud800"}
+            events[-1]["settings"] = {HOSTILE: True, "x": HOSTILE}
+            events.insert(-1, note(HOSTILE))
+    names = [long, HOSTILE, TEMPLATE, IMAGE, BREAKS_OUT, "\u202ereversed", "", "%{x}<b>bold</b>"]
+    found = certificate(len(names), names=names, reason=HOSTILE, policy=HOSTILE, format=HOSTILE)
+    found["parameters"][0] |= {"error_over_noise": 1e308, "cosine": "nan", "relative_error": "inf"}
+    found["parameters"][1] |= {"error_over_noise": 5e-324}
+    found["parameters"][2] |= {"error_over_noise": -0.0}
+    found["parameters"][3] |= {"error_over_noise": "inf", "reason": HOSTILE}
+    argv = ["train.py", HOSTILE, long]
+    folder = comparison(
+        folder, runs, found, note(long), argv=argv, policy=HOSTILE, loss_scale=HOSTILE, started=1e308
+    )
+    path = folder / "comparison.jsonl"
+    path.write_text(path.read_text().replace("test accuracy 0.981", json.dumps(HOSTILE)[1:-1]))
+    return folder
+
+
+def one_run(folder, **settings):
+    """What ``narrowcast run`` leaves: a capture, and what the script saved."""
+    write_lines(Path(folder) / "capture.jsonl", *training(0, mixed=True, **settings))
+    picture(Path(folder) / "samples.png", shade=90)
+    return Path(folder)
+
+
+def picture(path, *, shade=80, size=48):
+    """A PNG with a gradient of grey in it."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = b"".join(b"\0" + bytes((shade + 3 * x + 2 * y) % 256 for x in range(size)) for y in range(size))
+    header = struct.pack(">IIBBBBB", size, size, 8, 0, 0, 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
+    return path
