@@ -131,15 +131,33 @@ def test_an_overhead_does_not_hide_the_large_sizes():
 
 
 def test_the_time_for_a_device_is_kept():
+    """Operands that take a second to make use it up: eight at first, then two a size."""
     clock = Clock()
     start = clock()
-    work = Made(clock, lambda name, n, _: 0.09)
-    rows = measured(work, Budget(device_s=2.0, call_s=1.0))
-    # The last round began in time; one round more is two calls.
-    assert clock() - start <= 2.0 + 3 * 0.09
+
+    class Slow(Made):
+        def prepare(self, shape, format_name, device):
+            clock.now_s += 1
+            return super().prepare(shape, format_name, device)
+
+    rows = measured(Slow(clock, lambda name, n, _: 0.0001), Budget(device_s=11.0))
+    assert clock() - start <= 11.0 + 2 + 0.1, "what began in time is finished"
     assert rows["small", "fp32"]["rounds"] >= 3
-    assert rows["large", "bf16"]["reason"] == "the time for this device, 2.0 s, was used up"
-    assert rows["large", "bf16"]["expected_time_s"] is None
+    for name in ("fp32", "bf16"):
+        assert rows["large", name]["reason"] == "the time for this device, 11.0 s, was used up"
+        assert rows["large", name]["expected_time_s"] is None
+    start = clock()
+    rows = measured(Slow(clock, lambda name, n, _: 0.0001), Budget(device_s=3.5))
+    assert clock() - start <= 3.5 + 1 + 0.1
+    assert all(row["reason"] == "the time for this device, 3.5 s, was used up" for row in rows.values())
+
+
+def test_no_call_takes_more_than_a_thirtieth_of_the_time():
+    work = Made(Clock(), lambda name, n, _: n * 0.01)
+    rows = measured(work, Budget(device_s=3.0, call_s=10.0))
+    assert rows["small", "bf16"]["rounds"]
+    assert rows["medium", "bf16"]["reason"] == "one call would take about 0.6 s"
+    assert max(work.clock.calls_s) <= 0.1
 
 
 def test_a_busy_machine_slows_all_formats_and_changes_no_ratio():

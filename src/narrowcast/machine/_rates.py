@@ -22,6 +22,8 @@ _SAMPLE_S = 0.002
 _MOST_CALLS = 1000
 # Where the middle half of the rounds spans more than this share of the median, something else was running.
 _NOISY = 0.25
+# The longest call that is made fits this often into the time for a device.
+_CALLS_IN_TIME = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class Budget:
 
     Attributes:
         device_s: seconds for one device; what has not begun by then is skipped.
-        call_s: a call that is expected to take longer than this is never made.
+        call_s: a call that is expected to take longer than this, or than a thirtieth of ``device_s``, is
+            never made.
     """
 
     device_s: float = 15.0
@@ -65,7 +68,13 @@ def measure_device(
         fp32 by the time in this format, with its quartiles. Where it was not measured these are null,
         ``reason`` says why, and ``expected_time_s`` is set if one call would have taken too long.
     """
-    run = _Run(device=device, budget=budget, clock=clock, deadline=clock() + budget.device_s)
+    run = _Run(
+        device=device,
+        budget=budget,
+        clock=clock,
+        deadline=clock() + budget.device_s,
+        longest_s=min(budget.call_s, budget.device_s / _CALLS_IN_TIME),
+    )
     share_s = budget.device_s / (2 * sum(1 for work in works for shape in work.shapes if shape.size))
     found: dict[tuple[Work, Shape], list[dict[str, Any]]] = {}
     with torch.inference_mode():
@@ -117,14 +126,15 @@ class _Run:
     budget: Budget
     clock: Clock
     deadline: float
+    longest_s: float
 
     def estimate(
         self, work: Work, format_name: str, progress: Callable[[str], None]
     ) -> dict[Shape, float | _Skipped]:
         """Seconds of one call at each shape, from the smallest up, or why it will not be made.
 
-        A shape is tried only when the one before it, scaled up, foretells less than ``call_s``. A small call
-        is mostly overhead, so the guess errs towards too long; steps between the sizes keep that in bounds.
+        A shape is tried only when the one before it, scaled up, foretells less than ``longest_s``. A small
+        call is mostly overhead, so the guess errs towards too long; steps between the sizes bound that.
         """
         found: dict[Shape, float | _Skipped] = {}
         last: tuple[float, int] | None = None
@@ -137,7 +147,7 @@ class _Run:
                 continue
             if last is not None:
                 expected_s = last[0] * work.amount(shape) / last[1]
-                if expected_s > self.budget.call_s:
+                if expected_s > self.longest_s:
                     found[shape] = _Skipped(f"one call would take about {_seconds(expected_s)}", expected_s)
                     continue
             progress(f"{self.device}: {work.kind.replace('_', ' ')} in {format_name}")
@@ -150,7 +160,7 @@ class _Run:
                 continue
             last = (seconds, work.amount(shape))
             too_long = _Skipped(f"one call takes {_seconds(seconds)}", seconds)
-            found[shape] = too_long if seconds > self.budget.call_s else seconds
+            found[shape] = too_long if seconds > self.longest_s else seconds
         return found
 
     def side_by_side(
@@ -204,7 +214,7 @@ class _Run:
     def _quickest(self, call: Callable[[], object], format_name: str) -> float:
         """Of up to four calls: the first one also sets things up, and another may be interrupted."""
         seconds = math.inf
-        for allowed_s in (math.inf, self.budget.call_s, *[self.budget.call_s / 50] * 2):
+        for allowed_s in (math.inf, self.longest_s, *[self.longest_s / 50] * 2):
             if seconds < allowed_s or seconds == math.inf:
                 seconds = min(seconds, self._time(call, format_name, 1))
         return seconds

@@ -41,7 +41,9 @@ def doctor_text(examination: dict[str, Any], *, color: bool = False) -> str:
     for device in rates["devices"]:
         _conclusions(console, device, facts["arithmetic"])
     _wrong(console, examination["mismatches"])
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    # A table may end in an empty line of its own.
+    return "\n".join(line for line, before in zip(lines, ["", *lines], strict=False) if line or before)
 
 
 def _machine(console: Console, facts: dict[str, Any]) -> None:
@@ -85,7 +87,7 @@ def _torch(torch: dict[str, Any]) -> str:
 def _wrong(console: Console, mismatches: list[dict[str, str]]) -> None:
     console.print()
     if not mismatches:
-        _paragraph(console, "Nothing was found that does not fit together.")
+        _paragraph(console, "torch, drivers and devices fit together.")
     for found in mismatches:
         is_error = found["severity"] == "error"
         head = f"{'PROBLEM' if is_error else 'note'}, {found['device']}: {found['text']}"
@@ -96,7 +98,7 @@ def _wrong(console: Console, mismatches: list[dict[str, str]]) -> None:
 def _rates(console: Console, device: dict[str, Any]) -> None:
     console.print()
     if not device["rows"]:
-        _paragraph(console, printable(f"{_where(device)} was not measured: {device['reason']}"))
+        _paragraph(console, printable(f"Not measured: {_where(device)} ({device['reason']})"))
         return
     console.print(Text(f"How fast each format is on {_where(device)}", style="bold"))
     console.print(_table(device["rows"]))
@@ -166,17 +168,18 @@ def _speed(row: dict[str, Any] | None) -> str:
 
 def _skipped(rows: list[dict[str, Any]]) -> Iterator[str]:
     """One line for each format and reason, with all that it holds for."""
-    places: dict[tuple[str, str], list[str]] = {}
+    long: dict[str, list[str]] = {}
+    others: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row["reason"]:
-            place = f"{KINDS.get(row['kind'], row['kind'])} {shape_text(row)}"
-            long = row["expected_time_s"]
-            why = row["reason"] if long is None else "skipped, since one call would take long"
-            places.setdefault((row["format"], why), []).append(
-                place if long is None else f"{place} {long:.1f} s"
-            )
-    for (name, why), found in places.items():
-        yield f"{name}: {why}: {'; '.join(found)}."
+        place = f"{KINDS.get(row['kind'], row['kind'])} {shape_text(row)}"
+        if row["expected_time_s"] is not None:
+            long.setdefault(row["format"], []).append(f"{place} ({row['expected_time_s']:.1f} s)")
+        elif row["reason"]:
+            others.setdefault((row["format"], row["reason"]), []).append(place)
+    for name, places in long.items():
+        yield f"{name} skipped where one call would take long: {', '.join(places)}."
+    for (name, reason), places in others.items():
+        yield f"{name} not measured in {', '.join(places)}: {reason}."
 
 
 def _provenance(console: Console, rates: dict[str, Any]) -> None:
@@ -185,13 +188,14 @@ def _provenance(console: Console, rates: dict[str, Any]) -> None:
     if not measured:
         return
     rounds, spreads = [row["rounds"] for row in measured], sorted(map(spread, measured))
+    few, many = min(rounds), max(rounds)
     typical, worst = spreads[len(spreads) // 2], spreads[-1]
     _paragraph(
         console,
         "x: times the speed of exact fp32. Operands are in the format already; with casts they are in fp32 "
         "and cast at every call, as autocast does with what is new to it. Forward calls; medians of "
-        f"{min(rounds)} to {max(rounds)} rounds in which the formats take turns, whose middle half spans "
-        f"{typical:.0%} of the median, {worst:.0%} at worst.",
+        f"{few if few == many else f'{few} to {many}'} rounds in which the formats take turns, whose "
+        f"middle half spans {typical:.0%} of the median, {worst:.0%} at worst.",
     )
     if worst > NOISY:
         _paragraph(

@@ -76,6 +76,8 @@ def _of_choice(choice: dict[str, Any]) -> Iterator[str]:
             f"The rates disagree: {name} has {speed} the speed of fp32 at matmul {at}. "
             "To stay in fp32: --policy fp32."
         )
+    elif name != "fp32" and choice["speed_against_fp32"] < _AS_FAST:
+        yield f"The rates hardly differ: {speed} the speed of fp32 at matmul {at}."
     elif name == "fp32":
         yield f"The rates agree: no other format is faster at matmul {at}."
     else:

@@ -1,0 +1,425 @@
+"""What doctor says, to the letter, of machines that are made up."""
+
+import pytest
+
+from narrowcast.report import doctor_text
+from narrowcast.report._doctor_advice import advice, two_digits
+
+AMOUNTS = {"matmul": 2, "matmul_with_casts": 2, "convolution": 18}
+
+
+def row(kind, size, shape, format_name, time_s, speed, spread=0.02):
+    flop = None if kind == "add" else AMOUNTS[kind] * 1e9
+    return {
+        "kind": kind,
+        "size": size,
+        "shape": list(shape),
+        "format": format_name,
+        "rounds": 9,
+        "calls_per_round": 1,
+        "reason": None,
+        "expected_time_s": None,
+        "time_s_median": time_s,
+        "time_s_low": time_s * (1 - spread / 2),
+        "time_s_high": time_s * (1 + spread / 2),
+        "rate_flop_per_s": flop / time_s if flop else None,
+        "rate_element_per_s": None if flop else shape[0] / time_s,
+        "rate_byte_per_s": None if flop else 12 * shape[0] / time_s,
+        "speed_against_fp32": speed,
+        "speed_against_fp32_low": speed,
+        "speed_against_fp32_high": speed,
+    }
+
+
+def skipped(kind, size, shape, format_name, reason, expected_s=None):
+    empty = dict.fromkeys(row(kind, size, shape, format_name, 1.0, 1.0))
+    known = {"kind": kind, "size": size, "shape": list(shape), "format": format_name, "rounds": 0}
+    return empty | known | {"reason": reason, "expected_time_s": expected_s}
+
+
+FACTS = {
+    "python": "3.11.7",
+    "platform": "Linux",
+    "torch": {
+        "version": "2.13.0+cpu",
+        "build": "cpu",
+        "cuda": None,
+        "hip": None,
+        "cudnn": None,
+        "architectures": [],
+        "cuda_error": None,
+        "cpu_kernels": "AVX512",
+    },
+    "cpu": {
+        "name": "Some CPU",
+        "architecture": "x86_64",
+        "cores": 2,
+        "torch_threads": 1,
+        "memory_bytes": 24 * 2**30,
+        "instructions": {"AVX2": True, "AVX512-BF16": True, "AMX-BF16": False, "AMX-FP16": None},
+    },
+    "gpus": [],
+    "nvidia": {"driver": None, "driver_cuda": None, "gpus": [], "toolkit": "13.0"},
+    "pci": [],
+    "kfd": False,
+    "mps": {"built": False, "available": False},
+    "xpu": False,
+    "arithmetic": {"float32_matmul_precision": "highest"},
+}
+CHOICE = {
+    "format": "bf16",
+    "because": "this CPU has AVX512-BF16",
+    "rates_agree": True,
+    "judged_at": [512, 512],
+    "speed_against_fp32": 4.0,
+    "faster_format": None,
+}
+LONG = "one call would take about 6.4 s"
+CPU_DEVICE = {
+    "device": "cpu",
+    "device_type": "cpu",
+    "name": "Some CPU",
+    "reason": None,
+    "choice": CHOICE,
+    "rows": [
+        row("matmul", "small", (64, 64), "fp32", 0.02, 1.0),
+        row("matmul", "small", (64, 64), "bf16", 0.05, 0.4),
+        row("matmul", "small", (64, 64), "fp16", 0.25, 0.08),
+        row("matmul", "medium", (512, 512), "fp32", 0.01, 1.0),
+        row("matmul", "medium", (512, 512), "bf16", 0.0025, 4.0),
+        row("matmul", "medium", (512, 512), "fp16", 1.0, 0.01),
+        row("matmul_with_casts", "small", (64, 64), "fp32", 0.02, 1.0),
+        row("matmul_with_casts", "small", (64, 64), "bf16", 0.04, 0.5, spread=0.5),
+        skipped("matmul_with_casts", "small", (64, 64), "fp16", "torch cannot do it here: no kernel"),
+        row("matmul_with_casts", "medium", (512, 512), "fp32", 0.01, 1.0),
+        row("matmul_with_casts", "medium", (512, 512), "bf16", 0.0025, 4.0),
+        skipped("matmul_with_casts", "medium", (512, 512), "fp16", LONG, 6.4),
+        row("convolution", "large", (8, 128, 56, 56), "fp32", 0.02, 1.0),
+        row("convolution", "large", (8, 128, 56, 56), "bf16", 0.01, 2.0),
+        skipped("convolution", "large", (8, 128, 56, 56), "fp16", LONG, 12.0),
+        row("add", "small", (4096,), "fp32", 1e-6, 1.0),
+        row("add", "small", (4096,), "bf16", 1e-6, 1.0),
+        row("add", "small", (4096,), "fp16", 4e-6, 0.25),
+    ],
+}
+
+
+def examination(*devices, facts=FACTS, mismatches=(), **rates):
+    return {
+        "schema": 1,
+        "facts": facts,
+        "mismatches": list(mismatches),
+        "rates": {"source": "measured", "measured_at_s": 1.8e9, "wall_s": 7.25, "file": None}
+        | {"devices": list(devices)}
+        | rates,
+        "notes": [],
+    }
+
+
+CPU = examination(CPU_DEVICE)
+GPU_FACTS = FACTS | {
+    "torch": FACTS["torch"] | {"version": "2.13.0+cu130", "build": "cuda", "cuda": "13.0", "cudnn": 91200},
+    "gpus": [
+        {
+            "device": "cuda:0",
+            "device_type": "cuda",
+            "name": "NVIDIA X",
+            "memory_bytes": 80 * 2**30,
+            "capability": "9.0",
+            "gfx": None,
+        },
+        {
+            "device": "cuda:1",
+            "device_type": "cuda",
+            "name": "NVIDIA Old",
+            "memory_bytes": 8 * 2**30,
+            "capability": "5.0",
+            "gfx": None,
+        },
+    ],
+    "nvidia": {"driver": "580.65", "driver_cuda": "13.0", "gpus": [], "toolkit": "13.0"},
+}
+GPU_DEVICE = {
+    "device": "cuda:0",
+    "device_type": "cuda",
+    "name": "NVIDIA X",
+    "reason": None,
+    "choice": CHOICE | {"because": "NVIDIA X computes in bf16", "speed_against_fp32": 15.0},
+    "rows": [
+        row("matmul", "large", (8192, 8192), "fp32", 4e-5, 1.0),
+        row("matmul", "large", (8192, 8192), "tf32", 5e-6, 8.0),
+        row("matmul", "large", (8192, 8192), "bf16", 2.5e-6, 16.0),
+        row("matmul", "large", (8192, 8192), "fp16", 2.5e-6, 16.0),
+        row("add", "large", (2**26,), "fp32", 1e-4, 1.0),
+        row("add", "large", (2**26,), "bf16", 5e-5, 2.0),
+        row("add", "large", (2**26,), "fp16", 5e-5, 2.0),
+    ],
+}
+NO_KERNELS = {
+    "severity": "error",
+    "device": "cuda:1",
+    "text": "NVIDIA Old has compute capability 5.0, and this torch has kernels for sm_80, sm_90 only",
+    "fix": "install a torch build that includes it: see https://pytorch.org/get-started/locally",
+}
+NOTE = {
+    "severity": "note",
+    "device": "cpu",
+    "text": "torch uses 1 of 16 cores",
+    "fix": "unset OMP_NUM_THREADS",
+}
+GPU = examination(
+    CPU_DEVICE | {"rows": [], "reason": "it is too hot"},
+    GPU_DEVICE,
+    facts=GPU_FACTS,
+    mismatches=[NO_KERNELS, NOTE],
+)
+ON_A_CPU = """\
+CPU       Some CPU, 2 cores, 1 thread of torch, 24.0 GiB
+  has     AVX2, AVX512-BF16
+  lacks   AMX-BF16
+  unknown AMX-FP16
+GPU       none that torch sees
+torch     2.13.0+cpu, built for CPUs alone; CPU kernels: AVX512
+fp32      matmul precision "highest": exact fp32
+
+How fast each format is on this CPU
+
+                              fp32    bf16            fp16
+ ------------------------------------------------------------------
+ matmul, GFLOP/s
+   64 x 64                     100    40.0    0.40x   8.00   0.080x
+   512 x 512                   200     800     4.0x   2.00   0.010x
+ matmul with casts, GFLOP/s
+   64 x 64                     100    50.0   ~0.50x      -
+   512 x 512                   200     800     4.0x      -
+ convolution 3x3, GFLOP/s
+   8 x 128 x 56 x 56           900   1,800     2.0x      -
+ addition, G elements/s
+   4,096                      4.10    4.10     1.0x   1.02    0.25x
+
+- fp16 skipped where one call would take long: matmul with casts 512 x 512 (6.4
+  s), convolution 3x3 8 x 128 x 56 x 56 (12.0 s).
+- fp16 not measured in matmul with casts 64 x 64: torch cannot do it here: no
+  kernel.
+
+x: times the speed of exact fp32. Operands are in the format already; with
+casts they are in fp32 and cast at every call, as autocast does with what is
+new to it. Forward calls; medians of 9 rounds in which the formats take turns,
+whose middle half spans 2% of the median, 50% at worst.
+~: something else was running; measure again with --fresh when this machine is
+quiet.
+Measured just now, in 7.2 s.
+
+On this CPU, policy "auto" chooses bf16: this CPU has AVX512-BF16.
+- The rates agree: 4.0x the speed of fp32 at matmul 512 x 512.
+- bf16 against fp32: matmul 4.0x at 512 x 512, but 0.40x at 64 x 64; matmul
+  with casts 4.0x at 512 x 512, but 0.50x at 64 x 64; convolution 3x3 2.0x;
+  addition 1.0x.
+- A matmul repays its casts from somewhere between 64 x 64 and 512 x 512: a
+  model of smaller layers is slower in bf16 here.
+- fp16 on this CPU is 12 to 100 times slower in matmul than fp32: never choose
+  it for speed.
+
+torch, drivers and devices fit together."""
+ON_A_GPU = """\
+CPU       Some CPU, 2 cores, 1 thread of torch, 24.0 GiB
+  has     AVX2, AVX512-BF16
+  lacks   AMX-BF16
+  unknown AMX-FP16
+GPU       NVIDIA X, 80.0 GiB, compute capability 9.0, cuda:0
+GPU       NVIDIA Old, 8.0 GiB, compute capability 5.0, cuda:1
+torch     2.13.0+cu130, built for CUDA 13.0, cuDNN 91200; CPU kernels: AVX512
+driver    NVIDIA 580.65, CUDA up to 13.0
+toolkit   CUDA 13.0 (nvcc)
+fp32      matmul precision "highest": exact fp32
+
+Not measured: this CPU (it is too hot)
+
+How fast each format is on NVIDIA X (cuda:0)
+
+                          fp32   tf32           bf16           fp16
+ -------------------------------------------------------------------------
+ matmul, TFLOP/s
+   8192 x 8192            50.0    400   8.0x     800    16x     800    16x
+ addition, G elements/s
+   67,108,864              671                 1,342   2.0x   1,342   2.0x
+
+x: times the speed of exact fp32. Operands are in the format already; with
+casts they are in fp32 and cast at every call, as autocast does with what is
+new to it. Forward calls; medians of 9 rounds in which the formats take turns,
+whose middle half spans 2% of the median, 2% at worst.
+Measured just now, in 7.2 s.
+
+On this CPU, policy "auto" chooses bf16: this CPU has AVX512-BF16.
+- The rates agree: 4.0x the speed of fp32 at matmul 512 x 512.
+
+On NVIDIA X (cuda:0), policy "auto" chooses bf16: NVIDIA X computes in bf16.
+- The rates agree: 15x the speed of fp32 at matmul 512 x 512.
+- tf32 against fp32: matmul 8.0x.
+- tf32 is off for matmul: torch.set_float32_matmul_precision("high") turns it
+  on, and gives up 13 of the 23 bits of fp32's significand in every product.
+- bf16 against fp32: matmul 16x; addition 2.0x.
+- fp16 against fp32: matmul 16x; addition 2.0x.
+
+PROBLEM, cuda:1: NVIDIA Old has compute capability 5.0, and this torch has
+  kernels for sm_80, sm_90 only
+  fix: install a torch build that includes it: see
+       https://pytorch.org/get-started/locally
+note, cpu: torch uses 1 of 16 cores
+  fix: unset OMP_NUM_THREADS"""
+
+
+def squeezed(text):
+    """Rows word by word: how wide columns are is the business of rich."""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip(" -\u2500")]
+
+
+@pytest.mark.parametrize(("given", "expected"), [(CPU, ON_A_CPU), (GPU, ON_A_GPU)], ids=["cpu", "gpu"])
+def test_the_text_is_this(given, expected):
+    text = doctor_text(given)
+    assert squeezed(text) == squeezed(expected)
+    assert "\n\n\n" not in text
+    assert max(map(len, text.splitlines())) <= 79
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_terminal_gets_bold_and_red_and_the_same_words():
+    plain, colored = doctor_text(GPU), doctor_text(GPU, color=True)
+    assert "\x1b[1;31mPROBLEM" in colored
+    assert "\x1b" not in plain
+    for sequence in ("\x1b[1m", "\x1b[1;31m", "\x1b[0m"):
+        colored = colored.replace(sequence, "")
+    assert squeezed(colored) == squeezed(plain)
+
+
+def test_kept_rates_say_when_they_were_measured():
+    text = doctor_text(examination(CPU_DEVICE, source="cache"))
+    (last,) = [line for line in text.splitlines() if line.startswith("Measured")]
+    assert last.startswith("Measured on 2027-01-1")
+    assert last.endswith("; --fresh measures again.")
+
+
+def test_names_of_hardware_are_shown_as_text():
+    facts = FACTS | {"cpu": FACTS["cpu"] | {"name": "[red]A\x1b[31m\nB[/nothing]"}}
+    assert "CPU       [red]A B[/nothing], 2 cores" in doctor_text(examination(CPU_DEVICE, facts=facts))
+
+
+def test_less_exact_fp32_is_said():
+    facts = FACTS | {"arithmetic": {"float32_matmul_precision": "high"}}
+    text = doctor_text(examination(CPU_DEVICE, facts=facts))
+    assert 'fp32      matmul precision "high": less exact than fp32' in text
+
+
+def test_nothing_measured_is_said():
+    text = doctor_text(examination(CPU_DEVICE | {"rows": [], "reason": "no time", "choice": UNJUDGED}))
+    assert "Not measured: this CPU (no time)" in text
+    assert "- Nothing was measured that could confirm the choice." in text
+    assert "times the speed" not in text
+
+
+UNJUDGED = CHOICE | {"rates_agree": None, "judged_at": None, "speed_against_fp32": None}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({}, "The rates agree: 4.0x the speed of fp32 at matmul 512 x 512."),
+        (
+            {"speed_against_fp32": 0.97},
+            "The rates hardly differ: 0.97x the speed of fp32 at matmul 512 x 512.",
+        ),
+        (
+            {"rates_agree": False, "speed_against_fp32": 0.5},
+            "The rates disagree: bf16 has 0.50x the speed of fp32 at matmul 512 x 512. To stay in fp32: "
+            "--policy fp32.",
+        ),
+        (
+            {"rates_agree": False, "faster_format": "fp16"},
+            "The rates disagree: fp16 is faster at matmul 512 x 512. To use it: --policy fp16.",
+        ),
+        (
+            {"format": "fp32", "speed_against_fp32": 1.0},
+            "The rates agree: no other format is faster at matmul 512 x 512.",
+        ),
+    ],
+)
+def test_the_choice_against_the_rates(choice, expected):
+    device = CPU_DEVICE | {"choice": CHOICE | choice, "rows": []}
+    assert list(advice(device, FACTS["arithmetic"])) == [expected]
+
+
+def test_a_choice_of_fp32_that_was_not_measured_needs_no_word():
+    device = CPU_DEVICE | {"choice": UNJUDGED | {"format": "fp32"}, "rows": []}
+    assert list(advice(device, FACTS["arithmetic"])) == []
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ((2.0, 3.0, 4.0), "matmul 2.0 to 4.0x"),
+        ((0.5, 3.0, 4.0), "matmul 3.0 to 4.0x from 20 x 20 up, but 0.50x at 10 x 10"),
+        ((0.5, 0.6, 4.0), "matmul 4.0x at 30 x 30, but 0.50 to 0.60x up to 20 x 20"),
+        ((0.5, 1.0, 4.0), "matmul 4.0x at 30 x 30, 1.0x at 20 x 20, but 0.50x at 10 x 10"),
+        ((4.0, 0.8, 4.0), "matmul 4.0x at 10 x 10 and 30 x 30, but 0.80x at 20 x 20"),
+        ((0.8, 0.8, 0.8), "matmul 0.80x"),
+        ((1.09, 0.92, 1.0), "matmul 0.92 to 1.1x"),
+    ],
+)
+def test_sizes_that_gain_and_sizes_that_lose_in_words(speeds, expected):
+    rows = [row("matmul", "", (n, n), "bf16", 1.0, s) for n, s in zip((10, 20, 30), speeds, strict=True)]
+    device = CPU_DEVICE | {"rows": rows, "choice": UNJUDGED | {"format": "fp32"}}
+    assert list(advice(device, FACTS["arithmetic"])) == [f"bf16 against fp32: {expected}."]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ((0.5, 2.0, 4.0), "between 10 x 10 and 20 x 20"),
+        ((0.5, 0.9, 4.0), "between 20 x 20 and 30 x 30"),
+        ((1.0, 2.0, 4.0), None),
+        ((0.5, 0.6, 0.7), None),
+        ((0.5, 2.0, 0.7), None),
+        ((), None),
+    ],
+)
+def test_from_where_a_layer_repays_its_casts(speeds, expected):
+    rows = [
+        row("matmul_with_casts", "", (n, n), "bf16", 1.0, s)
+        for n, s in zip((10, 20, 30), speeds, strict=False)
+    ]
+    said = [line for line in advice(CPU_DEVICE | {"rows": rows}, FACTS["arithmetic"]) if "repays" in line]
+    assert [expected in line for line in said] == ([True] if expected else [])
+
+
+def test_only_the_largest_product_says_never():
+    """On a small one the overhead of a call hides how slow a format is."""
+    rows = [row("matmul", "", (n, n), "fp16", 1.0, s) for n, s in ((10, 0.9), (20, 0.01))]
+    rows.append(row("convolution", "", (1, 1, 9, 9), "fp16", 1.0, 0.02))
+    device = CPU_DEVICE | {"rows": rows, "choice": UNJUDGED | {"format": "fp32"}}
+    assert list(advice(device, FACTS["arithmetic"])) == [
+        "fp16 on this CPU is 1.1 to 100 times slower in matmul and 50 times slower in convolution 3x3 than "
+        "fp32: never choose it for speed."
+    ]
+    (told,) = advice(device | {"device_type": "cuda", "rows": rows[1:]}, FACTS["arithmetic"])
+    assert told.startswith("fp16 on this GPU is 100 times slower in matmul and 50")
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0.0098, "0.010"),
+        (0.066, "0.066"),
+        (0.37, "0.37"),
+        (1.0, "1.0"),
+        (4.14, "4.1"),
+        (15.4, "15"),
+        (871, "871"),
+    ],
+)
+def test_ratios_have_no_exponent(number, shown):
+    assert two_digits(number) == shown
+
+
+def test_unknown_kinds_of_a_later_version_are_shown_by_their_name():
+    rows = [row("matmul", "", (10, 10), "fp32", 1.0, 1.0) | {"kind": "sorting"}]
+    assert "sorting, GFLOP/s" in doctor_text(examination(CPU_DEVICE | {"rows": rows}))
