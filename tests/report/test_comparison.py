@@ -8,57 +8,101 @@ from narrowcast.report import comparison_table
 
 SIDE = {
     "step_time_s_median": 0.0123,
+    "step_time_s_interval": [0.0121, 0.0126],
+    "forward_time_s_median": None,
+    "forward_time_s_interval": None,
     "steps": 30,
     "skipped_steps": 0,
     "final_scale": None,
-    "final_loss": 0.123456,
-    "peak_tensor_bytes": None,
+    "final_loss": {"/home/a/train.py:12": 0.123456},
+    "peak_tensor_bytes": 2**30,
     "peak_resident_bytes": 512 * 2**20,
     "wall_s": 12.34,
     "format": "fp32",
     "last_line": "accuracy 0.98",
-    "notes": [],
+    "runs": ["fp32-0"],
 }
-UNKNOWN = dict.fromkeys(SIDE) | {"last_line": "", "notes": []}
-NO_RATIO = {"speed": None, "peak_tensor_bytes": None, "peak_resident_bytes": None}
+UNKNOWN = dict.fromkeys(SIDE) | {"final_loss": {}, "last_line": "", "runs": []}
+NO_RATIO = dict.fromkeys(("speed", "speed_interval", "peak_tensor_bytes", "peak_resident_bytes"))
+CERTIFICATE = {
+    "error_over_noise": 0.00712345,
+    "relative_error": 0.0034,
+    "cosine": 0.99999,
+    "worst_parameter": {"name": "fc.weight", "error_over_noise": 0.0171, "relative_error": 0.01},
+    "parameters": [],
+    "verdict": "pass",
+    "reason": "below 0.05",
+}
+OF_SITE = {
+    "difference": -0.000215,
+    "seed_spread": 0.0031,
+    "verdict": "pass",
+    "reason": "the difference is 0.07 of the spread between 3 seeds",
+}
+LOSS = {"site": "/home/a/train.py:12", **OF_SITE, "sites": {"/home/a/train.py:12": OF_SITE}}
 
 
-def comparison(fp32, mixed, **ratio):
-    return {"fp32": fp32, "mixed": {**mixed, "policy": "auto"}, "ratio": NO_RATIO | ratio}
+def made(fp32=SIDE, mixed=SIDE, ratio=NO_RATIO, **changed):
+    return {
+        "fp32": fp32,
+        "mixed": {"format": "bf16", **mixed, "policy": "auto"},
+        "ratio": {**NO_RATIO, **ratio},
+        "certificate": None,
+        "output": None,
+        "loss": None,
+        "verdict": "cannot tell",
+        "kind": "training",
+        "finished": True,
+        "notes": [],
+        "reasons": {},
+        **changed,
+    }
 
 
-FULL = comparison(
-    {**SIDE, "peak_tensor_bytes": 2**30},
-    {
+FULL = made(
+    mixed={
         **SIDE,
         "format": "bf16",
         "step_time_s_median": 0.00615,
+        "step_time_s_interval": [0.006, 0.0064],
         "peak_tensor_bytes": 2**29,
         "peak_resident_bytes": 640 * 2**20,
         "skipped_steps": 2,
-        "notes": [
-            "the script has a trait that is worth a note so long that it does not fit on one line",
-            "b",
-        ],
+        "final_scale": 65536.0,
     },
-    speed=2.0,
-    peak_tensor_bytes=0.5,
-    peak_resident_bytes=1.25,
+    ratio={
+        "speed": 2.0,
+        "speed_interval": [1.89, 2.1],
+        "peak_tensor_bytes": 0.5,
+        "peak_resident_bytes": 1.25,
+    },
+    certificate=CERTIFICATE,
+    loss=LOSS,
+    verdict="pass",
+    notes=["the script has a trait that is worth a note so long that it does not fit on one line", "b"],
 )
 TABLES = {
-    "everything": (
+    "training": (
         FULL,
         """\
 
-                                     FP32   mixed, bf16   mixed is
-         ------------------------------------------------------------
-         step time, median        12.30 ms       6.15 ms   2.00x faster
-         peak process memory       512 MiB       640 MiB   25 % more
-         peak GPU tensor memory   1024 MiB       512 MiB   50 % less
-         final loss                0.12346       0.12346
-         optimizer steps                30            30
-         skipped steps                   0             2
-         wall time                  12.3 s        12.3 s
+                                   FP32     mixed, bf16   mixed is
+         --------------------------------------------------------------
+         step time, median     12.30 ms         6.15 ms   2.00x faster
+           its interval   12.10 to 12.60 ms   6.00 to 6.40 ms   1.89x to 2.10x
+         peak tensor memory    1024 MiB         512 MiB   50 % less
+         peak process memory    512 MiB         640 MiB   25 % more
+         final loss             0.12346         0.12346
+         optimizer steps             30              30
+         skipped steps                0               2
+         final loss scale             -           65536
+         wall time               12.3 s          12.3 s
+
+        gradients  pass: error over noise 0.00712 (limit 0.05), worst 0.0171 in
+                   fc.weight; below 0.05
+        loss       pass: difference -0.000215, spread of seeds 0.0031; the difference
+                   is 0.07 of the spread between 3 seeds
+        verdict    pass
 
         The script's own last line:
           FP32   accuracy 0.98
@@ -67,31 +111,93 @@ TABLES = {
         on one line
         note: b""",
     ),
-    "nothing": (
-        comparison(UNKNOWN, UNKNOWN),
+    "two losses, one of them lost": (
+        made(
+            UNKNOWN | {"final_loss": {"/a/gan.py:3": 1.5, "C:\\a\\gan.py:9": 0.5}},
+            UNKNOWN | {"format": "fp16", "final_loss": {"/a/gan.py:3": "nan", "C:\\a\\gan.py:9": 0.5}},
+            loss={
+                "site": "/a/gan.py:3",
+                "difference": None,
+                "seed_spread": None,
+                "verdict": "fail",
+                "reason": "the loss is finite in FP32 and not in mixed precision",
+                "sites": {"/a/gan.py:3": {}, "C:\\a\\gan.py:9": {"difference": 0.0}},
+            },
+            verdict="fail",
+            reasons=dict.fromkeys(
+                ("fp32.step_time_s_median", "mixed.step_time_s_median"), "no torch.optim.Optimizer stepped"
+            )
+            | {"fp32.peak_tensor_bytes": "was not made", "mixed.peak_tensor_bytes": "was killed"},
+        ),
         """\
 
-          FP32   mixed, -   mixed is
-         ----------------------------
+                                    FP32   mixed, fp16   mixed is
+         ---------------------------------------------------------
+         step time, median             -             -
+         peak tensor memory            -             -
+         peak process memory           -             -
+         final loss, gan.py:3        1.5           nan
+         final loss, gan.py:9        0.5           0.5   the same
+
+        no step time, median: no torch.optim.Optimizer stepped
+        no peak tensor memory: FP32: was not made
+        no peak tensor memory: mixed: was killed
+        loss       fail: worst of 2 losses: gan.py:3; the loss is finite in FP32 and
+                   not in mixed precision
+        verdict    fail
 
         The script's own last line:
           FP32   (it printed nothing)
           mixed  (it printed nothing)""",
     ),
-    "one side, not finite, the same": (
-        comparison(
-            {**UNKNOWN, "final_loss": "nan", "steps": 1},
-            {**UNKNOWN, "final_loss": "-inf", "format": "fp16, bf16", "wall_s": 0.04},
-            speed=1.004,
-            peak_resident_bytes=0.996,
+    "inference": (
+        made(
+            SIDE
+            | {
+                "forward_time_s_median": 0.0005,
+                "forward_time_s_interval": [0.0004, 0.0006],
+                "final_loss": {},
+            },
+            SIDE
+            | {"forward_time_s_median": 0.25, "forward_time_s_interval": [0.2, 0.3], "final_loss": {}}
+            | {"format": "bf16", "peak_tensor_bytes": 3 * 2**20},
+            kind="inference",
+            output={
+                "relative_error": 0.0031,
+                "sqnr_db": 50.17,
+                "calls": 20,
+                "verdict": "pass",
+                "reason": "below 0.05 in every call",
+            },
+            verdict="pass",
         ),
         """\
 
-                            FP32   mixed, fp16, bf16   mixed is
-         ------------------------------------------------------
-         final loss          nan                -inf
-         optimizer steps       1                   -
-         wall time             -               0.0 s
+                                         FP32        mixed, bf16   mixed is
+         -------------------------------------------------------------------
+         forward time, median          0.5 ms           250.0 ms
+           its interval         0.4 to 0.6 ms   200.0 to 300.0 ms
+         peak tensor memory          1024 MiB             3 MiB
+         peak process memory          512 MiB            512 MiB
+         wall time                     12.3 s             12.3 s
+
+        output     pass: relative error 0.0031, SQNR 50.17 dB, 20 calls; below 0.05 in
+                   every call
+        verdict    pass
+
+        The script's own last line:
+          FP32   accuracy 0.98
+          mixed  accuracy 0.98""",
+    ),
+    "cut short before anything ended": (
+        made(UNKNOWN, UNKNOWN | {"format": None}, kind=None, finished=False),
+        """\
+        This comparison was cut short: what follows is what it had.
+
+          FP32   mixed, -   mixed is
+         ----------------------------
+
+        verdict    cannot tell
 
         The script's own last line:
           FP32   (it printed nothing)
@@ -114,6 +220,12 @@ def test_the_table_is_this(what):
     assert all(line == line.rstrip() for line in table.splitlines())
 
 
+def test_without_noise_the_relative_error_is_said():
+    noiseless = CERTIFICATE | {"error_over_noise": None, "worst_parameter": None, "reason": "one batch"}
+    table = comparison_table(made(certificate=noiseless))
+    assert "gradients  pass: relative error 0.0034; one batch" in table
+
+
 @pytest.mark.parametrize(
     ("speed", "shown"),
     [
@@ -123,10 +235,11 @@ def test_the_table_is_this(what):
         (1.006, "1.01x faster"),
         (0.5, "2.00x slower"),
         (0.99, "1.01x slower"),
+        (1e300, "1e+300x faster"),
     ],
 )
 def test_a_ratio_of_times_is_said_as_faster_or_slower(speed, shown):
-    table = comparison_table(FULL | {"ratio": NO_RATIO | {"speed": speed}})
+    table = comparison_table(made(ratio={"speed": speed}))
     assert next(row for row in squeezed(table) if row.startswith("step time")).endswith(f"ms {shown}")
 
 
@@ -134,23 +247,38 @@ def test_a_ratio_of_times_is_said_as_faster_or_slower(speed, shown):
     ("ratio", "shown"), [(1.004, "the same"), (0.996, "the same"), (1.006, "1 % more"), (0.25, "75 % less")]
 )
 def test_a_ratio_of_memory_is_said_in_percent(ratio, shown):
-    table = comparison_table(FULL | {"ratio": NO_RATIO | {"peak_resident_bytes": ratio}})
+    table = comparison_table(made(ratio={"peak_resident_bytes": ratio}))
     assert next(row for row in squeezed(table) if "process memory" in row).endswith(f"MiB {shown}")
 
 
 @pytest.mark.parametrize("color", [False, True])
 def test_what_the_script_wrote_is_shown_as_text(color):
     lines = ["[red]x[/red] [/nothing] :smile: [link=https://a.b]c", "\x1b[31mred\x1b[0m\x07\x1b"]
-    given = comparison(SIDE | {"last_line": lines[0]}, SIDE | {"last_line": lines[1]})
+    given = made(SIDE | {"last_line": lines[0]}, SIDE | {"last_line": lines[1], "format": "[b]bf16\x1b[0m"})
     table = comparison_table(given, color=color)
     assert f"  FP32   {lines[0]}" in table
     assert "  mixed  red\\x07\\x1b" in table
+    assert "mixed, [b]bf16" in table
     assert "\x1b[31m" not in table
     assert ("\x1b[1m" in table) == color
 
 
+def test_names_however_long_fit():
+    site, name = "x" * 10_000 + ".py:1", "\u202e" + "n" * 10_000
+    certificate = CERTIFICATE | {
+        "worst_parameter": {"name": name, "error_over_noise": 1.0, "relative_error": 1.0}
+    }
+    loss = LOSS | {"site": site, "sites": {site: OF_SITE, "b": OF_SITE}}
+    table = comparison_table(
+        made(SIDE | {"final_loss": {site: 1.0, "b": 2.0}}, certificate=certificate, loss=loss)
+    )
+    assert max(map(len, table.splitlines())) <= 79
+    assert "\\u202en" in table
+    assert len(table) < 3000
+
+
 def test_a_very_long_line_is_cut():
-    table = comparison_table(comparison(SIDE | {"last_line": "word " * 1000}, SIDE))
+    table = comparison_table(made(SIDE | {"last_line": "word " * 1000}, SIDE))
     shown = " ".join(table.split("FP32   word")[1].split("mixed  ")[0].split())
     assert shown.endswith("word ...")
     assert len(shown) < 210

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LARGEST_DRAWN = 1e100
+_SMALLEST_BINNED = 1e-12
 _TREND_POINTS = 100
 _TREND_FROM = 200
 
@@ -115,7 +116,7 @@ def histogram(series: Sequence[Sequence[float]], bins: int = 60) -> Histogram | 
     Returns:
         None where there is nothing to show.
     """
-    pooled = sorted(value for values in series for value in values if drawable(value) and value > 0)
+    pooled = sorted(value for values in series for value in values if _SMALLEST_BINNED < value <= _LARGEST_DRAWN)
     if not pooled:
         return None
     low, high = pooled[int(len(pooled) * 0.005)], pooled[min(len(pooled) - 1, int(len(pooled) * 0.975))]

@@ -40,6 +40,8 @@ from narrowcast.report._summary import summary
 _MOST_NOTES = 40
 _LONGEST_NOTE = 2_000
 _MOST_RUNS = 60
+# A step of thirty years is no measurement, and an axis that reaches it shows nothing else.
+_LONGEST_S = 1e9
 _SIGNS = {"pass": "\u2713", "fail": "\u2717", "cannot tell": "?"}
 _CLASSES = {"pass": "pass", "fail": "fail", "cannot tell": "unsure"}
 
@@ -243,7 +245,10 @@ def _times(runs: Sequence[TimedRun], kind: str | None) -> Plot | None:
             run.name: [s["interval_s"] for s in run.capture.of("step") if s["interval_s"] is not None]
             for run in runs
         }
-    kept = {name: without_warm_up(times) for name, times in times_s.items()}
+    kept = {
+        name: [time for time in without_warm_up(times) if time < _LONGEST_S]
+        for name, times in times_s.items()
+    }
     return time_plot(runs, kept, "forward calls" if kind == "inference" else "steps")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowcast.observe import TimedRun
-from narrowcast.report._curves import Curve, curve, histogram
+from narrowcast.report._curves import Curve, curve, drawable, histogram
 from narrowcast.report._printable import printable
 from narrowcast.report._rows import milliseconds, shortened, site_name
 
@@ -298,44 +298,10 @@ def scale_plot(runs: Sequence[TimedRun]) -> Plot | None:
     for place, run in enumerate(scaled):
         steps = run.capture.of("step")
         scale = [math.nan if step["scale"] is None else step["scale"] for step in steps]
-        numbers = list(range(1, len(steps) + 1))
-        drawn = curve(numbers, scale, _MOST_POINTS)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": label(run.name, 20),
-                "x": drawn.x,
-                "y": drawn.y,
-                "line": {
-                    "shape": "hv",
-                    "color": "--mixed",
-                    "width": 2,
-                    "dash": ("solid", "dash", "dot")[place % 3],
-                },
-                "hovertemplate": "step %{x}: scale %{y}<extra></extra>",
-            }
-        )
-        skipped = [number for number, step in zip(numbers, steps, strict=True) if step["skipped"]]
-        every = max(1, math.ceil(len(skipped) / (_MOST_POINTS // 4)))
-        known = [scale[number - 1] for number in skipped[::every]]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "skipped",
-                "showlegend": place == 0,
-                "x": skipped[::every],
-                "y": [value if abs(value) < 1e100 else None for value in known],
-                "marker": {"symbol": "x", "size": 9, "color": "--fail"},
-                "hovertemplate": "step %{x} was skipped; scale %{y}<extra></extra>",
-            }
-        )
-        first = (
-            f": steps {', '.join(map(str, skipped[:8]))}{' ...' if len(skipped) > 8 else ''}"
-            if skipped
-            else ""
-        )
+        skipped = [number for number, step in enumerate(steps, start=1) if step["skipped"]]
+        traces += _scale_traces(place, run, scale, skipped)
+        listed = ", ".join(map(str, skipped[:8])) + (" ..." if len(skipped) > 8 else "")
+        first = f": {listed}" if skipped else ""
         said.append(f"{run_name(run)}: {len(skipped)} of {len(steps)} steps skipped{first}.")
     layout: dict[str, Any] = {
         "xaxis": {"title": {"text": "optimizer step"}, "rangemode": "tozero"},
@@ -349,3 +315,33 @@ def scale_plot(runs: Sequence[TimedRun]) -> Plot | None:
         traces=traces,
         layout=layout,
     )
+
+
+def _scale_traces(
+    place: int, run: TimedRun, scale: Sequence[float], skipped: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A line for the scale, and a cross for each step that was skipped, at the scale that it had."""
+    drawn = curve(list(range(1, len(scale) + 1)), scale, _MOST_POINTS)
+    marked = skipped[:: max(1, math.ceil(len(skipped) / (_MOST_POINTS // 4)))]
+    dash = ("solid", "dash", "dot")[place % 3]
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": label(run.name, 20),
+            "x": drawn.x,
+            "y": drawn.y,
+            "line": {"shape": "hv", "color": "--mixed", "width": 2, "dash": dash},
+            "hovertemplate": "step %{x}: scale %{y}<extra></extra>",
+        },
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "skipped",
+            "showlegend": place == 0,
+            "x": list(marked),
+            "y": [scale[number - 1] if drawable(scale[number - 1]) else None for number in marked],
+            "marker": {"symbol": "x", "size": 9, "color": "--fail"},
+            "hovertemplate": "step %{x} was skipped; scale %{y}<extra></extra>",
+        },
+    ]

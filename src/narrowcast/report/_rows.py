@@ -58,8 +58,7 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
             percent(ratio["peak_resident_bytes"]),
         ),
         *_loss_rows(summary),
-        _row(summary, "steps", "optimizer steps", count),
-        _row(summary, "skipped_steps", "skipped steps", count),
+        *_step_rows(summary),
         _row(summary, "final_scale", "final loss scale", number),
         _row(summary, "wall_s", "wall time", seconds),
     ]
@@ -131,6 +130,16 @@ def _interval(interval_s: Sequence[float] | None) -> str:
         return ""
     low, high = (_three_digits(bound * 1e3) for bound in interval_s)
     return f"{low} to {high} ms"
+
+
+def _step_rows(summary: Mapping[str, Any]) -> list[tuple[str, Row]]:
+    """None for a script that only computes: zeros would say that something is missing."""
+    if summary["kind"] == "inference":
+        return []
+    return [
+        _row(summary, "steps", "optimizer steps", count),
+        _row(summary, "skipped_steps", "skipped steps", count),
+    ]
 
 
 def _loss_rows(summary: Mapping[str, Any]) -> list[tuple[str, Row]]:
