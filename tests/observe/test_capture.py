@@ -3,12 +3,18 @@
 import json
 import math
 
+import made_captures
 import pytest
 
 from narrowcast.errors import CaptureError, RunFolderError
-from narrowcast.observe import SCHEMA, CaptureWriter, read_capture
+from narrowcast.observe import SCHEMA, CaptureWriter, read_capture, start_event
+from narrowcast.observe._schema import _COMPARE_STARTS, _EVENTS
 
-START = {"event": "start", "schema": SCHEMA, "argv": ["train.py", "nan"], "policy": "bf16", "seed": None}
+START = made_captures.start(argv=["train.py", "nan"])
+LOSSES = [
+    {"event": "loss", "time_s": 0.5 * n, "backward": n, "site": "train.py:3", "value": value}
+    for n, value in enumerate([0.1, math.nan, math.inf, -math.inf, 5e-324, -0.0], start=1)
+]
 STEPS = [
     {
         "event": "step",
@@ -16,12 +22,28 @@ STEPS = [
         "interval_s": None if n == 1 else 0.5,
         "skipped": n == 2,
         "scale": 2.0**n,
-        "loss": loss,
+        "backward": n,
     }
-    for n, loss in enumerate([0.1, math.nan, math.inf, -math.inf, 5e-324, None], start=1)
+    for n in range(1, 4)
 ]
 NOTE = {"event": "note", "text": "gr\u00fc\u00df\nand \u2028 a second line"}
-END = {"event": "end", "exit_code": 0, "wall_s": 4.25, "steps": 5, "versions": {"torch": "2.13.0"}}
+END = made_captures.end()
+EXAMPLES = {
+    "start": START,
+    "device": made_captures.device(),
+    "loss": LOSSES[0],
+    "step": STEPS[1],
+    "forward": {"event": "forward", "time_s": 1.0, "duration_s": 0.1, "gradients": True, "training": True},
+    "note": NOTE,
+    "end": END,
+    "run": {"event": "run", "name": "fp32-0", "format": "fp32", "seed": 0}
+    | {"capture": "fp32-0/capture.jsonl", "last_line": ""},
+    "memory": {"event": "memory", "format": "mixed", "peak_tensor_bytes": 3, "reason": None},
+    "certificate": made_captures.certificate(3),
+    "output": made_captures.output(),
+    "finished": {"event": "finished", "wall_s": 1.0},
+}
+WRONG = (None, True, "words", 1.5, -1, 10**400, "nan", [], {}, [None], [[]], {"a": []}, {"a": {"b": 1}})
 
 
 def same(left, right):
@@ -41,24 +63,35 @@ def write(path, *events):
 
 
 def test_what_was_written_comes_back(path):
-    write(path, START, *STEPS, NOTE, END)
+    write(path, START, *LOSSES, *STEPS, NOTE, END)
     capture = read_capture(path)
-    assert same(list(capture.events), [START, *STEPS, NOTE, END])
-    assert same(capture.of("step"), STEPS)
+    assert same(list(capture.events), [START, *LOSSES, *STEPS, NOTE, END])
+    assert same(capture.of("loss"), LOSSES)
     assert (capture.start, capture.end, capture.totals()) == (START, END, END)
     assert capture.of("nothing") == []
 
 
+def test_the_start_of_a_capture_is_of_this_schema(path):
+    write(path, start_event(["train.py"], "auto", loss_scale=None, rank=0, seed=None))
+    start = read_capture(path).start
+    assert (start["schema"], start["kind"], start["argv"], start["seed"]) == (
+        SCHEMA,
+        "run",
+        ["train.py"],
+        None,
+    )
+
+
 def test_each_line_is_json_that_any_reader_takes(path):
-    write(path, START, *STEPS, NOTE)
+    write(path, START, *LOSSES, NOTE)
 
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
 
     lines = path.read_text(encoding="ascii").splitlines()
-    assert len(lines) == 2 + len(STEPS)
-    losses = [json.loads(line, parse_constant=refuse).get("loss") for line in lines[1:-1]]
-    assert losses == [0.1, "nan", "inf", "-inf", 5e-324, None]
+    assert len(lines) == 2 + len(LOSSES)
+    values = [json.loads(line, parse_constant=refuse).get("value") for line in lines[1:-1]]
+    assert values == [0.1, "nan", "inf", "-inf", 5e-324, -0.0]
 
 
 def test_each_write_is_on_disk_when_it_returns(path):
@@ -86,40 +119,119 @@ def test_wherever_a_killed_run_was_cut_the_lines_before_can_be_read(path):
 
 
 def test_totals_of_a_killed_run_are_what_its_steps_tell(path):
-    write(path, START, *STEPS[:3], NOTE)
+    write(path, START, *STEPS, NOTE)
     capture = read_capture(path)
     assert capture.end is None
     totals = capture.totals()
     assert (totals["steps"], totals["skipped_steps"]) == (2, 1)
-    assert (totals["wall_s"], totals["final_scale"], totals["final_loss"]) == (1.5, 8.0, math.inf)
-    assert totals["exit_code"] is None
+    assert (totals["wall_s"], totals["final_scale"], totals["exit_code"]) == (1.5, 8.0, None)
     write(path, START)
     assert (read_capture(path).totals()["steps"], read_capture(path).totals()["wall_s"]) == (0, None)
+    assert set(read_capture(path).totals()) == set(END)
+
+
+def test_each_event_has_an_example_here():
+    assert set(EXAMPLES) == set(_EVENTS)
+    for kind, event in EXAMPLES.items():
+        assert set(_EVENTS[kind]) <= set(event), kind
+
+
+COMPARE_START = made_captures.start("compare")
+WALKED = [(COMPARE_START, field) for field in _COMPARE_STARTS] + [
+    (EXAMPLES[kind], field) for kind, fields in _EVENTS.items() for field in fields
+]
+
+
+def lines(path, event):
+    """A capture with ``event`` in it, and where it is."""
+    events = [event] if event["event"] == "start" else [START, event]
+    path.write_text("".join(json.dumps(one) + "\n" for one in [*events, NOTE]))
+    return f"{path}:{len(events)}"
+
+
+@pytest.mark.parametrize(
+    ("event", "field"), WALKED, ids=lambda value: value if isinstance(value, str) else value["event"]
+)
+def test_a_field_that_is_missing_or_of_another_type_is_refused(path, event, field):
+    where = lines(path, {name: value for name, value in event.items() if name != field})
+    with pytest.raises(CaptureError) as refused:
+        read_capture(path)
+    assert str(refused.value) == f"{where} is no {event['event']!r} event: expected a field {field!r}"
+    refused_with = []
+    for value in WRONG:
+        where = lines(path, event | {field: value})
+        try:
+            read = read_capture(path)
+        except CaptureError as error:
+            refused_with.append(str(error))
+        else:
+            kept = next(one for one in read.events if one["event"] == event["event"])[field]
+            assert kept == value or (value == "nan" and same(kept, math.nan))
+    assert len(refused_with) >= len(WRONG) // 2
+    for text in refused_with:
+        assert text.startswith(f"{where} is no {event['event']!r} event: expected ")
+        assert text.endswith(f" in {field!r}")
+        assert len(text) < 300 + len(str(path))
+
+
+def test_fields_of_a_parameter_are_checked_too(path):
+    certificate = made_captures.certificate(3)
+    for field in certificate["parameters"][0]:
+        broken = json.loads(json.dumps(certificate))
+        broken["parameters"][1][field] = {"an": "object"}
+        where = lines(path, broken)
+        with pytest.raises(CaptureError) as refused:
+            read_capture(path)
+        assert str(refused.value).startswith(f"{where} is no 'certificate' event: expected ")
+        assert field in str(refused.value)
+
+
+def test_events_and_fields_of_later_versions_of_this_schema_are_kept(path):
+    later = {"event": "later", "anything": [{"at": None}]}
+    write(path, START | {"more": 1}, later)
+    assert read_capture(path).events == (START | {"more": 1}, later)
+
+
+FIRST = json.dumps(START).encode() + b"\n"
+DEEP = b'{"event": "later", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+HUGE = b'{"event": "later", "huge": ' + b"1" * 5000 + b"}\n"
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "does not begin with a start event: is it a capture of narrowcast run?"),
-        (b"{}\n", ":1 is no event: is it a capture of narrowcast run?"),
-        (b"[1]\n", ":1 is no event: is it a capture of narrowcast run?"),
-        (b'{"event": "step"}\n', "does not begin with a start event: is it a capture of narrowcast run?"),
+        (b"", " does not begin with a start event: is it a capture of narrowcast?"),
+        (b"\n\n\n", " does not begin with a start event: is it a capture of narrowcast?"),
+        (b"{}\n", " does not begin with a start event: is it a capture of narrowcast?"),
+        (b"[1]\n", " does not begin with a start event: is it a capture of narrowcast?"),
+        (b"null\n", " does not begin with a start event: is it a capture of narrowcast?"),
+        (b'"start"\n', " does not begin with a start event: is it a capture of narrowcast?"),
+        (b'{"event": "step"}\n', " does not begin with a start event: is it a capture of narrowcast?"),
+        (FIRST + b'{"event": 3}\n', ":2 is no event: is it a capture of narrowcast?"),
+        (FIRST + b'{"event": ["loss"]}\n', ":2 is no event: is it a capture of narrowcast?"),
+        (FIRST + b"[1]\n", ":2 is no event: is it a capture of narrowcast?"),
+        (FIRST + b"3\n" + FIRST, ":2 is no event: is it a capture of narrowcast?"),
         (
-            b'{"event": "start", "schema": 1}\n{"event": 3}\n',
-            ":2 is no event: is it a capture of narrowcast run?",
-        ),
-        (
-            b'{"event": "start", "schema": 1}\n{broken\n{"event": "end"}\n',
+            FIRST + b"{broken\n" + FIRST,
             ":2 is no JSON: Expecting property name enclosed in double quotes",
         ),
-        (b"\xff\xfe", " is no text: is it a capture of narrowcast run?"),
+        (FIRST + DEEP + FIRST, ":2 is no JSON: its values are too large"),
+        (FIRST + HUGE + FIRST, ":2 is no JSON: its values are too large"),
+        (b"\x7fELF\x02\x01\x01\x00\xff\xfe", " is no text: is it a capture of narrowcast?"),
+        (b"PK\x03\x04\x00\x00\x00\x00", " does not begin with a start event: is it a capture of narrowcast?"),
         (
             b'{"event": "start", "schema": 99}\n',
-            " has schema 99 and this version of narrowcast reads 1: use the version that wrote it",
+            f" has schema '99' and this version of narrowcast reads {SCHEMA}: use the version that wrote it",
+        ),
+        (
+            b'{"event": "start", "schema": [[["' + b"x" * 99 + b'"]]]}\n',
+            f" has schema '[[[\\'xxxxxxxxxxxxxxxx' and this version of narrowcast reads {SCHEMA}: "
+            "use the version that wrote it",
         ),
         (
             b'{"event": "start"}\n',
-            " has schema None and this version of narrowcast reads 1: use the version that wrote it",
+            f" has schema 'None' and this version of narrowcast reads {SCHEMA}: use the version that "
+            "wrote it",
         ),
     ],
 )
@@ -127,7 +239,13 @@ def test_what_is_no_capture_is_refused(path, content, message):
     path.write_bytes(content)
     with pytest.raises(CaptureError) as refused:
         read_capture(path)
-    assert str(refused.value) in (f"{path}{message}", f"{path} {message}")
+    assert str(refused.value).replace('"', "'") == f"{path}{message}".replace("\\'", "'")
+
+
+def test_a_last_line_that_cannot_be_read_was_cut_short(path):
+    for last in (DEEP, HUGE, DEEP[:500], b"{", b'{"event": "no'):
+        path.write_bytes(FIRST + last)
+        assert read_capture(path).events == (START,)
 
 
 def test_files_that_cannot_be_opened_are_refused(path):
@@ -135,6 +253,8 @@ def test_files_that_cannot_be_opened_are_refused(path):
         read_capture(path)
     assert str(refused.value) == f"cannot read the capture {path}: No such file or directory"
     path.mkdir()
+    with pytest.raises(CaptureError, match="Is a directory"):
+        read_capture(path)
     with pytest.raises(RunFolderError) as refused:
         CaptureWriter(path)
     assert str(refused.value) == f"cannot write the capture {path}: Is a directory"

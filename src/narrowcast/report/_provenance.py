@@ -44,8 +44,8 @@ def of_run(capture: Capture) -> Facts:
         ("started", when(start["started"])),
         ("took", seconds(totals["wall_s"]) if capture.end else "it did not end"),
         ("policy", shortened(start["policy"], _LONGEST)),
-        ("loss scale", shortened(str(start.get("loss_scale") or "as the policy has it")[:1000], _LONGEST)),
-        ("seed", shortened(str(start.get("seed", "none"))[:1000], _LONGEST)),
+        ("loss scale", shortened(_word(start.get("loss_scale") or "as the policy has it"), _LONGEST)),
+        ("seed", shortened(_word(start.get("seed")), _LONGEST)),
         *_of_captures([capture]),
     ]
 
@@ -92,9 +92,14 @@ def _facts(what: str, found: Sequence[Mapping[str, Any]]) -> Facts:
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int) and abs(value) < 2**63:
+        return str(value)
     if isinstance(value, int | float):
         try:
             return number(value)
         except OverflowError:
             return "more than a float can hold"
-    return str(value)[:1000]
+    if value is None:
+        return "none"
+    # What no schema knows may be nested so deep that Python cannot spell it.
+    return value[:1000] if isinstance(value, str) else "no plain value"

@@ -1,0 +1,81 @@
+"""The capture of a comparison: its runs are found beside it, and nowhere else."""
+
+import json
+
+import made_captures
+import pytest
+
+from narrowcast.errors import CaptureError
+from narrowcast.observe import COMPARISON, read_comparison
+
+
+def test_a_comparison_comes_back_with_its_runs(tmp_path):
+    folder = made_captures.trained(tmp_path, steps=12)
+    found = read_comparison(folder)
+    assert found.finished
+    assert found.folder == folder
+    assert [(run.name, run.format, run.seed) for run in found.runs] == [
+        (f"{format_}-{seed}", format_, seed) for seed in range(3) for format_ in ("fp32", "mixed")
+    ]
+    assert {run.last_line for run in found.runs} == {"test accuracy 0.981"}
+    assert all(len(run.capture.of("step")) == 12 for run in found.runs)
+    assert found.only("certificate")["verdict"] == "pass"
+    assert found.only("output") is None
+
+
+def test_a_killed_comparison_has_what_it_had(tmp_path):
+    found = read_comparison(made_captures.killed(tmp_path))
+    assert not found.finished
+    assert [run.capture.end is not None for run in found.runs] == [True, True, True, False]
+    assert found.only("certificate") is None
+
+
+def test_wherever_a_comparison_was_cut_it_can_be_read(tmp_path):
+    folder = made_captures.trained(tmp_path, steps=2)
+    whole = (folder / COMPARISON).read_bytes()
+    first = whole.index(b"\n")
+    seen = set()
+    for cut in range(first, len(whole) + 1, 7):
+        (folder / COMPARISON).write_bytes(whole[:cut])
+        seen.add(len(read_comparison(folder).runs))
+    assert seen == set(range(7))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/capture.jsonl",
+        "../capture.jsonl",
+        "fp32-0/../../capture.jsonl",
+        "fp32-0//capture.jsonl",
+        "./capture.jsonl",
+        "..\\capture.jsonl",
+        "C:\\capture.jsonl",
+        "fp32-0/capture.jsonl\n",
+        "fp32-0/capture.jsonl\x00",
+        "~/capture.jsonl",
+        "fp32-0/capture.json",
+        "",
+    ],
+)
+def test_a_capture_elsewhere_is_not_followed(tmp_path, name):
+    folder = made_captures.comparison(tmp_path / "in", {})
+    made_captures.write_lines(tmp_path / "capture.jsonl", made_captures.start())
+    run = {"event": "run", "name": "x", "format": "fp32", "seed": 0, "capture": name, "last_line": ""}
+    with (folder / COMPARISON).open("a") as file:
+        file.write(json.dumps(run) + "\n")
+    with pytest.raises(CaptureError) as refused:
+        read_comparison(folder)
+    assert str(refused.value) == (f"{folder / COMPARISON} names {name!r}, which is no capture in its folder")
+
+
+def test_what_is_no_comparison_is_refused(tmp_path):
+    with pytest.raises(CaptureError, match=r"cannot read the capture .*comparison\.jsonl: No such file"):
+        read_comparison(tmp_path)
+    made_captures.write_lines(tmp_path / COMPARISON, made_captures.start())
+    with pytest.raises(CaptureError, match="is the capture of a run and not of a comparison"):
+        read_comparison(tmp_path)
+    made_captures.trained(tmp_path, steps=2)
+    (tmp_path / "mixed-1" / "capture.jsonl").unlink()
+    with pytest.raises(CaptureError, match=r"cannot read the capture .*mixed-1/capture\.jsonl: No such file"):
+        read_comparison(tmp_path)
