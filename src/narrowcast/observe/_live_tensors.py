@@ -1,0 +1,114 @@
+"""How much memory CPU tensors take: at most, and in the end, from torch's own record of its allocator.
+
+What counts is what the allocator of CPU tensors handed out, kernels' temporary tensors included, as in
+``torch.cuda.max_memory_allocated``. Adding up the storages of the tensors that operations return misses those
+temporaries, and more of them in bf16 than in fp32. Measured on the network of examples/quantized_sine.py,
+three steps at 512 by 512 pixels with 256 channels: allocator 2071 MiB in fp32 and 1423 MiB in bf16, storages
+2054 and 1031. The resident memory of the process rose by 2162 and 1252: a block is counted whole, and a
+kernel need not touch all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.autograd.profiler import profile
+
+from narrowcast.errors import OrderError, UnsupportedError
+
+# Bytes that are allocated last of all, so that a record without them is known to have been cut short.
+_MARK_BYTES = 12_289
+
+
+class LiveTensorBytes:
+    """Within it what CPU tensors take is recorded; afterwards it says how much, in bytes::
+
+        with LiveTensorBytes() as tensors:
+            train()
+        print(tensors.peak_bytes)
+
+    Counted is each block of memory that torch's CPU allocator hands out in this thread, and in those in which
+    autograd goes backward for it, from then until it is freed: outputs, saved activations, gradients, state
+    of optimizers, and temporary tensors inside kernels. Not counted: what was there before; memory of CUDA
+    and other devices, and meta tensors, which take none; memory that torch did not allocate (of numpy, of a
+    mapped file, shared with workers of a DataLoader, scratch of oneDNN and BLAS); what other threads do.
+
+    torch's profiler does the recording and keeps every event: for a few training steps, not for a day.
+    Another profiler in this thread takes the record away, which is noticed.
+
+    Raises:
+        OrderError: when read before anything was recorded.
+        UnsupportedError: on leaving or reading, where another profiler ran meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._recording: profile | None = None
+        self._sums: tuple[int, int] | None = None
+
+    def __enter__(self) -> Self:
+        self._sums = None
+        self._recording = profile(use_cpu=True, profile_memory=True)
+        self._recording.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once. Read inside the block, it ends the recording there."""
+        return self._stop()[0]
+
+    @property
+    def live_bytes(self) -> int:
+        """What was alive in the end; ends the recording as ``peak_bytes`` does."""
+        return self._stop()[1]
+
+    def _stop(self) -> tuple[int, int]:
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu")
+            recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            results = recording.kineto_results
+            self._sums = _peak_and_end(() if results is None else results.experimental_event_tree())
+        if self._sums is None:
+            raise OrderError('nothing was recorded yet: write "with LiveTensorBytes() as tensors:" first')
+        return self._sums
+
+
+def _peak_and_end(tops: Iterable[Any]) -> tuple[int, int]:
+    """Of the running sum over blocks that were allocated, and of those the ones that were freed."""
+    changes = sorted(_allocations(tops), key=lambda change: change[0])
+    marks = [position for position, (_, _, size) in enumerate(changes) if size == _MARK_BYTES]
+    if not marks:
+        raise UnsupportedError(
+            "the memory of CPU tensors is recorded by torch's profiler, and another profiler ran in this "
+            "thread meanwhile: switch that one off"
+        )
+    alive: dict[int, int] = {}
+    total = peak = 0
+    for _, address, size in changes[: marks[-1]]:
+        if size > 0:
+            alive[address] = size
+            total += size
+            peak = max(peak, total)
+        else:
+            total -= alive.pop(address, 0)  # 0: it was there before
+    return peak, total
+
+
+def _allocations(tops: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    """Time, address and size in bytes (negative where it is freed) of each block on the CPU."""
+    waiting = list(tops)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag.name == "Allocation":
+            block = event.typed[1]
+            if block.device.type == "cpu":
+                yield event.start_time_ns, block.ptr, block.alloc_size

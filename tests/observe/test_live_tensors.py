@@ -1,0 +1,215 @@
+"""What CPU tensors take: against sizes known by hand, and against storages counted one by one."""
+
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from narrowcast.errors import OrderError, UnsupportedError
+from narrowcast.observe import LiveTensorBytes
+
+KIB = 1024
+
+
+class Storages(TorchDispatchMode):
+    """The outside oracle: the storages of what every op returns, each counted once until it dies."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                storage = one.untyped_storage()
+                key = storage._cdata
+                if key not in self.alive:
+                    self.alive[key] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, key, None).atexit = False
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+def both(train):
+    with Storages() as storages:
+        train()
+    with LiveTensorBytes() as tensors:
+        train()
+    return tensors, storages
+
+
+def test_blocks_count_from_when_they_are_made_until_they_are_freed():
+    with LiveTensorBytes() as tensors:
+        a = torch.empty(100 * KIB, dtype=torch.uint8)
+        b = torch.empty(50 * KIB, dtype=torch.uint8)
+        del a
+        c = torch.empty(20 * KIB, dtype=torch.uint8)
+        del c
+    assert tensors.peak_bytes == 150 * KIB
+    assert tensors.live_bytes == 50 * KIB
+    del b
+    assert tensors.live_bytes == 50 * KIB  # in the end, not now
+
+
+def test_views_and_writes_in_place_take_nothing_and_resizing_does():
+    with LiveTensorBytes() as tensors:
+        a = torch.zeros(16 * KIB)
+        views = [a.view(16, KIB), a[::2], a.reshape(-1), a.detach()]
+        a.neg_().relu_()
+        assert len(views) == 4
+    assert tensors.peak_bytes == tensors.live_bytes == 64 * KIB
+    with LiveTensorBytes() as tensors:
+        a.resize_(32 * KIB)
+    assert tensors.live_bytes == 128 * KIB
+
+
+def test_what_is_saved_for_the_backward_and_gradients_count():
+    x = torch.ones(16 * KIB, requires_grad=True)
+    with LiveTensorBytes() as tensors:
+        y = x.exp()  # 64 KiB, saved
+        z = y.square()  # 64 KiB; y is saved again
+        del y
+    assert tensors.live_bytes == 128 * KIB
+    with LiveTensorBytes() as tensors:
+        z.backward(torch.ones_like(z))
+    assert tensors.live_bytes == x.grad.untyped_storage().nbytes()
+    assert tensors.peak_bytes >= 2 * 64 * KIB
+
+
+def test_what_was_there_before_is_left_out_and_so_is_its_end():
+    a = torch.empty(KIB)
+    with LiveTensorBytes() as tensors:
+        del a
+        b = torch.empty(KIB)
+    assert tensors.peak_bytes == tensors.live_bytes == 4 * KIB
+    with LiveTensorBytes() as tensors:
+        del b  # which an earlier recording knows
+        c = torch.empty(2 * KIB)
+    assert tensors.peak_bytes == tensors.live_bytes == 8 * KIB
+    del c
+
+
+def test_meta_tensors_take_nothing():
+    with LiveTensorBytes() as tensors:
+        a = torch.empty(1 << 40, device="meta")
+    assert tensors.peak_bytes == 0
+    del a
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_are_not_counted():
+    with LiveTensorBytes() as tensors:
+        a = torch.empty(1 << 20, device="cuda")
+    assert tensors.peak_bytes < 1 << 20
+    del a
+
+
+def mlp(width, dtype, *, recompute=False):
+    def train():
+        torch.manual_seed(0)
+        layers = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)])
+        optimizer = torch.optim.Adam(layers.parameters())
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                y = torch.ones(64, width)
+                for layer in layers:
+                    y = checkpoint(layer, y, use_reentrant=False) if recompute else layer(y)
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_training_takes_what_its_storages_take(recompute):
+    """Kernels of fp32 linear layers and GELU make no temporary tensors, so nothing else is there to count."""
+    tensors, storages = both(mlp(96, torch.float32, recompute=recompute))
+    # At the peak the storages may miss buffers that autograd adds gradients up in: none bigger than a layer.
+    assert storages.peak <= tensors.peak_bytes <= storages.peak + 96 * 96 * 4
+    assert tensors.live_bytes == 0
+
+
+def test_temporary_tensors_inside_a_kernel_count():
+    """The backward of a bf16 convolution to one channel unfolds its input, which storages do not show."""
+
+    def train():
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(2, 64, 1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 1, 1))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layers(torch.ones(1, 2, 64, 64))
+        y.float().square().mean().backward()
+
+    tensors, storages = both(train)
+    assert tensors.peak_bytes > storages.peak
+
+
+def test_it_is_read_after_the_block_and_reading_inside_ends_it():
+    tensors = LiveTensorBytes()
+    with pytest.raises(OrderError, match="nothing was recorded yet"):
+        _ = tensors.peak_bytes
+    with tensors:
+        a = torch.empty(KIB)
+        assert tensors.peak_bytes == 4 * KIB
+        b = torch.empty(KIB)
+    assert tensors.peak_bytes == tensors.live_bytes == 4 * KIB
+    with tensors:  # begins anew
+        c = torch.empty(2 * KIB)
+    assert tensors.peak_bytes == 8 * KIB
+    del a, b, c
+
+
+def test_reading_inside_an_open_range_of_the_profiler_is_safe():
+    tensors = LiveTensorBytes().__enter__()
+    with torch.profiler.record_function("a range"):
+        a = torch.empty(KIB)
+        assert tensors.peak_bytes == 4 * KIB
+    del a
+
+
+def test_a_profiler_in_between_is_noticed():
+    tensors = LiveTensorBytes()
+    tensors.__enter__()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        torch.ones(3)
+    with pytest.raises(UnsupportedError, match="another profiler ran in this thread"):
+        _ = tensors.peak_bytes
+
+
+def test_an_exception_ends_the_recording():
+    tensors = LiveTensorBytes()
+    a = None
+
+    def fail():
+        nonlocal a
+        with tensors:
+            a = torch.empty(KIB)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert a is not None
+    assert tensors.live_bytes == 4 * KIB
+    del a
+
+
+def test_other_threads_are_not_seen():
+    kept = []
+    with LiveTensorBytes() as tensors:
+        thread = threading.Thread(target=lambda: kept.append(torch.empty(KIB)))
+        thread.start()
+        thread.join()
+    assert tensors.peak_bytes == 0
+
+
+def test_reading_captures_does_not_import_torch():
+    program = "import sys, narrowcast.observe; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
