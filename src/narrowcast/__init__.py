@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from narrowcast.gradients import GradScaler, StepResult
     from narrowcast.policy import Policy
     from narrowcast.training import Stepper
+    from narrowcast.verify import Certificate, certify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Certificate",
     "GradScaler",
     "NarrowcastError",
     "Policy",
@@ -40,6 +42,7 @@ __all__ = [
     "attach",
     "autocast",
     "casting",
+    "certify",
     "custom_bwd",
     "custom_fwd",
     "formats",
@@ -54,12 +57,14 @@ __all__ = [
 ]
 
 _HOME_OF = {
+    "Certificate": "narrowcast.verify",
     "GradScaler": "narrowcast.gradients",
     "NarrowcastError": "narrowcast.errors",
     "Policy": "narrowcast.policy",
     "StepResult": "narrowcast.gradients",
     "Stepper": "narrowcast.training",
     "autocast": "narrowcast.casting",
+    "certify": "narrowcast.verify",
     "custom_bwd": "narrowcast.casting",
     "custom_fwd": "narrowcast.casting",
 }
