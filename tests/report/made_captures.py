@@ -280,7 +280,10 @@ def hostile(folder):
         folder, runs, found, note(long), argv=argv, policy=HOSTILE, loss_scale=HOSTILE, started=1e308
     )
     path = folder / "comparison.jsonl"
-    path.write_text(path.read_text().replace("test accuracy 0.981", json.dumps(HOSTILE)[1:-1]))
+    text = path.read_text().replace("test accuracy 0.981", json.dumps(HOSTILE)[1:-1])
+    for name in runs:
+        text = text.replace(f'"name": "{name}"', f'"name": {json.dumps(HOSTILE)}')
+    path.write_text(text)
     return folder
 
 

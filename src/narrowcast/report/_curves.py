@@ -116,7 +116,8 @@ def histogram(series: Sequence[Sequence[float]], bins: int = 60) -> Histogram | 
     Returns:
         None where there is nothing to show.
     """
-    pooled = sorted(value for values in series for value in values if _SMALLEST_BINNED < value <= _LARGEST_DRAWN)
+    binned = [value for values in series for value in values if _SMALLEST_BINNED < value <= _LARGEST_DRAWN]
+    pooled = sorted(binned)
     if not pooled:
         return None
     low, high = pooled[int(len(pooled) * 0.005)], pooled[min(len(pooled) - 1, int(len(pooled) * 0.975))]

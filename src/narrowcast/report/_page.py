@@ -239,16 +239,12 @@ def _missing(found_rows: Sequence[Any], reasons: Mapping[str, str]) -> list[tupl
 
 def _times(runs: Sequence[TimedRun], kind: str | None) -> Plot | None:
     if kind == "inference":
-        times_s = {run.name: [event["duration_s"] for event in run.capture.of("forward")] for run in runs}
+        times_s = [[event["duration_s"] for event in run.capture.of("forward")] for run in runs]
     else:
-        times_s = {
-            run.name: [s["interval_s"] for s in run.capture.of("step") if s["interval_s"] is not None]
-            for run in runs
-        }
-    kept = {
-        name: [time for time in without_warm_up(times) if time < _LONGEST_S]
-        for name, times in times_s.items()
-    }
+        times_s = [
+            [s["interval_s"] for s in run.capture.of("step") if s["interval_s"] is not None] for run in runs
+        ]
+    kept = [[time for time in without_warm_up(times) if time < _LONGEST_S] for times in times_s]
     return time_plot(runs, kept, "forward calls" if kind == "inference" else "steps")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,18 +164,17 @@ def run_name(run: TimedRun) -> str:
     return shortened(run.name, 24) + (f" (seed {run.seed})" if run.seed != NO_SEED else "")
 
 
-def time_plot(runs: Sequence[TimedRun], times_s: Mapping[str, Sequence[float]], what: str) -> Plot | None:
+def time_plot(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], what: str) -> Plot | None:
     """How long each took: a histogram of each format, and below it each run's own median.
 
     Args:
         runs: in the order in which they were made.
-        times_s: of each run by its name, warm-up left out.
+        times_s: of each run, warm-up left out.
         what: ``"steps"`` or ``"forward calls"``.
     """
-    timed = [run for run in runs if times_s.get(run.name)]
+    timed = [(run, [1e3 * time for time in times]) for run, times in zip(runs, times_s, strict=True) if times]
     by_format = {
-        key: [1e3 * time for run in timed if run.format == key for time in times_s[run.name]]
-        for key in _NAMES
+        key: [time for run, times_ms in timed if run.format == key for time in times_ms] for key in _NAMES
     }
     present = {key: values for key, values in by_format.items() if values}
     found = histogram(list(present.values()))
@@ -187,7 +186,7 @@ def time_plot(runs: Sequence[TimedRun], times_s: Mapping[str, Sequence[float]], 
         median = milliseconds(statistics.median(values) / 1e3)
         traces.append(_steps_of(key, found.edges, shares, f"{_NAMES[key]}, median {median}"))
         said.append(f"{_NAMES[key]}: median {median} of {len(values)} {what}.")
-    traces += _run_medians(timed[:_MOST_RUNS], times_s)
+    traces += _run_medians(timed[:_MOST_RUNS])
     said.append(
         f"Above: the share of {what} in each bin, first tenth of each run left out"
         + (f", {found.outside} far from the rest not shown" if found.outside else "")
@@ -210,7 +209,7 @@ def time_plot(runs: Sequence[TimedRun], times_s: Mapping[str, Sequence[float]], 
             "yaxis2": {
                 "domain": [0, below],
                 "tickvals": list(range(rows)),
-                "ticktext": [label(run.name, 14) for run in timed[:_MOST_RUNS]],
+                "ticktext": [label(run.name, 14) for run, _ in timed[:_MOST_RUNS]],
                 "tickfont": {"family": _MONOSPACE, "size": 11},
                 "range": [rows - 0.4, -0.6],
                 "showgrid": False,
@@ -242,10 +241,10 @@ def _steps_of(key: str, edges: Sequence[float], shares: Sequence[float], name: s
     }
 
 
-def _run_medians(runs: Sequence[TimedRun], times_s: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+def _run_medians(timed: Sequence[tuple[TimedRun, list[float]]]) -> list[dict[str, Any]]:
     traces = []
-    for row, run in enumerate(runs):
-        ordered = sorted(1e3 * time for time in times_s[run.name])
+    for row, (run, times_ms) in enumerate(timed):
+        ordered = sorted(times_ms)
         low, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.9))
         median = statistics.median(ordered)
         common = {
