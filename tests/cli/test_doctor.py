@@ -1,7 +1,12 @@
 """``narrowcast doctor`` as a process: its text, its JSON, its exit codes, and what it keeps."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +83,25 @@ def test_wrong_use_is_one_line_and_2(workshop, words, said):
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_an_answer_that_cannot_be_written_is_one_line(workshop):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        command = [sys.executable, "-m", "narrowcast", *SHORT]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=workshop.environment, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr == f"narrowcast: cannot write to stdout: {os.strerror(errno.ENOSPC)}\n"
+
+
+def test_a_reader_that_has_gone_is_no_error(workshop):
+    process = workshop.start(sys.executable, "-m", "narrowcast", *SHORT)
+    process.stdout.close()
+    process.stdout = None
+    ended = workshop.end(process)
+    assert (ended.code, ended.stderr) == (0, "")
+
+
 CHANGED = """\
     import sys
     import narrowcast.machine._examination as examination
@@ -86,17 +110,14 @@ CHANGED = """\
     asked = examination.gather_facts
     def gather():
         facts = asked()
-        return facts | {"nvidia": facts["nvidia"] | {"gpus": ["NVIDIA X"], "driver": "580.65"}}
+        torch, nvidia = facts["torch"] | {"build": "cpu"}, facts["nvidia"] | {"gpus": ["NVIDIA X"]}
+        return facts | {"torch": torch, "nvidia": nvidia, "gpus": []}
     examination.gather_facts = gather
     sys.exit(main(sys.argv[1:]))
     """
 
 
 def test_a_device_that_torch_cannot_use_is_1(workshop):
-    import torch
-
-    if torch.version.cuda or torch.version.hip:
-        pytest.skip("gpu: a CPU build of torch is what does not fit here")
     ended = workshop.python(workshop.write("calls.py", CHANGED), *SHORT)
     assert ended.code == 1
     assert ended.stderr == ""

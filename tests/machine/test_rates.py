@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowcast.errors import SettingError
@@ -261,6 +262,25 @@ def test_work_is_counted_as_torch_counts_it(device_type):
             assert result.numel() == work.element_count(shape)
 
 
+class Casts(TorchDispatchMode):
+    """Counts copies into another dtype."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_operands_are_cast_before_the_clock_starts_or_at_every_call():
+    for work in work_for("cpu"):
+        call = work.prepare(work.shapes[0], "bf16", "cpu")
+        with torch.no_grad(), Casts() as casts:
+            call()
+            call()
+        assert casts.count == (4 if work.kind == "matmul_with_casts" else 0), work.kind
+
+
 def test_tf32_is_for_products_on_gpus_that_have_it():
     assert [work.kind for work in work_for("cuda", has_tf32=True) if "tf32" in work.formats] == [
         "matmul",
@@ -328,6 +348,18 @@ def test_measuring_leaves_random_numbers_alone():
     before = torch.get_rng_state()
     measure_device("cpu", work_for("cpu")[:1], Budget(device_s=0.1, call_s=0.01))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_measured_in_every_format():
+    found = examine(Examination(budget=Budget(device_s=5.0)))
+    gpu = next(device for device in found["rates"]["devices"] if device["device_type"] == "cuda")
+    products = [row for row in gpu["rows"] if row["kind"] == "matmul"]
+    assert {row["format"] for row in products} >= {"fp32", "bf16", "fp16"}
+    assert all(row["rounds"] for row in products if row["size"] == "small")
+    assert gpu["choice"]["judged_at"]
+    assert not [wrong for wrong in found["mismatches"] if wrong["severity"] == "error"]
+    assert found["facts"]["nvidia"]["driver"] or found["facts"]["torch"]["hip"]
 
 
 def row(format_name, speed, shape=(512, 512), kind="matmul"):

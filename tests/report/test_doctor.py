@@ -197,8 +197,8 @@ How fast each format is on this CPU
  addition, G elements/s
    4,096                      4.10    4.10     1.0x   1.02    0.25x
 
-- fp16 skipped where one call would take long: matmul with casts 512 x 512 (6.4
-  s), convolution 3x3 8 x 128 x 56 x 56 (12.0 s).
+- fp16 skipped where one call would take long: matmul with casts 512 x 512
+  (6.4 s), convolution 3x3 8 x 128 x 56 x 56 (12.0 s).
 - fp16 not measured in matmul with casts 64 x 64: torch cannot do it here: no
   kernel.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ import typer
 from narrowcast.cli.run import CacheDirOption
 
 UNUSABLE = 1
+NOT_WRITTEN = 2
 _SILENT_S = 2.0
 
 
@@ -43,11 +45,13 @@ def doctor(
     for note in found["notes"]:
         _talk(f"note: {note}")
     if as_json:
-        print(json.dumps(found, indent=2, allow_nan=False))  # noqa: T201
+        text = json.dumps(found, indent=2, allow_nan=False)
     else:
         from narrowcast.report import doctor_text
 
-        _show(doctor_text(found, color=sys.stdout.isatty()))
+        text = doctor_text(found, color=sys.stdout.isatty())
+    if not _show(text):
+        return NOT_WRITTEN
     return UNUSABLE if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
 
 
@@ -84,14 +88,25 @@ def _cache_folder(asked: Path | None) -> Path | None:
         return None
 
 
-def _show(text: str) -> None:
-    """Print ``text``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks."""
+def _show(text: str) -> bool:
+    """Print ``text``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks.
+
+    Returns whether it was written; whoever read it may have gone, or the disk be full.
+    """
     encoding = sys.stdout.encoding or "utf-8"
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.replace("\u2500", "-").encode(encoding, errors="replace").decode(encoding)
-    print(text)  # noqa: T201
+    try:
+        print(text, flush=True)  # noqa: T201
+    except OSError as error:
+        # Python flushes once more as it ends, and would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            _talk(f"cannot write to stdout: {error.strerror}")
+            return False
+    return True
 
 
 def _talk(text: str) -> None:

@@ -215,8 +215,8 @@ def _line(console: Console, head: str, text: str) -> None:
 
 
 def _paragraph(console: Console, text: str, *, indent: str = "", style: str = "") -> None:
-    # A shape stays on one line: textwrap breaks at plain spaces alone.
-    whole = text.replace(" x ", "\u00a0x\u00a0")
+    # A shape and a time stay on one line: textwrap breaks at plain spaces alone.
+    whole = text.replace(" x ", "\u00a0x\u00a0").replace(" s)", "\u00a0s)")
     lines = textwrap.wrap(whole, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
     console.print(Text("\n".join(lines).replace("\u00a0", " "), style=style))
 
