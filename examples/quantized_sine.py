@@ -10,17 +10,20 @@ Run it:
     python examples/quantized_sine.py
     python examples/quantized_sine.py --size 512 --hidden 256 --layers 2 --epochs 512
     python examples/quantized_sine.py --levels 2 --frequency 1 3
+    python examples/quantized_sine.py --inference
 
 What to look at: the last line, `final loss 0.0094`, is the mean squared error over the picture; one colour
 everywhere would get 0.11. `quantized_sine.png` shows the target beside the prediction: the longer the
 training, the flatter its levels and the sharper their edges. It goes to the folder that the environment
-variable NARROWCAST_RUN_DIR names, or to the current one.
+variable NARROWCAST_RUN_DIR names, or to the current one. With `--inference` the network is not trained but
+only asked, as often as there would be epochs, for what it makes of the picture at the start.
 """
 
 import argparse
 import math
 import os
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -75,8 +78,8 @@ class PixelNet(nn.Module):
 
 def train(
     model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, epochs: int
-) -> tuple[torch.Tensor, float]:
-    """Train on the one picture; return the prediction and the loss of the last epoch."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Train on the one picture; yield each epoch's prediction and loss before its step is taken."""
     loss_fn = nn.MSELoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     model.train()
@@ -84,11 +87,22 @@ def train(
         optimizer.zero_grad()
         prediction = model(inputs)
         loss = loss_fn(prediction, target)
+        yield prediction.detach(), loss.detach()
         loss.backward()
         optimizer.step()
         if epoch % max(1, epochs // 8) == 0:
             print(f"epoch {epoch}/{epochs}  loss {loss.item():.4f}")
-    return prediction.detach(), loss.item()
+
+
+@torch.inference_mode()
+def infer(
+    model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, times: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ask the network for its picture so many times; yield each, and how far it is from the target."""
+    model.eval()
+    for _ in range(times):
+        prediction = model(inputs)
+        yield prediction, nn.functional.mse_loss(prediction, target)
 
 
 def draw(target: torch.Tensor, prediction: torch.Tensor, path: Path) -> None:
@@ -133,6 +147,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar=("FX", "FY"),
         help="periods across and down (4 2)",
     )
+    parser.add_argument("--inference", action="store_true", help="do not train: only predict, once an epoch")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
@@ -164,13 +179,16 @@ def main() -> None:
         f"layers of {arguments.hidden}, {arguments.epochs} epochs, device {device}, seed {arguments.seed}"
     )
     start = time.perf_counter()
-    prediction, loss = train(model, inputs, target, arguments.epochs)
-    seconds = time.perf_counter() - start
-
-    draw(target, prediction, folder / PICTURE)
+    latest = torch.zeros_like(target), torch.tensor(math.nan)
+    epochs = (infer if arguments.inference else train)(model, inputs, target, arguments.epochs)
+    try:
+        for prediction, loss in epochs:
+            latest = prediction, loss
+    finally:  # one that is interrupted shows how far it came
+        draw(target, latest[0], folder / PICTURE)
     print(f"picture {folder / PICTURE}")
-    print(f"training took {seconds:.1f} s")
-    print(f"final loss {loss:.4f}")
+    print(f"{'inference' if arguments.inference else 'training'} took {time.perf_counter() - start:.1f} s")
+    print(f"final loss {latest[1].item():.4f}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from narrowcast.observe import (
 from narrowcast.verify._certificate import CANNOT_TELL
 from narrowcast.verify._child import GRADIENTS, MEMORY, OUTPUTS, SETTINGS, TIMED, RunSettings
 from narrowcast.verify._from_probes import certificate_from_probes, output_from_probes
-from narrowcast.verify._probes import MIXED, PERTURBED, REFERENCE, read_result
+from narrowcast.verify._probes import MIXED, EXACT, REFERENCE, read_result
 from narrowcast.verify._processes import EndedRun, run_process
 
 # The optimizer's state is there from the first step on, and the next backward meets it.
@@ -219,12 +219,12 @@ class _Comparison:
         except ScriptError as error:
             self._cannot_certify(f"A run whose updates were held back failed: {_first_line(error)}")
             return
-        perturbed: Path | None = None
+        exact: Path | None = None
         with suppress(ScriptError):
-            perturbed = self._probe(PERTURBED, REFERENCE)
+            exact = self._probe(EXACT, REFERENCE)
         certificate = certificate_from_probes(
             reference,
-            perturbed,
+            exact,
             mixed,
             policy=self.settings.policy,
             format=self._format(),

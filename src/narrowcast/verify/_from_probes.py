@@ -18,13 +18,13 @@ _LIMIT = 0.05
 
 
 def certificate_from_probes(
-    reference: Path, perturbed: Path | None, mixed: Path, *, policy: str, format: str, at_step: int
+    reference: Path, exact: Path | None, mixed: Path, *, policy: str, format: str, at_step: int
 ) -> dict[str, Any]:
     """What ``Certificate.to_dict`` gives, of a script whose probes left these folders.
 
     Args:
         reference: of the FP32 gradients of two batches.
-        perturbed: of the first batch at weights changed in their last bit; None: that run failed.
+        exact: of the first batch by exact ops; None: that run failed.
         mixed: of the first batch in mixed precision.
         policy: as it was asked for.
         format: what was computed in.
@@ -33,7 +33,7 @@ def certificate_from_probes(
     facts = {name: read_result(folder) or {} for name, folder in (("fp32", reference), ("mixed", mixed))}
     sums = CertificateSums()
     for place in range(facts["fp32"].get("optimizers", 0)):
-        _add_optimizer(sums, place, reference, perturbed, mixed)
+        _add_optimizer(sums, place, reference, exact, mixed)
     scales = facts["mixed"].get("scales") or [None]
     certificate = sums.finish(
         policy=policy,
@@ -46,12 +46,12 @@ def certificate_from_probes(
 
 
 def _add_optimizer(
-    sums: CertificateSums, place: int, reference: Path, perturbed: Path | None, mixed: Path
+    sums: CertificateSums, place: int, reference: Path, exact: Path | None, mixed: Path
 ) -> None:
     first = _load(reference / f"gradients-{place}-0.pt")
     other = _load(reference / f"gradients-{place}-1.pt")
     low = _load(mixed / f"gradients-{place}-0.pt")
-    moved = None if perturbed is None else _load(perturbed / f"gradients-{place}-0.pt")
+    moved = None if exact is None else _load(exact / f"gradients-{place}-0.pt")
     if first is None or low is None:
         return
     for number, (name, shape) in enumerate(zip(first["names"], first["shapes"], strict=True)):

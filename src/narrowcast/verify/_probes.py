@@ -18,11 +18,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from narrowcast.attach import Attached, Watcher
+from narrowcast.verify._exact_ops import ExactOps
 from narrowcast.verify._fp32_draws import Fp32Draws
-from narrowcast.verify._perturbation import perturb_last_bit
 
 RESULT = "result.json"
-REFERENCE, PERTURBED, MIXED = "reference", "perturbed", "mixed"
+REFERENCE, EXACT, MIXED = "reference", "exact", "mixed"
 
 # An optimizer that is made and never steps should not keep a probe going.
 _MOST_STEPS = 64
@@ -33,13 +33,13 @@ _OUTPUTS = 3
 class GradientProbe(Watcher):
     """Holds updates back, and keeps the gradients that each optimizer would have used.
 
-    The reference is computed in FP32, for two batches; the perturbed one in FP32 at weights changed in
-    their last bit, for the first; the mixed one as the policy says, for the first. The reference's weights
-    are loaded into the others, so that all are compared at the same ones to the bit.
+    The reference is computed in FP32, for two batches; the exact one in FP32 by ops that round only their
+    result, for the first; the mixed one as the policy says, for the first. The reference's weights are
+    loaded into the others, so that all are compared at the same ones to the bit.
 
     Args:
         folder: where to keep what was seen.
-        role: ``REFERENCE``, ``PERTURBED`` or ``MIXED``.
+        role: ``REFERENCE``, ``EXACT`` or ``MIXED``.
         reference: folder of the reference; its own for the reference itself.
         at_step: optimizer steps to take, in mixed precision, before updates are held back.
         start_scale: loss scale of the mixed pass; None: as the run has it.
@@ -86,6 +86,8 @@ class GradientProbe(Watcher):
         if self._draws is None:
             self._draws = Fp32Draws()
             self._draws.__enter__()
+            if self._role == EXACT:
+                ExactOps().__enter__()
         if self._facts["batch"] is None:
             self._facts["batch"] = fingerprint([args, kwargs])
         if id(module) not in self._met:
@@ -104,8 +106,6 @@ class GradientProbe(Watcher):
             torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, file)
         else:
             self._load(tensors, file)
-        if self._role == PERTURBED:
-            perturb_last_bit([p.detach() for p in module.parameters() if not is_lazy(p)])
         buffers = [b.detach() for b in module.buffers() if not is_lazy(b)]
         self._met[id(module)] = (module, [(buffer, buffer.clone()) for buffer in buffers])
 
