@@ -26,6 +26,7 @@ BUDGET_S = defaultdict(
         "examples": 600.0,
         "cli": 300.0,
         "gradients": 240.0,
+        "report": 180.0,
         "training": 240.0,
     },
 )

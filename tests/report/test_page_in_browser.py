@@ -1,0 +1,157 @@
+"""Pages in a real browser: they draw, fetch nothing, run nothing of a capture, and fit any window."""
+
+import shutil
+
+import made_captures
+import pytest
+
+from narrowcast.report import write_page
+
+WIDTHS = (1400, 390)
+MAKES = {
+    "training": made_captures.trained,
+    "gan": made_captures.gan,
+    "inference": made_captures.inference,
+    "fp16": made_captures.fp16,
+    "many parameters": made_captures.many_parameters,
+    "killed": made_captures.killed,
+    "hostile": made_captures.hostile,
+    "one run": made_captures.one_run,
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="browser: playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("browser: there is no chromium on this machine (Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield launched
+        launched.close()
+
+
+class Opened:
+    """A page that was opened, and all that happened which should not."""
+
+    def __init__(self, browser, path, **settings):
+        self.wrong = []
+        self.page = browser.new_page(**settings)
+        self.page.route("**/*", self._only_itself)
+        self.page.on("console", lambda said: self.wrong.append(f"console: {said.text}"))
+        self.page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
+        self.page.on("dialog", self._dismiss)
+        self._own = path.as_uri()
+        self.page.goto(self._own)
+        self.page.wait_for_load_state("load")
+
+    def _only_itself(self, route):
+        url = route.request.url
+        if url == self._own or url.startswith("data:"):
+            route.continue_()
+        else:
+            self.wrong.append(f"request: {url[:200]}")
+            route.abort()
+
+    def _dismiss(self, dialog):
+        self.wrong.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.page.close()
+
+
+def drawn(page):
+    """Of each figure: how many curves and markers were drawn."""
+    return page.eval_on_selector_all(
+        ".plot", "all => all.map(one => one.querySelectorAll('svg .js-line, svg .point').length)"
+    )
+
+
+def until(page, expression):
+    """Wait until ``expression`` is true: Playwright's own way needs eval, which the page forbids."""
+    for _ in range(100):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"it never came true: {expression}")
+
+
+def background(page):
+    return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+@pytest.mark.parametrize("what", MAKES)
+def test_a_page_draws_fits_and_does_nothing_else(browser, tmp_path, what):
+    path = write_page(MAKES[what](tmp_path))
+    for width in WIDTHS:
+        scheme = {"color_scheme": "dark" if width == 390 else "light"}
+        with Opened(browser, path, viewport={"width": width, "height": 900}, **scheme) as opened:
+            page = opened.page
+            plots = drawn(page)
+            assert plots, "no figure"
+            assert all(plots), f"a figure is empty: {plots}"
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate("typeof window.hacked") == "undefined"
+            assert page.locator("h1").count() == 1
+            broken = "all => all.filter(one => one.complete && !one.naturalWidth).length"
+            assert page.eval_on_selector_all("img", broken) == 0
+            if what != "one run":
+                assert page.locator(".banner .word").is_visible()
+                assert page.locator(".banner .word").inner_text() in ("pass", "fail", "cannot tell")
+            assert opened.wrong == []
+
+
+def test_the_policy_stops_a_script_that_got_through(browser, tmp_path):
+    """The second wall: even if escaping failed, the script would not run and nothing would be fetched."""
+    path = write_page(made_captures.trained(tmp_path, steps=5))
+    inside = (
+        "<script>window.hacked=1</script><img src='https://example.invalid/x.png' onerror='window.hacked=1'>"
+    )
+    path.write_text(path.read_text(encoding="utf-8").replace("<main>", f"<main>{inside}"), encoding="utf-8")
+    with Opened(browser, path) as opened:
+        assert opened.page.evaluate("typeof window.hacked") == "undefined"
+        assert all(drawn(opened.page))
+        assert opened.wrong, "the browser said nothing of what it refused"
+        assert not any(wrong.startswith("request") for wrong in opened.wrong)
+
+
+def test_colours_follow_the_system_and_paper_is_light(browser, tmp_path):
+    path = write_page(made_captures.trained(tmp_path, steps=30))
+    with Opened(browser, path, color_scheme="light") as opened:
+        page = opened.page
+        line = "document.querySelector('#plot-loss-0 .js-line').style.stroke"
+        light = page.evaluate(line), background(page)
+        page.emulate_media(color_scheme="dark")
+        until(page, f"{line} !== '{light[0]}'")
+        assert background(page) != light[1]
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        until(page, f"{line} === '{light[0]}'")
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        until(page, f"{line} !== '{light[0]}'")
+        assert page.pdf().startswith(b"%PDF")
+        assert opened.wrong == []
+
+
+def test_a_person_can_search_parameters_and_choose_the_axis(browser, tmp_path):
+    path = write_page(made_captures.many_parameters(tmp_path))
+    with Opened(browser, path) as opened:
+        page = opened.page
+        assert page.locator(".dots li:visible").count() == 200
+        page.fill("#search", "blocks.16.")
+        shown = page.locator(".dots li:visible .name code").all_inner_texts()
+        assert shown
+        assert all("blocks.16." in name for name in shown)
+        assert page.locator("#searched").inner_text() == f"{len(shown)} of 200"
+        button = page.locator("button.log")
+        axis = "document.getElementById('plot-loss-0')._fullLayout.yaxis.type"
+        before = page.evaluate(axis)
+        button.click()
+        assert {before, page.evaluate(axis)} == {"log", "linear"}
+        assert opened.wrong == []
