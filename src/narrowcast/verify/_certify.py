@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowcast.casting import autocast, cast_floating
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
@@ -28,6 +29,7 @@ from narrowcast.verify._model_state import (
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]
+_WITHOUT_KERNEL = "Attention was computed without its fused kernel, inside which dropout draws other numbers in each format."
 _LARGEST_SCALE = 2.0**16
 _SMALLEST_SCALE = 2.0**-16
 
@@ -96,7 +98,14 @@ def certify(
             )
     name = policy if isinstance(policy, str) else wanted.compute
     with as_before(model), torch.inference_mode(False), torch.enable_grad():
-        return _Passes(model, loss_fn, formats).certificate(batch, other_batch, name, scale)
+        passes = _Passes(model, loss_fn, formats)
+        found = passes.certificate(batch, other_batch, name, scale)
+        if passes.drew_in_attention:
+            with sdpa_kernel(SDPBackend.MATH):
+                found = _Passes(model, loss_fn, formats, _WITHOUT_KERNEL).certificate(
+                    batch, other_batch, name, scale
+                )
+        return found
 
 
 class _Passes:
@@ -107,7 +116,9 @@ class _Passes:
         model: torch.nn.Module,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         formats: dict[str, torch.dtype],
+        note: str | None = None,
     ) -> None:
+        self._note = note
         self._model = model
         self._loss_fn = loss_fn
         self._formats = formats
@@ -117,6 +128,10 @@ class _Passes:
         self._random = RandomState()
         self._draws = Fp32Draws()
         self._loss_is_finite = True
+
+    @property
+    def drew_in_attention(self) -> bool:
+        return self._draws.in_attention
 
     def certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
         try:
@@ -152,7 +167,7 @@ class _Passes:
             format=", ".join(dict.fromkeys(map(format_name, self._formats.values()))),
             loss_scale=scale,
             cannot_tell=self._draws.undecidable or doubt,
-            note=self._note(),
+            note=self._notes(),
         )
 
     def _against(self, fp32: _Gradients, others: _Gradients, scale: float = 1.0) -> dict[str, Sums]:
@@ -213,12 +228,15 @@ class _Passes:
             )
         return None
 
-    def _note(self) -> str | None:
+    def _notes(self) -> str | None:
+        notes = [] if self._note is None else [self._note]
         if self._held_narrow:
-            return "The weights are held in a narrow format: compared is with the same weights cast to FP32."
-        if all(dtype == torch.float32 for dtype in self._formats.values()):
-            return "The policy computes in FP32 here, so both sides are FP32."
-        return None
+            notes.append(
+                "The weights are held in a narrow format: compared is with the same weights cast to FP32."
+            )
+        elif all(dtype == torch.float32 for dtype in self._formats.values()):
+            notes.append("The policy computes in FP32 here, so both sides are FP32.")
+        return " ".join(notes) or None
 
 
 def _check(model: Any) -> None:

@@ -36,12 +36,14 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         undecidable: None, or a sentence on random numbers that were drawn where they cannot be had in fp32:
             inside a fused kernel of attention or of a recurrent layer on CUDA.
+        in_attention: whether that was attention, which torch can compute without a fused kernel.
         made_narrow: whether any op returned a bf16 or fp16 tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.undecidable: str | None = None
+        self.in_attention = False
         self.made_narrow = False
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
@@ -72,6 +74,7 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if share is not None:
             if share > 0 and given.get("train", True):
                 self.undecidable = self.undecidable or _fused_reason(func)
+                self.in_attention = self.in_attention or "dropout_p" in given
             return func(*args, **kwargs)
         if (
             _name(func) == "random_"

@@ -1,0 +1,402 @@
+"""The certificate as data: hand-made gradients with known ratios, float64 as the oracle, and the text."""
+
+import functools
+import html.parser
+import json
+import math
+
+import pytest
+import torch
+
+from narrowcast.verify import Certificate, ParameterResult
+from narrowcast.verify import _certificate_verdict as limits
+from narrowcast.verify._certificate_sums import CertificateSums
+from narrowcast.verify._gradient_sums import compared
+
+FINISH = {"policy": "bf16", "format": "bf16", "at_step": 0, "loss_scale": None, "cannot_tell": None}
+
+
+def finished(*parameters, **changed):
+    """A certificate of (name, fp32, other, mixed, perturbed) each."""
+    sums = CertificateSums()
+    for name, fp32, other, mixed, perturbed in parameters:
+        shape = next((g.shape for g in (fp32, other, mixed, perturbed) if g is not None), (1,))
+        sums.add(name, shape, fp32, other, mixed, perturbed)
+    return sums.finish(**FINISH | changed)
+
+
+def made(error=0.01, noise=1.0, rounding=1e-6, size=1.0, name="weight", scale=1.0, dtype=torch.float32):
+    """A parameter whose norms are these: the four directions are orthogonal."""
+    basis = torch.eye(4, dtype=torch.float64)
+    fp32 = size * basis[0]
+    gradients = [fp32, fp32 + noise * basis[1], fp32 + error * basis[2], fp32 + rounding * basis[3]]
+    return name, *[(scale * gradient).to(dtype) for gradient in gradients]
+
+
+# ---- arithmetic
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_numbers_are_those_of_hand_made_gradients_at_any_scale(scale):
+    found = finished(made(error=0.03, noise=2.0, size=1.5, scale=scale, dtype=torch.float64))
+    (parameter,) = found.parameters
+    for one, expected in (
+        (parameter.gradient_norm, 1.5 * scale),
+        (parameter.error_norm, 0.03 * scale),
+        (parameter.noise_norm, 2.0 * scale),
+        (parameter.rounding_norm, 1e-6 * scale),
+        (parameter.error_over_noise, 0.015),
+        (parameter.relative_error, 0.02),
+        (parameter.cosine, 1.5 / math.hypot(1.5, 0.03)),
+        (found.error_over_noise, 0.015),
+        (found.relative_error, 0.02),
+        (found.cosine, 1.5 / math.hypot(1.5, 0.03)),
+    ):
+        assert one == pytest.approx(expected, rel=1e-9)
+    assert found.verdict == "pass"
+    assert parameter.reason is None
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 1e9, 1e30])
+def test_a_verdict_does_not_depend_on_the_scale_of_the_gradients(scale):
+    assert finished(made(scale=scale)).verdict == "pass"
+    assert finished(made(error=0.2, scale=scale)).verdict == "fail"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_sums_are_those_of_float64(dtype):
+    a, b = torch.randn(7, 9).to(dtype), torch.randn(9, 7).to(dtype).t()
+    found = compared(a, b, scale=4.0)
+    x, y = a.double(), b.double() / 4
+    # A thousandth of float64's error over 63 summands would be exact; a single float32 step is 1e9 times it.
+    assert found.first == pytest.approx(float((x * x).sum()), rel=1e-14)
+    assert found.second == pytest.approx(float((y * y).sum()), rel=1e-14)
+    assert found.product == pytest.approx(float((x * y).sum()), rel=1e-12)
+    assert found.difference == pytest.approx(float(((x - y) ** 2).sum()), rel=1e-14)
+
+
+def test_large_gradients_are_summed_in_pieces(monkeypatch):
+    a, b = torch.randn(1000), torch.randn(1000)
+    whole = compared(a, b)
+    monkeypatch.setattr("narrowcast.verify._gradient_sums._CHUNK", 7)
+    pieces = compared(a, b)
+    for name in ("first", "second", "product", "difference"):
+        assert getattr(pieces, name) == pytest.approx(getattr(whole, name), rel=1e-13)
+
+
+def test_fp32_gradients_near_each_other_are_not_told_apart_by_fp32_sums():
+    a = torch.full((1000,), 1.0)
+    b = a + 2**-23
+    assert compared(a, b).difference == pytest.approx(1000 * 2.0**-46, rel=1e-12)
+
+
+def test_sparse_gradients_count_equal_indices_together():
+    made_sparse = functools.partial(torch.sparse_coo_tensor, size=(4, 2), check_invariants=True)
+    a = made_sparse([[0, 0, 2]], [[1.0, 2], [3, 4], [5, 6]])
+    b = made_sparse([[1, 2]], [[7.0, 8], [5, 6]])
+    dense = compared(a.to_dense(), b.to_dense())
+    for one in (compared(a, b), compared(a.to_dense(), b), compared(a, b.to_dense())):
+        for name in ("first", "second", "product", "difference"):
+            assert getattr(one, name) == pytest.approx(getattr(dense, name), rel=1e-12)
+    half = compared(a, b, scale=2.0)
+    assert half.second == pytest.approx(dense.second / 4)
+    assert compared(a, None).first == pytest.approx(dense.first)
+
+
+def test_complex_gradients_count_both_parts():
+    a, b = torch.tensor([3 + 4j, 1j]), torch.tensor([3 - 4j, 0j])
+    found = compared(a, b)
+    assert (found.first, found.second, found.product, found.difference) == pytest.approx((26, 25, -7, 65))
+
+
+def test_totals_are_of_all_parameters_as_one_vector():
+    parameters = [made(0.01, 1.0, name="a"), made(0.04, 0.5, size=3.0, name="b")]
+    found = finished(*parameters)
+    whole = [torch.cat([p[column].double() for p in parameters]) for column in range(1, 4)]
+    error, noise = whole[2] - whole[0], whole[1] - whole[0]
+    assert found.error_over_noise == pytest.approx(float(error.norm() / noise.norm()), rel=1e-12)
+    assert found.relative_error == pytest.approx(float(error.norm() / whole[0].norm()), rel=1e-12)
+    assert found.cosine == pytest.approx(float(torch.cosine_similarity(whole[0], whole[2], dim=0)), rel=1e-12)
+    assert found.worst_parameter.name == "b"
+    assert [p.name for p in found.parameters] == ["a", "b"]
+
+
+# ---- verdicts
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [(0.0499, "pass"), (0.0501, "cannot tell"), (0.0999, "cannot tell"), (0.1001, "fail"), (0.24, "fail")],
+)
+def test_the_limits_of_the_total(error, verdict):
+    found = finished(made(error=error, dtype=torch.float64))
+    assert found.verdict == verdict
+    assert f"by {error:.3g} of what another minibatch does" in found.reason
+
+
+def test_one_lost_layer_fails_though_the_total_is_small():
+    lost = made(error=1e-4, noise=1e-4, size=1e-4, rounding=1e-12, name="deep.weight")
+    lost = (*lost[:3], torch.zeros(4), lost[4])
+    found = finished(made(name="head.weight"), lost)
+    assert found.error_over_noise < limits.TOTAL_LIMIT
+    assert found.verdict == "fail"
+    assert found.worst_parameter.name == "deep.weight"
+    assert found.parameters[1].reason == "its gradient is zero in mixed precision"
+    assert found.reason == (
+        "The gradient of deep.weight is lost in mixed precision: it is off by 1 of its own size or of "
+        "minibatch noise, whichever is larger, where 0.25 is the limit for a single parameter."
+    )
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(0.249, "pass"), (0.251, "fail")])
+@pytest.mark.parametrize(("noise", "size"), [(1.0, 0.1), (0.1, 1.0)])
+def test_the_limit_of_a_parameter_is_against_noise_or_gradient(noise, size, error, verdict):
+    one = made(error=error, noise=noise, size=size, name="small", dtype=torch.float64)
+    assert finished(one, made(name="large", scale=100, dtype=torch.float64)).verdict == verdict
+
+
+def test_rounding_noise_in_fp32_itself_is_not_judged():
+    bias = made(error=3e-5, noise=1e-7, size=1e-7, rounding=1.4e-7, name="bias")
+    found = finished(made(), bias)
+    assert found.verdict == "pass"
+    assert found.error_over_noise == pytest.approx(0.01, rel=1e-4)
+    assert not found.parameters[1].judged
+    assert found.parameters[1].reason == "its gradient is rounding noise in FP32 itself"
+    assert found.worst_parameter.name == "weight"
+    assert found.reason.endswith(
+        "Not judged, since in FP32 itself it is rounding noise: the gradient of 1 of 2 parameters (bias)."
+    )
+    # Without the perturbed pass nobody can know.
+    assert finished(made(), (*bias[:4], None)).verdict == "fail"
+
+
+def test_the_same_batch_twice_is_judged_by_the_relative_error():
+    for noise in (0.0, 1.5e-6):  # exactly the same, and summed in another order
+        found = finished(made(error=0.0034, noise=noise))
+        assert (found.error_over_noise, found.verdict) == (None, "pass")
+        assert found.relative_error == pytest.approx(0.0034, rel=1e-4)
+        assert "Both batches give the same gradient" in found.reason
+        assert found.parameters[0].reason == "both batches give it the same gradient: no noise to divide by"
+        assert finished(made(error=0.06, noise=noise)).verdict == "fail"
+    assert finished(made(noise=1e-4)).error_over_noise is not None
+
+
+def test_little_noise_does_not_fail_what_rounding_alone_does():
+    found = finished(made(error=0.004, noise=0.01))
+    assert found.verdict == "pass"
+    assert found.error_over_noise == pytest.approx(0.4)
+    assert "these batches have little noise" in found.reason
+    assert finished(made(error=0.02, noise=0.05)).verdict == "fail"
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(0.009, "pass"), (0.02, "cannot tell"), (0.3, "fail")])
+def test_without_a_second_batch(error, verdict):
+    name, fp32, _, mixed, perturbed = made(error=error)
+    found = finished((name, fp32, None, mixed, perturbed))
+    assert (found.verdict, found.error_over_noise) == (verdict, None)
+    if verdict != "fail":
+        assert found.reason.startswith("There was no second batch to measure minibatch noise by")
+    assert found.parameters[0].reason == "there was no second batch to measure noise by"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_mixed_gradient_that_is_not_finite_fails_and_is_named(value):
+    name, fp32, other, mixed, perturbed = made(name="broken")
+    mixed = mixed.clone()
+    mixed[3] = value
+    found = finished(made(), (name, fp32, other, mixed, perturbed), cannot_tell="Masks differ.")
+    assert found.verdict == "fail"
+    assert found.reason == "Not finite in mixed precision, but in FP32: the gradient of broken."
+    assert found.worst_parameter.name == "broken"
+    assert found.worst_parameter.error_over_noise == math.inf
+    assert found.worst_parameter.cosine is None
+    # A parameter that would not be judged, too.
+    noise = made(size=1e-7, rounding=1e-7, name="bias")
+    assert finished(made(), (*noise[:3], mixed, noise[4])).verdict == "fail"
+
+
+@pytest.mark.parametrize("column", [1, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_fp32_that_is_not_finite_is_no_reference(column, value):
+    parameter = list(made(name="broken"))
+    parameter[column] = torch.full((4,), value)
+    found = finished(made(), tuple(parameter))
+    assert found.verdict == "cannot tell"
+    assert "broken" in found.reason
+    assert all(p.error_over_noise is None or math.isfinite(p.error_over_noise) for p in found.parameters)
+    if column == 1:
+        parameter[3] = torch.full((4,), value)  # in mixed precision as well
+        assert finished(made(), tuple(parameter)).verdict == "cannot tell"
+
+
+def test_a_perturbed_gradient_that_is_not_finite_is_no_measure_of_rounding():
+    name, fp32, other, mixed, _ = made()
+    found = finished((name, fp32, other, mixed, torch.full((4,), math.nan)))
+    assert found.verdict == "pass"
+    assert found.parameters[0].rounding_norm is None
+
+
+def test_gradients_on_one_side_only_count_as_zeros_and_are_named():
+    name, fp32, other, mixed, perturbed = made(name="one")
+    gone = finished(made(), (name, fp32, other, None, perturbed))
+    assert gone.verdict == "fail"
+    assert gone.parameters[1].relative_error == 1
+    assert gone.parameters[1].reason.startswith("it has a gradient in FP32 and none in mixed precision")
+    assert gone.reason.endswith("A gradient on one side only, in FP32 or in mixed precision: one.")
+    extra = finished(made(), (name, None, None, mixed, None))
+    assert extra.verdict == "fail"
+    assert extra.parameters[1].reason.startswith("it has a gradient in mixed precision and none in FP32")
+    # Not reached by the second batch: its noise is its gradient.
+    unreached = finished(made(), (name, fp32, None, mixed, perturbed))
+    assert unreached.parameters[1].noise_norm == pytest.approx(1.0)
+    assert unreached.verdict == "pass"
+
+
+def test_parameters_without_gradients_are_not_judged():
+    unused = ("unused", None, None, None, None)
+    zero = ("zero", *[torch.zeros(3)] * 4)
+    found = finished(made(), unused, zero)
+    assert [p.reason for p in found.parameters] == [None, "no gradient reaches it", "its gradient is zero"]
+    assert found.verdict == "pass"
+    for parameters, words in (
+        ([zero], "No gradient can be judged (zero: its gradient is zero)."),
+        ([unused], "No gradient can be judged (unused: no gradient reaches it)."),
+        ([], "No parameter needs a gradient, so there is nothing to compare."),
+    ):
+        found = finished(*parameters)
+        assert (found.verdict, found.reason) == ("cannot tell", words)
+        assert found.error_over_noise is None
+        assert found.worst_parameter is None
+
+
+def test_gradients_that_are_zero_in_fp32_only():
+    zero = torch.zeros(4)
+    found = finished(("a", zero, zero, torch.ones(4), zero))
+    assert (found.verdict, found.reason) == (
+        "fail",
+        "Every FP32 gradient is zero, and the mixed ones are not.",
+    )
+    assert finished(("a", zero, torch.ones(4), torch.ones(4) * 0.01, zero)).verdict == "pass"
+    assert finished(("a", zero, torch.ones(4), torch.ones(4) * 0.3, zero)).verdict == "fail"
+
+
+def test_when_every_gradient_moves_with_the_last_bit_the_loss_is_asked_about():
+    found = finished(made(rounding=0.5))
+    assert found.verdict == "cannot tell"
+    assert "does the loss change when it is computed twice" in found.reason
+
+
+def test_no_error_at_all_is_said():
+    found = finished(made(error=0.0))
+    assert (found.verdict, found.error_over_noise) == ("pass", 0)
+    assert found.reason.startswith("The mixed gradients equal the FP32 ones to the bit")
+
+
+def test_a_reason_not_to_tell_is_kept():
+    found = finished(made(), cannot_tell="The masks differ.")
+    assert (found.verdict, found.reason) == ("cannot tell", "The masks differ.")
+    assert found.error_over_noise == pytest.approx(0.01, rel=1e-4)
+
+
+def test_scalars_and_empty_parameters():
+    one = ("gain", torch.tensor(2.0), torch.tensor(1.0), torch.tensor(2.01), torch.tensor(2.000001))
+    empty = ("empty", *[torch.zeros(0, 3)] * 4)
+    found = finished(one, empty)
+    assert found.parameters[0].shape == ()
+    assert found.parameters[1].reason == "its gradient is zero"
+    assert found.verdict == "pass"
+
+
+# ---- as data and as text
+
+
+def hard_ones():
+    broken = (*made(name="<b>&\"'broken")[:3], torch.full((4,), math.inf), None)
+    layers = [made(name=f"encoder.layers.{n}.attention.output.projection.weight") for n in range(20)]
+    return finished(*layers, broken, ("bias", *[torch.zeros(3)] * 4), loss_scale=2.0**16, at_step=7)
+
+
+def test_it_goes_through_json_and_back():
+    for certificate in (finished(made(), made(name="b", noise=0.0)), hard_ones()):
+        text = json.dumps(certificate.to_dict(), allow_nan=False)
+        assert Certificate.from_dict(json.loads(text)) == certificate
+        for parameter in certificate.parameters:
+            assert ParameterResult.from_dict(parameter.to_dict()) == parameter
+    found = hard_ones().to_dict()
+    assert list(found) == [
+        "policy", "format", "at_step", "loss_scale", "error_over_noise", "relative_error", "cosine",
+        "worst_parameter", "parameters", "verdict", "reason",
+    ]  # fmt: skip
+    assert found["worst_parameter"] == {
+        "name": "<b>&\"'broken", "error_over_noise": "inf", "relative_error": "inf",
+    }  # fmt: skip
+    assert found["error_over_noise"] == "inf"
+
+
+def test_values_are_frozen():
+    found = finished(made())
+    for value in (found, found.parameters[0]):
+        with pytest.raises(AttributeError):
+            value.reason = "other"
+        assert not hasattr(value, "__dict__")
+
+
+def test_a_parameter_called_like_infinity_stays_a_name():
+    found = finished(made(name="inf"))
+    assert Certificate.from_dict(found.to_dict()) == found
+
+
+def test_the_table_is_80_columns_wide_and_starts_with_the_worst():
+    text = str(hard_ones())
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "gradient certificate: fail"
+    assert lines[-1] == "and 10 more"
+    head = next(n for n, line in enumerate(lines) if line.startswith("parameter (worst first)"))
+    assert lines[head + 1].split() == ["<b>&\"'broken", "inf", "inf", "-", "yes"]
+    assert "encoder.laye...ent.output.projection" in text or "..." in text
+    assert "loss scale        65536" in lines
+
+
+def test_the_whole_table_of_a_small_one():
+    assert str(finished(made(error=0.01, noise=2.0, dtype=torch.float64))) == (
+        "gradient certificate: pass\n"
+        "Mixed precision moves the gradient by 0.005 of what another minibatch does;\n"
+        "below 0.05 passes.\n"
+        "error over noise  0.005\n"
+        "relative error    0.01\n"
+        "cosine            0.999950\n"
+        "policy            bf16 (bf16)\n"
+        "loss scale        none\n"
+        "at step           0\n"
+        "\n"
+        "parameter (worst first)               error/noise rel. error     cosine  judged\n"
+        "weight                                      0.005       0.01    0.99995     yes"
+    )
+
+
+def test_a_name_with_a_line_break_stays_on_its_line():
+    text = str(finished(made(name="a\nb\x1b[31m"), policy="x" * 200))
+    assert "a b" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_html_escapes_everything_and_closes_every_tag():
+    certificate = hard_ones()
+    text = certificate._repr_html_()
+    assert "<b>" not in text
+    assert "&lt;b&gt;&amp;&quot;&#x27;broken" in text
+    assert text.count("<tr>") == len(certificate.parameters) + 6 + 1
+
+    class Tags(html.parser.HTMLParser):
+        open = []  # noqa: RUF012
+
+        def handle_starttag(self, tag, attributes):
+            if tag != "br":
+                self.open.append(tag)
+
+        def handle_endtag(self, tag):
+            assert self.open.pop() == tag
+
+    Tags().feed(text)
+    assert Tags.open == []
