@@ -120,15 +120,15 @@ def _reasons(summary: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _interval_row(summary: Mapping[str, Any], key: str) -> tuple[str, Row]:
     speed = summary["ratio"]["speed_interval"]
-    said = f"{speed[0]:.2f}x to {speed[1]:.2f}x" if speed else ""
+    said = " to ".join(f"{_plain(float(bound), 2)}x" for bound in speed) if speed else ""
     sides = [_interval(summary[side][key]) for side in ("fp32", "mixed")]
     return key, Row(name="  its interval", fp32=sides[0], mixed=sides[1], mixed_is=said)
 
 
-def _interval(interval_s: Sequence[float] | None) -> str:
+def _interval(interval_s: Sequence[float | str] | None) -> str:
     if interval_s is None:
         return ""
-    low, high = (_three_digits(bound * 1e3) for bound in interval_s)
+    low, high = (_three_digits(float(bound) * 1e3) for bound in interval_s)
     return f"{low} to {high} ms"
 
 
@@ -174,12 +174,12 @@ def count(value: int | None) -> str:
     return UNKNOWN if value is None else str(value)
 
 
-def seconds(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{_plain(value, 1)} s"
+def seconds(value: float | str | None) -> str:
+    return UNKNOWN if value is None else f"{_plain(float(value), 1)} s"
 
 
-def milliseconds(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{_three_digits(value * 1e3)} ms"
+def milliseconds(value: float | str | None) -> str:
+    return UNKNOWN if value is None else f"{_three_digits(float(value) * 1e3)} ms"
 
 
 def mebibytes(value: int | None) -> str:
@@ -209,18 +209,20 @@ def decibels(value: float | str | None) -> str:
     return UNKNOWN if value is None else f"{float(value):.4g} dB"
 
 
-def times(ratio: float | None, more: str, less: str) -> str:
-    """A ratio of times in words."""
-    if ratio is None or not math.isfinite(ratio) or ratio <= 0:
+def times(value: float | str | None, more: str, less: str) -> str:
+    """A ratio of times in words; nothing for one that is not finite and above zero."""
+    ratio = math.nan if value is None else float(value)
+    if not 0 < ratio < math.inf:
         return ""
     if abs(ratio - 1) < 0.005:
         return "the same"
     return f"{_plain(ratio, 2)}x {more}" if ratio >= 1 else f"{_plain(1 / ratio, 2)}x {less}"
 
 
-def percent(ratio: float | None) -> str:
-    """A ratio of sizes in words."""
-    if ratio is None or not math.isfinite(ratio):
+def percent(value: float | str | None) -> str:
+    """A ratio of sizes in words; nothing for one that is not finite."""
+    ratio = math.nan if value is None else float(value)
+    if not math.isfinite(ratio):
         return ""
     change = (ratio - 1) * 100
     return (

@@ -1,0 +1,65 @@
+"""Whatever a reader accepts, a page, a table and JSON can be made of it."""
+
+import json
+
+import made_captures
+import pytest
+
+from narrowcast.errors import CaptureError
+from narrowcast.observe import read_comparison
+from narrowcast.report import comparison_page, comparison_table, run_page, run_summary, summary
+
+VALUES = (None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, "nan", "", [], {})
+
+
+def small():
+    runs = made_captures.both(range(3), made_captures.training, steps=4, scale=8.0)
+    return runs, [made_captures.certificate(7), made_captures.note("a trait")]
+
+
+@pytest.mark.parametrize("value", [1e300, -1e300, "inf", "nan", 5e-324])
+def test_losses_at_the_end_of_what_floats_hold_are_judged_or_not_and_shown(tmp_path, value):
+    runs = made_captures.both(range(3), made_captures.training, steps=40)
+    for events in runs.values():
+        events[:] = [e | {"value": value} if e["event"] == "loss" else e for e in events]
+    show_all(made_captures.comparison(tmp_path, runs))
+
+
+def computing():
+    return made_captures.both(range(2), made_captures.computing, calls=4), [made_captures.output()]
+
+
+def show_all(folder):
+    found = read_comparison(folder)
+    numbers = summary(found)
+    json.dumps(numbers, allow_nan=False)
+    assert max(map(len, comparison_table(numbers).splitlines())) <= 79
+    comparison_page(found).encode()
+    for run in found.runs[:1]:
+        json.dumps(run_summary(run.capture), allow_nan=False)
+        run_page(run.capture, folder).encode()
+
+
+@pytest.mark.parametrize("make", [small, computing])
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_field_of_another_value_is_refused_or_shown(tmp_path, make, value):
+    """Each field of each kind of event at once in all runs, one kind and field after the other."""
+    runs, own = make()
+    events = {event["event"]: event for event in [*next(iter(runs.values())), *own]}
+    shown = 0
+    for kind, example in events.items():
+        for field in example:
+            if field in ("event", "schema", "kind"):
+                continue
+            changed = {
+                name: [event | {field: value} if event["event"] == kind else event for event in of_run]
+                for name, of_run in runs.items()
+            }
+            mine = [event | {field: value} if event["event"] == kind else event for event in own]
+            folder = made_captures.comparison(tmp_path, changed, *mine)
+            try:
+                show_all(folder)
+            except CaptureError:
+                continue
+            shown += 1
+    assert shown or value in ([], {})

@@ -1,0 +1,199 @@
+"""``narrowcast report``: what it prints, where it writes, how it refuses."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import made_captures
+import pytest
+
+from narrowcast.cli import main
+from narrowcast.observe import COMPARISON, SCHEMA
+from narrowcast.report import write_page
+
+# What forbids torch stands before anything of ours is imported.
+WITHOUT_TORCH = """\
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy"):
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refuse())
+from narrowcast.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def refuse(word):
+    raise AssertionError(f"{word} is no JSON")
+
+
+def read_json(text):
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return made_captures.trained(tmp_path / "kept", steps=30)
+
+
+def test_a_folder_gives_the_table_and_the_page(folder, capsys):
+    assert main(["report", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "step time, median" in said.out
+    assert "verdict    pass" in said.out
+    assert said.err == f"narrowcast: the page is {folder / 'report.html'}\n"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.endswith("</html>\n") or page.endswith("</html>")
+    assert sorted(path.name for path in folder.glob("*.*")) == ["comparison.jsonl", "report.html"]
+
+
+def test_the_capture_itself_is_as_good_as_its_folder(folder, capsys, monkeypatch):
+    assert main(["report", str(folder / COMPARISON)]) == 0
+    from_file = capsys.readouterr().out
+    monkeypatch.chdir(folder)
+    assert main(["report", "."]) == 0
+    assert capsys.readouterr().out == from_file
+    assert main(["report", COMPARISON, "--output", "other.html"]) == 0
+    assert capsys.readouterr().err == "narrowcast: the page is other.html\n"
+
+
+def test_json_is_on_stdout_alone(folder, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["report", "--json", "--output", str(page), str(folder)]) == 0
+    said = capsys.readouterr()
+    numbers = read_json(said.out)
+    assert numbers["verdict"] == "pass"
+    assert numbers["report"] == str(page)
+    assert page.is_file()
+    assert not (folder / "report.html").exists()
+
+
+def test_a_run_gives_its_block_and_its_numbers(tmp_path, capsys):
+    folder = made_captures.one_run(tmp_path, diverges=250)
+    assert main(["report", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0] == "narrowcast: bf16 on cuda (this GPU computes in bf16)"
+    assert main(["report", "--json", str(folder / "capture.jsonl")]) == 0
+    numbers = read_json(capsys.readouterr().out)
+    assert numbers["totals"]["steps"] == 300
+    assert numbers["devices"] == [
+        {"device_type": "cuda", "format": "bf16", "because": "this GPU computes in bf16"}
+    ]
+    losses = numbers["losses"]["train.py:41"]
+    assert (losses["count"], losses["last"], losses["not_finite"]) == (300, "nan", 51)
+    assert (numbers["ended"], numbers["notes"]) == (True, [])
+
+
+@pytest.mark.parametrize("make", [made_captures.killed, made_captures.hostile, made_captures.fp16])
+def test_captures_that_were_cut_or_are_hostile_are_shown(tmp_path, capsys, make):
+    folder = make(tmp_path)
+    assert main(["report", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 79
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+    assert main(["report", "--json", str(folder)]) == 0
+    assert read_json(capsys.readouterr().out)["finished"] is (make is not made_captures.killed)
+
+
+def test_torch_is_not_imported(folder):
+    for words in (
+        ["report", str(folder)],
+        ["report", "--json", str(folder / "mixed-0")],
+        ["report", "--help"],
+    ):
+        ended = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+
+
+def test_a_terminal_that_knows_only_ascii(folder):
+    ended = subprocess.run(
+        [sys.executable, "-m", "narrowcast", "report", str(folder)],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert set(ended.stdout.decode("ascii").splitlines()[2].strip()) == {"-"}
+
+
+def wrong_uses(folder):
+    other = made_captures.write_lines(folder / "of-comparison.jsonl", made_captures.start("compare"))
+    newer = made_captures.write_lines(folder / "newer.jsonl", {"event": "start", "schema": 99})
+    binary = folder / "binary"
+    binary.write_bytes(bytes(range(256)))
+    empty = folder / "empty"
+    empty.mkdir()
+    os.mkfifo(folder / "pipe")
+    expected = "expected the folder of a comparison or of a run, or its comparison.jsonl or capture.jsonl"
+    return {
+        folder / "nothing": f"there is no capture {folder / 'nothing'}: {expected}",
+        folder / "pipe": f"there is no capture {folder / 'pipe'}: {expected}",
+        empty: f"there is no capture in {empty}: expected comparison.jsonl (of narrowcast compare) or "
+        "capture.jsonl (of narrowcast run)",
+        other: f"{other} is of a comparison, whose runs are found beside it: give its folder, and let the "
+        "file be called comparison.jsonl",
+        newer: f"{newer} has schema '99' and this version of narrowcast reads {SCHEMA}: use the version that "
+        "wrote it",
+        binary: f"{binary} is no text: is it a capture of narrowcast?",
+        folder / ("x" * 300): f"cannot read the capture {folder / ('x' * 300)}: File name too long",
+    }
+
+
+def test_wrong_use_is_two_and_one_line(tmp_path, capsys):
+    for path, message in wrong_uses(tmp_path).items():
+        assert main(["report", str(path)]) == 2
+        said = capsys.readouterr()
+        assert (said.out, said.err) == ("", f"narrowcast: {message}\n")
+    assert main(["report"]) == 2
+    assert "CAPTURE" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_two_and_names_the_option(folder, capsys, monkeypatch):
+    for output, why in (
+        (folder / "nothing" / "page.html", "No such file or directory"),
+        (folder / "comparison.jsonl" / "page.html", "Not a directory"),
+        (folder, "Is a directory"),
+    ):
+        assert main(["report", str(folder), "--output", str(output)]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err == (
+            f"narrowcast: cannot write the page {output}: {why}; name another place with --output FILE\n"
+        )
+
+
+def test_there_is_never_half_a_page(folder, monkeypatch):
+    page = write_page(folder)
+    before = page.read_bytes()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(OSError, match=r"cannot write the page .*: No space left on device; name another"):
+        write_page(folder)
+    monkeypatch.undo()
+    assert page.read_bytes() == before
+    assert not list(folder.glob(".*"))
+
+
+def test_a_page_may_be_read_by_whoever_may_read_new_files(folder):
+    umask = os.umask(0o022)
+    try:
+        page = write_page(folder)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(page.stat().st_mode) == 0o644
+
+
+def test_the_help_names_what_it_takes(capsys):
+    assert main(["report", "--help"]) == 0
+    said = capsys.readouterr().out
+    for word in ("CAPTURE", "--json", "--output", "report.html"):
+        assert word in said
