@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CHECK_FAILED = 1
 SCRIPT_FAILED = 3
 _TERMINATED = 143
+_CHECKED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 
 
 def compare(
@@ -121,16 +122,10 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
 
 def _exit_code(result: dict[str, Any], *, strict: bool) -> int:
     """1 for a check that failed, and with ``strict`` for one that nobody can tell; each said in a line."""
-    for name in ("certificate", "output", "loss"):
-        part = result[name]
-        if part is not None and part["verdict"] == "cannot tell":
-            _talk(f"warning: cannot tell from the {_CHECKED[name]}: {part['reason']}")
-    if result["verdict"] == "fail":
-        return CHECK_FAILED
-    return CHECK_FAILED if strict and result["verdict"] == "cannot tell" else 0
-
-
-_CHECKED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
+    untold = [name for name in _CHECKED if result[name] and result[name]["verdict"] == "cannot tell"]
+    for name in untold:
+        _talk(f"warning: cannot tell from the {_CHECKED[name]}: {result[name]['reason']}")
+    return CHECK_FAILED if result["verdict"] == "fail" or (strict and untold) else 0
 
 
 @contextmanager

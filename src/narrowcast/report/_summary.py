@@ -35,7 +35,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     mean of the last tenth), wall_s, format, last_line, runs; ``mixed`` has policy too. ``ratio``: speed
     and speed_interval (FP32 time over mixed time), peak_tensor_bytes and peak_resident_bytes (mixed over
     FP32). ``certificate``, ``output`` (of a script that only computes) and ``loss`` each have a verdict and
-    a reason; ``verdict`` is the worst of them. Then kind, finished, notes, seed, folder, settings, versions
+    a reason; ``verdict`` is that of the gradients or outputs, unless the losses fail. Then kind, finished, notes, seed, folder, settings, versions
     and report.
 
     Args:
@@ -48,7 +48,6 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     certificate = _certificate(comparison, kind)
     output = _output(comparison, kind)
     loss = _loss(fp32, mixed, kind)
-    verdicts = [part["verdict"] for part in (certificate, output, loss) if part is not None]
     last = fp32.last_totals | mixed.last_totals
     result = {
         "fp32": fp32.numbers,
@@ -57,7 +56,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         "certificate": certificate,
         "output": output,
         "loss": loss,
-        "verdict": min(verdicts, key=_WORST_FIRST.index, default="cannot tell"),
+        "verdict": _overall(certificate, output, loss),
         "kind": kind,
         "finished": comparison.finished,
         "report": report,
@@ -255,6 +254,15 @@ def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
         **_verdict_fields(sites[worst]),
         "sites": {site: _verdict_fields(verdict) for site, verdict in sites.items()},
     }
+
+
+def _overall(*parts: dict[str, Any] | None) -> str:
+    """The worst verdict; losses that were not asked about (it takes three seeds) leave the others' alone."""
+    certificate, output, loss = parts
+    verdicts = [part["verdict"] for part in (certificate, output) if part is not None]
+    if loss is not None and loss["verdict"] == "fail":
+        verdicts.append("fail")
+    return min(verdicts, key=_WORST_FIRST.index, default="cannot tell")
 
 
 def _pairs(fp32: dict[int, float], mixed: dict[int, float]) -> list[tuple[float, float]]:

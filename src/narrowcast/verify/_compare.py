@@ -36,6 +36,7 @@ from narrowcast.verify._processes import EndedRun, run_process
 _STEPS_FOR_MEMORY = 3
 # Of a probe whose script trains where nobody can hold updates back.
 _MOST_PROBE_STEPS = 256
+_KEEPS = {MEMORY: "count of its tensors", GRADIENTS: "its gradients", OUTPUTS: "its outputs"}
 _KEPT_TENSORS = ("gradients-*.pt", "weights-*.pt", "outputs-*.pt")
 
 
@@ -291,7 +292,7 @@ class _Comparison:
     ) -> EndedRun:
         self.made += 1
         folder = make_run_folder(name, asked=self.folder / name)
-        title = f"its run {name}"
+        title = self._title(format_, purpose)
         settings = RunSettings(
             purpose=purpose,
             policy="fp32" if format_ == "fp32" else self.settings.policy,
@@ -313,6 +314,13 @@ class _Comparison:
         )
         self.earlier |= dict.fromkeys(ended.written, name)
         return ended
+
+    def _title(self, format_: str, purpose: str) -> str:
+        """What a message calls a run."""
+        title = "its FP32 run" if format_ == "fp32" else "its mixed run"
+        if purpose != TIMED:
+            return f"{title} that keeps {_KEEPS[purpose]}"
+        return f"{title}, after its FP32 run had succeeded" if format_ == "mixed" else title
 
     def _note(self, text: str) -> None:
         self.writer.write({"event": "note", "text": text})
