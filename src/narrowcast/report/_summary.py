@@ -35,8 +35,8 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     mean of the last tenth), wall_s, format, last_line, runs; ``mixed`` has policy too. ``ratio``: speed
     and speed_interval (FP32 time over mixed time), peak_tensor_bytes and peak_resident_bytes (mixed over
     FP32). ``certificate``, ``output`` (of a script that only computes) and ``loss`` each have a verdict and
-    a reason; ``verdict`` is that of the gradients or outputs, unless the losses fail. Then kind, finished, notes, seed, folder, settings, versions
-    and report.
+    a reason; ``verdict`` is that of the gradients or outputs, unless the losses fail. Then kind, finished,
+    notes, seed, folder, settings, versions and report.
 
     Args:
         comparison: what ``read_comparison`` returned; one that was killed gives what it has.
@@ -72,7 +72,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
 
 
 def empty_summary(reason: str) -> dict[str, Any]:
-    """The same keys where nothing was run, since mixed precision would change nothing; ``reason`` says why."""
+    """The same keys where nothing was run, as mixed precision would change nothing; ``reason`` says why."""
     return {
         "fp32": None,
         "mixed": None,
