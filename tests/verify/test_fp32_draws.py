@@ -290,6 +290,17 @@ def test_attention_with_dropout_is_the_same_on_a_cpu():
     torch.testing.assert_close(found[0], found[1], rtol=2**-7, atol=0)
 
 
+def test_attention_without_dropout_is_left_alone():
+    q = torch.randn(1, 2, 8, 4).bfloat16().requires_grad_()
+    expected = F.scaled_dot_product_attention(q, q, q)
+    (gradient,) = torch.autograd.grad(expected.sum(), q)
+    with Fp32Draws() as draws:
+        found = F.scaled_dot_product_attention(q, q, q)
+        assert torch.equal(torch.autograd.grad(found.sum(), q)[0], gradient)
+    assert torch.equal(found, expected)
+    assert draws.undecidable is None
+
+
 def test_in_inference_mode_too():
     with torch.inference_mode():
         expected, _ = after(0, lambda dtype: F.dropout(torch.ones(99, dtype=dtype), 0.5), torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from narrowcast.policy import Policy, as_policy, format_name, resolve
 from narrowcast.scaling import Static
 from narrowcast.verify._certificate import Certificate
 from narrowcast.verify._certificate_sums import CertificateSums
+from narrowcast.verify._exact_ops import ExactOps
 from narrowcast.verify._fp32_draws import Fp32Draws
 from narrowcast.verify._gradient_sums import Sums, compared
 from narrowcast.verify._model_state import (
@@ -29,7 +30,9 @@ from narrowcast.verify._model_state import (
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]
-_WITHOUT_KERNEL = "Attention was computed without its fused kernel, inside which dropout draws other numbers in each format."
+_WITHOUT_KERNEL = (
+    "Attention was computed without its fused kernel, inside which each format draws its own dropout."
+)
 _LARGEST_SCALE = 2.0**16
 _SMALLEST_SCALE = 2.0**-16
 
@@ -53,8 +56,9 @@ def certify(
 
     Error over noise is |g_mixed(b) - g_32(b)| / |g_32(b) - g_32(b')|, at the same weights, with the same
     random numbers; below 0.05 passes. ``loss_fn`` is called four times: in FP32 on ``batch``, again with
-    every weight moved by its last bit (which tells rounding noise from a gradient), on ``other_batch``, and
-    on ``batch`` in mixed precision; in fp16 once more for each halving of the loss scale. No optimizer steps.
+    every weight moved by its last bit and every op rounded once only (which tells rounding noise from a
+    gradient), on ``other_batch``, and on ``batch`` in mixed precision; in fp16 once more for each halving of
+    the loss scale. No optimizer steps.
     Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and numpy are as
     before, also when ``loss_fn`` raises.
 
@@ -144,7 +148,8 @@ class _Passes:
         random_after = RandomState()
         doubt = self._doubt_about_fp32()
         with last_bit_moved(self._model):
-            rounding = self._against(fp32, self._in_fp32(batch))
+            exact = self._in_fp32(batch, ExactOps())  # type: ignore[no-untyped-call]
+            rounding = self._against(fp32, exact)
         noise = None if other_batch is None else self._against(fp32, self._in_fp32(other_batch))
         error, scale = self._mixed(fp32, batch, scale)
         ended_elsewhere = random_after.differs_from(RandomState())
@@ -178,9 +183,11 @@ class _Passes:
         self._draws.rewind_generators()
         self._random.restore()
 
-    def _in_fp32(self, batch: Any) -> _Gradients:
+    def _in_fp32(self, batch: Any, ops: AbstractContextManager[Any] | None = None) -> _Gradients:
         self._rewind()
         with ExitStack() as stack:
+            if ops is not None:
+                stack.enter_context(ops)
             if self._held_narrow:
                 stack.enter_context(widened(self._model))
                 batch = cast_floating(batch, torch.float32)

@@ -70,11 +70,13 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = given.get("generator")
         if generator is not None and id(generator) not in self._generators:
             self._generators[id(generator)] = (generator, generator.get_state())
-        share = given.get("dropout_p", given.get("dropout"))
-        if share is not None:
-            if share > 0 and given.get("train", True):
+        share = next(
+            (name for name in ("dropout_p", "dropout") if any(a.name == name for a in arguments)), None
+        )
+        if share is not None:  # inside a kernel; 0 by default
+            if given.get(share, 0.0) > 0 and given.get("train", True):
                 self.undecidable = self.undecidable or _fused_reason(func)
-                self.in_attention = self.in_attention or "dropout_p" in given
+                self.in_attention = self.in_attention or share == "dropout_p"
             return func(*args, **kwargs)
         if (
             _name(func) == "random_"

@@ -1,0 +1,428 @@
+"""``certify`` on real models: the known figures, what it refuses, and that nothing is left changed."""
+
+import random
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import OrderError, PolicyError, ScaleError, SettingError, UnsupportedError
+from narrowcast.verify import _certify
+from narrowcast.verify._fp32_draws import Fp32Draws
+
+CLASSES = 5
+
+
+def blobs(seed, count=64, width=32):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, CLASSES, (count,), generator=generator)
+    centers = torch.randn(CLASSES, width, generator=torch.Generator().manual_seed(99))
+    return centers[labels] + torch.randn(count, width, generator=generator), labels
+
+
+def mlp(*between):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), *between, nn.Linear(64, CLASSES))
+
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def certified(model, policy="bf16", loss_fn=cross_entropy, **settings):
+    return nc.certify(model, loss_fn, blobs(1), blobs(2), policy, **settings)
+
+
+def convolutions():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(),
+        nn.Linear(32, CLASSES),
+    )  # fmt: skip
+
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = nn.Linear(32, 16), nn.Linear(8, 32)
+
+    def forward(self, x):
+        # An odd number of samples, after which torch's own bf16 draws would all be others than fp32's.
+        torch.randn(17, dtype=self.encoder(x).dtype)
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        z = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        return self.decoder(z), mean, log_variance
+
+
+def vae_loss(model, batch):
+    x, mean, log_variance = model(batch[0])
+    divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).mean()
+    return F.mse_loss(x, batch[0]) + divergence
+
+
+# ---- the known figures
+
+
+def test_bf16_is_a_few_thousandths_of_minibatch_noise():
+    found = certified(mlp())
+    assert found.verdict == "pass"
+    assert 0.001 < found.error_over_noise < 0.01
+    assert (found.policy, found.format, found.at_step, found.loss_scale) == ("bf16", "bf16", 0, None)
+    assert [p.name for p in found.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_the_numbers_are_those_of_gradients_taken_by_hand():
+    model, first, second = mlp(), blobs(1), blobs(2)
+
+    def gradients(batch, *, region=False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=region):
+            loss = cross_entropy(model, batch)
+        return torch.cat([g.double().flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+    fp32, other, mixed = gradients(first), gradients(second), gradients(first, region=True)
+    found = certified(model)
+    expected = (mixed - fp32).norm() / (fp32 - other).norm()
+    assert found.error_over_noise == pytest.approx(float(expected), rel=1e-9)
+    assert found.relative_error == pytest.approx(float((mixed - fp32).norm() / fp32.norm()), rel=1e-9)
+
+
+def tiny_loss(model, batch):
+    return 1e-9 * cross_entropy(model, batch)
+
+
+def test_fp16_without_a_scale_loses_gradients_of_a_billionth():
+    found = certified(mlp(), "fp16", tiny_loss, loss_scale=1.0)
+    assert found.verdict == "fail"
+    assert found.error_over_noise > 0.5
+    assert found.loss_scale == 1.0
+    assert found.worst_parameter.name in found.reason
+    assert found.worst_parameter.relative_error == 1
+
+
+def test_fp16_with_a_dynamic_scale_keeps_what_the_scale_can_reach():
+    found = certified(mlp(), "fp16", lambda model, batch: 1e-4 * cross_entropy(model, batch))
+    assert found.verdict == "pass"
+    assert found.error_over_noise < 0.005
+    assert found.loss_scale == 2.0**16
+
+
+def test_a_dynamic_scale_goes_down_until_nothing_overflows():
+    def large(model, batch):
+        return 300.0 * cross_entropy(model, batch)
+
+    found = certified(mlp(), "fp16", large)
+    assert found.verdict == "pass"
+    assert found.loss_scale < 2.0**16
+    # Twice the scale that it came to overflows: it is the first that does not.
+    assert certified(mlp(), "fp16", large, loss_scale=2 * found.loss_scale).verdict == "fail"
+
+
+def test_a_static_scale_that_overflows_fails_and_names_parameters():
+    found = certified(
+        mlp(), "fp16", lambda model, batch: 1e6 * cross_entropy(model, batch), loss_scale=65536.0
+    )
+    assert found.verdict == "fail"
+    assert found.reason.startswith("Not finite in mixed precision, but in FP32: the gradient of ")
+
+
+def test_a_bias_before_a_batch_norm_is_not_judged():
+    found = certified(convolutions())
+    by_name = {p.name: p for p in found.parameters}
+    assert found.verdict == "pass"
+    assert [name for name, p in by_name.items() if not p.judged] == ["1.bias"]
+    assert by_name["1.bias"].relative_error > 1
+    assert by_name["1.bias"].rounding_norm >= 0.1 * by_name["1.bias"].gradient_norm
+    assert all(p.rounding_norm < 1e-4 * p.gradient_norm for p in found.parameters if p.judged)
+    assert "the gradient of 1 of 6 parameters (1.bias)" in found.reason
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_dropout_and_samples_are_the_same_in_both_formats(policy):
+    assert certified(mlp(nn.Dropout(0.5)), policy).verdict == "pass"
+    found = certified(VAE(), policy, vae_loss)
+    assert found.verdict == "pass"
+    assert found.error_over_noise < 0.02
+
+
+def test_with_draws_of_their_own_the_formats_would_differ(monkeypatch):
+    class NoDraws(Fp32Draws):
+        def _draw(self, func, args, kwargs):
+            return func(*args, **kwargs)
+
+    monkeypatch.setattr(_certify, "Fp32Draws", NoDraws)
+    found = certified(VAE(), "bf16", vae_loss)
+    assert found.error_over_noise > 0.2
+    assert found.verdict == "cannot tell"
+    assert found.reason.startswith("The random numbers of torch were in another place after the mixed pass")
+
+
+def test_full_batch_training_is_judged_by_the_relative_error():
+    x, y = blobs(1)
+    order = torch.randperm(len(y))
+    for other in ((x, y), (x[order], y[order])):
+        found = nc.certify(mlp(), cross_entropy, (x, y), other, "bf16")
+        assert (found.verdict, found.error_over_noise) == ("pass", None)
+        assert found.relative_error < 0.01
+        assert "full-batch training" in found.reason
+
+
+def test_without_a_second_batch():
+    found = nc.certify(mlp(), cross_entropy, blobs(1), None, "bf16")
+    assert (found.verdict, found.error_over_noise) == ("pass", None)
+    assert found.reason.startswith("There was no second batch")
+
+
+def test_fp32_has_no_error():
+    found = certified(mlp(), "fp32")
+    assert (found.verdict, found.error_over_noise, found.format) == ("pass", 0, "fp32")
+    assert found.reason.endswith("The policy computes in FP32 here, so both sides are FP32.")
+
+
+# ---- kinds of models
+
+
+def test_frozen_and_tied_weights():
+    model = mlp()
+    model[0].bias.requires_grad_(False)
+    model.append(nn.Linear(CLASSES, CLASSES))
+    model.append(nn.Linear(CLASSES, CLASSES))
+    model[4].weight = model[3].weight
+    found = certified(model)
+    assert [p.name for p in found.parameters] == [
+        "0.weight", "2.weight", "2.bias", "3.weight", "3.bias", "4.bias",
+    ]  # fmt: skip
+    assert found.verdict == "pass"
+    assert not model[0].bias.requires_grad
+
+
+def test_sparse_gradients_of_embeddings():
+    torch.manual_seed(0)
+    tables = [nn.Embedding(50, 16, sparse=sparse) for sparse in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    head = nn.Linear(16, CLASSES)
+    batches = [(torch.randint(0, 50, (64, 3)), torch.randint(0, CLASSES, (64,))) for _ in range(2)]
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model[1](model[0](batch[0]).mean(1)), batch[1])
+
+    sparse, dense = (nc.certify(nn.Sequential(t, head), loss_fn, *batches, "bf16") for t in tables)
+    assert sparse.verdict == "pass"
+    assert sparse.error_over_noise == pytest.approx(dense.error_over_noise, rel=1e-6)
+
+
+def test_an_unused_parameter_is_not_judged():
+    model = mlp()
+    model.unused = nn.Parameter(torch.ones(3))
+    found = certified(model, loss_fn=lambda m, batch: F.cross_entropy(m[2](m[1](m[0](batch[0]))), batch[1]))
+    assert found.verdict == "pass"
+    assert {p.name: p.reason for p in found.parameters}["unused"] == "no gradient reaches it"
+
+
+def test_narrow_weights_are_compared_with_the_same_weights_in_fp32():
+    model = mlp().bfloat16()
+    found = nc.certify(model, cross_entropy, *[(x.bfloat16(), y) for x, y in (blobs(1), blobs(2))], "bf16")
+    assert found.verdict == "pass"
+    assert found.error_over_noise > 0.0005
+    assert found.reason.endswith("compared is with the same weights cast to FP32.")
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_a_model_with_a_region_of_its_own_has_no_fp32_gradient():
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+    found = certified(mlp(), loss_fn=loss_fn)
+    assert found.verdict == "cannot tell"
+    assert found.reason.startswith("The FP32 pass computed in bf16 or fp16 too")
+
+
+def test_a_loss_that_is_another_one_each_time_is_noticed():
+    noise = iter(torch.randn(20, 64, 32, generator=torch.Generator().manual_seed(3)))
+    found = certified(
+        mlp(), loss_fn=lambda m, batch: F.cross_entropy(m(batch[0] + 9 * next(noise)), batch[1])
+    )
+    assert found.verdict == "cannot tell"
+    assert "does the loss change when it is computed twice" in found.reason
+
+
+def test_a_generator_of_the_users_own_and_pythons_numbers():
+    generator = torch.Generator().manual_seed(5)
+
+    def loss_fn(model, batch):
+        scale = 1 + random.random() + numpy.random.rand()
+        noise = torch.randn(batch[0].shape, generator=generator)
+        return scale * F.cross_entropy(model(batch[0] + noise), batch[1])
+
+    state = generator.get_state()
+    assert certified(mlp(), loss_fn=loss_fn).verdict == "pass"
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_attention_whose_dropout_is_drawn_in_a_kernel_is_computed_without_it(monkeypatch):
+    """On a CPU no kernel draws: here one that does not is taken for one that does."""
+
+    class Suspects(Fp32Draws):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._schema.name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+                self.undecidable, self.in_attention = "A kernel drew.", True
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    monkeypatch.setattr(_certify, "Fp32Draws", Suspects)
+
+    def loss_fn(model, batch):
+        q = model(batch[0])[None, None]
+        return F.scaled_dot_product_attention(q, q, q).float().square().mean()
+
+    found = certified(mlp(), loss_fn=loss_fn)
+    assert found.verdict == "pass"
+    assert "Attention was computed without its fused kernel" in found.reason
+
+
+# ---- nothing is left changed
+
+
+def everything(model):
+    return {
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "buffers": [b.clone() for b in model.buffers()],
+        "needs": [p.requires_grad for p in model.parameters()],
+        "modes": [m.training for m in model.modules()],
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": str(numpy.random.get_state()),
+    }
+
+
+def same(one, other):
+    for key, before in one.items():
+        after = other[key]
+        for a, b in zip(before, after, strict=True) if isinstance(before, list) else [(before, after)]:
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, key
+
+
+@pytest.mark.parametrize("fails_in", [None, 0, 1, 2, 3])
+def test_everything_is_as_before_also_when_the_loss_raises(fails_in):
+    model = convolutions()
+    model[2].eval()
+    model.append(nn.Dropout(0.5))
+    model[1].bias.requires_grad_(False)
+    model[5].weight.grad = torch.ones_like(model[5].weight)
+    held = model[5].weight.grad, dict(model.named_buffers()), [p.data_ptr() for p in model.parameters()]
+    calls = []
+
+    def loss_fn(model, batch):
+        if len(calls) == fails_in:
+            raise KeyError("a batch of another kind")
+        calls.append(1)
+        model.train()
+        random.random()
+        numpy.random.rand()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        model[1].bias.requires_grad_(True)
+        model[5].weight.grad = None
+        return loss
+
+    before = everything(model)
+    if fails_in is None:
+        certified(model, loss_fn=loss_fn)
+    else:
+        with pytest.raises(KeyError, match="of another kind"):
+            certified(model, loss_fn=loss_fn)
+    same(before, everything(model))
+    assert model[5].weight.grad is held[0]
+    assert all(buffer is held[1][name] for name, buffer in model.named_buffers())
+    assert [p.data_ptr() for p in model.parameters()] == held[2]
+
+
+def test_a_graph_from_before_can_still_go_backward():
+    model = mlp()
+    loss = cross_entropy(model, blobs(3))
+    certified(model)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_shared_storage_is_put_back_too():
+    model = mlp()
+    model.alias = nn.Parameter(model[0].weight.detach()[:3])
+    before = model[0].weight.detach().clone()
+    certified(model, loss_fn=lambda m, batch: F.cross_entropy(m[2](m[1](m[0](batch[0]))), batch[1]))
+    assert torch.equal(model[0].weight, before)
+
+
+def test_under_no_grad_it_turns_gradients_on_for_itself():
+    with torch.no_grad():
+        assert certified(mlp()).verdict == "pass"
+        assert not torch.is_grad_enabled()
+
+
+# ---- refused
+
+
+def test_inside_a_region():
+    with (
+        nc.autocast("cpu", torch.bfloat16),
+        pytest.raises(OrderError, match="inside an autocast region on 'cpu'"),
+    ):
+        certified(mlp())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (lambda model, batch: 1.0, "to return a tensor of one element, got float"),
+        (lambda model, batch: model(batch[0]), r"got shape \(64, 5\): take its mean"),
+        (lambda model, batch: model(batch[0]).detach().mean(), "got one that needs no gradient"),
+    ],
+)
+def test_a_loss_that_is_none(loss_fn, words):
+    with pytest.raises(SettingError, match=words):
+        certified(mlp(), loss_fn=loss_fn)
+
+
+def test_a_loss_of_one_element_may_have_dimensions():
+    assert certified(mlp(), loss_fn=lambda m, batch: cross_entropy(m, batch)[None, None]).verdict == "pass"
+
+
+def test_models_that_cannot_be_certified():
+    frozen = mlp().requires_grad_(False)
+    with pytest.raises(SettingError, match="without any that needs a gradient"):
+        certified(frozen)
+    with pytest.raises(SettingError, match=r"expected a torch\.nn\.Module, got function"):
+        certified(lambda x: x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = nn.DataParallel(mlp())
+    with pytest.raises(
+        UnsupportedError, match=r"got a DataParallel: give it the model inside, model\.module"
+    ):
+        certified(wrapped)
+
+
+def test_policies_and_scales_that_do_not_exist():
+    with pytest.raises(PolicyError, match='Did you mean "bf16"'):
+        certified(mlp(), "bf61")
+    with pytest.raises(PolicyError, match=r"only nc\.Stepper does"):
+        certified(mlp(), "O2")
+    with pytest.raises(ScaleError, match="positive, finite loss scale"):
+        certified(mlp(), "fp16", loss_scale=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_on_cuda(policy):
+    attention = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.2, batch_first=True)
+    model = nn.Sequential(nn.Unflatten(1, (1, 32)), attention, nn.Flatten(), nn.Linear(32, CLASSES)).cuda()
+    batches = [(x.cuda(), y.cuda()) for x, y in (blobs(1), blobs(2))]
+    state = torch.cuda.get_rng_state()
+    found = nc.certify(model, cross_entropy, *batches, policy)
+    assert found.verdict in ("pass", "cannot tell")
+    assert found.error_over_noise < 0.1
+    assert torch.equal(torch.cuda.get_rng_state(), state)
