@@ -27,16 +27,14 @@ from narrowcast.observe import (
     start_event,
 )
 from narrowcast.verify._certificate import CANNOT_TELL
-from narrowcast.verify._child import GRADIENTS, MEMORY, OUTPUTS, SETTINGS, TIMED, RunSettings
-from narrowcast.verify._from_probes import certificate_from_probes, output_from_probes
-from narrowcast.verify._probes import MIXED, EXACT, REFERENCE, read_result
-from narrowcast.verify._processes import EndedRun, run_process
+from narrowcast.verify._certify_script import certify_script, no_certificate
+from narrowcast.verify._child import MEMORY, OUTPUTS, SETTINGS, TIMED
+from narrowcast.verify._from_probes import output_from_probes
+from narrowcast.verify._probes import read_result
+from narrowcast.verify._script_runs import ScriptRuns
 
 # The optimizer's state is there from the first step on, and the next backward meets it.
 _STEPS_FOR_MEMORY = 3
-# Of a probe whose script trains where nobody can hold updates back.
-_MOST_PROBE_STEPS = 256
-_KEEPS = {MEMORY: "count of its tensors", GRADIENTS: "its gradients", OUTPUTS: "its outputs"}
 _KEPT_TENSORS = ("gradients-*.pt", "weights-*.pt", "outputs-*.pt")
 
 
@@ -98,8 +96,16 @@ def compare(
     folder = make_run_folder("compare", asked=settings.folder)
     _discard_earlier(folder)
     with CaptureWriter(folder / COMPARISON) as writer:
-        comparison = _Comparison(settings, folder, writer, progress)
-        comparison.run()
+        runs = ScriptRuns(
+            target=settings.target,
+            is_module=settings.is_module,
+            policy=settings.policy,
+            loss_scale=settings.loss_scale,
+            seed=settings.seed,
+            folder=folder,
+            progress=progress,
+        )
+        _Comparison(settings, runs, writer).run()
     return read_comparison(folder)
 
 
@@ -108,12 +114,9 @@ class _Comparison:
     """One comparison on its way."""
 
     settings: ComparisonSettings
-    folder: Path
+    runs: ScriptRuns
     writer: CaptureWriter
-    progress: Callable[[str], None]
-    earlier: dict[str, str] = field(default_factory=dict)
     captures: dict[str, list[tuple[str, Capture]]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
-    made: int = 0
 
     def run(self) -> None:
         started = time.perf_counter()
@@ -144,7 +147,7 @@ class _Comparison:
 
     def _time(self, format_: str, repeat: int) -> None:
         name = f"{format_}-{len(self.captures[format_]) + 1}"
-        ended = self._start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
+        ended = self.runs.start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
         try:
             path = _that_trained(ended.folder)
             capture = read_capture(path)
@@ -192,7 +195,7 @@ class _Comparison:
         for format_ in ("fp32", "mixed"):
             peak, reason = None, None
             try:
-                ended = self._start(f"memory-{format_}", format_, MEMORY, steps=steps)
+                ended = self.runs.start(f"memory-{format_}", format_, MEMORY, steps=steps)
                 peak = (read_result(ended.folder) or {}).get("peak_tensor_bytes")
                 reason = None if peak is not None else "the run that counts tensors ended too early"
             except ScriptError as error:
@@ -204,65 +207,19 @@ class _Comparison:
     # ---- gradients
 
     def _certify(self) -> None:
-        if self.captures["fp32"][0][0] != RUN:
-            self._cannot_certify(
+        settings, format_ = self.settings, self._format()
+        if self.captures["fp32"][0][0] == RUN:
+            certificate = certify_script(self.runs, format=format_, at_step=settings.at_step)
+        else:
+            certificate = no_certificate(
+                settings.policy,
+                format_,
+                settings.at_step,
                 "The script trains in processes that it starts itself, where updates cannot be held back: "
-                "use narrowcast.certify on its model."
+                "use narrowcast.certify on its model.",
             )
-            return
-        try:
-            reference = self._probe(REFERENCE, REFERENCE)
-            mixed = self._probe(MIXED, REFERENCE)
-            good_scale = (read_result(mixed) or {}).get("good_scale")
-            if good_scale is not None:
-                # The first scales of a dynamic loss scale are there to overflow.
-                mixed = self._probe(MIXED, REFERENCE, start_scale=good_scale)
-        except ScriptError as error:
-            self._cannot_certify(f"A run whose updates were held back failed: {_first_line(error)}")
-            return
-        exact: Path | None = None
-        with suppress(ScriptError):
-            exact = self._probe(EXACT, REFERENCE)
-        certificate = certificate_from_probes(
-            reference,
-            exact,
-            mixed,
-            policy=self.settings.policy,
-            format=self._format(),
-            at_step=self.settings.at_step,
-        )
         self.writer.write({"event": "certificate", **certificate})
         self._drop_tensors()
-
-    def _probe(self, role: str, reference: str, *, start_scale: float | None = None) -> Path:
-        return self._start(
-            role if role == REFERENCE else f"gradients-{role}",
-            "mixed",
-            GRADIENTS,
-            steps=self.settings.at_step + _MOST_PROBE_STEPS,
-            role=role,
-            reference=str(self.folder / reference),
-            at_step=self.settings.at_step,
-            start_scale=start_scale,
-        ).folder
-
-    def _cannot_certify(self, reason: str) -> None:
-        self.writer.write(
-            {
-                "event": "certificate",
-                "policy": self.settings.policy,
-                "format": self._format(),
-                "at_step": self.settings.at_step,
-                "loss_scale": None,
-                "error_over_noise": None,
-                "relative_error": None,
-                "cosine": None,
-                "worst_parameter": None,
-                "parameters": [],
-                "verdict": CANNOT_TELL,
-                "reason": reason,
-            }
-        )
 
     def _format(self) -> str:
         devices = [d["format"] for _, capture in self.captures["mixed"] for d in capture.of("device")]
@@ -273,7 +230,7 @@ class _Comparison:
     def _compare_outputs(self) -> None:
         try:
             folders = [
-                self._start(f"outputs-{format_}", format_, OUTPUTS, steps=_MOST_PROBE_STEPS).folder
+                self.runs.start(f"outputs-{format_}", format_, OUTPUTS, steps=0).folder
                 for format_ in ("fp32", "mixed")
             ]
         except ScriptError as error:
@@ -285,50 +242,13 @@ class _Comparison:
         self.writer.write({"event": "output", **output})
         self._drop_tensors()
 
-    # ---- every run
-
-    def _start(
-        self, name: str, format_: str, purpose: str, *, steps: int, repeat: int = 0, **more: Any
-    ) -> EndedRun:
-        self.made += 1
-        folder = make_run_folder(name, asked=self.folder / name)
-        title = self._title(format_, purpose)
-        settings = RunSettings(
-            purpose=purpose,
-            policy="fp32" if format_ == "fp32" else self.settings.policy,
-            loss_scale=None if format_ == "fp32" else self.settings.loss_scale,
-            seed=self.settings.seed,
-            seed_shift=repeat,
-            steps=steps,
-            is_module=self.settings.is_module,
-            folder=str(folder),
-            earlier=self.earlier,
-            **more,
-        )
-        self.progress(f"run {self.made}, {name}")
-        ended = run_process(
-            title,
-            settings,
-            self.settings.target,
-            lambda line: self.progress(f"run {self.made}, {name}: {line}"),
-        )
-        self.earlier |= dict.fromkeys(ended.written, name)
-        return ended
-
-    def _title(self, format_: str, purpose: str) -> str:
-        """What a message calls a run."""
-        title = "its FP32 run" if format_ == "fp32" else "its mixed run"
-        if purpose != TIMED:
-            return f"{title} that keeps {_KEEPS[purpose]}"
-        return f"{title}, after its FP32 run had succeeded" if format_ == "mixed" else title
-
     def _note(self, text: str) -> None:
         self.writer.write({"event": "note", "text": text})
 
     def _drop_tensors(self) -> None:
         """What probes kept has been compared, and may be as large as the model."""
         for pattern in _KEPT_TENSORS:
-            for path in self.folder.glob(f"*/{pattern}"):
+            for path in self.runs.folder.glob(f"*/{pattern}"):
                 with suppress(OSError):
                     path.unlink()
 

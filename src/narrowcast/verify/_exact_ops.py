@@ -17,13 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _NO_DOUBLE = ("mps", "meta")
 
 
-class ExactOps(TorchDispatchMode):
+class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it every op on fp32 tensors computes in float64 and rounds its result to fp32 once.
 
     Left as they are: ops that return views, write in place, draw random numbers or have no float64 kernel;
     the running statistics of a normalization are not moved. NaN, infinities and subnormals are those of
     float64, rounded. Slow: for a step, not for a training.
     """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,9 @@ class GradientProbe(Watcher):
             return
         if self._draws is None:
             self._draws = Fp32Draws()
-            self._draws.__enter__()
+            _enter_for_good(self._draws)
             if self._role == EXACT:
-                ExactOps().__enter__()
+                _enter_for_good(ExactOps())
         if self._facts["batch"] is None:
             self._facts["batch"] = fingerprint([args, kwargs])
         if id(module) not in self._met:
@@ -212,7 +213,7 @@ class OutputProbe(Watcher):
         self._attachment = attachment
         torch.compiler.set_stance("force_eager")
         self._draws = Fp32Draws()
-        self._draws.__enter__()
+        _enter_for_good(self._draws)
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._inputs.append(fingerprint([args, kwargs]))
@@ -223,6 +224,11 @@ class OutputProbe(Watcher):
         write_result(self._folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
         if len(self._inputs) >= _OUTPUTS:
             self._attachment.stop()
+
+
+def _enter_for_good(mode: AbstractContextManager[Any]) -> None:
+    """Enter ``mode`` until the process ends."""
+    mode.__enter__()
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:

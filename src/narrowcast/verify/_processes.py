@@ -73,10 +73,10 @@ def run_process(
         _end_group(process)
         file, wrote = seen.read
         raise ResumedRunError(
-            f"{title} read {file}, which {wrote} had written: a script that resumes from what it saved, or "
-            "continues a log, does other work each time, and there is nothing to compare. Let it start "
-            "afresh each time (an option of its own, or save to the folder that NARROWCAST_RUN_DIR names); "
-            "a file that is only prepared once, as downloaded data, is no trouble when it is there before"
+            f"run {folder.name} read {file}, which run {wrote} had written. A script that resumes from what "
+            "it saved does other work each time, so there is nothing to compare: let it start afresh each "
+            "time (by an option of its own, or by saving to the folder that NARROWCAST_RUN_DIR names). "
+            "A file that is only prepared once, as downloaded data, is no trouble where it is there before"
         )
     if code != 0:
         raise ScriptError(_failure(title, code, _last_lines(err)) + f"\nall of its output: {folder}")
