@@ -177,7 +177,7 @@ TABLES = {
          -------------------------------------------------------------------
          forward time, median          0.5 ms           250.0 ms
            its interval         0.4 to 0.6 ms   200.0 to 300.0 ms
-         peak tensor memory          1024 MiB             3 MiB
+         peak tensor memory          1024 MiB           3.0 MiB
          peak process memory          512 MiB            512 MiB
          wall time                     12.3 s             12.3 s
 

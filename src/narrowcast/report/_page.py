@@ -16,8 +16,9 @@ from typing import Any
 from narrowcast.observe import Capture, ComparisonCapture, TimedRun
 from narrowcast.report import _provenance
 from narrowcast.report._gradients import dots
+from narrowcast.report._loss_plots import loss_plots
 from narrowcast.report._pictures import Pictures, pictures
-from narrowcast.report._plots import NO_SEED, Plot, loss_plots, run_name, scale_plot, time_plot
+from narrowcast.report._plots import NO_SEED, Plot, run_name
 from narrowcast.report._printable import printable
 from narrowcast.report._rows import (
     LIMIT,
@@ -34,6 +35,7 @@ from narrowcast.report._rows import (
     signed,
     times,
 )
+from narrowcast.report._run_plots import scale_plot, time_plot
 from narrowcast.report._statistics import final_loss, without_warm_up
 from narrowcast.report._summary import summary
 
@@ -72,6 +74,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         losses=losses,
         more_sites=more_sites,
         by_seed=_by_seed(runs) if losses else [],
+        many_sites=sum(plot.name.startswith("plot-loss") for plot in losses) > 1,
         dots=dots(found["certificate"]) if found["certificate"] else None,
         pictures=_pairs(comparison),
         facts=_provenance.of_comparison(comparison),
@@ -205,8 +208,9 @@ def _gain(ratio: Mapping[str, Any]) -> str:
 
 
 def _decided(check: Check) -> str:
-    said = shortened(check.reason, 300) or (check.numbers[0] if check.numbers else check.verdict)
-    return said.rstrip(".")
+    """Why, in the first sentence of it; the rest stands beside the numbers."""
+    said = shortened(check.reason.partition(". ")[0], 300)
+    return (said or (check.numbers[0] if check.numbers else check.verdict)).rstrip(".")
 
 
 def _alerts(comparison: ComparisonCapture) -> list[str]:

@@ -29,7 +29,10 @@ def of_comparison(comparison: ComparisonCapture) -> Facts:
         ("policy", shortened(start["policy"], _LONGEST)),
         ("loss scale", shortened(start["loss_scale"] or "as the policy has it", _LONGEST)),
         ("steps", steps),
-        ("gradients compared at", f"step {start['at_step']}"),
+        (
+            "gradients compared",
+            f"after {start['at_step']} steps" if start["at_step"] else "before the first step",
+        ),
         ("repeats", count(start["repeats"])),
         ("first seed", count(start["seed"])),
         *_of_captures(captures),
@@ -72,7 +75,7 @@ def _of_captures(captures: Sequence[Capture]) -> Facts:
     totals = [capture.totals() for capture in captures]
     return [
         *(("device", shortened(place, _LONGEST)) for place in list(dict.fromkeys(places))[:_MOST_FACTS]),
-        *_facts("version of", [t["versions"] for t in totals]),
+        *_facts("", [t["versions"] for t in totals]),
         *_facts("setting", [t["settings"] for t in totals]),
     ]
 
@@ -84,7 +87,7 @@ def _facts(what: str, found: Sequence[Mapping[str, Any]]) -> Facts:
         for name, value in facts.items():
             values.setdefault(name, {})[_word(value)] = None
     return [
-        (f"{what} {shortened(name, 60)}", shortened(", ".join(list(words)[:9]), _LONGEST))
+        (f"{what} {shortened(name, 60)}".strip(), shortened(", ".join(list(words)[:9]), _LONGEST))
         for name, words in list(values.items())[:_MOST_FACTS]
     ]
 

@@ -186,7 +186,7 @@ def mebibytes(value: int | None) -> str:
     if value is None:
         return UNKNOWN
     mib = value / 2**20
-    return f"{mib:.2g} MiB" if mib < 9.5 else f"{_plain(mib, 0)} MiB"
+    return f"{mib:.1f} MiB" if mib < 9.95 else f"{_plain(mib, 0)} MiB"
 
 
 def number(value: float | str | None, digits: int = 5) -> str:
