@@ -102,6 +102,14 @@ def test_captures_that_were_cut_or_are_hostile_are_shown(tmp_path, capsys, make)
     assert read_json(capsys.readouterr().out)["finished"] is (make is not made_captures.killed)
 
 
+def test_a_hostile_run_is_shown_as_text(tmp_path, capsys):
+    folder = made_captures.hostile(tmp_path)
+    assert main(["report", str(folder / "mixed-0")]) == 0
+    shown = capsys.readouterr().out
+    assert "</script><script>" in shown
+    assert not set("\x1b\u202e\x00\u2028") & set(shown)
+
+
 def test_torch_is_not_imported(folder):
     for words in (
         ["report", str(folder)],

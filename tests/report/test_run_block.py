@@ -18,7 +18,7 @@ GPU = {
 
 
 def end(**changed):
-    settings = {"steps": 30, "skipped_steps": 0, "final_scale": None, "wall_s": 1.25}
+    settings = {"steps": 30, "skipped_steps": 0, "final_scale": None, "wall_s": 1.25, "aside": None}
     return {"event": "end", "exit_code": 0, **settings, **changed}
 
 
@@ -49,6 +49,12 @@ BLOCKS = {
         narrowcast: nothing ran in mixed precision
           0 optimizer steps, 0 skipped, loss scale off, 1.2 s
           note: no module with parameters was called""",
+    ),
+    "left to itself": (
+        [end(steps=4, aside="it opens torch.autocast itself")],
+        """\
+        narrowcast: left to the script's own mixed precision
+          4 optimizer steps before that, 0 skipped, loss scale off, 1.2 s""",
     ),
     "two devices and long notes": (
         [GPU, CPU, note("a word " * 20 + "x" * 90), note("short"), end(final_scale=2.0**-20)],
@@ -97,6 +103,11 @@ def test_the_path_of_the_capture_stays_on_one_line_to_be_copied():
     path = "/a folder/" * 20 + "capture.jsonl"
     block = run_block(Capture(events=(START, CPU, end())), capture_path=path)
     assert block.splitlines()[-1] == f"  capture: {path}"
+
+
+def test_a_device_of_a_capture_from_elsewhere_is_shown_as_text():
+    block = run_block(Capture(events=(START, CPU | {"because": "\x1b[31mx\x1b]0;title\x07\u202e"}, end())))
+    assert block.splitlines()[0] == "narrowcast: bf16 on cpu (x\\u202e)"
 
 
 @pytest.mark.parametrize(
