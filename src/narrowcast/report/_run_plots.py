@@ -150,7 +150,7 @@ def scale_plot(runs: Sequence[TimedRun]) -> Plot | None:
         scale = [math.nan if step["scale"] is None else step["scale"] for step in steps]
         skipped = [number for number, step in enumerate(steps, start=1) if step["skipped"]]
         traces += _scale_traces(place, run, scale, skipped)
-        listed = ", ".join(map(str, skipped[:8])) + (" ..." if len(skipped) > 8 else "")
+        listed = ", ".join(map(str, skipped[:8])) + (" and more" if len(skipped) > 8 else "")
         first = f": {listed}" if skipped else ""
         said.append(f"{run_name(run)}: {len(skipped)} of {len(steps)} steps skipped{first}.")
     layout: dict[str, Any] = {
