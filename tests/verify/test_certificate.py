@@ -166,6 +166,8 @@ def test_rounding_noise_in_fp32_itself_is_not_judged():
     assert found.reason.endswith(
         "Not judged, since in FP32 itself it is rounding noise: the gradient of 1 of 2 parameters (bias)."
     )
+    large = made(error=0.5, noise=0.5, size=1e-7, rounding=1.4e-7, name="bias")
+    assert finished(made(), large).error_over_noise == found.error_over_noise
     # Without the perturbed pass nobody can know.
     assert finished(made(), (*bias[:4], None)).verdict == "fail"
 

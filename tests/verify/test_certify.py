@@ -13,6 +13,7 @@ import narrowcast as nc
 from narrowcast.errors import OrderError, PolicyError, ScaleError, SettingError, UnsupportedError
 from narrowcast.verify import _certify
 from narrowcast.verify._fp32_draws import Fp32Draws
+from narrowcast.verify._model_state import last_bit_moved
 
 CLASSES = 5
 
@@ -221,6 +222,41 @@ def test_an_unused_parameter_is_not_judged():
     found = certified(model, loss_fn=lambda m, batch: F.cross_entropy(m[2](m[1](m[0](batch[0]))), batch[1]))
     assert found.verdict == "pass"
     assert {p.name: p.reason for p in found.parameters}["unused"] == "no gradient reaches it"
+
+
+class Counting(nn.Module):
+    """Computes something else at each call, by a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+def test_every_pass_begins_with_the_same_buffers():
+    model = mlp(Counting())
+    assert certified(model).verdict == "pass"
+    assert model[2].calls == 0
+
+
+def test_weights_are_moved_by_their_last_bit_and_put_back():
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias[:3] = torch.tensor([0.0, -0.0, 1.0])
+    before = [p.detach().clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    with last_bit_moved(model):
+        for weight, was in zip(model.parameters(), before, strict=True):
+            neighbours = [torch.nextafter(was, torch.full_like(was, end)) for end in (-9.0, 9.0)]
+            down, up = (weight == one for one in neighbours)
+            assert ((down | up) ^ (was == 0)).all()
+            assert torch.equal(weight[was == 0], was[was == 0])
+            assert weight.numel() < 99 or (down.any() and up.any())
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_narrow_weights_are_compared_with_the_same_weights_in_fp32():

@@ -306,6 +306,10 @@ def test_in_inference_mode_too():
         expected, _ = after(0, lambda dtype: F.dropout(torch.ones(99, dtype=dtype), 0.5), torch.float32)
         narrow, _ = after(0, lambda dtype: F.dropout(torch.ones(99, dtype=dtype), 0.5), torch.bfloat16)
     assert torch.equal(narrow.float(), expected)
+    # Attention is made of other ops here, whose dropout is known; it is not one kernel.
+    with torch.inference_mode():
+        q = torch.ones(1, 2, 8, 4)
+        after(0, lambda _: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), None)
 
 
 def test_recomputation_in_the_backward_draws_the_same():

@@ -34,7 +34,8 @@ class ParameterResult:
         gradient_norm: of the FP32 gradient of the batch.
         error_norm: of the mixed gradient minus the FP32 one, same batch.
         noise_norm: of the FP32 gradient minus that of another batch, same weights.
-        rounding_norm: of the FP32 gradient minus that at weights perturbed in their last bit.
+        rounding_norm: of the FP32 gradient minus that which FP32 rounds in another way (the last bit of the
+            weights moved, or ops that round once only); of its size, the gradient is rounding noise.
         error_over_noise: ``error_norm / noise_norm``.
         relative_error: ``error_norm / gradient_norm``.
         cosine: of the angle between the mixed and the FP32 gradient.

@@ -47,7 +47,7 @@ class CertificateSums:
             fp32: gradient of the batch in FP32. None where none reached the parameter.
             other: of another batch in FP32, at the same weights; None for every parameter: there was none.
             mixed: of the batch in mixed precision.
-            perturbed: of the batch in FP32, at weights perturbed in the last bit; None: not measured.
+            perturbed: of the batch in FP32 that rounds in another way; None: not measured.
         """
         self.add_measured(
             name,

@@ -38,7 +38,6 @@ class RandomState:
             return "torch"
         if self._python != other._python:
             return "Python"
-        # A dict with an array in it: its text is complete but for long arrays, which tolist() gives.
         return None if _plain(self._numpy) == _plain(other._numpy) else "numpy"
 
 
