@@ -148,7 +148,7 @@ class _Passes:
         random_after = RandomState()
         doubt = self._doubt_about_fp32()
         with last_bit_moved(self._model):
-            exact = self._in_fp32(batch, ExactOps())  # type: ignore[no-untyped-call]
+            exact = self._in_fp32(batch, ExactOps())
             rounding = self._against(fp32, exact)
         noise = None if other_batch is None else self._against(fp32, self._in_fp32(other_batch))
         error, scale = self._mixed(fp32, batch, scale)
