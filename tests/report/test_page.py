@@ -217,6 +217,14 @@ def test_nothing_from_a_capture_becomes_markup(tmp_path):
     text.encode()
 
 
+def test_a_reason_is_spelled_out_where_it_stands_alone(tmp_path):
+    reason = "\u202ereversed \x1b[31mred\x00 \ud800"
+    certificate = made_captures.certificate(3) | {"parameters": [], "worst_parameter": None, "reason": reason}
+    text = comparison_page(read_comparison(made_captures.comparison(tmp_path, {}, certificate)))
+    assert "No gradients were compared: \\u202ereversed red\\x00 \\ud800." in Seen(text).words
+    text.encode()
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", 1e308, -1e308, 5e-324, -0.0, 0, 10**300])
 def test_a_number_at_the_end_of_what_floats_hold_is_shown(tmp_path, value):
     runs = made_captures.both(range(2), made_captures.training, steps=30, scale=4.0)
