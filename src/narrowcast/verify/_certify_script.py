@@ -15,6 +15,7 @@ from narrowcast.verify._script_runs import ScriptRuns
 
 # Of a script that trains where nobody can hold updates back.
 _MOST_STEPS = 256
+_MOST_TRIES = 8
 
 
 def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[str, Any]:
@@ -35,11 +36,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
     """
     try:
         reference = _probe(runs, REFERENCE, at_step)
-        mixed = _probe(runs, MIXED, at_step)
-        good_scale = (read_result(mixed) or {}).get("good_scale")
-        if good_scale is not None:
-            # The first scales of a dynamic loss scale are there to overflow.
-            mixed = _probe(runs, MIXED, at_step, start_scale=good_scale)
+        mixed = _mixed(runs, at_step)
     except ScriptError as error:
         reason = f"A run whose updates were held back failed: {str(error).splitlines()[0].rstrip(':;,')}."
         return no_certificate(runs.policy, format, at_step, reason)
@@ -49,6 +46,18 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
     return certificate_from_probes(
         reference, exact, mixed, policy=runs.policy, format=format, at_step=at_step
     )
+
+
+def _mixed(runs: ScriptRuns, at_step: int) -> Path:
+    """The mixed run, made again while its first batch overflows: a dynamic scale begins with that."""
+    scale: float | None = None
+    for _ in range(_MOST_TRIES):
+        folder = _probe(runs, MIXED, at_step, start_scale=scale)
+        good_scale = (read_result(folder) or {}).get("good_scale")
+        if good_scale is None:
+            break
+        scale = good_scale
+    return folder
 
 
 def no_certificate(policy: str, format: str, at_step: int, reason: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from narrowcast.verify._probes import GradientProbe, OutputProbe, write_result
 
 FILES = "files.jsonl"
 SETTINGS = "settings.json"
-TIMED, MEMORY, GRADIENTS, OUTPUTS = "timed", "memory", "gradients", "outputs"
+TIMED, MEMORY, GRADIENTS, OUTPUTS, PROFILE = "timed", "memory", "gradients", "outputs", "profile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class RunSettings:
     """How one run of a comparison is made.
 
     Attributes:
-        purpose: ``TIMED``, ``MEMORY``, ``GRADIENTS`` or ``OUTPUTS``.
+        purpose: ``TIMED``, ``MEMORY``, ``GRADIENTS``, ``OUTPUTS`` or ``PROFILE``.
         policy: what it runs in.
         loss_scale: in a command line's words; None: as ``run`` decides.
         seed: before the script starts.
@@ -107,6 +107,11 @@ def _watching(settings: RunSettings, folder: Path) -> tuple[Watcher | None, Call
         live = LiveTensorBytes()
         live.__enter__()
         return None, lambda: write_result(folder, {"peak_tensor_bytes": live.peak_bytes})
+    if settings.purpose == PROFILE:
+        from narrowcast.verify._profile_probe import ProfileProbe
+
+        profiled = ProfileProbe(folder)
+        return profiled, profiled.finish
     if settings.purpose == GRADIENTS:
         assert settings.role is not None
         assert settings.reference is not None
@@ -117,5 +122,5 @@ def _watching(settings: RunSettings, folder: Path) -> tuple[Watcher | None, Call
             at_step=settings.at_step,
             start_scale=settings.start_scale,
         )
-        return probe, lambda: None
+        return probe, probe.finish
     return (OutputProbe(folder) if settings.purpose == OUTPUTS else None), lambda: None

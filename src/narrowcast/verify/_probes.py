@@ -95,7 +95,7 @@ class GradientProbe(Watcher):
             self._meet(module)
         self._calls += 1
         if self._calls > _MOST_CALLS:
-            self._finish()
+            self.finish()
             self._attachment.stop()
 
     def _meet(self, module: torch.nn.Module) -> None:
@@ -144,7 +144,7 @@ class GradientProbe(Watcher):
         for _, buffers in self._met.values():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        self._finish()
+        self.finish()
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
         names = self._attachment.parameter_names()
@@ -186,7 +186,7 @@ class GradientProbe(Watcher):
         scales = self._facts["scales"]
         return bool(scales) and self._attachment.loss_scale not in (None, scales[0])
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Write what is known so far: the script may end at any moment."""
         undecidable = self._draws.undecidable if self._draws is not None else None
         write_result(

@@ -9,6 +9,7 @@ from typing import Any
 
 from narrowcast.observe import make_run_folder
 from narrowcast.verify._child import GRADIENTS, MEMORY, OUTPUTS, TIMED, RunSettings
+from narrowcast.verify._probes import RESULT
 from narrowcast.verify._processes import EndedRun, run_process
 
 _KEEPS = {MEMORY: "counts its tensors", GRADIENTS: "keeps its gradients", OUTPUTS: "keeps its outputs"}
@@ -59,6 +60,7 @@ class ScriptRuns:
         """
         self.made += 1
         folder = make_run_folder(name, asked=self.folder / name)
+        (folder / RESULT).unlink(missing_ok=True)
         settings = RunSettings(
             purpose=purpose,
             policy="fp32" if format_ == "fp32" else self.policy,

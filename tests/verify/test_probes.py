@@ -1,0 +1,362 @@
+"""What probes keep of a script, and what is made of it: held-back updates, fingerprints, outputs."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from narrowcast.errors import ResumedRunError, ScriptError
+from narrowcast.verify._certify_script import certify_script
+from narrowcast.verify._from_probes import output_from_probes
+from narrowcast.verify._probes import fingerprint, read_result, tensors_in, write_result
+from narrowcast.verify._script_runs import ScriptRuns
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in ("NARROWCAST_POLICY", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    def make(text, *arguments, policy="bf16", loss_scale=None, **more):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(text), encoding="utf-8")
+        settings = {"is_module": False, "policy": policy, "loss_scale": loss_scale, "seed": 0}
+        return ScriptRuns(target=(str(script), *arguments), folder=tmp_path / "runs", **settings | more)
+
+    return make
+
+
+def test_a_fingerprint_is_of_every_bit_shape_and_dtype():
+    x = torch.randn(3, 4)
+    same = fingerprint([x, {"mask": x > 0}])
+    assert fingerprint([x.clone(), {"mask": (x > 0).clone()}]) == same
+    assert fingerprint([x.t().contiguous().t(), {"mask": x > 0}]) == same
+    others = [x + 0.0, torch.where(x == x[0, 0], -x, x), x.double(), x.reshape(4, 3), x[:2]]
+    assert fingerprint([others[0], {"mask": x > 0}]) == same
+    assert len({fingerprint([other]) for other in others}) == len(others)
+    assert fingerprint([torch.zeros(1)]) != fingerprint([-torch.zeros(1)])
+    assert fingerprint([torch.empty(0)]) != fingerprint([])
+
+
+def test_tensors_are_found_wherever_a_module_may_be_handed_them():
+    from dataclasses import dataclass
+
+    @dataclass
+    class Output:
+        loss: torch.Tensor
+        more: dict
+
+    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
+    found = list(tensors_in([(a, 3, None, "x"), {"k": [b]}, Output(c, {"z": a})]))
+    assert [id(t) for t in found] == [id(a), id(b), id(c), id(a)]
+
+
+def test_a_result_is_written_whole_and_a_damaged_one_is_none(tmp_path):
+    assert read_result(tmp_path) is None
+    write_result(tmp_path, {"a": 1})
+    assert read_result(tmp_path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
+    (tmp_path / "result.json").write_text('{"a"')
+    assert read_result(tmp_path) is None
+
+
+TRAINS = """
+    import json, os, sys, torch
+    from torch import nn
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.5), nn.Linear(32, 1))
+    before = [p.detach().clone() for p in net.parameters()]
+    optimizer = torch.optim.AdamW(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    try:
+        for step in range(20):
+            x = torch.randn(32, 16)
+            loss = nn.functional.mse_loss(net(x), x[:, :1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+    finally:
+        same = all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
+        print(json.dumps([step, same, len(optimizer.state), net[1].running_mean.abs().sum().item()]))
+"""
+
+
+def test_updates_are_held_back_and_buffers_put_back(runs, tmp_path):
+    made = runs(TRAINS)
+    certificate = certify_script(made, format="bf16")
+    assert certificate["verdict"] == "pass", certificate["reason"]
+    last = {}
+    for role in ("reference", "mixed", "exact"):
+        folder = tmp_path / "runs" / f"gradients-{role}"
+        last[role] = json.loads((folder / "stdout.txt").read_text())
+    # The reference sees two batches, the others one; then the script is ended.
+    assert last == {role: [int(role == "reference"), True, 0, 0.0] for role in last}
+    assert made.made == 3
+    names = [p["name"] for p in certificate["parameters"]]
+    assert names[:2] == ["Sequential.0.weight", "Sequential.0.bias"]
+    # The bias before the batch norm is rounding noise.
+    assert [p["judged"] for p in certificate["parameters"]] == [True, False, True, True, True, True]
+
+
+def test_the_gradients_are_those_that_plain_torch_has(runs, tmp_path):
+    """Against the same script without narrowcast: FP32 to the bit, bf16 as under torch.autocast."""
+    text = """
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            x = torch.randn(32, 16)
+            loss = nn.functional.mse_loss(net(x), x[:, :1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    certificate = certify_script(runs(text), format="bf16")
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    batches = [torch.randn(32, 16) for _ in range(2)]
+
+    def gradients(x, low=False):
+        net.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y = net(x)
+        torch.nn.functional.mse_loss(y.float(), x[:, :1]).backward()
+        return torch.cat([p.grad.double().flatten() for p in net.parameters()])
+
+    fp32, other, mixed = gradients(batches[0]), gradients(batches[1]), gradients(batches[0], low=True)
+    expected = float((mixed - fp32).norm() / (fp32 - other).norm())
+    assert certificate["error_over_noise"] == pytest.approx(expected, rel=1e-9)
+    assert certificate["relative_error"] == pytest.approx(
+        float((mixed - fp32).norm() / fp32.norm()), rel=1e-9
+    )
+
+
+def test_later_weights_are_those_of_mixed_training(runs, tmp_path):
+    text = """
+        import os, torch
+        torch.manual_seed(0)
+        net = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(12):
+            x = torch.randn(32, 8)
+            torch.save(net.state_dict(), os.environ["NARROWCAST_RUN_DIR"] + f"/{step}.pt")
+            loss = (net(x) - x[:, :1]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    certificate = certify_script(runs(text), format="bf16", at_step=5)
+    assert (certificate["at_step"], certificate["verdict"]) == (5, "pass")
+    kept = {
+        role: torch.load(tmp_path / "runs" / f"gradients-{role}" / "5.pt", weights_only=True)
+        for role in ("reference", "mixed", "exact")
+    }
+    assert torch.equal(kept["reference"]["weight"], kept["mixed"]["weight"])
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    subprocess.run(
+        [sys.executable, "-m", "narrowcast", "run", "-p", "bf16", "--run-dir", plain, tmp_path / "script.py"],
+        check=True,
+        capture_output=True,
+    )
+    assert torch.equal(torch.load(plain / "5.pt", weights_only=True)["weight"], kept["mixed"]["weight"])
+    never = certify_script(runs(text), format="bf16", at_step=50)
+    assert never["verdict"] == "cannot tell"
+    assert never["reason"] == "The script ended after 12 steps, before step 50."
+
+
+def test_a_scale_that_starts_too_high_is_lowered_first(runs):
+    """fp16's dynamic scale begins with overflows; the certificate is of the scale that it comes to."""
+    text = """
+        import torch
+        torch.manual_seed(0)
+        net = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+        for step in range(40):
+            x = torch.randn(32, 8)
+            loss = (net(x) - x[:, :1]).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    made = runs(text, policy="fp16")
+    certificate = certify_script(made, format="fp16")
+    assert certificate["verdict"] == "pass", certificate["reason"]
+    assert certificate["loss_scale"] < 2.0**16
+    assert made.made == 4
+    fixed = certify_script(runs(text, policy="fp16", loss_scale="65536"), format="fp16")
+    assert fixed["verdict"] == "fail"
+    assert "Linear.weight" in fixed["reason"]
+
+
+CANNOT_TELL = {
+    "updates by hand": (
+        """
+        import torch
+        net = torch.nn.Linear(8, 1)
+        for step in range(3):
+            net(torch.randn(4, 8)).square().mean().backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad
+        """,
+        "No torch.optim.Optimizer stepped",
+    ),
+    "another batch each time": (
+        """
+        import os, torch
+        net = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        g = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+        for step in range(3):
+            loss = net(torch.randn(4, 8, generator=g)).square().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+        """,
+        "did not see the same batch",
+    ),
+    "other random numbers": (
+        """
+        import torch
+        class Net(torch.nn.Linear):
+            def forward(self, x):
+                if torch.is_autocast_enabled("cpu"):
+                    torch.rand(1)
+                return super().forward(x)
+        net = Net(8, 8)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            loss = net(torch.randn(4, 8)).square().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+        """,
+        "drew different random numbers",
+    ),
+    "it fails without updates": (
+        """
+        import torch
+        net = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        before = net.weight.detach().clone()
+        for step in range(3):
+            loss = net(torch.randn(4, 8)).square().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            assert not torch.equal(before, net.weight), "nothing was trained"
+        """,
+        "A run whose updates were held back failed: the script failed with exit code 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_TELL)
+def test_what_cannot_be_compared_is_said(case, runs):
+    text, reason = CANNOT_TELL[case]
+    certificate = certify_script(runs(text), format="bf16")
+    assert certificate["verdict"] == "cannot tell", certificate
+    assert reason in certificate["reason"]
+
+
+def test_a_script_that_reads_what_an_earlier_probe_wrote_is_refused(runs, tmp_path):
+    text = """
+        import os, torch
+        net = torch.nn.Linear(8, 1)
+        path = os.environ["STATE"]
+        if os.path.exists(path):
+            net.load_state_dict(torch.load(path))
+        torch.save(net.state_dict(), path)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            loss = net(torch.randn(4, 8)).square().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+    """
+    os.environ["STATE"] = str(tmp_path / "state.pt")
+    try:
+        with pytest.raises(
+            ResumedRunError, match=r"run gradients-mixed read .*state.pt, which run gradients-r"
+        ):
+            certify_script(runs(text), format="bf16")
+    finally:
+        del os.environ["STATE"]
+
+
+def test_a_failing_run_says_which_and_why(runs):
+    with pytest.raises(ScriptError, match=r"(?s)failed with exit code 1 in its FP32 run; .*ValueError: no"):
+        runs("raise ValueError('no')").start("fp32-1", "fp32", "timed", steps=3)
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    """Folders as two runs that keep outputs leave them."""
+
+    def make(fp32, mixed, inputs=("a", "b"), others=("a", "b")):
+        folders = []
+        for name, tensors, seen in (("fp32", fp32, inputs), ("mixed", mixed, others)):
+            folder = tmp_path / name
+            folder.mkdir()
+            for number, tensor in enumerate(tensors):
+                torch.save([tensor], folder / f"outputs-{number}.pt")
+            write_result(folder, {"inputs": list(seen), "problem": None})
+            folders.append(folder)
+        return output_from_probes(*folders)
+
+    return make
+
+
+def test_the_error_of_outputs_against_its_definition(outputs):
+    x = [torch.randn(5, 5), torch.randn(7)]
+    y = [t + 0.01 * torch.randn_like(t) for t in x]
+    found = outputs(x, y)
+    flat = [torch.cat([t.double().flatten() for t in side]) for side in (x, y)]
+    relative = float((flat[1] - flat[0]).norm() / flat[0].norm())
+    assert found["relative_error"] == pytest.approx(relative, rel=1e-12)
+    assert found["sqnr_db"] == pytest.approx(
+        float(20 * torch.log10(flat[0].norm() / (flat[1] - flat[0]).norm())), rel=1e-12
+    )
+    assert (found["verdict"], found["calls"]) == ("pass", 2)
+
+
+def test_the_sqnr_of_bf16_is_that_of_a_normal_sample(tmp_path, outputs):
+    x = torch.randn(1_000_000)
+    found = outputs([x], [x.bfloat16().float()], inputs=("a",), others=("a",))
+    assert found["sqnr_db"] == pytest.approx(55.59, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "verdict", "reason"),
+    [
+        ([torch.ones(4), torch.ones(4)], "pass", "below 0.05 over 2 calls"),
+        ([torch.ones(4), torch.ones(4) * 1.2], "fail", "0.05 or more over 2 calls"),
+        ([torch.ones(4), torch.full((4,), torch.nan)], "fail", "finite in FP32 and not in mixed"),
+        ([torch.ones(4), torch.ones(5)], "cannot tell", "other shapes"),
+    ],
+)
+def test_the_verdict_on_outputs(outputs, mixed, verdict, reason):
+    found = outputs([torch.ones(4), torch.ones(4)], mixed)
+    assert (found["verdict"], reason in found["reason"]) == (verdict, True), found
+
+
+def test_only_calls_with_the_same_inputs_are_compared(outputs):
+    found = outputs([torch.ones(4)] * 2, [torch.ones(4), torch.zeros(4)], others=("a", "other"))
+    assert (found["calls"], found["relative_error"], found["verdict"]) == (1, 0.0, "pass")
+
+
+@pytest.mark.parametrize(
+    ("fp32", "others", "reason"),
+    [
+        ([torch.ones(4)] * 2, ("x", "y"), "no two calls had the same inputs"),
+        ([torch.zeros(4)] * 2, ("a", "b"), "all zero in FP32"),
+        ([torch.full((4,), torch.inf)] * 2, ("a", "b"), "not finite in FP32 itself"),
+    ],
+)
+def test_outputs_that_say_nothing(outputs, fp32, others, reason):
+    found = outputs(fp32, fp32, others=others)
+    assert (found["verdict"], found["relative_error"]) == ("cannot tell", None)
+    assert reason in found["reason"]
