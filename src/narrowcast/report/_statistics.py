@@ -12,7 +12,7 @@ WARM_UP_SHARE = 0.1
 
 _LAST_SHARE = 0.1
 _NORMAL_975 = 1.96
-# Student's t, 97.5 %, for 2 to 12 degrees of freedom; it falls to 1.96.
+# Student's t, 97.5 %, for 2 to 12 degrees of freedom.
 _STUDENT_975 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 
@@ -32,9 +32,10 @@ def without_warm_up(times_s: Sequence[float]) -> list[float]:
 def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
     """The median over all runs, and an interval that covers each run's own.
 
-    A run's own interval is where its median lies with 95 % confidence, from the order of its times alone.
-    It takes a run's steps for independent, which a machine that is busy for a while contradicts; so the
-    interval returned reaches from the lowest to the highest of the runs'.
+    A run's own interval is where its median lies with 95 % confidence, from the order of its times alone; of
+    fewer than six it is all of them, which is less sure. It takes a run's steps for independent, which a
+    machine that is busy for a while contradicts; so the interval returned reaches from the lowest to the
+    highest of the runs'.
 
     Args:
         runs: of each run its times, warm-up left out.
@@ -59,7 +60,15 @@ def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
 
 def final_loss(losses: Sequence[float]) -> float:
     """Mean of the last tenth, at least one: one minibatch alone says little."""
-    return statistics.fmean(losses[-max(1, int(len(losses) * _LAST_SHARE)) :])
+    return mean(losses[-max(1, int(len(losses) * _LAST_SHARE)) :])
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; NaN of infinities of both signs, infinity where a float cannot hold the sum."""
+    try:
+        return statistics.fmean(values)
+    except (ValueError, OverflowError):
+        return sum(values) / len(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +100,22 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     differences = [mixed - fp32 for fp32, mixed in pairs]
     if any(not math.isfinite(fp32) for fp32, _ in pairs):
         return _cannot_tell(None, None, "the loss is not finite in FP32 itself")
-    if not all(map(math.isfinite, differences)):
+    if not all(math.isfinite(mixed) for _, mixed in pairs):
         return LossVerdict(
             difference=None,
             seed_spread=None,
             verdict="fail",
             reason="the loss is finite in FP32 and not in mixed precision",
         )
-    difference = statistics.fmean(differences)
+    difference = mean(differences)
+    if not math.isfinite(difference):
+        return _cannot_tell(None, None, "the losses are too large to subtract")
     if len(pairs) < 3:
         seeds = f"{len(pairs)} seed{'s' * (len(pairs) != 1)}"
         return _cannot_tell(
             difference, None, f"{seeds} cannot tell what other seeds change: use --repeats 3 or more"
         )
-    spread = statistics.stdev([fp32 for fp32, _ in pairs])
+    spread = _deviation([fp32 for fp32, _ in pairs])
     return _against_spread(differences, difference, spread)
 
 
@@ -121,12 +132,28 @@ def _against_spread(differences: Sequence[float], difference: float, spread: flo
     if difference < 0:
         reason = f"lower than FP32's by {-difference / spread:.1f} times the spread between {count} seeds"
         return LossVerdict(difference=difference, seed_spread=spread, verdict="pass", reason=reason)
-    error = statistics.stdev(differences) / math.sqrt(count)
-    critical = _STUDENT_975[count - 3] if count - 3 < len(_STUDENT_975) else _NORMAL_975
+    error = _deviation(differences) / math.sqrt(count)
     reason = f"higher than FP32's by {difference / spread:.1f} times the spread between {count} seeds"
-    if difference > critical * error:
+    if difference > _student_975(count - 1) * error:
         return LossVerdict(difference=difference, seed_spread=spread, verdict="fail", reason=reason)
     return _cannot_tell(difference, spread, f"{reason}, and the pairs differ too much: use more --repeats")
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Sample standard deviation; infinity where a float cannot hold it."""
+    try:
+        return statistics.stdev(values)
+    except OverflowError:
+        return math.inf
+
+
+def _student_975(freedom: int) -> float:
+    """Student's t, 97.5 %, for 2 degrees of freedom or more."""
+    if freedom - 2 < len(_STUDENT_975):
+        return _STUDENT_975[freedom - 2]
+    # Cornish and Fisher's expansion about the normal quantile (Abramowitz and Stegun, 26.7.5), three terms.
+    z, n = _NORMAL_975, freedom
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
 
 
 def _cannot_tell(difference: float | None, spread: float | None, reason: str) -> LossVerdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowcast.observe import Capture, ComparisonCapture, TimedRun
@@ -14,6 +14,7 @@ from narrowcast.report._statistics import (
     Spread,
     final_loss,
     judge_losses,
+    mean,
     median_of_runs,
     without_warm_up,
 )
@@ -44,28 +45,26 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     """
     kind = _kind(comparison.runs)
     fp32, mixed = (_Side(comparison, name, kind) for name in ("fp32", "mixed"))
-    ratio = _Ratio(fp32, mixed)
+    ratio = _Ratio(fp32, mixed, kind)
     certificate = _certificate(comparison, kind)
     output = _output(comparison, kind)
     loss = _loss(fp32, mixed, kind)
-    last = fp32.last_totals | mixed.last_totals
+    checks = {"certificate": certificate, "output": output, "loss": loss}
     result = {
         "fp32": fp32.numbers,
         "mixed": mixed.numbers | {"policy": comparison.own.start["policy"]},
         "ratio": ratio.numbers,
-        "certificate": certificate,
-        "output": output,
-        "loss": loss,
+        **checks,
         "verdict": _overall(certificate, output, loss),
         "kind": kind,
         "finished": comparison.finished,
         "report": report,
         "notes": [*_notes(comparison), *_doubts(fp32, mixed, kind)],
-        "reasons": {**fp32.reasons, **mixed.reasons, **ratio.reasons},
+        "reasons": {**fp32.reasons, **mixed.reasons, **ratio.reasons, **_why_unchecked(checks, kind)},
         "seed": comparison.own.start["seed"],
         "folder": str(comparison.folder),
-        "settings": last.get("settings", {}),
-        "versions": last.get("versions", {}),
+        "settings": mixed.told("settings") or fp32.told("settings"),
+        "versions": mixed.told("versions") or fp32.told("versions"),
     }
     ready: dict[str, Any] = _json_ready(result)
     return ready
@@ -102,7 +101,7 @@ class _Side:
         self.runs = [run for run in comparison.runs if run.format == name]
         self.reasons: dict[str, str] = {}
         totals = [run.capture.totals() for run in self.runs]
-        self.last_totals = totals[-1] if totals else {}
+        self._totals = totals
         first = totals[0] if totals else {}
         self.step_time = median_of_runs([_step_times_s(run.capture) for run in self.runs])
         self.forward_time = median_of_runs([_forward_times_s(run.capture) for run in self.runs])
@@ -126,6 +125,10 @@ class _Side:
             "runs": [run.name for run in self.runs],
         }
         self._say_what_is_missing(kind)
+
+    def told(self, key: str) -> dict[str, Any]:
+        """What the last run that came to its own end says of ``key``; nothing where none did."""
+        return next((totals[key] for totals in reversed(self._totals) if totals[key]), {})
 
     def _peak_tensor_bytes(self, comparison: ComparisonCapture, totals: Sequence[Any]) -> int | None:
         """CUDA's allocator knows it of every run; elsewhere a run of its own counted."""
@@ -172,11 +175,12 @@ class _Side:
 class _Ratio:
     """Mixed against FP32."""
 
-    def __init__(self, fp32: _Side, mixed: _Side) -> None:
-        times = (fp32.step_time, mixed.step_time)
-        if None in times:
-            times = (fp32.forward_time, mixed.forward_time)
-        speed, interval = _speed(*times)
+    def __init__(self, fp32: _Side, mixed: _Side, kind: str | None) -> None:
+        # The first calls of a script that trains would tell a time that is not its step time.
+        computes = kind == "inference"
+        speed, interval = _speed(
+            *((side.forward_time if computes else side.step_time) for side in (fp32, mixed))
+        )
         self.reasons: dict[str, str] = {}
         self.numbers: dict[str, Any] = {"speed": speed, "speed_interval": interval}
         if speed is None:
@@ -231,10 +235,7 @@ def _final_losses(runs: Sequence[TimedRun]) -> dict[str, dict[int, float]]:
             by_site[loss["site"]].append(loss["value"])
         for site, values in by_site.items():
             found[site][run.seed].append(final_loss(values))
-    return {
-        site: {seed: statistics.fmean(values) for seed, values in by_seed.items()}
-        for site, by_seed in found.items()
-    }
+    return {site: {seed: mean(values) for seed, values in by_seed.items()} for site, by_seed in found.items()}
 
 
 def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
@@ -292,7 +293,9 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
         "worst_parameter": None,
         "parameters": [],
         "verdict": "cannot tell",
-        "reason": "the comparison ended before the gradients were compared",
+        "reason": "the script went through no backward"
+        if comparison.finished
+        else "the comparison ended before the gradients were compared",
     }
 
 
@@ -309,6 +312,21 @@ def _output(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] |
         "verdict": "cannot tell",
         "reason": "the outputs of the two formats were not compared",
     }
+
+
+def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str]:
+    """Why a check was not made, or lacks a number."""
+    absent = "the script trains: see the gradients" if kind == "training" else "the script does not train"
+    reasons = {} if kind is not None else {"kind": "no module with parameters was called in a run that ended"}
+    for name, check in checks.items():
+        if check is None:
+            reasons[name] = absent
+            continue
+        numbers = check | {f"worst_parameter.{k}": v for k, v in (check.get("worst_parameter") or {}).items()}
+        reasons |= {f"{name}.{key}": check["reason"] for key, value in numbers.items() if value is None}
+        if f"{name}.loss_scale" in reasons and check["relative_error"] is not None:
+            reasons[f"{name}.loss_scale"] = "losses were not scaled"
+    return reasons
 
 
 def _notes(comparison: ComparisonCapture) -> list[str]:
