@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from narrowcast.cli._stdout import show
 from narrowcast.cli.run import (
     CacheDirOption,
     LossScaleOption,
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from narrowcast.verify import ComparisonSettings
 
 CHECK_FAILED = 1
+NOT_WRITTEN = 2
 SCRIPT_FAILED = 3
 _TERMINATED = 143
+_PAGE = "report.html"
 _CHECKED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 
 
@@ -76,11 +79,12 @@ def compare(
     why = stays_in_fp32(policy)
     if why:
         _talk(f"nothing to compare: mixed precision stays in fp32 here, since {why}")
-        if as_json:
-            from narrowcast.report import empty_summary
+        if not as_json:
+            return 0
+        from narrowcast.report import empty_summary
 
-            print(json.dumps(empty_summary(f"mixed precision stays in fp32 here, since {why}")))  # noqa: T201
-        return 0
+        nothing = empty_summary(f"mixed precision stays in fp32 here, since {why}")
+        return 0 if show(_json(nothing)) else NOT_WRITTEN
     folder = make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir)
     settings = ComparisonSettings(
         target=(script, *(arguments or [])),
@@ -101,6 +105,7 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
     from narrowcast.report import comparison_table, summary, write_page
     from narrowcast.verify import compare as run_both
 
+    _discard_page(settings.folder)
     try:
         with _progress() as tell, _ended_by_signals():
             comparison = run_both(settings, progress=tell)
@@ -112,12 +117,28 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
         raise
     page = write_page(settings.folder)
     result = summary(comparison, report=str(page))
-    if as_json:
-        print(json.dumps(result, indent=2))  # noqa: T201
-    else:
-        _show(comparison_table(result, color=sys.stdout.isatty()))
+    text = _json(result) if as_json else comparison_table(result, color=sys.stdout.isatty())
+    written = show(text)
     _talk(f"the page of this comparison: {page}")
-    return _exit_code(result, strict=strict)
+    code = _exit_code(result, strict=strict)
+    return code if written else NOT_WRITTEN
+
+
+def _json(result: dict[str, Any]) -> str:
+    return json.dumps(result, indent=2, allow_nan=False)
+
+
+def _discard_page(folder: Path) -> None:
+    """The page of an earlier comparison there would pass for one of this, should this not come to its end."""
+    from narrowcast.errors import RunFolderError
+
+    page = folder / _PAGE
+    try:
+        page.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot delete what an earlier comparison left, {page}: {error.strerror}"
+        ) from error
 
 
 def _exit_code(result: dict[str, Any], *, strict: bool) -> int:
@@ -143,27 +164,18 @@ def _progress() -> Iterator[Any]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """A comparison that is told to end ends its runs first."""
+    """A comparison that is told to end ends its runs first; signals that are ignored, as nohup's, stay so."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(_TERMINATED)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _show(table: str) -> None:
-    """Print ``table``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        table.encode(encoding)
-    except UnicodeEncodeError:
-        table = table.replace("\u2500", "-").encode(encoding, errors="replace").decode(encoding)
-    print(table)  # noqa: T201
 
 
 def _talk(text: str) -> None:

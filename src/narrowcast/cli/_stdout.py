@@ -1,0 +1,28 @@
+"""What a verb answers, on stdout."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def show(text: str) -> bool:
+    """Print ``text``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks.
+
+    Returns whether it was written, with a line on stderr where not. Whoever read it may have gone, as
+    ``head`` does: then nothing is wrong.
+    """
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.replace("\u2500", "-").encode(encoding, errors="replace").decode(encoding)
+    try:
+        print(text, flush=True)  # noqa: T201
+    except OSError as error:
+        # Python flushes once more as it ends, and would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"narrowcast: cannot write to stdout: {error.strerror}", file=sys.stderr)  # noqa: T201
+            return False
+    return True
