@@ -1,0 +1,197 @@
+"""Unmodified scripts of every kind, each with the verdict on its gradients that it deserves."""
+
+import textwrap
+
+import pytest
+
+from narrowcast.verify._certify_script import certify_script
+from narrowcast.verify._script_runs import ScriptRuns
+
+# A loss of 1e-8 times the usual one, as a weight on an auxiliary loss may make it: gradients of 1e-9.
+TINY = """
+    import torch
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for step in range(40):
+        x = torch.randn(256, 32)
+        loss = torch.nn.functional.mse_loss(model(x), x[:, :1].sin()) * 1e-8
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+DROPOUT = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(32, 256), nn.ReLU(), nn.Dropout(0.5), nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.5),
+        nn.Linear(256, 10),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(40):
+        x = torch.randn(64, 32)
+        loss = nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+VAE = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    class VAE(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
+            self.decode = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 64))
+        def forward(self, x):
+            mean, log_variance = self.encode(x).chunk(2, -1)
+            z = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+            return self.decode(z), mean, log_variance
+    model = VAE()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    data = torch.randn(4096, 8) @ torch.randn(8, 64)
+    for step in range(40):
+        x = data[torch.randint(0, len(data), (128,))]
+        y, mean, log_variance = model(x)
+        loss = nn.functional.mse_loss(y, x, reduction="sum") / len(x)
+        loss = loss - 0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum() / len(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+WORKERS = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+    class Noisy(Dataset):
+        def __len__(self):
+            return 128
+        def __getitem__(self, i):
+            image = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(i))
+            return image + 0.1 * torch.randn(3, 16, 16), i % 5
+    if __name__ == "__main__":
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 196, 5)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        for x, y in DataLoader(Noisy(), batch_size=32, shuffle=True, num_workers=2):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+"""
+FULL_BATCH = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    x = torch.randn(512, 32)
+    model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for step in range(40):
+        loss = nn.functional.mse_loss(model(x), x[:, :1].sin())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+GAN = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 32))
+    judge = nn.Sequential(nn.Linear(32, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
+    makes, judges = (torch.optim.Adam(net.parameters(), 2e-4) for net in (maker, judge))
+    loss_of = nn.functional.binary_cross_entropy_with_logits
+    for step in range(40):
+        real, fake = torch.randn(64, 32) + 1, maker(torch.randn(64, 16))
+        loss = loss_of(judge(real), torch.ones(64, 1)) + loss_of(judge(fake.detach()), torch.zeros(64, 1))
+        judges.zero_grad()
+        loss.backward()
+        judges.step()
+        loss = loss_of(judge(fake), torch.ones(64, 1))
+        makes.zero_grad()
+        loss.backward()
+        makes.step()
+"""
+CLOSURE = """
+    import torch
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    for step in range(3):
+        x = torch.randn(64, 16)
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - x[:, :1]).square().mean()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in ("NARROWCAST_POLICY", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def certify(tmp_path):
+    def run(text, policy="bf16", loss_scale=None):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(text), encoding="utf-8")
+        runs = ScriptRuns(
+            target=(str(script),),
+            is_module=False,
+            policy=policy,
+            loss_scale=loss_scale,
+            seed=0,
+            folder=tmp_path / "runs",
+        )
+        return certify_script(runs, format=policy)
+
+    return run
+
+
+def test_gradients_of_1e_9_are_lost_in_fp16_without_a_loss_scale(certify):
+    found = certify(TINY, policy="fp16", loss_scale="1")
+    gradients = [p["gradient_norm"] for p in found["parameters"]]
+    assert all(1e-10 < norm < 1e-8 for norm in gradients)
+    assert (found["verdict"], found["loss_scale"]) == ("fail", 1.0)
+    assert found["error_over_noise"] > 1
+    assert found["worst_parameter"]["name"] in found["reason"]
+
+
+def test_and_kept_with_a_dynamic_one(certify):
+    found = certify(TINY, policy="fp16")
+    assert found["verdict"] == "pass", found["reason"]
+    assert found["loss_scale"] == 2.0**16
+
+
+@pytest.mark.parametrize("script", ["DROPOUT", "VAE", "WORKERS", "GAN", "CLOSURE"])
+def test_what_is_right_in_bf16_passes(script, certify):
+    found = certify(globals()[script])
+    assert found["verdict"] == "pass", found["reason"]
+    # bf16 does round: a certificate of nothing would be zero.
+    assert 1e-4 < found["error_over_noise"] < 0.05
+    assert found["cosine"] > 0.99
+
+
+def test_both_networks_of_a_gan_are_certified_by_name(certify):
+    names = {p["name"] for p in certify(GAN)["parameters"]}
+    assert names == {f"Sequential{n}.{layer}.{kind}" for n in ("", "-2") for layer in (0, 2) for kind in ("weight", "bias")}  # fmt: skip # noqa: E501
+
+
+def test_a_full_batch_has_no_noise_and_is_judged_by_its_relative_error(certify):
+    found = certify(FULL_BATCH)
+    assert (found["error_over_noise"], found["verdict"]) == (None, "pass")
+    assert 1e-4 < found["relative_error"] < 0.05
+    assert "no minibatch noise" in found["reason"]
+
+
+def test_masks_that_differ_between_steps_are_noise_of_a_full_batch_too(certify):
+    found = certify(FULL_BATCH.replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.2)"))
+    assert found["verdict"] == "pass", found["reason"]
+    assert 1e-4 < found["error_over_noise"] < 0.05
