@@ -26,6 +26,7 @@ from narrowcast.report._rows import (
     Check,
     checks,
     count,
+    is_open,
     mebibytes,
     number,
     percent,
@@ -203,6 +204,9 @@ def _gain(ratio: Mapping[str, Any]) -> str:
     """What it gains, where that is known: never without its cost."""
     speed, memory = times(ratio["speed"], "faster", "slower"), percent(ratio["peak_tensor_bytes"])
     said = [f"is {speed.replace('the same', 'as fast')}"] if speed else []
+    if speed and is_open(ratio):
+        low, high = (f"{float(bound):.2f}x" for bound in ratio["speed_interval"])
+        said = [f"may be faster or slower ({low} to {high} the speed)"]
     said += [f"takes {memory} tensor memory"] if memory else []
     return f", {' and '.join(said)}" if said else ""
 

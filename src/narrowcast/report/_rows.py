@@ -40,7 +40,7 @@ class Check:
 def rows(summary: Mapping[str, Any]) -> list[Row]:
     """The table of a comparison: FP32, mixed precision, and what mixed precision is against FP32."""
     ratio, kind = summary["ratio"], summary["kind"]
-    speed = times(ratio["speed"], "faster", "slower")
+    speed = times(ratio["speed"], "faster", "slower") + ("?" if is_open(ratio) else "")
     timed = "forward_time_s" if kind == "inference" else "step_time_s"
     found = [
         _row(
@@ -80,7 +80,8 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
             said = [f"relative error {short(certificate['relative_error'])}"]
         worst = certificate["worst_parameter"]
         if worst is not None:
-            said.append(f"worst {short(worst['error_over_noise'])} in {shortened(worst['name'])}")
+            by = "relative_error" if certificate["error_over_noise"] is None else "error_over_noise"
+            said.append(f"worst {short(worst[by])} in {shortened(worst['name'])}")
         found.append(_check("gradients", certificate, said))
     if output is not None:
         said = [
@@ -217,6 +218,12 @@ def times(value: float | str | None, more: str, less: str) -> str:
     if abs(ratio - 1) < 0.005:
         return "the same"
     return f"{_plain(ratio, 2)}x {more}" if ratio >= 1 else f"{_plain(1 / ratio, 2)}x {less}"
+
+
+def is_open(ratio: Mapping[str, Any]) -> bool:
+    """Whether which format is faster cannot be told: 1 lies within the interval of the ratio."""
+    interval = ratio["speed_interval"]
+    return bool(interval) and float(interval[0]) < 1 < float(interval[1])
 
 
 def percent(value: float | str | None) -> str:
