@@ -244,6 +244,15 @@ def test_a_ratio_of_times_is_said_as_faster_or_slower(speed, shown):
 
 
 @pytest.mark.parametrize(
+    ("interval", "shown"),
+    [([0.9, 1.4], "1.20x faster?"), ([1.1, 1.4], "1.20x faster"), (["nan", "inf"], "1.20x faster")],
+)
+def test_a_gain_that_may_be_none_has_a_question_mark(interval, shown):
+    table = comparison_table(made(ratio={"speed": 1.2, "speed_interval": interval}))
+    assert next(row for row in squeezed(table) if row.startswith("step time")).endswith(f"ms {shown}")
+
+
+@pytest.mark.parametrize(
     ("ratio", "shown"), [(1.004, "the same"), (0.996, "the same"), (1.006, "1 % more"), (0.25, "75 % less")]
 )
 def test_a_ratio_of_memory_is_said_in_percent(ratio, shown):

@@ -40,7 +40,9 @@ class Check:
 def rows(summary: Mapping[str, Any]) -> list[Row]:
     """The table of a comparison: FP32, mixed precision, and what mixed precision is against FP32."""
     ratio, kind = summary["ratio"], summary["kind"]
-    speed = times(ratio["speed"], "faster", "slower") + ("?" if is_open(ratio) else "")
+    speed = times(ratio["speed"], "faster", "slower")
+    if is_open(ratio) and speed.startswith(tuple("0123456789")):
+        speed += "?"
     timed = "forward_time_s" if kind == "inference" else "step_time_s"
     found = [
         _row(
