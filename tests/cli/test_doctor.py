@@ -72,7 +72,7 @@ def test_a_terminal_of_few_signs_gets_the_same_words(workshop):
         (("--budget-s", "0"), "expected device_s to be a number of seconds above 0, got 0.0"),
         (("--budget-s", "nan"), "expected device_s to be a number of seconds above 0, got nan"),
         (("--quick",), "No such option: --quick"),
-        (("one", "two"), "Got unexpected extra argument"),
+        (("one", "two"), "cannot run one: No such file or directory"),
     ],
 )
 def test_wrong_use_is_one_line_and_2(workshop, words, said):

@@ -1,6 +1,7 @@
 """An unmodified script seen as events, and mixed precision put under it."""
 
 from narrowcast.attach._attachment import Attachment
+from narrowcast.attach._call_sites import call_site
 from narrowcast.attach._execution import run_attached
 from narrowcast.attach._files import READ_OF_AN_EARLIER_RUN, FilesSeen, FileWatch, read_files
 from narrowcast.attach._script import Script, run_script, seed_everything
@@ -14,6 +15,7 @@ __all__ = [
     "FilesSeen",
     "Script",
     "Watcher",
+    "call_site",
     "read_files",
     "run_attached",
     "run_script",

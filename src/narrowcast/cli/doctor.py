@@ -1,25 +1,47 @@
-"""``narrowcast doctor``: what this machine has, what does not fit together, and how fast each format is."""
+"""``narrowcast doctor``: what this machine has and computes fast, and where the time of a script goes."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from narrowcast.cli.run import CacheDirOption
+from narrowcast.cli._signals import ended_by_signals
+from narrowcast.cli._stdout import show
+from narrowcast.cli.run import (
+    CacheDirOption,
+    ModuleOption,
+    PolicyOption,
+    RestArgument,
+    RunDirOption,
+    check_policy,
+)
 
 UNUSABLE = 1
 NOT_WRITTEN = 2
+SCRIPT_FAILED = 3
 _SILENT_S = 2.0
 
 
 def doctor(
+    script: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]",
+            help="A script to profile, or with -m a module; without one the machine alone.",
+            show_default=False,
+        ),
+    ] = None,
+    arguments: RestArgument = None,
+    policy: PolicyOption = "auto",
+    module: ModuleOption = False,
+    run_dir: RunDirOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the text.")] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again, even if rates are kept from an earlier time.")
@@ -30,7 +52,11 @@ def doctor(
     """Say what this machine computes fast, by measuring it, and what does not fit together.
 
     About ten seconds; rates are kept for the next time. Exit code 1: a device that torch cannot use.
+
+    With a SCRIPT: why it is or is not faster in mixed precision, from a few of its steps in both formats.
     """
+    if script is None and (module or run_dir is not None):
+        raise typer.BadParameter("it is about a script: name one", param_hint="'--module' or '--run-dir'")
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
@@ -40,27 +66,72 @@ def doctor(
     from narrowcast.machine import Budget, Examination, require_torch
 
     require_torch()
+    if script is not None:
+        check_policy(policy)
+        _find(script, arguments or [], module=module)
     settings = Examination(cache=_cache_folder(cache_dir), fresh=fresh, budget=Budget(device_s=budget_s))
     found = _examine(settings)
     for note in found["notes"]:
         _talk(f"note: {note}")
+    if script is not None:
+        asked = {"target": (script, *(arguments or [])), "is_module": module, "policy": policy}
+        return _diagnose(found, asked, run_dir=run_dir, cache_dir=cache_dir, as_json=as_json)
     if as_json:
         text = json.dumps(found, indent=2, allow_nan=False)
     else:
         from narrowcast.report import doctor_text
 
         text = doctor_text(found, color=sys.stdout.isatty())
-    if not _show(text):
+    if not show(text):
         return NOT_WRITTEN
     return UNUSABLE if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
 
 
-def _examine(settings: Any) -> dict[str, Any]:
-    """Examine this machine, with progress on a terminal once it has taken two seconds."""
+def _find(script: str, arguments: list[str], *, module: bool) -> None:
+    """Refuse a script that is not there before anything is measured."""
+    from narrowcast.attach import Script
+
+    (Script.from_module if module else Script.from_path)(script, arguments)
+
+
+def _diagnose(
+    examined: dict[str, Any],
+    asked: dict[str, Any],
+    *,
+    run_dir: Path | None,
+    cache_dir: Path | None,
+    as_json: bool,
+) -> int:
+    from narrowcast.errors import ScriptError
+    from narrowcast.observe import make_run_folder
+    from narrowcast.report import conclusion, diagnosis_text
+    from narrowcast.verify import DiagnosisSettings, diagnose
+
+    for wrong in examined["mismatches"]:
+        if wrong["severity"] == "error":
+            _talk(f"{wrong['device']}: {wrong['text']} (narrowcast doctor says more)")
+    name = f"doctor-{Path(asked['target'][0]).stem}"
+    folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
+    try:
+        with _status() as progress, ended_by_signals():
+            found = diagnose(DiagnosisSettings(**asked, folder=folder), examined["rates"], progress=progress)
+    except ScriptError as error:
+        _talk(str(error))
+        return SCRIPT_FAILED
+    if as_json:
+        whole = found | {"conclusion": conclusion(found), "machine": examined}
+        text = json.dumps(whole, indent=2, allow_nan=False)
+    else:
+        text = diagnosis_text(found, color=sys.stdout.isatty())
+    return 0 if show(text) else NOT_WRITTEN
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """What shows a line of progress on a terminal, once two seconds have passed."""
     from rich.console import Console
     from rich.text import Text
 
-    from narrowcast.machine import examine
     from narrowcast.report import printable
 
     console, start = Console(stderr=True), time.monotonic()
@@ -71,12 +142,20 @@ def _examine(settings: Any) -> dict[str, Any]:
         def progress(text: str) -> None:
             nonlocal shown
             if time.monotonic() - start > _SILENT_S and console.is_terminal:
-                status.update(Text(printable(f"measuring {text}")[: console.width - 4]))
+                status.update(Text(printable(text)[: console.width - 4]))
                 if not shown:
                     shown = True
                     stack.enter_context(status)
 
-        return examine(settings, progress=progress)
+        yield progress
+
+
+def _examine(settings: Any) -> dict[str, Any]:
+    """Examine this machine, with progress on a terminal once it has taken two seconds."""
+    from narrowcast.machine import examine
+
+    with _status() as progress:
+        return examine(settings, progress=lambda text: progress(f"measuring {text}"))
 
 
 def _cache_folder(asked: Path | None) -> Path | None:
@@ -86,27 +165,6 @@ def _cache_folder(asked: Path | None) -> Path | None:
         return Path.home() / ".cache" / "narrowcast"
     except RuntimeError:
         return None
-
-
-def _show(text: str) -> bool:
-    """Print ``text``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks.
-
-    Returns whether it was written; whoever read it may have gone, or the disk be full.
-    """
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = text.replace("\u2500", "-").encode(encoding, errors="replace").decode(encoding)
-    try:
-        print(text, flush=True)  # noqa: T201
-    except OSError as error:
-        # Python flushes once more as it ends, and would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            _talk(f"cannot write to stdout: {error.strerror}")
-            return False
-    return True
 
 
 def _talk(text: str) -> None:

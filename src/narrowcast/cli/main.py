@@ -51,6 +51,8 @@ def _root(
 
     What is fast on this machine:  narrowcast doctor
 
+    Why a script is or is not faster:  narrowcast doctor train.py --its --own args
+
     A capture as a page:  narrowcast report FOLDER
     """
 
