@@ -1,0 +1,278 @@
+"""Medians with their intervals, and the verdict on losses, beside exact counting and scipy."""
+
+import functools
+import itertools
+import math
+import random
+import statistics
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from narrowcast.report._statistics import (
+    LossVerdict,
+    Spread,
+    _student_975,
+    final_loss,
+    judge_losses,
+    mean,
+    median_of_runs,
+    without_warm_up,
+)
+
+FEWEST = 6  # times for which the range covers the median with 95 %: 1 - 2 / 2**6 = 0.969, and 0.938 for five
+
+
+def places(count):
+    """Which of ``count`` ordered times bound the interval of their median."""
+    low, high = median_of_runs([range(count)]).interval_s
+    return int(low), int(high)
+
+
+@functools.cache
+def tails(count):
+    """Of how many of the 2**count ways to lie below or above a median at most n times are below it."""
+    return list(itertools.accumulate(math.comb(count, n) for n in range(count)))
+
+
+def coverage(count, low, high):
+    """Exact probability that the median lies between these two ordered times, of any continuous law.
+
+    It does where more than ``low`` and at most ``high`` times are below it: a binomial count.
+    """
+    ways = tails(count)
+    return Fraction(ways[high] - ways[low], 2**count)
+
+
+def test_the_oracle_counts_as_one_does_by_hand():
+    for count in range(1, 9):
+        below = [sum(way) for way in itertools.product((0, 1), repeat=count)]
+        for low, high in itertools.combinations(range(count), 2):
+            assert coverage(count, low, high) == Fraction(sum(low < n <= high for n in below), 2**count)
+
+
+def test_the_interval_of_a_median_covers_it_with_95_percent_and_is_hardly_wider():
+    """By counting, for every number of steps up to 600 and some beyond: one place further in on both sides is
+    the narrowest that covers, or already too narrow."""
+    for count in [*range(FEWEST, 601), 997, 2000]:
+        low, high = places(count)
+        assert low == count - 1 - high, "it is symmetric"
+        assert coverage(count, low, high) >= Fraction(95, 100), count
+        if high - low > 4:
+            assert coverage(count, low + 2, high - 2) < Fraction(95, 100), count
+
+
+def test_the_interval_of_few_times_is_their_range():
+    assert [places(count) for count in range(1, FEWEST)] == [(0, n) for n in range(FEWEST - 1)]
+
+
+@pytest.mark.parametrize(
+    ("law", "true"), [(lambda draw: draw.gauss(0, 1), 0.0), (lambda draw: draw.lognormvariate(0, 2), 1.0)]
+)
+@pytest.mark.parametrize("count", [7, 40, 180])
+def test_simulated_medians_are_in_their_intervals_as_often_as_counting_says(law, true, count):
+    """Within four standard deviations of 1500 simulations: one seed in 16,000 would fail."""
+    draw = random.Random(count)
+    hits = 0
+    for _ in range(1500):
+        low, high = median_of_runs([[law(draw) for _ in range(count)]]).interval_s
+        hits += low <= true <= high
+    exact = float(coverage(count, *places(count)))
+    assert hits / 1500 == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 1500))
+
+
+TIMES = st.lists(st.floats(min_value=1e-9, max_value=1e6), max_size=40)
+
+
+@given(st.lists(TIMES, max_size=6))
+def test_an_interval_holds_the_median_of_all_and_of_each_run(runs):
+    found = median_of_runs(runs)
+    if not any(runs):
+        assert found is None
+        return
+    assert found.median_s == statistics.median(itertools.chain(*runs))
+    low, high = found.interval_s
+    assert low <= found.median_s <= high
+    for run in filter(None, runs):
+        alone = median_of_runs([run])
+        assert low <= alone.interval_s[0] <= statistics.median(run) <= alone.interval_s[1] <= high
+
+
+def test_an_interval_reaches_from_the_lowest_to_the_highest_of_its_runs():
+    """A machine that was busy during one of two runs says so by the width."""
+    quick, slow = [1.0] * 50, [3.0] * 50
+    assert median_of_runs([quick, slow, quick]) == Spread(median_s=1.0, interval_s=(1.0, 3.0))
+    assert median_of_runs([[], [2.0, 1.0], []]) == Spread(median_s=1.5, interval_s=(1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("count", "kept"), [(0, 0), (1, 1), (9, 9), (10, 9), (19, 18), (20, 18), (30, 27), (300, 270)]
+)
+def test_the_first_tenth_of_the_steps_is_warm_up(count, kept):
+    assert without_warm_up(range(count)) == list(range(count))[count - kept :]
+
+
+@pytest.mark.parametrize(
+    ("count", "last"), [(1, 1), (2, 1), (9, 1), (19, 1), (20, 2), (29, 2), (30, 3), (300, 30), (705, 70)]
+)
+def test_a_final_loss_is_the_mean_of_the_last_tenth(count, last):
+    losses = [1.0 / n for n in range(1, count + 1)]
+    assert final_loss(losses) == statistics.fmean(losses[-last:])
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, 2.0, 6.0], 3.0),
+        ([0.1] * 10, 0.1),  # a plain sum gives 0.9999999999999999
+        ([math.nan, 1.0], math.nan),
+        ([math.inf, 1.0], math.inf),
+        ([math.inf, -math.inf], math.nan),
+        ([1e308] * 4, math.inf),
+        ([-1e308] * 4, -math.inf),
+    ],
+)
+def test_a_mean_of_whatever_a_loss_may_be(values, expected):
+    found = mean(values)
+    assert found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+# ---- losses
+
+FINITE = st.floats(min_value=-1e3, max_value=1e3).map(lambda x: round(x, 3))
+
+
+def by_the_book(pairs):
+    """The rule again, on scipy's Student: verdict, difference, spread."""
+    fp32, mixed = zip(*pairs, strict=True)
+    differences = [m - f for f, m in pairs]
+    difference, spread = statistics.fmean(differences), float(statistics.stdev(fp32))
+    if abs(difference) <= spread:
+        return "pass", difference, spread
+    if spread == 0:
+        return "cannot tell", difference, spread
+    if difference < 0:
+        return "pass", difference, spread
+    if len(set(differences)) == 1:
+        return "fail", difference, spread
+    p = stats.ttest_rel(mixed, fp32, alternative="greater").pvalue
+    # Quantiles of three decimals and an expansion are within 0.0005 of Student's, so p within 0.0001.
+    return None if abs(p - 0.025) < 0.0001 else "fail" if p < 0.025 else "cannot tell", difference, spread
+
+
+@given(st.lists(st.tuples(FINITE, FINITE), min_size=3, max_size=30))
+def test_losses_are_judged_as_scipys_paired_test_does(pairs):
+    found = judge_losses(pairs)
+    verdict, difference, spread = by_the_book(pairs)
+    assert (found.difference, found.seed_spread) == (difference, spread)
+    assert verdict in (found.verdict, None), found
+
+
+def test_the_quantiles_of_student_are_scipys():
+    """Three decimals in the table; the expansion's first term left out is below 4e-5 from 13 on."""
+    assert [_student_975(n) for n in range(2, 13)] == [round(stats.t.ppf(0.975, n), 3) for n in range(2, 13)]
+    for freedom in [*range(13, 200), 10**3, 10**6]:
+        assert _student_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=4e-5)
+
+
+@pytest.mark.parametrize("count", [*range(3, 31), 100, 1000])
+@pytest.mark.parametrize("above", [True, False])
+def test_what_is_higher_fails_beyond_scipys_quantile_of_student(count, above):
+    """The paired differences are made so that their t is a hair above or below the critical one."""
+    draw = random.Random(count)
+    noise = [draw.gauss(0, 1) for _ in range(count)]
+    scale = statistics.stdev(noise) / math.sqrt(count)
+    shift = scale * stats.t.ppf(0.975, count - 1) * (1.001 if above else 0.999) - statistics.fmean(noise)
+    # FP32's own losses hardly differ, so that the mean difference is above their spread.
+    pairs = [(1e-6 * n, 1e-6 * n + noise[n] + shift) for n in range(count)]
+    found = judge_losses(pairs)
+    assert found.verdict == ("fail" if above else "cannot tell")
+    assert stats.ttest_1samp([m - f for f, m in pairs], 0).pvalue / 2 == pytest.approx(0.025, rel=0.01)
+
+
+def test_seeds_without_a_difference_fail_in_one_of_forty():
+    """4000 trainings whose mixed losses are FP32's plus noise of mean 0: each fails with a probability of
+    2.5 % at most, so more than 2.5 % plus four standard deviations, 3.5 %, never; and some do."""
+    draw = random.Random(2)
+    failed = 0
+    for _ in range(4000):
+        fp32 = [draw.gauss(0, 0.01) for _ in range(5)]
+        failed += judge_losses([(loss, loss + draw.gauss(0, 1)) for loss in fp32]).verdict == "fail"
+    # 2.5 % less four standard deviations, of which the rule on the spread takes next to nothing.
+    assert 0.015 < failed / 4000 < 0.035
+
+
+TOO_FEW = "cannot tell what other seeds change: use --repeats 3 or more"
+BRANCHES = {
+    "nothing": ([], None, None, "cannot tell", "no loss was seen in both formats"),
+    "one seed": ([(1.0, 1.5)], 0.5, None, "cannot tell", f"1 seed {TOO_FEW}"),
+    "two seeds": ([(1.0, 1.5), (1.0, 1.0)], 0.25, None, "cannot tell", f"2 seeds {TOO_FEW}"),
+    "not finite in FP32": (
+        [(math.nan, math.nan), (1.0, 1.0), (1.0, 1.0)],
+        None, None, "cannot tell", "the loss is not finite in FP32 itself",
+    ),
+    "infinite in FP32": (
+        [(math.inf, 1.0)], None, None, "cannot tell", "the loss is not finite in FP32 itself",
+    ),
+    "not finite in mixed": (
+        [(1.0, math.nan)], None, None, "fail", "the loss is finite in FP32 and not in mixed precision",
+    ),
+    "infinite in one seed of mixed": (
+        [(1.0, 1.0), (1.0, math.inf), (1.0, 1.0)],
+        None, None, "fail", "the loss is finite in FP32 and not in mixed precision",
+    ),
+    "too large": (
+        [(-1.7e308, 1.7e308)] * 3, None, None, "cannot tell", "the losses are too large to subtract",
+    ),
+    "within the spread": (
+        [(1.0, 1.25), (2.0, 2.25), (3.0, 3.25)],
+        0.25, 1.0, "pass", "the difference is 0.25 of the spread between 3 seeds",
+    ),
+    "as much as the spread": (
+        [(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)],
+        1.0, 1.0, "pass", "the difference is 1.00 of the spread between 3 seeds",
+    ),
+    "the very same": (
+        [(2.0, 2.0)] * 4, 0.0, 0.0, "pass", "the same to the last digit for all 4 seeds",
+    ),
+    "no spread": (
+        [(2.0, 2.5)] * 3,
+        0.5, 0.0, "cannot tell", "seeds change nothing in this script, so there is no spread",
+    ),
+    "lower": (
+        [(1.0, -1.0), (2.0, 0.0), (3.0, 1.0)],
+        -2.0, 1.0, "pass", "lower than FP32's by 2.0 times the spread between 3 seeds",
+    ),
+    "higher": (
+        [(1.0, 3.0), (2.0, 4.0), (3.0, 5.5)],
+        6.5 / 3, 1.0, "fail", "higher than FP32's by 2.2 times the spread between 3 seeds",
+    ),
+    "higher, but who knows": (
+        [(1.0, 1.0), (2.0, 2.0), (3.0, 12.0)],
+        3.0, 1.0, "cannot tell",
+        "higher than FP32's by 3.0 times the spread between 3 seeds, and the pairs differ too much: "
+        "use more --repeats",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BRANCHES)
+def test_each_verdict_and_its_words(what):
+    pairs, difference, spread, verdict, reason = BRANCHES[what]
+    expected = LossVerdict(difference=difference, seed_spread=spread, verdict=verdict, reason=reason)
+    assert judge_losses(pairs) == expected
+
+
+@given(st.lists(st.tuples(st.floats(), st.floats()), max_size=8))
+def test_every_list_of_losses_gets_a_verdict(pairs):
+    """NaN, infinities, subnormals and the largest floats: no error, and no number that is not finite for a
+    difference."""
+    found = judge_losses(pairs)
+    assert found.verdict in ("pass", "fail", "cannot tell")
+    assert found.reason
+    assert found.difference is None or math.isfinite(found.difference)
+    if found.verdict == "pass":
+        assert found.seed_spread is not None
