@@ -1,5 +1,6 @@
 """The README and the documents run, and name only what exists."""
 
+import os
 import re
 import subprocess
 import sys
@@ -45,14 +46,20 @@ def test_the_readmes_commands_run_its_example(tmp_path):
         for line in block.splitlines()
         if line.startswith("narrowcast ")
     ]
-    assert [c[1] for c in commands] == ["run", "compare"]
-    for command in commands:
-        words = [sys.executable, "-m", "narrowcast", command[1], "--run-dir", str(tmp_path / command[1])]
+    assert [c[1] for c in commands] == ["run", "compare", "doctor"]
+    for _, verb, *rest in commands:
+        options = ["--budget-s", "1"] if verb == "doctor" else ["--run-dir", str(tmp_path / verb)]
         done = subprocess.run(
-            [*words, *command[2:]], capture_output=True, text=True, cwd=tmp_path, check=False
+            [sys.executable, "-m", "narrowcast", verb, *options, *rest],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"NARROWCAST_CACHE_DIR": str(tmp_path / "cache")},
+            check=False,
         )
         assert done.returncode == 0, done.stderr
-        assert "loss 0." in done.stdout
+        assert ("bf16" if verb == "doctor" else "loss 0.") in done.stdout
+    assert (tmp_path / "compare" / "report.html").is_file()
 
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
