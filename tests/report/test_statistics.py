@@ -172,10 +172,10 @@ def test_losses_are_judged_as_scipys_paired_test_does(pairs):
 
 
 def test_the_quantiles_of_student_are_scipys():
-    """Three decimals in the table; the expansion's first term left out is below 4e-5 from 13 on."""
+    """Three decimals in the table; the expansion's first term left out is below 6e-5 from 13 on."""
     assert [_student_975(n) for n in range(2, 13)] == [round(stats.t.ppf(0.975, n), 3) for n in range(2, 13)]
     for freedom in [*range(13, 200), 10**3, 10**6]:
-        assert _student_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=4e-5)
+        assert _student_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=6e-5)
 
 
 @pytest.mark.parametrize("count", [*range(3, 31), 100, 1000])
