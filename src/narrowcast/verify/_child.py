@@ -11,12 +11,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from narrowcast.attach import Attachment, FileWatch, Script, Watcher, run_attached
-from narrowcast.observe import RUN, CaptureWriter, start_event
+from narrowcast.errors import UnsupportedError
+from narrowcast.observe import RUN, CaptureWriter, LiveTensorBytes, start_event
 from narrowcast.scaling import Dynamic, LossScale, parse
 from narrowcast.verify._probes import GradientProbe, OutputProbe, write_result
+from narrowcast.verify._profile_probe import ProfileProbe
 
 FILES = "files.jsonl"
 SETTINGS = "settings.json"
@@ -99,17 +101,20 @@ def _loss_scale(settings: RunSettings) -> LossScale | None:
     return None if settings.loss_scale is None else parse(settings.loss_scale)
 
 
+def _tensor_bytes(live: LiveTensorBytes) -> dict[str, Any]:
+    try:
+        return {"peak_tensor_bytes": live.peak_bytes, "reason": None}
+    except UnsupportedError as error:
+        return {"peak_tensor_bytes": None, "reason": str(error)}
+
+
 def _watching(settings: RunSettings, folder: Path) -> tuple[Watcher | None, Callable[[], None]]:
     """Who looks on, and what is left to do when the script has ended."""
     if settings.purpose == MEMORY:
-        from narrowcast.observe import LiveTensorBytes
-
         live = LiveTensorBytes()
         live.__enter__()
-        return None, lambda: write_result(folder, {"peak_tensor_bytes": live.peak_bytes})
+        return None, lambda: write_result(folder, _tensor_bytes(live))
     if settings.purpose == PROFILE:
-        from narrowcast.verify._profile_probe import ProfileProbe
-
         profiled = ProfileProbe(folder)
         return profiled, profiled.finish
     if settings.purpose == GRADIENTS:

@@ -35,6 +35,7 @@ from narrowcast.verify._script_runs import ScriptRuns
 
 # The optimizer's state is there from the first step on, and the next backward meets it.
 _STEPS_FOR_MEMORY = 3
+_CUT_SHORT = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was cut short"}
 _KEPT_TENSORS = ("gradients-*.pt", "weights-*.pt", "outputs-*.pt")
 
 
@@ -196,8 +197,8 @@ class _Comparison:
             peak, reason = None, None
             try:
                 ended = self.runs.start(f"memory-{format_}", format_, MEMORY, steps=steps)
-                peak = (read_result(ended.folder) or {}).get("peak_tensor_bytes")
-                reason = None if peak is not None else "the run that counts tensors ended too early"
+                found = read_result(ended.folder) or _CUT_SHORT
+                peak, reason = found["peak_tensor_bytes"], found["reason"]
             except ScriptError as error:
                 reason = f"the run that counts tensors failed: {_first_line(error)}"
             self.writer.write(
