@@ -25,6 +25,7 @@ from narrowcast.observe._profile_ops import (
     sum_of_casts,
     union_ns,
 )
+from narrowcast.observe._torch_internals import profiler_is_on
 
 _MARK = "narrowcast: between two steps"
 # Times as long as the median step.
@@ -72,11 +73,10 @@ class StepProfiler:
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
+        if profiler_is_on():
+            raise UnsupportedError("a profiler runs in this thread already: switch that one off")
         recording = profile(activities=activities, record_shapes=True)
-        try:
-            recording.__enter__()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise UnsupportedError(f"torch's profiler cannot be started ({error})") from error
+        recording.__enter__()  # type: ignore[no-untyped-call]
         self._profile = recording
         self.mark()
 
@@ -102,7 +102,9 @@ def _recording(results: Any) -> Recording:
     kernels: dict[int, int] = defaultdict(int)
     intervals = []
     for event in results.events():
-        if event.device_type() == torch.profiler.DeviceType.CUDA and event.duration_ns() > 0:
+        # An annotation of the host's is drawn on the GPU's line too, around the kernels that it launched.
+        on_gpu = event.device_type() == torch.profiler.DeviceType.CUDA and not event.is_user_annotation()
+        if on_gpu and event.duration_ns() > 0:
             intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
             kernels[event.linked_correlation_id()] += event.duration_ns()
     ops = [op for event in results.experimental_event_tree() if (op := _op(event, kernels)) is not None]
