@@ -1,5 +1,6 @@
 """The block that ends a run, to the letter."""
 
+import math
 import textwrap
 
 import pytest
@@ -27,7 +28,11 @@ def note(text):
 
 
 def step(**changed):
-    return {"event": "step", "time_s": 2.5, "skipped": False, "scale": 1024.0, "loss": 1.0, **changed}
+    return {"event": "step", "time_s": 2.5, "skipped": False, "scale": 1024.0, **changed}
+
+
+def losses(*values, site="train.py:9"):
+    return [{"event": "loss", "backward": n, "site": site, "value": v} for n, v in enumerate(values, start=1)]
 
 
 BLOCKS = {
@@ -42,6 +47,14 @@ BLOCKS = {
         """\
         narrowcast: bf16 on cpu (this CPU has AVX512-BF16)
           1 optimizer step, 1 skipped, final loss scale 65536, 3600.0 s""",
+    ),
+    "a loss that was lost and came back, and one that stayed lost": (
+        [CPU, *losses(1.0, math.nan, 2.0), *losses(1.0, math.inf, math.nan, math.nan, site="b.py:2"), end()],
+        """\
+        narrowcast: bf16 on cpu (this CPU has AVX512-BF16)
+          30 optimizer steps, 0 skipped, loss scale off, 1.2 s
+          note: the loss at b.py:2 is inf from backward 2 on: try --policy fp32 to see
+                whether FP32 has it too""",
     ),
     "nothing": (
         [note("no module with parameters was called"), end(steps=0)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 
 from narrowcast.observe import Capture
@@ -31,11 +32,28 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
     lines.append(f"  {', '.join(said)}")
     if capture.end is None:
         lines.append("  note: the capture has no end: the run was killed or is still going on")
-    for note in capture.of("note"):
-        lines += _wrapped(f"  note: {printable(note['text'])}", "        ")
+    notes = [note["text"] for note in capture.of("note")]
+    for text in notes + _lost_losses(capture):
+        lines += _wrapped(f"  note: {printable(text)}", "        ")
     if capture_path:
         lines.append(f"  capture: {capture_path}")
     return "\n".join(lines)
+
+
+def _lost_losses(capture: Capture) -> list[str]:
+    """What to know of losses that ended as no number: since when, by the line that went backward."""
+    found = []
+    for site in dict.fromkeys(loss["site"] for loss in capture.of("loss")):
+        losses = [loss for loss in capture.of("loss") if loss["site"] == site]
+        if math.isfinite(losses[-1]["value"]):
+            continue
+        finite = [n for n, loss in enumerate(losses) if math.isfinite(loss["value"])]
+        first = losses[finite[-1] + 1 if finite else 0]
+        found.append(
+            f"the loss at {site} is {first['value']} from backward {first['backward']} on: "
+            "try --policy fp32 to see whether FP32 has it too"
+        )
+    return found
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
