@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from narrowcast.attach._backward import Backward
+from narrowcast.attach._files import FileWatch
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
 from narrowcast.attach._processes import Processes
@@ -44,13 +45,16 @@ class Attachment:
         loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
         writer: where to write what happens; it is closed on leaving.
         tell: called with what a person should know at once and not at the end, as that a format is slow here.
-        stop_after: end the script after so many optimizer steps, skipped ones included, or outermost calls
-            of modules where it has made no optimizer; 0: it ends by itself.
+        stop_after: end the script after so many optimizer steps, skipped ones included; 0: it ends by
+            itself. Where it has made no optimizer, or a compiled function hides the steps, backwards are
+            counted, and where it never went backward, the outermost calls of modules.
         watcher: told what the script does.
         seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
+        exit_code: what that event is to say.
+        at_end: called by ``leave_for_good``.
 
     Raises:
         RegionError: on entering, when another attachment is in force: there is one for the process.
@@ -72,6 +76,9 @@ class Attachment:
         self.policy = without_masters(policy)
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
+        self.at_end: Callable[[], None] = lambda: None
+        self._left_for_good = False
+        self._forwards = self._backwards = 0
         self.aside: str | None = None
         self.scale = RunningScale(Off() if loss_scale is None else loss_scale)
         self.ledger = Ledger(writer)
@@ -89,10 +96,16 @@ class Attachment:
             watcher=self._watcher,
             forward_ended=self._forward_ended,
         )
-        self._backward = Backward(self.scale, self.ledger, self._regions.settle, self._regions.recomputation)
+        self._backward = Backward(
+            self.scale,
+            self.ledger,
+            self._regions.settle,
+            self._regions.recomputation,
+            backward_ended=self._backward_ended,
+        )
         capture = None if writer is None else writer.path
         self._processes = Processes(
-            self.ledger, attach_process, (self.policy, loss_scale, capture, stop_after)
+            self.ledger, attach_process, (self.policy, loss_scale, capture, stop_after, seed_shift)
         )
         self._steps = Steps(
             self.scale,
@@ -161,19 +174,34 @@ class Attachment:
         """End the script here, as after ``stop_after`` steps.
 
         Raises:
-            StopScript: which is a SystemExit.
+            SystemExit: 0.
         """
         self._stopping.stop()
 
+    def leave_for_good(self) -> None:
+        """Leave, and call ``at_end``; what is not the first time does nothing."""
+        if not self._left_for_good:
+            self._left_for_good = True
+            self.__exit__(None, None, None)
+            self.at_end()
+
+    def _backward_ended(self) -> None:
+        """End a script whose steps cannot be seen after as many backwards as were asked for."""
+        self._backwards += 1
+        if not self._steps.are_seen and self._stopping.is_due(self._backwards):
+            self._stopping.stop()
+
     def _forward_ended(self) -> None:
         """End a script that does not train after as many calls as were asked for."""
-        trains = self.ledger.backwards or self._steps.optimizers
-        if not trains and self._stopping.is_due(self.ledger.forwards):
+        if self._backwards or self._steps.made_any:
+            return
+        self._forwards += 1
+        if self._stopping.is_due(self._forwards):
             self._stopping.stop()
 
     def _close_before_the_end(self) -> None:
         self.exit_code = 0
-        self.__exit__(None, None, None)
+        self.leave_for_good()
 
     def _step_aside(self, why: str) -> None:
         """Leave the rest to the script: no new region, no scaling, no skipping."""
@@ -196,9 +224,22 @@ class Attachment:
             self.ledger.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
 
+def exit_code(error: SystemExit) -> int:
+    """With which Python ends for ``error``."""
+    if error.code is None:
+        return 0
+    return int(error.code) if isinstance(error.code, int) else 1
+
+
 @contextmanager
 def attach_process(
-    policy: Policy, loss_scale: LossScale | None, parents_capture: Path | None, stop_after: int, number: int
+    policy: Policy,
+    loss_scale: LossScale | None,
+    parents_capture: Path | None,
+    stop_after: int,
+    seed_shift: int,
+    files: FileWatch | None,
+    number: int,
 ) -> Iterator[None]:
     """Attach in a process that an attached script started as its ``number``-th.
 
@@ -209,13 +250,19 @@ def attach_process(
         writer = CaptureWriter(parents_capture.with_stem(f"{parents_capture.stem}-process{number}"))
     if writer is not None:
         writer.write(start_event(sys.argv, policy.compute, process=number))
-    attachment = Attachment(policy, loss_scale, writer=writer, stop_after=stop_after)
+    if files is not None:
+        files.install()
+    attachment = Attachment(policy, loss_scale, writer=writer, stop_after=stop_after, seed_shift=seed_shift)
     attachment.exit_code = 1
+    attachment.__enter__()
     try:
-        with attachment:
-            yield
-            attachment.exit_code = 0
+        yield
+        attachment.exit_code = 0
+    except SystemExit as error:
+        attachment.exit_code = exit_code(error)
+        raise
     finally:
+        attachment.leave_for_good()
         if writer is not None and not attachment.ledger.devices and not attachment.ledger.backwards:
             writer.path.unlink(missing_ok=True)
 

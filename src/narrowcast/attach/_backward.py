@@ -38,12 +38,18 @@ class Backward:
     """Replaces ``torch.autograd.backward`` and ``grad``, and wraps the hooks that see gradients."""
 
     def __init__(
-        self, scale: RunningScale, ledger: Ledger, settle: Callable[[], None], recomputation: Recomputation
+        self,
+        scale: RunningScale,
+        ledger: Ledger,
+        settle: Callable[[], None],
+        recomputation: Recomputation,
+        backward_ended: Callable[[], None],
     ) -> None:
         self._scale = scale
         self._ledger = ledger
         self._settle = settle
         self._recomputation = recomputation
+        self._backward_ended = backward_ended
         self._thread = _Thread()
         self._accumulating: dict[int, float] = {}
         self._returning: dict[int, float] = {}
@@ -55,7 +61,8 @@ class Backward:
     def install(self, patches: Patches) -> None:
         self._torch_backward = torch.autograd.backward
         self._torch_grad = torch.autograd.grad
-        patches.replace(torch.autograd, "backward", self._wrap(self._torch_backward, self.backward))
+        backward = self._wrap(self._torch_backward, self.backward, self._backward_ended)
+        patches.replace(torch.autograd, "backward", backward)
         patches.replace(torch.autograd, "grad", self._wrap(self._torch_grad, self.grad))
         self._install_retain_grad(patches)
         _true_views.install(
@@ -64,19 +71,27 @@ class Backward:
             of_leaves=lambda: self._returning.get(graph_task_id()),
         )
 
-    def _wrap(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(
+        self,
+        original: Callable[..., Any],
+        replacement: Callable[..., Any],
+        ended: Callable[[], None] = lambda: None,
+    ) -> Callable[..., Any]:
         @untraced
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # Tensor subclasses make torch call itself by name: that is the same pass, not a nested one.
             again = self._thread.entered and graph_task_id() == NO_GRAPH_TASK
-            if self.set_aside or again:
+            if again:
                 return original(*args, **kwargs)
             before, self._thread.entered = self._thread.entered, True
             try:
-                return replacement(*args, **kwargs)
+                result = (original if self.set_aside else replacement)(*args, **kwargs)
             finally:
                 self._thread.entered = before
+            if graph_task_id() == NO_GRAPH_TASK:
+                ended()
+            return result
 
         return wrapper
 

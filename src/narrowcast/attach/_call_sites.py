@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 import torch
 
@@ -15,7 +15,8 @@ import narrowcast
 
 _PASSED_OVER = tuple(str(Path(path).parent) + os.sep for path in (narrowcast.__file__, torch.__file__))
 _STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_STARTED_IN = os.getcwd()  # a script that changes its folder keeps the names of its files
 
 
 def call_site() -> str:
@@ -27,19 +28,20 @@ def call_site() -> str:
     nearest = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        whose = _whose(frame.f_code)
+        path = frame.f_code.co_filename
+        whose = _whose(path)
         if whose == "script":
-            return _named(frame.f_code, frame.f_lineno)
+            return f"{_named(path)}:{frame.f_lineno}"
         if whose == "library" and not nearest:
-            nearest = _named(frame.f_code, frame.f_lineno)
+            nearest = f"{_named(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return nearest or "unknown"
 
 
+# By path, whose hash a str keeps: that of a code object is worked out anew from all that it holds.
 @lru_cache(maxsize=4096)
-def _whose(code: CodeType) -> str:
+def _whose(path: str) -> str:
     """``"script"``, ``"library"``, or ``"passed over"`` for ours, torch's and Python's own."""
-    path = code.co_filename
     if path.startswith((*_PASSED_OVER, "<")):
         return "passed over"
     if any(folder in path for folder in _INSTALLED):
@@ -48,10 +50,6 @@ def _whose(code: CodeType) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _named(code: CodeType, line: int) -> str:
-    path = Path(code.co_filename)
-    try:
-        shown = path.relative_to(Path.cwd())
-    except (ValueError, OSError):
-        shown = Path(path.name)
-    return f"{shown.as_posix()}:{line}"
+def _named(path: str) -> str:
+    file = Path(path)
+    return (file.relative_to(_STARTED_IN) if file.is_relative_to(_STARTED_IN) else Path(file.name)).as_posix()

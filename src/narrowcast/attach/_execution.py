@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable
 
-from narrowcast.attach._attachment import Attachment
+from narrowcast.attach._attachment import Attachment, exit_code
 from narrowcast.attach._script import Script, run_script, seed_everything
 
 _INTERRUPTED = 130
@@ -26,32 +26,26 @@ def run_attached(
         seed: of Python, NumPy and torch, before the script starts; None: they are left alone.
         at_end: called after the attachment was left.
     """
+    process = os.getpid()
     if seed is not None:
         seed_everything(seed)
+    attachment.at_end = at_end
     attachment.__enter__()
     attachment.exit_code = 1
     try:
         run_script(script)
         attachment.exit_code = 0
     except SystemExit as error:
-        attachment.exit_code = _exit_code(error)
+        attachment.exit_code = exit_code(error)
         raise
     except KeyboardInterrupt:
         attachment.exit_code = _INTERRUPTED
         raise
     finally:
         # Python calls what was registered, the latest first: this before the script's own.
-        atexit.register(_leave, attachment, at_end, os.getpid())
+        atexit.register(_leave, attachment, process)
 
 
-def _leave(attachment: Attachment, at_end: Callable[[], None], process: int) -> None:
-    if os.getpid() != process:
-        return  # a child that the script forked, which ends while its parent's run goes on
-    attachment.__exit__(None, None, None)
-    at_end()
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return int(error.code) if isinstance(error.code, int) else 1
+def _leave(attachment: Attachment, process: int) -> None:
+    if os.getpid() == process:  # and not a child that the script forked, which ends in the middle of the run
+        attachment.leave_for_good()

@@ -6,29 +6,28 @@ runs compares nothing.
 
 from __future__ import annotations
 
-import functools
 import getpass
 import json
 import os
+import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from narrowcast.attach._native_files import NativeFiles
 from narrowcast.attach._patches import Patches
 
 _WRITES = os.O_WRONLY | os.O_RDWR
-# Compiled code, and what fonts and kernels are kept in: read by later runs, and meant to be.
-_BYTECODE = (".pyc", ".pyo", ".so", ".pyd")
-_CACHES = ("torch", "torch_extensions", "triton", "matplotlib", "fontconfig", "narrowcast", "pip")
-# They write by C++, where Python's audit hooks see nothing: the function and where its path stands.
-_NATIVE_WRITERS: tuple[tuple[Any, str, int], ...] = ((torch, "save", 1), (torch.jit, "save", 1))
-_NATIVE_READERS: tuple[tuple[Any, str, int], ...] = ((torch.jit, "load", 0),)
+# Compiled code, read by later runs and meant to be, and what only keeps two from writing at once.
+_NO_DATA = (".pyc", ".pyo", ".so", ".pyd", ".lock")
+_CACHES_NAMED_BY = (
+    "CUDA_CACHE_PATH", "HF_HOME", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+)  # fmt: skip
 
 READ_OF_AN_EARLIER_RUN = 97
 """Exit code of a process that was ended because it read what an earlier run wrote."""
@@ -48,12 +47,15 @@ class FilesSeen:
 
 
 class FileWatch:
-    """Writes down, as it happens, which files this process and those it forks write.
+    """Writes down, as it happens, which files a process and those that it starts by multiprocessing write.
 
-    One that reads a file of ``earlier`` before writing it is ended at once, with the code
+    One that reads a file of ``earlier`` before the run wrote it is ended at once, with the code
     ``READ_OF_AN_EARLIER_RUN``: nothing that it would do after that is worth a comparison.
 
-    Audit hooks cannot be removed: for a process that runs one script.
+    Seen is what Python opens, renames and links, SQLite's databases, and what torch, safetensors and h5py
+    open by native code. Not seen is other native code (Parquet files, OpenCV's pictures) and other programs.
+
+    Audit hooks cannot be removed: for a process that runs one script. A copy by pickle goes on in another.
 
     Args:
         log: where to write it.
@@ -64,24 +66,29 @@ class FileWatch:
     def __init__(self, log: Path, earlier: Mapping[str, str], own: Iterable[Path] = ()) -> None:
         self._earlier = dict(earlier)
         self._written: set[str] = set()
+        # By its path each time: a script may close files that it has not opened, and open its own in place.
+        self._log = os.path.realpath(log)
         self._apart = tuple(os.path.realpath(folder) + os.sep for folder in [*own, *_cache_folders()])
-        # Appended to by forked children too, in one write each.
-        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o644)
+        log.write_bytes(b"")
 
     def install(self) -> None:
         """Begin, for as long as the process lives."""
-        patches = Patches()
-        for owner, name, position in _NATIVE_WRITERS:
-            patches.replace(owner, name, _telling(getattr(owner, name), position, self._wrote))
-        for owner, name, position in _NATIVE_READERS:
-            patches.replace(owner, name, _telling(getattr(owner, name), position, self._reads))
-        sys.addaudithook(self._audit)
+        global _in_force  # noqa: PLW0603 (as an audit hook is: for the process, and for good)
+        _in_force = self
+        native = NativeFiles(self._wrote, self._reads)
 
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            self._opened(args[0], args[2])
-        elif event in ("os.rename", "os.link", "os.symlink"):
-            self._wrote(args[1])
+        def audit(event: str, args: tuple[Any, ...]) -> None:
+            if event == "open":
+                self._opened(args[0], args[2])
+            elif event == "import":
+                native.importing(args[0])
+            elif event in ("os.rename", "os.link", "os.symlink"):
+                self._placed(args[1], args[0])
+            elif event == "sqlite3.connect":
+                self._opened(args[0], os.O_RDWR)
+
+        sys.addaudithook(audit)
+        native.install(Patches())
 
     def _opened(self, path: Any, flags: Any) -> None:
         if isinstance(path, int) or not isinstance(flags, int):
@@ -95,7 +102,23 @@ class FileWatch:
 
     def _wrote(self, path: Any) -> None:
         name = self._known_as(path)
-        if name is not None and name not in self._written:
+        if name is not None and (os.access(name, os.W_OK) or not os.path.exists(name)):
+            self._note_written(name)
+
+    def _placed(self, path: Any, source: Any) -> None:
+        """What is called ``source`` gets this name, which may have been a link's until now."""
+        with suppress(TypeError, ValueError, OSError):
+            folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+            placed, origin = self._known_as(folder), self._known_as(source)
+            if placed is None or name.endswith(_NO_DATA):
+                return
+            if origin in self._earlier and origin not in self._written:
+                self._earlier[os.path.join(placed, name)] = self._earlier[origin]
+            else:
+                self._note_written(os.path.join(placed, name))
+
+    def _note_written(self, name: str) -> None:
+        if name not in self._written:
             self._written.add(name)
             self._tell({"wrote": name})
 
@@ -103,24 +126,34 @@ class FileWatch:
         if not self._earlier:
             return
         name = self._known_as(path)
-        if name is None or name in self._written or name not in self._earlier:
+        places = [] if name is None else _with_parents(name)
+        earlier = next((self._earlier[place] for place in places if place in self._earlier), None)
+        if name is None or earlier is None or not self._written.isdisjoint(places) or not _holds_data(name):
             return
-        self._tell({"read": name, "run": self._earlier[name]})
+        # Another process of this run may have written it since this one was started.
+        if not set(read_files(Path(self._log)).written).isdisjoint(places):
+            return
+        self._tell({"read": name, "run": earlier})
         os._exit(READ_OF_AN_EARLIER_RUN)
 
     def _known_as(self, path: Any) -> str | None:
         """The one name of a file; None: it does not matter who wrote it."""
         with suppress(TypeError, ValueError, OSError):
             text = os.fsdecode(path)
-            if text.endswith(_BYTECODE) or text.startswith(("/dev/", "/proc/", "/sys/")):
+            if text.endswith(_NO_DATA) or text.startswith(("/dev/", "/proc/", "/sys/")):
                 return None
             name = os.path.realpath(text)
-            return None if name.startswith(self._apart) or "__pycache__" in name else name
+            apart = name == self._log or f"{name}{os.sep}".startswith(self._apart) or "__pycache__" in name
+            return None if apart else name
         return None
 
     def _tell(self, line: dict[str, str]) -> None:
-        with suppress(OSError):  # the script closed every file that it could find
-            os.write(self._log, (json.dumps(line) + "\n").encode())
+        with suppress(OSError):  # the script cleared the folder
+            log = os.open(self._log, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(log, (json.dumps(line) + "\n").encode())  # whole: other processes write here too
+            finally:
+                os.close(log)
 
 
 def read_files(log: Path) -> FilesSeen:
@@ -138,26 +171,38 @@ def read_files(log: Path) -> FilesSeen:
     return FilesSeen(written=tuple(written), read=read)
 
 
-def _telling(original: Callable[..., Any], position: int, tell: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def native(*args: Any, **kwargs: Any) -> Any:
-        path = args[position] if len(args) > position else kwargs.get("f")
-        if isinstance(path, str | bytes | os.PathLike):
-            tell(path)
-        return original(*args, **kwargs)
+_in_force: FileWatch | None = None
 
-    return native
+
+def watch_in_force() -> FileWatch | None:
+    """What watches this process, for one that it starts."""
+    return _in_force
+
+
+def _with_parents(name: str) -> list[str]:
+    """A file and the folders that it is in: one of them may have been given its name whole."""
+    places = [name]
+    while (parent := os.path.dirname(places[-1])) != places[-1]:
+        places.append(parent)
+    return places
+
+
+def _holds_data(name: str) -> bool:
+    """Whether there is anything to read: a folder, a pipe, an empty or a missing file tell nothing."""
+    try:
+        status = os.stat(name)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
 def _cache_folders() -> list[Path]:
-    """Where compilers and font finders keep what they made, on this machine and for this user."""
+    """Where programs keep what they could make or fetch again, on this machine and for this user."""
     folders = []
     with suppress(RuntimeError, KeyError, OSError):  # no home, no name
         home = Path.home()
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-        folders += [cache / name for name in _CACHES]
+        folders.append(Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache"))
         folders += [home / ".triton", home / ".nv", home / "Library" / "Caches"]
         folders.append(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
-    named = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "MPLCONFIGDIR", "CUDA_CACHE_PATH")
-    folders += [Path(os.environ[name]) for name in named if os.environ.get(name)]
+    folders += [Path(os.environ[name]) for name in _CACHES_NAMED_BY if os.environ.get(name)]
     return folders

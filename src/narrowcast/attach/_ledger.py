@@ -14,15 +14,20 @@ import torch
 from narrowcast.machine import arithmetic_settings, versions
 from narrowcast.observe import CaptureWriter
 
+# Reading a value from a device waits for it, so seldom; on a CPU every value is here already.
 _FLUSH_EVERY_S = 1.0
+_FLUSH_PLAIN_EVERY_S = 0.1
 _FLUSH_EVERY = 1024
 
-# An event, the name of a field that is read from the device only when it is written, and what reads it.
-_Pending = tuple[dict[str, Any], str | None, Callable[[], float] | None]
+# A number, or what reads it from a device when the capture is written.
+Reading = float | Callable[[], float]
 
 
 class Ledger:
-    """Counts what happens and writes it to the capture, late enough that no step waits for a device."""
+    """Counts what happens and writes it to the capture, late enough that no step waits for a device.
+
+    A killed run lacks at most the events that came within a second of the last one that was written.
+    """
 
     def __init__(self, writer: CaptureWriter | None = None) -> None:
         self._writer = writer
@@ -30,7 +35,8 @@ class Ledger:
         self._started = time.perf_counter()
         self._last_step: float | None = None
         self._last_flush = self._started
-        self._unwritten: list[_Pending] = []
+        self._unwritten: list[dict[str, Any]] = []
+        self._waits_for_device = False
         self.devices: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self.backwards = 0
@@ -44,28 +50,31 @@ class Ledger:
     def saw_device(self, device_type: str, format_name: str, because: str) -> None:
         """The first region on a device type was opened, or was found not to be needed."""
         self.devices[device_type] = {"device_type": device_type, "format": format_name, "because": because}
-        if self._writer:
-            self._writer.write({"event": "device", **self.devices[device_type]})
+        self._write_at_once({"event": "device", **self.devices[device_type]})
 
-    def saw_forward(self, duration_s: Callable[[], float], *, training: bool) -> None:
-        """The outermost call of a module ended; ``duration_s`` is asked when the capture is written.
+    def saw_forward(self, duration_s: Reading, *, training: bool) -> None:
+        """The outermost call of a module ended.
 
         Before the first backward only: a script that trains is timed by its steps.
         """
         with self._lock:
             self.forwards += 1
             self._add(
-                {"event": "forward", "gradients": torch.is_grad_enabled(), "training": training},
-                "duration_s",
-                duration_s,
+                {
+                    "event": "forward",
+                    "duration_s": duration_s,
+                    "gradients": torch.is_grad_enabled(),
+                    "training": training,
+                }
             )
 
     def saw_backward(self, loss: torch.Tensor | None, site: str) -> None:
         """An outermost backward begins, at ``loss`` where that is one number, called at ``site``."""
         with self._lock:
             self.backwards += 1
-            if loss is not None:
-                self._add({"event": "loss", "backward": self.backwards, "site": site}, "value", _reader(loss))
+            value = _reading(loss) if loss is not None and self._writer else None
+            if value is not None:
+                self._add({"event": "loss", "backward": self.backwards, "site": site, "value": value})
 
     def saw_step(self, *, skipped: bool, scale: float | None) -> None:
         """An optimizer took a step or skipped one; ``scale`` is the one its gradients were made with."""
@@ -84,16 +93,18 @@ class Ledger:
                     "backward": self.backwards,
                 }
             )
+            if interval_s is not None and interval_s > _FLUSH_EVERY_S:
+                self.flush()  # the next event is far
 
-    def _add(
-        self, event: dict[str, Any], later: str | None = None, read: Callable[[], float] | None = None
-    ) -> None:
-        """Keep ``event`` for the next flush; its field ``later`` is read from the device then."""
+    def _add(self, event: dict[str, Any]) -> None:
+        """Keep ``event`` for the next flush; what is read from a device is read then."""
         if not self._writer:
             return
         now = time.perf_counter()
-        self._unwritten.append((event | {"time_s": now - self._started}, later, read))
-        if now - self._last_flush > _FLUSH_EVERY_S or len(self._unwritten) >= _FLUSH_EVERY:
+        self._unwritten.append(event | {"time_s": now - self._started})
+        self._waits_for_device = self._waits_for_device or any(map(callable, event.values()))
+        patience_s = _FLUSH_EVERY_S if self._waits_for_device else _FLUSH_PLAIN_EVERY_S
+        if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_EVERY:
             self.flush()
 
     def note(self, text: str) -> None:
@@ -101,20 +112,24 @@ class Ledger:
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)
-                if self._writer:
-                    self._writer.write({"event": "note", "text": text})
+                self._write_at_once({"event": "note", "text": text})
+
+    def _write_at_once(self, event: dict[str, Any]) -> None:
+        """After what was seen before it: the file keeps the order in which things happened."""
+        with self._lock:
+            self.flush()
+            if self._writer:
+                self._writer.write(event)
 
     def flush(self) -> None:
         """Write what was seen since the last flush; reads losses from the device."""
         with self._lock:
+            if self._waits_for_device and is_capturing():
+                return
             if self._writer and self._unwritten:
-                self._writer.write(
-                    *(
-                        event if later is None or read is None else event | {later: read()}
-                        for event, later, read in self._unwritten
-                    )
-                )
+                self._writer.write(*map(_read, self._unwritten))
             self._unwritten.clear()
+            self._waits_for_device = False
             self._last_flush = time.perf_counter()
 
     def forget_writer(self) -> None:
@@ -152,13 +167,23 @@ class Ledger:
         return facts
 
 
-def _reader(loss: torch.Tensor) -> Callable[[], float]:
-    """What reads ``loss`` later; on a CPU it is read now, before the script can change it in place."""
-    kept = loss.detach()
-    if kept.device.type != "cpu":
-        return lambda: float(kept.float())
-    value = float(kept.float())
-    return lambda: value
+def _reading(loss: torch.Tensor) -> Reading | None:
+    """``loss`` as it is now, since the script may change it in place; None: it cannot be read."""
+    if loss.is_meta or is_capturing():
+        return None
+    if loss.device.type == "cpu":
+        return float(loss.item())
+    kept = loss.detach().clone()
+    return lambda: float(kept.item())
+
+
+def _read(event: dict[str, Any]) -> dict[str, Any]:
+    return {name: value() if callable(value) else value for name, value in event.items()}
+
+
+def is_capturing() -> bool:
+    """Whether this thread records a CUDA graph, where nothing may be read and what is launched is kept."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 def _peak_gpu_tensor_bytes() -> int | None:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from narrowcast.attach._files import watch_in_force
 from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
 
@@ -76,7 +77,8 @@ class Processes:
                 )
                 original(process)
                 return
-            process._target = AttachedTarget(target, self._attach, self._settings, next(self._numbers))
+            settings = (*self._settings, watch_in_force())
+            process._target = AttachedTarget(target, self._attach, settings, next(self._numbers))
             try:
                 original(process)
             finally:

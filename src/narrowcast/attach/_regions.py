@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.data import get_worker_info
 
-from narrowcast.attach._ledger import Ledger
+from narrowcast.attach._ledger import Ledger, Reading, is_capturing
 from narrowcast.attach._patches import Patches
 from narrowcast.attach._recomputation import Recomputation
 from narrowcast.attach._scale import RunningScale
@@ -65,6 +66,7 @@ class Regions:
         self._thread = _Thread()
         self._dtypes: dict[str, torch.dtype | None] = {}
         self._trained: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._titles: Counter[str] = Counter()
         # Tracing may read what is known beforehand and set an attribute, and no more.
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         self._traceable_dtypes = {device: resolve(policy, device) for device in devices}
@@ -98,7 +100,7 @@ class Regions:
 
     @property
     def called_a_module(self) -> bool:
-        return bool(self._dtypes)
+        return bool(self._dtypes) or bool(self._titles)
 
     # ---- the region
 
@@ -109,8 +111,10 @@ class Regions:
         def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             if torch.compiler.is_dynamo_compiling():
                 return self._traced_call(original, module, args, kwargs)
-            if thread.depth or self.set_aside:
+            if thread.depth:
                 return original(module, *args, **kwargs)
+            if self.set_aside:
+                return self._call_left_alone(original, module, args, kwargs)
             return self._outermost_call(original, module, args, kwargs)
 
         return __call__
@@ -135,7 +139,10 @@ class Regions:
         self._thread.watched = True
         try:
             self._watcher.called(module, args, kwargs)
-            ended = None if self._ledger.backwards else _stopwatch(device_type)
+            if self.in_fp32:
+                dtype = None
+            timed = not self._ledger.backwards and not is_capturing()
+            ended = _stopwatch(device_type) if timed else None
             output = self._in_region(original, module, args, kwargs, device_type, dtype)
             if ended is not None:
                 self._ledger.saw_forward(ended(), training=module.training)
@@ -143,6 +150,21 @@ class Regions:
         finally:
             self._thread.watched = False
         self._forward_ended()
+        return output
+
+    def _call_left_alone(
+        self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """The outermost call of a module in a script that does it itself; only its end is told."""
+        if next(module.parameters(), None) is None or get_worker_info() is not None:
+            return original(module, *args, **kwargs)
+        self._thread.depth += 1
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self._thread.depth -= 1
+        if graph_task_id() == NO_GRAPH_TASK:
+            self._forward_ended()
         return output
 
     def _in_region(
@@ -155,9 +177,16 @@ class Regions:
         dtype: torch.dtype | None,
     ) -> Any:
         """Call ``module`` in a region of ``dtype``, its floating outputs in fp32; None: as it is."""
-        if dtype is None:
-            return original(module, *args, **kwargs)
         thread = self._thread
+        if dtype is None:
+            # Where other devices have regions, modules inside may open one; where none has, the modules
+            # inside are as quick to call as in a region: FP32 is what mixed precision is timed against.
+            alone = self.in_fp32 or self._policy.compute == "fp32"
+            thread.depth += alone
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                thread.depth -= alone
         region = QuietRegion(device_type, dtype, enabled=True)
         thread.opening = True
         region.__enter__()
@@ -226,8 +255,8 @@ class Regions:
         if self._scale.active:
             refuse_sharded(module)
         kind = type(module).__name__
-        alike = sum(type(known) is type(module) for known in self._trained)
-        self._trained[module] = f"{kind}-{alike + 1}" if alike else kind
+        self._titles[kind] += 1  # also of modules that are gone, and of other classes of that name
+        self._trained[module] = f"{kind}-{self._titles[kind]}" if self._titles[kind] > 1 else kind
 
     # ---- recomputation
 
@@ -304,8 +333,8 @@ def refuse_sharded(module: torch.nn.Module) -> None:
         )
 
 
-def _stopwatch(device_type: str) -> Callable[[], Callable[[], float]]:
-    """Start timing; the function returned ends it, and returns what tells the seconds.
+def _stopwatch(device_type: str) -> Callable[[], Reading]:
+    """Start timing; the function returned ends it, and returns the seconds.
 
     On CUDA events of the stream tell them, later and without waiting here.
     """
@@ -314,18 +343,13 @@ def _stopwatch(device_type: str) -> Callable[[], Callable[[], float]]:
         ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         began.record()
 
-        def stop_events() -> Callable[[], float]:
+        def stop_events() -> Reading:
             ended.record()
             return lambda: _seconds_between(began, ended)
 
         return stop_events
     started = time.perf_counter()
-
-    def stop() -> Callable[[], float]:
-        duration_s = time.perf_counter() - started
-        return lambda: duration_s
-
-    return stop
+    return lambda: time.perf_counter() - started
 
 
 def _seconds_between(began: Any, ended: Any) -> float:

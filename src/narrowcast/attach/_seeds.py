@@ -8,6 +8,7 @@ import importlib.util
 import random
 import threading
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -35,13 +36,9 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
         by: at least 1.
         note: told, each time, that it happened, in a line for a person.
     """
-    owners: list[tuple[Any, str]] = [
-        (torch, "manual_seed"),
-        (torch.random, "manual_seed"),
-        (torch.cuda, "manual_seed"),
-        (torch.cuda, "manual_seed_all"),
-        (random, "seed"),
-    ]
+    owners: list[tuple[Any, str]] = [(torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed")]
+    for device in (torch.cuda, torch.mps, torch.xpu):
+        owners += [(device, name) for name in ("manual_seed", "manual_seed_all") if hasattr(device, name)]
     if importlib.util.find_spec("numpy") is not None:
         owners.append((importlib.import_module("numpy.random"), "seed"))
     thread = _Thread()
@@ -56,10 +53,10 @@ def _shifted(
     def seeded(*args: Any, **kwargs: Any) -> Any:
         name = next((word for word in ("seed", "a") if word in kwargs), None)
         given = kwargs[name] if name else args[0] if args else None
-        if thread.inside or isinstance(given, bool) or not isinstance(given, int):
+        moved = None if thread.inside else _moved(given, by)
+        if moved is None:
             return original(*args, **kwargs)
         note(f"seeds that the script sets were moved by {by} in this run, so that it draws other numbers")
-        moved = (given + by) % _LARGEST if 0 <= given < _LARGEST else given + by
         thread.inside = True
         try:
             if name:
@@ -69,3 +66,17 @@ def _shifted(
             thread.inside = False
 
     return seeded
+
+
+def _moved(given: Any, by: int) -> Any:
+    """Another seed of the same kind; None: there is none, as where the seed is the clock's."""
+    if isinstance(given, Integral):
+        seed = int(given) + by
+        return seed % _LARGEST if 0 <= int(given) < _LARGEST else seed
+    if isinstance(given, float):
+        return given + by
+    if isinstance(given, str):
+        return f"{given}+{by}"
+    if isinstance(given, bytes | bytearray):
+        return given + str(by).encode()
+    return [*given, by] if isinstance(given, list | tuple) else None

@@ -71,6 +71,7 @@ class Steps:
         self._skips_in_a_row: Counter[int] = Counter()
         self._skipping_since: dict[int, int] = {}
         self.installed = False
+        self.made_any = False
         self.traced = False
         self.set_aside = False
 
@@ -96,11 +97,17 @@ class Steps:
             if wrapped is not None:
                 kind.step = wrapped  # type: ignore[attr-defined]
 
+    @property
+    def are_seen(self) -> bool:
+        """Whether updates can be counted as steps: not those by hand, nor those in a compiled function."""
+        return self.made_any and not (self.traced and not self._ended)
+
     def _init(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(optimizer, *args, **kwargs)
             self.optimizers.add(optimizer)
+            self.made_any = True
 
         return __init__
 
@@ -165,6 +172,7 @@ class Steps:
 
         @untraced
         def counted(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            self.made_any = True  # before the attachment, as a spawned process does that imports the script
             self._thread.depth += 1
             try:
                 result = self._step(hooked, optimizer, args, kwargs)
@@ -180,7 +188,7 @@ class Steps:
         return step
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises StopScript after as many steps as were asked for."""
+        """Ends the script after as many steps as were asked for."""
         self._watcher.stepped(optimizer)
         self._ended += 1
         if self._stopping.is_due(self._ended):
@@ -208,6 +216,8 @@ class Steps:
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Leave a step out, as a skipped one is; what it would have used is there to look at."""
+        if self._scale.active:
+            self._leaves.own(_parameters(optimizer))
         closure = closure_of(args, kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()

@@ -26,6 +26,13 @@ It loads the compiler at the first call, as torch's own optimizers do.
 is_jit_tracing: Callable[[], bool] = vars(torch.jit)["is_tracing"]
 
 
+NATIVE_FILES: tuple[tuple[type, str, bool], ...] = tuple(
+    (vars(torch._C)[name], name, writes)
+    for name, writes in (("PyTorchFileWriter", True), ("PyTorchFileReader", False))
+)
+"""What opens the zip files of ``torch.save``, ``torch.export`` and ``torch.package``: class, name, writes."""
+
+
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether ``torch.func`` is differentiating ``tensor``; such a tensor has no data to look at."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -1,0 +1,449 @@
+"""A script that is ended after so many steps ends as one that calls ``sys.exit(0)``; and it does end."""
+
+import textwrap
+
+import pytest
+from attached_scripts import Runs
+
+from narrowcast.observe import read_capture
+
+TRAINING = """\
+    import atexit, os, sys, threading, time
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x = torch.ones(8, 4)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    """
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return Runs(tmp_path)
+
+
+def script(*texts):
+    return "\n".join(textwrap.dedent(text) for text in texts)
+
+
+def assert_stopped(ended, steps):
+    assert (ended.code, ended.stderr) == (0, "")
+    end = ended.capture.end
+    assert (end["exit_code"], end["stopped"]) == (0, True)
+    assert end["steps"] + end["skipped_steps"] == steps
+    assert len(ended.capture.of("step")) == steps
+    assert ended.at_end_was_called
+
+
+def test_it_ends_as_a_script_that_exits(runs):
+    """What is open is closed, ``finally`` and ``with`` are left, and exit handlers are called."""
+    ended = runs.run(
+        script(
+            TRAINING,
+            """
+            from contextlib import contextmanager
+
+            @contextmanager
+            def managed():
+                try:
+                    yield
+                finally:
+                    print("left the context")
+
+            atexit.register(lambda: print("at exit"))
+            log = open("log.txt", "w")
+            try:
+                with managed():
+                    for n in range(1000):
+                        log.write(f"{n}\\n")
+                        step()
+            except Exception:
+                print("an Exception")
+            finally:
+                print("finally")
+            print("never")
+            """,
+        ),
+        stop_after=5,
+    )
+    assert ended.lines == ["left the context", "finally", "at exit"]
+    assert (runs.work / "log.txt").read_text() == "0\n1\n2\n3\n4\n"
+    assert_stopped(ended, 5)
+
+
+def test_a_script_that_takes_fewer_steps_ends_by_itself(runs):
+    ended = runs.run(script(TRAINING, "step()\nprint('done')\n"), stop_after=5)
+    assert (ended.code, ended.lines) == (0, ["done"])
+    assert (ended.capture.end["stopped"], ended.capture.end["steps"]) == (False, 1)
+
+
+@pytest.mark.parametrize("caught", ["BaseException", "SystemExit"])
+def test_one_that_swallows_everything_is_ended_with_its_capture_complete(runs, caught):
+    ended = runs.run(
+        script(
+            TRAINING,
+            f"""
+            print("said before")
+            while True:
+                try:
+                    step()
+                except {caught}:
+                    continue
+            """,
+        ),
+        stop_after=5,
+    )
+    assert ended.lines == ["said before"]
+    assert_stopped(ended, 8)  # asked three times, then ended
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        # The thread that trains ends quietly, as on sys.exit, and nobody tells who waits for it.
+        """
+        import queue
+        results = queue.Queue()
+        def train():
+            for _ in range(1000):
+                step()
+            results.put("done")
+        threading.Thread(target=train).start()
+        results.get()
+        """,
+        """
+        try:
+            while True:
+                step()
+        except BaseException:
+            time.sleep(1000)
+        """,
+        """
+        atexit.register(time.sleep, 1000)
+        while True:
+            step()
+        """,
+        """
+        def serve():
+            while True:
+                time.sleep(1)
+        threading.Thread(target=serve).start()
+        while True:
+            step()
+        """,
+    ],
+    ids=["for a thread", "after catching", "at exit", "a thread that never ends"],
+)
+def test_one_that_waits_for_ever_is_ended(runs, waits):
+    ended = runs.run(script(TRAINING, waits), stop_after=5, patience_s=2, timeout_s=60)
+    assert_stopped(ended, 5)
+
+
+def test_processes_that_wait_for_work_are_ended_with_it(runs):
+    ended = runs.run(
+        script(
+            TRAINING,
+            """
+            import multiprocessing
+
+            def work(queue):
+                print("child", os.getpid(), flush=True)
+                queue.get()
+
+            if __name__ == "__main__":
+                context = multiprocessing.get_context("fork")
+                child = context.Process(target=work, args=(context.Queue(),))
+                child.start()
+                while True:
+                    step()
+            """,
+        ),
+        stop_after=5,
+        patience_s=2,
+        timeout_s=60,
+    )
+    assert_stopped(ended, 5)
+
+
+def test_threads_that_train_are_each_ended_once(runs):
+    """More threads than a swallowing script is asked times: none is ended the hard way."""
+    ended = runs.run(
+        script(
+            TRAINING,
+            """
+            def train():
+                own = nn.Linear(4, 1)
+                optimizer = torch.optim.SGD(own.parameters(), 0.01)
+                try:
+                    while True:
+                        own(x).square().mean().backward()
+                        optimizer.step()
+                        time.sleep(0.001)
+                finally:
+                    ended.append(1)
+
+            ended = []
+            threads = [threading.Thread(target=train) for _ in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            print(sum(ended), "ended, and the main thread goes on")
+            """,
+        ),
+        stop_after=5,
+    )
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.lines == ["6 ended, and the main thread goes on"]
+    assert ended.capture.end["stopped"]
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver", "fork"])
+def test_a_process_that_trains_is_ended_too(runs, start):
+    ended = runs.run(
+        script(
+            TRAINING,
+            f"""
+            import multiprocessing
+
+            def train():
+                for n in range(1000):
+                    step()
+
+            if __name__ == "__main__":
+                child = multiprocessing.get_context("{start}").Process(target=train)
+                child.start()
+                child.join()
+                print("ended with", child.exitcode)
+            """,
+        ),
+        stop_after=5,
+    )
+    assert (ended.code, ended.lines) == (0, ["ended with 0"])
+    if start != "fork":
+        end = read_capture(ended.folder / "capture-process0.jsonl").end
+        assert (end["exit_code"], end["stopped"], end["steps"]) == (0, True, 5)
+
+
+def test_a_script_with_data_loader_workers(runs):
+    ended = runs.run(
+        script(
+            TRAINING,
+            """
+            from torch.utils.data import DataLoader
+            loader = DataLoader(list(range(100000)), batch_size=4, num_workers=2, persistent_workers=True)
+            for batch in loader:
+                step()
+            """,
+        ),
+        stop_after=5,
+    )
+    assert_stopped(ended, 5)
+
+
+COUNTED = {
+    "several optimizers": (
+        """
+        other = torch.optim.Adam(model.parameters())
+        while True:
+            model(x).sum().backward()
+            optimizer.step()
+            other.step()
+        """,
+        6,
+    ),
+    "steps inside a step": (
+        """
+        class Lookahead(torch.optim.Optimizer):
+            def __init__(self, inner):
+                self.inner = inner
+                super().__init__(inner.param_groups, {})
+
+            def step(self, closure=None):
+                self.inner.step()
+                self.inner.step()
+
+        ahead = Lookahead(optimizer)
+        while True:
+            model(x).sum().backward()
+            ahead.step()
+        """,
+        6,
+    ),
+    "a closure": (
+        """
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().sum()
+            loss.backward()
+            return loss
+        while True:
+            optimizer.step(closure)
+        """,
+        6,
+    ),
+    "steps in hooks of backward": (
+        """
+        parts = {p: torch.optim.SGD([p], 0.01) for p in model.parameters()}
+        def hook(p):
+            parts[p].step()
+            p.grad = None
+        for p in parts:
+            p.register_post_accumulate_grad_hook(hook)
+        while True:
+            model(x).sum().backward()
+        """,
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", COUNTED)
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+def test_what_counts_as_a_step(runs, how, policy):
+    text, steps = COUNTED[how]
+    assert_stopped(runs.run(script(TRAINING, text), stop_after=6, policy=policy), steps)
+
+
+def test_skipped_steps_count(runs):
+    ended = runs.run(
+        script(
+            TRAINING, "while True:\n    (model(x).sum() * float('inf')).backward()\n    optimizer.step()\n"
+        ),
+        stop_after=6,
+        policy="fp16",
+    )
+    assert ended.code == 0
+    assert ended.capture.end["skipped_steps"] == 6
+
+
+UNSEEN = {
+    "updates by hand": """
+        while True:
+            model(x).sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 1e-4 * p.grad
+                    p.grad = None
+            print("step", flush=True)
+        """,
+    "gradients of an image": """
+        while True:
+            x.requires_grad_()
+            model(x).sum().backward()
+            print("step", flush=True)
+        """,
+    "outputs": """
+        while True:
+            with torch.no_grad():
+                model(x)
+            print("step", flush=True)
+        """,
+    "outputs of a script with its own autocast": """
+        while True:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                model(x)
+            print("step", flush=True)
+        """,
+    "updates by hand under its own autocast": """
+        while True:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).sum()
+            loss.backward()
+            print("step", flush=True)
+        """,
+}
+
+
+@pytest.mark.parametrize("how", UNSEEN)
+def test_a_script_without_an_optimizer_is_ended_after_backwards_or_calls(runs, how):
+    without = TRAINING.replace("optimizer = torch.optim.SGD(model.parameters(), 0.01)", "optimizer = None")
+    ended = runs.run(script(without, UNSEEN[how]), stop_after=5)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert len(ended.lines) == 4  # the fifth is ended before it can say so
+    assert ended.capture.end["stopped"]
+
+
+def test_a_script_that_trains_is_not_ended_by_its_evaluation(runs):
+    ended = runs.run(
+        script(
+            TRAINING,
+            """
+            with torch.no_grad():
+                for _ in range(50):
+                    model(x)
+            for _ in range(3):
+                step()
+            print("done")
+            """,
+        ),
+        stop_after=5,
+    )
+    assert ended.lines == ["done"]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_script_left_to_its_own_autocast_is_still_ended(runs, policy):
+    ended = runs.run(
+        script(
+            TRAINING,
+            """
+            while True:
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).sum()
+                loss.backward()
+                optimizer.step()
+                print("step", flush=True)
+            """,
+        ),
+        stop_after=5,
+        policy=policy,
+    )
+    assert (ended.code, ended.stderr, len(ended.lines)) == (0, "", 4)
+    assert ended.capture.end["stopped"]
+    assert ended.capture.end["aside"] == "the script uses autocast itself"
+
+
+def test_a_compiled_training_step_is_ended_after_backwards(runs):
+    ended = runs.run(
+        script(
+            TRAINING,
+            """
+            compiled = torch.compile(step, backend="eager")
+            for n in range(1000):
+                compiled()
+            """,
+        ),
+        stop_after=5,
+    )
+    assert ended.code == 0, ended.stderr
+    assert ended.capture.end["stopped"]
+    assert 4 <= ended.capture.end["backwards"] <= 8
+
+
+def test_a_child_that_the_script_forks_says_nothing_at_its_end(runs):
+    ended = runs.run(
+        script(
+            TRAINING,
+            """
+            child = os.fork()
+            if child == 0:
+                step()
+                sys.exit(0)
+            os.waitpid(child, 0)
+            print("at end" if os.path.exists(os.path.join(sys.argv[1], "at_end")) else "not yet")
+            """,
+        ),
+        str(runs.work.parent / "run-1"),
+    )
+    assert (ended.code, ended.lines) == (0, ["not yet"])
+    assert ended.at_end_was_called
