@@ -1,0 +1,290 @@
+"""``diagnose`` on scripts with a known answer, and its arithmetic on profiles made by hand."""
+
+import json
+import textwrap
+
+import pytest
+
+from narrowcast.errors import ScriptError
+from narrowcast.verify import DiagnosisSettings, diagnose
+from narrowcast.verify._diagnosis import most_speedup, nearest_rate, side_by_side
+
+NO_RATES = {"devices": []}
+HEAD = """\
+    import torch
+    from torch import nn
+    """
+MANY = "range(60)"
+TRAINS = """\
+    model = nn.Sequential(nn.Linear({wide}, {wide}), nn.ReLU(), nn.Linear({wide}, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.randn(64, {wide})
+    for _ in {many}:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+    """
+ELEMENTWISE = """\
+    scale = nn.Parameter(torch.ones(512, 512))
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = scale
+        def forward(self, x):
+            return (x * self.scale).tanh().exp()
+    model, inputs = Model(), torch.randn(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(inputs).mean().backward()
+        optimizer.step()
+    """
+
+
+@pytest.fixture
+def diagnosed(tmp_path):
+    def of(*texts, policy="bf16", rates=NO_RATES, words=()):
+        path = tmp_path / "train.py"
+        path.write_text("".join(textwrap.dedent(text) for text in (HEAD, *texts)), encoding="utf-8")
+        target = (str(path), *words)
+        settings = DiagnosisSettings(target=target, policy=policy, folder=tmp_path / "runs")
+        return diagnose(settings, rates)
+
+    return of
+
+
+def test_a_script_of_products_has_a_larger_share_of_them_than_one_without(diagnosed):
+    products = diagnosed(TRAINS.format(wide=1024, many=MANY))
+    elementwise = diagnosed(ELEMENTWISE)
+    json.dumps([products, elementwise], allow_nan=False)
+    for found in (products, elementwise):
+        assert found["problem"] is None
+        assert (found["device"], found["format"], found["unit"]) == ("cpu", "bf16", "step")
+        for run in ("fp32", "mixed"):
+            shares = found[run]["shares"]
+            assert sum(shares.values()) == pytest.approx(1)
+            assert found[run]["plain_step_s_low"] <= found[run]["plain_step_s"]
+            assert found[run]["plain_step_s"] <= found[run]["plain_step_s_high"]
+            assert found[run]["reads"]["sites"] == []
+    assert products["fp32"]["shares"]["products"] > 0.4
+    assert elementwise["fp32"]["shares"]["products"] == 0
+    assert elementwise["together"]["products_speedup"] is None
+    sizes = {tuple(row["shape"]): row["count"] for row in products["together"]["sizes"]}
+    assert sizes == {(64, 1024, 1024): 2, (64, 10, 1024): 3}
+    assert products["fp32"]["casts"]["count"] == 0
+    # As in a region of torch's own: the input, two weights and two biases, the output handed on in FP32, the
+    # output's gradient, and the gradients of the four parameters.
+    assert products["mixed"]["casts"]["count"] == 11
+    assert products["mixed"]["casts"]["weight_count"] == 4
+    assert products["mixed"]["fused"] is False
+
+
+def test_reads_are_counted_at_the_line_of_the_script_and_evaluation_is_left_out(diagnosed):
+    found = diagnosed(
+        TRAINS.format(wide=16, many=MANY),
+        """\
+        print(loss.item())
+        """,
+    )
+    assert found["mixed"]["reads"]["sites"] == []
+    reading = TRAINS.format(wide=16, many="range(100)") + "    total = loss.item()\n"
+    reading += textwrap.indent(
+        textwrap.dedent("""\
+            if loss > 1e9:
+                break
+            if _ % 7 == 0:
+                with torch.no_grad():
+                    model(inputs).sum().tolist()
+            """),
+        " " * 8,
+    )
+    found = diagnosed(reading)
+    reads = found["mixed"]["reads"]
+    assert {(row["what"], row["count"] / reads["steps"]) for row in reads["sites"]} == {
+        ("item()", 1),
+        ("bool()", 1),
+    }
+    lines = {row["what"]: row["site"].rpartition(":")[2] for row in reads["sites"]}
+    assert lines == {"item()": "11", "bool()": "12"}
+
+
+def test_a_script_that_only_computes_is_profiled_by_calls(diagnosed):
+    found = diagnosed(
+        """\
+        model = nn.Linear(64, 32)
+        with torch.no_grad():
+            for _ in range(40):
+                model(torch.ones(16, 64))
+        """
+    )
+    assert found["problem"] is None
+    assert found["unit"] == "call"
+    (size,) = found["together"]["sizes"]
+    assert (size["shape"], size["count"]) == ([16, 32, 64], 1)
+    assert found["mixed"]["casts"]["count"] == 4  # input, weight, bias, and the output back
+
+
+def test_calls_before_the_optimizer_is_made_are_no_steps(diagnosed):
+    looks_first = "nn.Linear(16, 16)(torch.ones(4, 16))\n"
+    found = diagnosed(looks_first, TRAINS.format(wide=16, many=MANY))
+    assert found["unit"] == "step"
+    assert found["mixed"]["casts"]["count"] == 11
+
+
+def test_two_optimizers_step_in_one_step(diagnosed):
+    found = diagnosed(
+        TRAINS.format(wide=16, many="range(40)").replace(
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",
+            "    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01)\n"
+            "    other = torch.optim.SGD(model[2].parameters(), lr=0.01)",
+        )
+        + "    other.step()\n"
+    )
+    assert found["problem"] is None
+    assert sum(row["count"] for row in found["together"]["sizes"]) == 5
+
+
+PROBLEMS = {
+    "short": (
+        TRAINS.format(wide=16, many="range(4)"),
+        "the script ended after 4 optimizer steps, and 15 are needed: let it run longer",
+    ),
+    "once": (
+        TRAINS.format(wide=16, many="range(1)"),
+        "the script ended after 1 optimizer step, and 15 are needed: let it run longer",
+    ),
+    "nothing": (
+        "print(torch.ones(3))\n",
+        "the script called no module with parameters and took no optimizer step: nothing to profile",
+    ),
+    "autocast": (
+        "torch.autocast('cpu').__enter__()\n" + textwrap.dedent(TRAINS.format(wide=16, many=MANY)),
+        "the script uses autocast itself: diagnose it without that, or look at it with torch's own profiler",
+    ),
+    "profiler": (
+        "with torch.profiler.profile():\n"
+        + textwrap.indent(textwrap.dedent(TRAINS.format(wide=16, many=MANY)), "    "),
+        "a profiler runs in this thread already: switch that one off",
+    ),
+    "processes": (
+        """\
+        import torch.multiprocessing as multiprocessing
+        def work(rank):
+            print(rank)
+        if __name__ == "__main__":
+            multiprocessing.spawn(work, nprocs=1)
+        """,
+        "the script trains in processes that it starts itself, which are not profiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_where_there_are_no_numbers_a_sentence_says_why(diagnosed, kind):
+    text, sentence = PROBLEMS[kind]
+    found = diagnosed(text)
+    assert found["problem"] == sentence
+    assert found["together"] is None
+
+
+def test_a_policy_that_changes_nothing_is_said_at_once(diagnosed, tmp_path):
+    found = diagnosed("raise SystemError\n", policy="fp32")
+    assert found["problem"] == "mixed precision stays in fp32 here, since the policy is fp32"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_that_fails_is_an_error_with_its_last_lines(diagnosed):
+    with pytest.raises(ScriptError, match="failed with exit code 1 in its run fp32") as error:
+        diagnosed("raise ValueError('no data here')\n")
+    assert "ValueError: no data here" in str(error.value)
+
+
+# ---- arithmetic
+
+
+def rate(kind, shape, size, speed, format_="bf16"):
+    return {"kind": kind, "shape": shape, "size": size, "format": format_, "speed_against_fp32": speed}
+
+
+RATES = [
+    rate("matmul", [64, 64], "small", 2.0),
+    rate("matmul", [512, 512], "medium", 3.0),
+    rate("matmul", [2048, 2048], "large", 4.0),
+    rate("matmul", [2048, 2048], "large", 0.1, "fp16"),
+    rate("matmul_with_casts", [512, 512], "medium", 0.5),
+    rate("convolution", [4, 256, 28, 28], "large", 5.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "speed"),
+    [
+        ("matmul", [64, 64, 64], 2.0),
+        ("matmul", [512, 400, 600], 3.0),
+        ("matmul", [4096, 4096, 1024], 4.0),
+        ("matmul", [100_000, 4096, 4096], 4.0),  # beyond the largest, rates hardly change
+        ("matmul", [1, 10, 10], None),  # far below the smallest
+        ("batched matmul", [8, 512, 512, 64], 3.0),
+        ("convolution", [4, 256, 28, 28, 256, 256, 3, 3], 5.0),
+        ("attention", [2, 4, 16, 8, 2, 4, 16, 8], None),
+        ("matmul", [], None),
+    ],
+)
+def test_the_nearest_size_is_that_of_the_most_similar_work(kind, shape, speed):
+    found = nearest_rate({"kind": kind, "shape": shape}, "bf16", RATES)
+    assert (None if found is None else found["speed"]) == speed
+
+
+def test_without_the_larger_sizes_the_smallest_is_not_near():
+    assert nearest_rate({"kind": "matmul", "shape": [2048] * 3}, "bf16", RATES[:1]) is None
+
+
+def profile(products, *, plain_s, share):
+    rows = [
+        {"kind": "matmul", "shape": shape, "count": count, "each_s": each_s, "share": 0.1}
+        for shape, count, each_s in products
+    ]
+    return {"products": rows, "plain_step_s": plain_s, "shares": {"products": share}}
+
+
+def test_two_profiles_side_by_side():
+    found = {
+        "device": "cpu",
+        "format": "bf16",
+        "fp32": profile([([64, 64, 64], 2, 0.010), ([512, 512, 512], 1, 0.060)], plain_s=0.2, share=0.4),
+        "mixed": profile([([64, 64, 64], 2, 0.020), ([512, 512, 512], 1, 0.020)], plain_s=0.1, share=0.6),
+    }
+    devices = [
+        {"device_type": "cuda", "rows": [rate("matmul", [64, 64], "small", 99.0)]},
+        {"device_type": "cpu", "rows": RATES},
+    ]
+    together = side_by_side(found, {"devices": devices})
+    assert together["speedup"] == pytest.approx(2)
+    assert together["products_share"] == 0.4
+    assert together["products_speedup"] == pytest.approx(0.080 / 0.060)
+    assert together["machine_speedup"] == pytest.approx(0.080 / (0.020 / 2 + 0.060 / 3))
+    assert together["limit_here"] == pytest.approx(1 / (0.6 + 0.4 * 0.060 / 0.080))
+    assert together["limit_machine"] == pytest.approx(1 / (0.6 + 0.4 / (8 / 3)))
+    assert [row["speedup"] for row in together["sizes"]] == [pytest.approx(0.5), pytest.approx(3)]
+    assert [row["machine_speedup"] for row in together["sizes"]] == [2.0, 3.0]
+    assert together["machine_best"] == {"speed": 4.0, "shape": [2048, 2048]}
+
+
+def test_a_product_that_only_one_run_has_is_not_compared():
+    found = {
+        "device": "cpu",
+        "format": "bf16",
+        "fp32": profile([([64, 64, 64], 2, 0.010)], plain_s=0.2, share=0.4),
+        "mixed": profile([([64, 64, 65], 2, 0.020)], plain_s=0.1, share=0.6),
+    }
+    together = side_by_side(found, NO_RATES)
+    assert together["products_speedup"] is None
+    assert together["machine_speedup"] is None
+    assert together["limit_here"] is None
+
+
+def test_what_products_alone_can_gain():
+    assert most_speedup(0.5, 2.0) == pytest.approx(4 / 3)
+    assert most_speedup(0.0, 9.0) == 1
+    assert most_speedup(1.0, 9.0) == 9
