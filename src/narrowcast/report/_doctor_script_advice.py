@@ -188,7 +188,7 @@ def _reads(found: dict[str, Any]) -> Iterator[str]:
         return
     total, first = sum(site["count"] for site in waiting) / reads["steps"], waiting[0]
     where = f"{printable(first['site'])}, {printable(first['what'])}"
-    some = f"{count_text(total)} reads of tensors a {found['unit']} (first: {where})"
+    some = f"Reads of tensors, {count_text(total)} a {found['unit']} (most at {where}),"
     if on_cpu:
         yield f"{some} cost nothing on a CPU; on a GPU each would wait for it."
     else:

@@ -1,0 +1,293 @@
+"""What ``narrowcast doctor SCRIPT`` says, to the letter, from diagnoses made by hand."""
+
+import copy
+
+import pytest
+
+from narrowcast.report import conclusion, diagnosis_text
+
+
+def profile(shares, *, plain_s, casts=(0, 0, 0, 0), busy=None, sites=()):
+    parts = ("products", "casts", "other_ops", "optimizer", "loading", "python")
+    shares = dict(zip(parts, shares, strict=True))
+    count, size, weight_count, weight_bytes = casts
+    return {
+        "device": "cpu",
+        "steps": 8,
+        "step_s": plain_s,
+        "plain_steps": 10,
+        "plain_step_s": plain_s,
+        "plain_step_s_low": plain_s * 0.98,
+        "plain_step_s_high": plain_s * 1.02,
+        "parts_s": {part: share * plain_s for part, share in shares.items()},
+        "shares": shares,
+        "products": [],
+        "casts": {
+            "count": count,
+            "bytes": size,
+            "weight_count": weight_count,
+            "weight_bytes": weight_bytes,
+            "share": shares["casts"],
+        },
+        "ops": {"count": 85.2, "mean_s": 54e-6},
+        "loading_share": shares["loading"],
+        "gpu_busy_share": busy,
+        "fused": False,
+        "reads": {"steps": 10, "sites": [dict(site) for site in sites]},
+    }
+
+
+def read(site, count, what="item()", device="cpu"):
+    return {"site": site, "what": what, "device": device, "count": count}
+
+
+def size(shape, *, kind="matmul", count=2, share=0.48, speedup=3.0, machine=(3.3, (512, 512))):
+    return {
+        "kind": kind,
+        "shape": list(shape),
+        "count": count,
+        "share": share,
+        "each_s": 1e-3,
+        "speedup": speedup,
+        "machine_speedup": machine and machine[0],
+        "machine_shape": machine and list(machine[1]),
+    }
+
+
+FOUND = {
+    "schema": 1,
+    "target": ["train.py", "--epochs", "2"],
+    "policy": "auto",
+    "problem": None,
+    "device": "cpu",
+    "format": "bf16",
+    "unit": "step",
+    "fp32": profile((0.57, 0, 0.15, 0.18, 0, 0.10), plain_s=6.1e-3),
+    "mixed": profile(
+        (0.26, 0.13, 0.17, 0.30, 0, 0.14),
+        plain_s=5.3e-3,
+        casts=(11, 7_235_174, 4, 3_250_586),
+        sites=[read("train.py:11", 10), read("train.py:13", 5, "bool()")],
+    ),
+    "together": {
+        "speedup": 1.15,
+        "products_share": 0.57,
+        "products_speedup": 2.8,
+        "machine_speedup": 3.1,
+        "limit_here": 1.58,
+        "limit_machine": 1.63,
+        "machine_best": {"speed": 4.2, "shape": [2048, 2048]},
+        "sizes": [
+            size((256, 1024, 512)),
+            size((256, 10, 1024), count=3, share=0.09, speedup=1.9, machine=(2.0, (64, 64))),
+        ],
+        "sizes_left_out": 0,
+    },
+}
+TEXT = """\
+train.py --epochs 2: in bf16 on this CPU, 1.1x the speed of FP32
+A step takes 6.1 ms in FP32 and 5.3 ms in bf16.
+
+Where the time of a step goes                       FP32              bf16
+  products (linear, conv, attention)        3.5 ms  57 %      1.4 ms  26 %
+  casts between formats                                -      689 us  13 %
+  other ops (norms, elementwise, loss)      915 us  15 %      901 us  17 %
+  optimizer                                 1.1 ms  18 %      1.6 ms  30 %
+  Python and dispatch                       610 us  10 %      742 us  14 %
+
+Products by size, M x N x K               of FP32    here  this machine
+  256 x 1024 x 512 (2)                       48 %    3.0x  3.3x at 512x512
+  256 x 10 x 1024 (3)                         9 %    1.9x  2.0x at 64x64
+Casts: 11 a step, 6.9 MiB read and written; 4 of weights, 3.1 MiB.
+Ops: 85 a step, 54 us each: a CPU does them as they come, no host waits for a
+  device.
+Reads of tensors a step: train.py:11 item() 1, train.py:13 bool() 0.5.
+
+What this means
+  - Products take 57% of the FP32 step. If they alone got faster, by this
+    machine's 3.1x for sizes like these, a step would be at most 1.6x as fast;
+    measured: 1.1x.
+  - In this script the same products ran 2.8x as fast in bf16, casts not
+    counted; by itself that is 1.6x for the step.
+  - Change first: the optimizer takes 30%, in FP32 as it should: fused=True
+    makes it one op, a bigger batch means fewer steps.
+  - Then: casts take 13% (11 a step, 4 of weights, which cost the same for any
+    batch): a bigger batch, or torch.compile, which joins casts with the ops
+    beside them.
+  - Reads of tensors, 1.5 a step (most at train.py:11, item()), cost nothing on
+    a CPU; on a GPU each would wait for it.
+
+A step: the median of 10 and of 10. Its parts: shares of 8 and 8 steps under
+  torch's profiler, and what they are of the median. (n): products of a size in
+  a step; here: their speed against FP32 in this script, casts apart; this
+  machine: that of the nearest size that narrowcast doctor measured."""
+
+
+def changed(**paths):
+    """``FOUND`` with other values at paths such as ``mixed__shares__casts``."""
+    found = copy.deepcopy(FOUND)
+    for path, value in paths.items():
+        *way, last = path.split("__")
+        place = found
+        for name in way:
+            place = place[name]
+        place[last] = value
+    return found
+
+
+def on_a_gpu(**paths):
+    sites = [read("train.py:11", 10, device="cuda"), read("train.py:12", 90)]
+    mixed = profile((0.3, 0.05, 0.15, 0.05, 0, 0.45), plain_s=5e-3, busy=0.55, sites=sites)
+    fp32 = profile((0.6, 0, 0.15, 0.05, 0, 0.2), plain_s=6e-3, busy=0.8)
+    return changed(device="cuda", mixed=mixed, fp32=fp32, **paths)
+
+
+def said(found):
+    return "\n".join(conclusion(found))
+
+
+def test_the_text_to_the_letter():
+    assert diagnosis_text(FOUND) == TEXT
+
+
+def test_color_changes_the_type_and_nothing_else():
+    text = diagnosis_text(FOUND, color=True)
+    assert text != TEXT
+    assert text.replace("\x1b[1m", "").replace("\x1b[0m", "") == TEXT
+
+
+def test_a_problem_is_a_sentence_without_numbers():
+    found = changed(problem="the script uses autocast itself", fp32=None, mixed=None, together=None)
+    assert diagnosis_text(found) == "train.py --epochs 2: the script uses autocast itself."
+    assert conclusion(found) == []
+
+
+def test_every_line_fits_whatever_is_in_it():
+    conv = size((64, 1024, 256, 256, 1024, 1024, 13, 13), kind="convolution", machine=None, speedup=None)
+    attention = size((64, 16, 1024, 128, 64, 16, 1024, 128), kind="attention", machine=None)
+    recurrent = size((1000, 640, 1280), kind="recurrent layer", count=10.25)
+    large = size((123_456, 123_456, 123_456), kind="matmul", count=1234.5)
+    found = changed(
+        target=["a/very/long/path" * 8, "word " * 30],
+        together__sizes=[conv, attention, recurrent, large, *FOUND["together"]["sizes"]],
+        together__sizes_left_out=7,
+        mixed__reads__sites=[read("deep/down/in/some/package/train.py:12345" * 2, 3)] * 9,
+        mixed__ops={"count": 1234567.0, "mean_s": 3.5},
+    )
+    text = diagnosis_text(found)
+    assert max(map(len, text.splitlines())) <= 79
+    assert "and 7 more" in text
+    assert "and 5 more lines" in text
+    assert "bmm" not in text
+    assert "bmm 8x4x5x6 (2)" in diagnosis_text(
+        changed(together__sizes=[size((8, 4, 5, 6), kind="batched matmul")])
+    )
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text():
+    text = diagnosis_text(changed(target=["\x1b]0;x\x07.py"], mixed__reads__sites=[read("\x1b[2J.py:1", 10)]))
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+def test_a_gpu_that_waits_is_said_with_its_figure():
+    text = diagnosis_text(on_a_gpu())
+    assert "waiting of the GPU" in text
+    assert "Python and dispatch" not in text
+    assert "the GPU is busy 55% of the step" in " ".join(text.split())
+    whole = said(on_a_gpu())
+    assert "Change first: the GPU waits 45% of the step for 85 ops from the host" in whole
+    assert "Reads of tensors, 1 a step (most at train.py:11, item()), each wait until the GPU" in whole
+    assert "train.py:12" not in text, "a read of a tensor that is on the CPU waits for nothing"
+    assert "the GPU waits" not in said(on_a_gpu(mixed__gpu_busy_share=0.9))
+
+
+def test_sizes_that_are_no_multiple_of_eight_are_named_on_a_gpu_alone():
+    words = "256 x 10 x 1024 takes 9% of the FP32 time, and 10 is no multiple of 8"
+    assert words in said(on_a_gpu())
+    assert "multiple of" not in said(FOUND)
+    even = size((256, 16, 1024))
+    assert "multiple of" not in said(on_a_gpu(together__sizes=[even]))
+    rare = size((256, 10, 1024), share=0.04)
+    assert "multiple of" not in said(on_a_gpu(together__sizes=[rare]))
+    channels = size((8, 3, 32, 32, 64, 3, 3, 3), kind="convolution", share=0.2)
+    assert "conv 8x3x32x32, 64x3x3x3 takes 20%" in said(on_a_gpu(together__sizes=[channels]))
+    assert "and 3 is no multiple of 8" in said(on_a_gpu(together__sizes=[channels]))
+
+
+@pytest.mark.parametrize(
+    ("paths", "words", "otherwise"),
+    [
+        ({"mixed__shares__optimizer": 0.2}, "the optimizer takes 20%", {"mixed__shares__optimizer": 0.1}),
+        ({"mixed__shares__casts": 0.2}, "casts take 20% (11 a step, 4 of", {"mixed__shares__casts": 0.05}),
+        ({"mixed__loading_share": 0.5}, "loading data takes 50%", {"mixed__loading_share": 0.1}),
+        ({"mixed__shares__other_ops": 0.5}, "loss) take 50%", {"mixed__shares__other_ops": 0.2}),
+        ({"mixed__shares__python": 0.5}, "dispatch take 50%, around 85 ops", {"mixed__shares__python": 0.2}),
+        (
+            {"together__products_speedup": 1.0},
+            "the products are small: most time goes to 256 x 1024 x 512, where bf16 ran 3.0x as fast as "
+            "FP32; 2048 x 2048 runs 4.2x as fast",
+            {"together__products_speedup": 2.5},
+        ),
+        (
+            {"together__speedup": 0.8},
+            "As it is, the step is faster in FP32.",
+            {"together__speedup": 0.95},
+        ),
+        (
+            {"mixed__plain_step_s_high": 8e-3},
+            "the middle half spans 53% of the median",
+            {"mixed__plain_step_s_high": 5.4e-3},
+        ),
+        (
+            {"fp32__step_s": 12.2e-3},
+            "Under the profiler a step in FP32 took 2.0x as long",
+            {"fp32__step_s": 9e-3},
+        ),
+        (
+            {"together__limit_machine": 1.1},
+            "measured: 1.1x, since other ops took less time too (915 us, 901 us)",
+            {"together__limit_machine": 1.2},
+        ),
+        (
+            {"together__limit_machine": None, "together__machine_speedup": None},
+            "no size near these was measured on this machine. Measured: a step is 1.1x as fast in bf16.",
+            {},
+        ),
+        ({"together__products_share": 0.0}, "No products were seen", {}),
+        ({"together__products_speedup": None}, "No products were seen", {}),
+    ],
+)
+def test_each_sentence_has_its_figure_and_its_reason(paths, words, otherwise):
+    assert words in said(changed(**paths))
+    assert words not in said(changed(**otherwise))
+
+
+def test_what_takes_the_most_time_is_changed_first_and_four_things_are_enough():
+    found = changed(
+        mixed__shares={
+            "products": 0.1, "casts": 0.16, "other_ops": 0.5, "optimizer": 0.2, "loading": 0.3, "python": 0.3,
+        },
+        mixed__loading_share=0.45,
+    )  # fmt: skip
+    lines = [line for line in conclusion(found) if line.startswith(("Change first", "Then"))]
+    starts = ["other ops", "loading data", "Python and dispatch", "the optimizer"]
+    assert len(lines) == 4
+    for line, start in zip(lines, starts, strict=True):
+        assert start in line
+    slower = changed(together__products_speedup=0.5)
+    (first,) = [line for line in conclusion(slower) if line.startswith("Change first")]
+    assert "the products are small" in first, "that they are slower is why the format loses"
+
+
+def test_fused_is_advised_where_it_is_a_choice():
+    assert "fused=True" in said(FOUND)
+    for fused in (True, None):
+        assert "fused=True" not in said(changed(mixed__fused=fused))
+
+
+def test_reads_that_nobody_could_count():
+    text = diagnosis_text(changed(mixed__reads=None))
+    assert "Reads of tensors: the script ended before any step was left" in text
+    assert "Reads of tensors" not in said(changed(mixed__reads=None))
+    assert "Reads of tensors: none in 10 steps." in diagnosis_text(changed(mixed__reads__sites=[]))
