@@ -1,14 +1,14 @@
-"""``compare`` as a function: real runs, and the numbers that are made of their captures."""
+"""``compare`` as a function: which runs it makes, in which order, and what it leaves behind."""
 
 import json
-import math
-from pathlib import Path
+import textwrap
 
 import pytest
 
-from narrowcast.errors import ScriptError
-from narrowcast.observe import Capture, read_capture
-from narrowcast.verify import Comparison, ComparisonSettings, compare, stays_in_fp32
+from narrowcast.errors import ScriptError, UnsupportedError
+from narrowcast.observe import read_comparison
+from narrowcast.verify import ComparisonSettings, compare, stays_in_fp32
+from narrowcast.verify._compare import by_turns
 
 
 @pytest.fixture(autouse=True)
@@ -17,117 +17,132 @@ def no_settings(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def settings(folder, *target, **changed):
-    given = {"policy": "bf16", "loss_scale": None, "seed": 0, "folder": Path(folder), "target": target}
-    return ComparisonSettings(**given | changed)
+def script_of(folder, text):
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text), encoding="utf-8")
+    return str(script)
 
 
-def capture(*intervals, end=None, **step):
-    steps = [
-        {"event": "step", "time_s": n, "interval_s": interval, "skipped": False, "scale": None, "loss": 1.0}
-        | step
-        for n, interval in enumerate(intervals)
-    ]
-    start = {"event": "start", "schema": 1}
-    return Capture(events=(start, *steps, *([] if end is None else [{"event": "end", **end}])))
+def test_formats_take_turns():
+    assert list(by_turns(1)) == [("fp32", 0), ("mixed", 0), ("mixed", 0), ("fp32", 0)]
+    assert list(by_turns(3)) == [
+        ("fp32", 0), ("mixed", 0), ("mixed", 1), ("fp32", 1), ("fp32", 2), ("mixed", 2),
+    ]  # fmt: skip
+    for repeats in range(2, 7):
+        runs = list(by_turns(repeats))
+        assert sorted(runs) == sorted((f, n) for f in ("fp32", "mixed") for n in range(repeats))
+        # A machine that slows down steadily hurts both alike, but for one run.
+        positions = [sum(n for n, run in enumerate(runs) if run[0] == f) for f in ("fp32", "mixed")]
+        assert abs(positions[0] - positions[1]) <= 1 + repeats % 2
 
 
-def numbers(fp32, mixed):
-    return Comparison(
-        fp32=fp32, mixed=mixed, last_lines=("one", "other"), settings=settings("folder", "train.py")
-    ).to_dict()
+TRAINS = """
+    import os, random, sys, numpy, torch
+    torch.manual_seed(3)
+    network = torch.nn.Linear(64, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    for _ in range(12):
+        loss = network(torch.randn(8, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    open(os.environ["NARROWCAST_RUN_DIR"] + "/shown.txt", "w").close()
+    print("progress 50 %", end="\\r")
+    print(sys.argv[1:], random.random(), numpy.random.rand(), torch.rand(1).item())
+    print()
+"""
 
 
-END = {
-    "steps": 3, "skipped_steps": 0, "final_scale": None, "peak_tensor_bytes": None, "final_loss": 0.5,
-    "peak_resident_bytes": 100, "wall_s": 1.0, "versions": {"torch": "x"}, "exit_code": 0,
-}  # fmt: skip
-
-
-def test_a_real_script_runs_in_both_formats_from_the_same_seed(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        """
-import os, sys, numpy, random, torch
-network = torch.nn.Linear(64, 1)
-optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-for _ in range(12):
-    loss = network(torch.randn(8, 64)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-open(os.environ["NARROWCAST_RUN_DIR"] + "/shown.txt", "w").close()
-print("progress 50 %", end="\\r")
-print(sys.argv[1:], random.random(), numpy.random.rand(), torch.rand(1).item())
-print()
-""",
-        encoding="utf-8",
-    )
+def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path):
     told = []
-    asked = settings(tmp_path / "kept", str(script), "--policy", "x", seed=7, loss_scale="2", policy="fp16")
-    result = compare(asked, progress=told.append)
-    assert result.last_lines[0] == result.last_lines[1]
-    assert result.last_lines[0].startswith("['--policy', 'x'] 0.")
-    assert [c.start["seed"] for c in (result.fp32, result.mixed)] == [7, 7]
-    assert [c.start["policy"] for c in (result.fp32, result.mixed)] == ["fp32", "fp16"]
-    assert [c.start["loss_scale"] for c in (result.fp32, result.mixed)] == [None, "2"]
-    first, second = (c.of("step")[0]["loss"] for c in (result.fp32, result.mixed))
+    settings = ComparisonSettings(
+        target=(script_of(tmp_path, TRAINS), "--policy", "x"),
+        policy="fp16",
+        loss_scale="2",
+        seed=7,
+        repeats=2,
+        folder=tmp_path / "kept",
+    )
+    stale = tmp_path / "kept" / "mixed-9"
+    stale.mkdir(parents=True)
+    (stale / "settings.json").write_text("{}")
+    (tmp_path / "kept" / "notes.txt").write_text("not ours")
+    found = compare(settings, progress=told.append)
+    assert [(run.name, run.format, run.seed) for run in found.runs] == [
+        ("fp32-1", "fp32", 7), ("mixed-1", "mixed", 7), ("mixed-2", "mixed", 8), ("fp32-2", "fp32", 8),
+    ]  # fmt: skip
+    by_name = {run.name: run for run in found.runs}
+    # The same seed gives the same numbers in both formats, and another one others.
+    assert by_name["fp32-1"].last_line == by_name["mixed-1"].last_line != by_name["fp32-2"].last_line
+    assert by_name["fp32-1"].last_line.startswith("['--policy', 'x'] 0.")
+    starts = {name: run.capture.start for name, run in by_name.items()}
+    assert [starts[name]["loss_scale"] for name in ("fp32-1", "mixed-1")] == [None, "2"]
+    losses = {name: [e["value"] for e in run.capture.of("loss")] for name, run in by_name.items()}
     # 64 products of numbers rounded to 11 bits, their sum, and its square.
-    assert first == pytest.approx(second, rel=2.0**-8)
-    assert first != second
-    found = result.to_dict()
-    assert (found["fp32"]["steps"], found["mixed"]["steps"], found["mixed"]["final_scale"]) == (12, 12, 2.0)
-    assert told
-    assert all(text.startswith(("FP32: ", "mixed: ")) for text in told)
-    for side in "fp32", "mixed":
-        kept = {path.name for path in (tmp_path / "kept" / side).iterdir()}
-        assert kept == {"capture.jsonl", "stdout.txt", "stderr.txt", "shown.txt"}
+    assert losses["mixed-1"] == pytest.approx(losses["fp32-1"], rel=2.0**-8)
+    assert losses["mixed-1"] != losses["fp32-1"]
+    # The script seeds torch itself; that seed was moved in the second repeat.
+    assert losses["fp32-2"][0] != pytest.approx(losses["fp32-1"][0], rel=0.01)
+    assert any("seeds" in note["text"] for note in by_name["mixed-2"].capture.of("note"))
+    assert found.finished
+    assert found.only("certificate")["verdict"] == "pass"
+    assert [event["format"] for event in found.own.of("memory")] == ["fp32", "mixed"]
+    assert any("fp32-1" in text for text in told)
+    assert not stale.exists()
+    kept = tmp_path / "kept"
+    assert (kept / "notes.txt").read_text() == "not ours"
+    left = {path.name for path in (kept / "fp32-1").iterdir()}
+    assert left == {"capture.jsonl", "files.jsonl", "settings.json", "shown.txt", "stderr.txt", "stdout.txt"}
+    assert not list(kept.glob("*/*.pt"))
+    again = read_comparison(kept)
+    assert json.dumps(again.own.events) == json.dumps(found.own.events)
+
+
+def test_tensor_memory_is_that_of_tensors_and_does_not_depend_on_the_process(tmp_path):
+    """Two tensors of 64 MiB in FP32, their half in bf16, and little else."""
+    text = """
+        import torch
+        class Doubles(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(x).relu()[:1]
+        network = Doubles(8, 4096)
+        ballast = [bytearray(2**26)]
+        with torch.inference_mode():
+            for _ in range(4):
+                network(torch.ones(4096, 8))
+    """
+    settings = ComparisonSettings(
+        target=(script_of(tmp_path, text),), policy="bf16", steps=4, folder=tmp_path / "kept"
+    )
+    found = compare(settings)
+    peaks = {event["format"]: event["peak_tensor_bytes"] for event in found.own.of("memory")}
+    # The product and its positive part; nothing else is larger than 200 kB.
+    assert peaks["fp32"] == pytest.approx(2 * 4096 * 4096 * 4, rel=0.01)
+    assert peaks["mixed"] == pytest.approx(2 * 4096 * 4096 * 2, rel=0.01)
+    assert found.only("output")["verdict"] == "pass"
+    assert found.only("certificate") is None
 
 
 def test_a_script_that_clears_its_folder_left_no_capture(tmp_path):
-    script = tmp_path / "deletes.py"
-    script.write_text("import os, shutil; shutil.rmtree(os.environ['NARROWCAST_RUN_DIR'])", encoding="utf-8")
-    with pytest.raises(ScriptError, match=r"the FP32 run left no capture, so there is nothing"):
-        compare(settings(tmp_path / "kept", str(script)))
+    text = "import os, shutil; shutil.rmtree(os.environ['NARROWCAST_RUN_DIR'])"
+    settings = ComparisonSettings(
+        target=(script_of(tmp_path, text),), policy="bf16", folder=tmp_path / "kept"
+    )
+    with pytest.raises(ScriptError, match=r"fp32-1 left no capture, so there is nothing to compare"):
+        compare(settings)
 
 
-@pytest.mark.parametrize(
-    ("intervals", "median"),
-    [
-        ((), None),
-        ((None,), None),
-        ((None, 3.0), 3.0),
-        ((None, 1.0, 2.0, 4.0), 2.0),
-        # Ten intervals: the first is warm-up.
-        ((None, 100.0, *[1.0, 2.0, 3.0] * 3), 2.0),
-        # Nine: none is, as a tenth of them is less than one.
-        ((None, 100.0, *[1.0] * 3, 5.0, *[9.0] * 4), 9.0),
-    ],
-)
-def test_the_time_of_a_step_is_the_median_after_warm_up(intervals, median):
-    found = numbers(capture(*intervals, end=END), capture(*intervals, end=END))
-    assert found["fp32"]["step_time_s_median"] == median
-    assert found["ratio"]["speed"] == (None if median is None else 1.0)
-
-
-def test_ratios_say_how_much_faster_and_how_much_more():
-    fp32 = capture(None, 3.0, end=END | {"peak_tensor_bytes": 400, "peak_resident_bytes": 1000})
-    mixed = capture(None, 2.0, end=END | {"peak_tensor_bytes": 200, "peak_resident_bytes": 1500})
-    assert numbers(fp32, mixed)["ratio"] == {
-        "speed": 1.5,
-        "peak_tensor_bytes": 0.5,
-        "peak_resident_bytes": 1.5,
-    }
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_comes_out_is_strict_json(loss):
-    end = END | {"final_loss": loss, "final_scale": 2.0**-126}
-    found = numbers(capture(None, 1.0, end=end), capture(None, 1.0))
-    assert found["fp32"]["final_loss"] == str(loss)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["mixed"]["steps"] == 2
-    assert (found["mixed"]["peak_resident_bytes"], found["versions"]) == (None, {})
+def test_a_script_with_its_own_mixed_precision_is_refused(tmp_path):
+    text = """
+        import torch
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.nn.Linear(8, 1)(torch.randn(4, 8)).sum().backward()
+    """
+    settings = ComparisonSettings(
+        target=(script_of(tmp_path, text),), policy="bf16", folder=tmp_path / "kept"
+    )
+    with pytest.raises(UnsupportedError, match="autocast itself, and is left to it"):
+        compare(settings)
 
 
 def test_what_would_stay_in_fp32(monkeypatch):
@@ -144,28 +159,3 @@ def test_what_would_stay_in_fp32(monkeypatch):
         assert stays_in_fp32("auto") == ("it is old" if choice.format == "fp32" else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert stays_in_fp32("auto") is None
-
-
-def _run_of(tmp_path, name, intervals, device="bf16"):
-    path = tmp_path / name
-    events = [{"event": "start", "schema": 1}, {"event": "device", "device_type": "cpu", "format": device}]
-    events += [
-        {"event": "step", "time_s": n, "interval_s": interval, "skipped": False, "scale": None, "loss": 1.0}
-        for n, interval in enumerate(intervals)
-    ]
-    path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
-    return read_capture(path)
-
-
-@pytest.mark.parametrize(("fp32", "mixed", "doubt"), [
-    ([0.02] * 40, [0.01] * 40, None),
-    ([0.02] * 40, [0.001, 0.06] * 20, "step times varied 60-fold"),
-    ([0.02] * 40, [0.01] * 3, "different numbers of steps (40 and 3)"),
-])  # fmt: skip
-def test_a_comparison_says_when_not_to_believe_it(fp32, mixed, doubt, tmp_path):
-    settings = ComparisonSettings(target=("x.py",), policy="bf16", loss_scale=None, seed=0, folder=tmp_path)
-    captures = _run_of(tmp_path, "a", fp32, "fp32"), _run_of(tmp_path, "b", mixed)
-    notes = Comparison(fp32=captures[0], mixed=captures[1], last_lines=("", ""), settings=settings).to_dict()[
-        "mixed"
-    ]["notes"]
-    assert [doubt in note for note in notes] == ([True] if doubt else [])
