@@ -72,7 +72,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
 
 def empty_summary(reason: str) -> dict[str, Any]:
     """The same keys where nothing was run, as mixed precision would change nothing; ``reason`` says why."""
-    return {
+    nothing: dict[str, Any] = {
         "fp32": None,
         "mixed": None,
         "ratio": None,
@@ -84,13 +84,13 @@ def empty_summary(reason: str) -> dict[str, Any]:
         "finished": True,
         "report": None,
         "notes": [],
-        "reasons": dict.fromkeys(("fp32", "mixed", "ratio", "certificate", "output", "loss"), reason),
         "seed": None,
         "folder": None,
         "settings": {},
         "versions": {},
         "reason": reason,
     }
+    return nothing | {"reasons": {key: reason for key, value in nothing.items() if value is None}}
 
 
 class _Side:
@@ -106,7 +106,6 @@ class _Side:
         self.step_time = median_of_runs([_step_times_s(run.capture) for run in self.runs])
         self.forward_time = median_of_runs([_forward_times_s(run.capture) for run in self.runs])
         self.final_losses = _final_losses(self.runs)
-        base = self.runs[0].seed if self.runs else 0
         formats = {device["format"]: None for run in self.runs for device in run.capture.of("device")}
         resident = [t["peak_resident_bytes"] for t in totals if t["peak_resident_bytes"] is not None]
         walls = [t["wall_s"] for t in totals if t["wall_s"] is not None]
@@ -118,7 +117,7 @@ class _Side:
             "final_scale": first.get("final_scale"),
             "peak_tensor_bytes": self._peak_tensor_bytes(comparison, totals),
             "peak_resident_bytes": max(resident, default=None),
-            "final_loss": {site: by_seed[base] for site, by_seed in self.final_losses.items()},
+            "final_loss": {site: next(iter(seeds.values())) for site, seeds in self.final_losses.items()},
             "wall_s": statistics.median(walls) if walls else None,
             "format": ", ".join(formats) or None,
             "last_line": self.runs[0].last_line if self.runs else None,
@@ -293,7 +292,7 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
         "worst_parameter": None,
         "parameters": [],
         "verdict": "cannot tell",
-        "reason": "the script went through no backward"
+        "reason": "no backward was seen in its runs"
         if comparison.finished
         else "the comparison ended before the gradients were compared",
     }
@@ -337,7 +336,11 @@ def _notes(comparison: ComparisonCapture) -> list[str]:
 
 def _doubts(fp32: _Side, mixed: _Side, kind: str | None) -> list[str]:
     """Reasons not to believe the comparison, each a line for a person."""
-    doubts = []
+    doubts = [
+        f"{run.name} left a capture without its end, as after os._exit: what it did last may be missing"
+        for run in [*fp32.runs, *mixed.runs]
+        if run.capture.end is None
+    ]
     taken = sorted({_steps_taken(run.capture) for run in [*fp32.runs, *mixed.runs]})
     if len(taken) > 1:
         doubts.append(
@@ -362,7 +365,8 @@ def _unevenness(run: TimedRun, kind: str | None) -> float:
     ordered = sorted(times)
     if len(ordered) < 10:
         return 1.0
-    return ordered[int(len(ordered) * 0.9)] / max(ordered[int(len(ordered) * 0.1)], 1e-9)
+    tenth = len(ordered) // 10
+    return ordered[-1 - tenth] / max(ordered[tenth], 1e-9)
 
 
 def _not_repeatable(side: _Side) -> list[str]:

@@ -1,0 +1,400 @@
+"""The numbers of a comparison, on captures that are made up: each by hand, and why others are missing."""
+
+import json
+import math
+import statistics
+
+import made_captures
+import pytest
+
+from narrowcast.observe import read_comparison
+from narrowcast.report import empty_summary, summary
+from narrowcast.report._statistics import median_of_runs
+
+SITE = "train.py:41"
+
+
+def run(intervals=(), losses=(), *, site=SITE, ended=True, format_="fp32", notes=(), **changed):
+    """A run with these times between steps and these losses, in the order in which they happen."""
+    events = [made_captures.start(), made_captures.device(format_)]
+    for number, value in enumerate(losses, start=1):
+        events.append(
+            {"event": "loss", "time_s": 0.1 * number, "backward": number, "site": site, "value": value}
+        )
+    for number, interval in enumerate(intervals, start=1):
+        step = {"time_s": float(number), "interval_s": interval, "skipped": False, "scale": None}
+        events.append({"event": "step", "backward": number, **step})
+    events += map(made_captures.note, notes)
+    totals = {"steps": len(intervals), "backwards": len(losses), "forwards": 0} | changed
+    return [*events, made_captures.end(**totals)] if ended else events
+
+
+def calls(durations, **changed):
+    """A run that only computes."""
+    events = [made_captures.start(), made_captures.device()]
+    for number, duration in enumerate(durations):
+        call = {"duration_s": duration, "gradients": False, "training": False}
+        events.append({"event": "forward", "time_s": float(number), **call})
+    return [*events, made_captures.end(steps=0, backwards=0, forwards=len(durations), **changed)]
+
+
+def summed(tmp_path, fp32, mixed, *own, finished=True, **started):
+    """The summary of a comparison of such runs, each list in the order of their seeds."""
+    runs = {
+        f"{name}-{seed}": events for name, side in (("fp32", fp32), ("mixed", mixed)) for seed, events in side
+    }
+    return summary(
+        read_comparison(made_captures.comparison(tmp_path, runs, *own, finished=finished, **started))
+    )
+
+
+def seeds(*runs):
+    return list(enumerate(runs))
+
+
+def twice(tmp_path, fp32, mixed, *own, **more):
+    return summed(tmp_path, seeds(fp32), seeds(mixed), *own, **more)
+
+
+# ---- times
+
+
+@pytest.mark.parametrize(
+    ("intervals", "median"),
+    [
+        ((), None),
+        ((None,), None),
+        ((None, 3.0), 3.0),
+        ((None, 1.0, 2.0, 4.0), 2.0),
+        # Ten intervals: the first is warm-up.
+        ((None, 100.0, *[1.0, 2.0, 3.0] * 3), 2.0),
+        # Nine: none is, as a tenth of them is less than one.
+        ((None, 100.0, *[1.0] * 3, 5.0, *[9.0] * 4), 9.0),
+    ],
+)
+def test_the_time_of_a_step_is_the_median_after_warm_up(tmp_path, intervals, median):
+    found = twice(tmp_path, run(intervals), run(intervals))
+    assert found["fp32"]["step_time_s_median"] == median
+    assert found["ratio"]["speed"] == (None if median is None else 1.0)
+
+
+def test_a_ratio_of_times_is_that_of_the_medians_over_all_runs_and_lies_in_its_interval(tmp_path):
+    fp32 = [
+        [None, *(0.020 + 0.0001 * n for n in range(30))],
+        [None, *(0.022 + 0.0001 * n for n in range(30))],
+    ]
+    mixed = [
+        [None, *(0.010 + 0.0002 * n for n in range(30))],
+        [None, *(0.011 + 0.0001 * n for n in range(30))],
+    ]
+    found = summed(tmp_path, seeds(*map(run, fp32)), seeds(*map(run, mixed)))
+    spreads = [median_of_runs([times[1 + 3 :] for times in side]) for side in (fp32, mixed)]
+    for side, spread in zip(("fp32", "mixed"), spreads, strict=True):
+        assert found[side]["step_time_s_median"] == spread.median_s
+        assert found[side]["step_time_s_interval"] == list(spread.interval_s)
+    assert found["fp32"]["step_time_s_median"] == statistics.median([*fp32[0][4:], *fp32[1][4:]])
+    speed, (slowest, fastest) = found["ratio"]["speed"], found["ratio"]["speed_interval"]
+    assert speed == spreads[0].median_s / spreads[1].median_s
+    assert slowest == spreads[0].interval_s[0] / spreads[1].interval_s[1]
+    assert fastest == spreads[0].interval_s[1] / spreads[1].interval_s[0]
+    assert 1.0 < slowest < speed < fastest < 3.0
+
+
+def test_calls_are_timed_where_nothing_is_trained_and_only_there(tmp_path):
+    """The calls before the first backward of a training are too few and too early to stand for it."""
+    found = twice(tmp_path / "computes", calls([9.0, *[0.4] * 19]), calls([9.0, *[0.1] * 19]))
+    assert (found["kind"], found["fp32"]["forward_time_s_median"]) == ("inference", 0.4)
+    assert found["fp32"]["forward_time_s_interval"] == [0.4, 0.4]
+    assert (found["ratio"]["speed"], found["ratio"]["speed_interval"]) == (4.0, [4.0, 4.0])
+    assert (found["fp32"]["step_time_s_median"], found["certificate"], found["loss"]) == (None, None, None)
+    by_hand = [calls([0.4, 0.4], **{})[:-1] + run(losses=[1.0, 1.0])[2:] for _ in range(2)]
+    found = twice(tmp_path / "by hand", *by_hand)
+    assert (found["kind"], found["fp32"]["forward_time_s_median"]) == ("training", None)
+    assert (found["ratio"]["speed"], found["ratio"]["speed_interval"]) == (None, None)
+    reasons = found["reasons"]
+    assert reasons["fp32.step_time_s_median"] == "no torch.optim.Optimizer stepped"
+    assert reasons["fp32.forward_time_s_median"] == "the script trains: see the step time"
+    assert reasons["ratio.speed"] == "a time is missing"
+
+
+def test_times_too_short_for_the_clock_give_no_ratio(tmp_path):
+    found = twice(tmp_path, run([None, 1.0, 1.0]), run([None, 0.0, 0.0]))
+    assert (found["mixed"]["step_time_s_median"], found["ratio"]["speed"]) == (0.0, None)
+
+
+# ---- memory, totals
+
+
+@pytest.mark.parametrize(
+    ("fp32", "mixed", "ratio"),
+    [(400, 200, 0.5), (1000, 1500, 1.5), (None, 5, None), (0, 5, None), (5, 0, 0.0)],
+)
+@pytest.mark.parametrize("key", ["peak_tensor_bytes", "peak_resident_bytes"])
+def test_a_ratio_of_memory_is_mixed_over_fp32(tmp_path, key, fp32, mixed, ratio):
+    found = twice(tmp_path, run(**{key: fp32}), run(**{key: mixed}))
+    assert (found["fp32"][key], found["mixed"][key], found["ratio"][key]) == (fp32, mixed, ratio)
+    assert (ratio is None) == (f"ratio.{key}" in found["reasons"])
+
+
+def test_peaks_are_the_highest_of_all_runs_and_the_wall_time_is_their_median(tmp_path):
+    many = [
+        run(peak_tensor_bytes=tensor, peak_resident_bytes=resident, wall_s=wall, steps=steps)
+        for tensor, resident, wall, steps in ((5, 70, 2.0, 8), (9, 60, 30.0, 9), (7, 80, 3.0, 9))
+    ]
+    found = summed(tmp_path, seeds(*many), seeds(*many))["fp32"]
+    assert [found[key] for key in ("peak_tensor_bytes", "peak_resident_bytes", "wall_s", "steps")] == [
+        9,
+        80,
+        3.0,
+        8,
+    ]
+
+
+def memory(format_, peak, reason=None):
+    return {"event": "memory", "format": format_, "peak_tensor_bytes": peak, "reason": reason}
+
+
+def test_tensors_that_a_run_of_its_own_counted_are_taken_where_no_allocator_told(tmp_path):
+    own = [memory("fp32", 800), memory("mixed", None, "the run that counts tensors ended too early")]
+    found = twice(tmp_path / "a", run(), run(), *own)
+    assert (found["fp32"]["peak_tensor_bytes"], found["mixed"]["peak_tensor_bytes"]) == (800, None)
+    assert found["reasons"]["mixed.peak_tensor_bytes"] == "the run that counts tensors ended too early"
+    assert found["reasons"]["ratio.peak_tensor_bytes"] == "one of the two is missing"
+    found = twice(tmp_path / "b", run(peak_tensor_bytes=3), run(peak_tensor_bytes=2), *own)
+    assert (found["fp32"]["peak_tensor_bytes"], found["mixed"]["peak_tensor_bytes"]) == (3, 2)
+    assert twice(tmp_path / "c", run(), run())["reasons"]["fp32.peak_tensor_bytes"] == (
+        "the run that counts tensors was not made"
+    )
+
+
+# ---- losses
+
+
+def test_a_final_loss_is_the_mean_of_the_last_tenth_of_its_site_in_the_first_seed(tmp_path):
+    losses = [1.0 / n for n in range(1, 41)]
+    two_sites = run([], losses)
+    two_sites[2:2] = run([], [5.0, 7.0], site="other.py:1")[2:-1]
+    found = summed(tmp_path, seeds(two_sites, run([], [9.0])), seeds(run([], [0.5])))
+    assert found["fp32"]["final_loss"] == {"other.py:1": 7.0, SITE: statistics.fmean(losses[-4:])}
+    assert found["mixed"]["final_loss"] == {SITE: 0.5}
+
+
+def test_runs_of_one_seed_count_once_by_their_mean(tmp_path):
+    fp32 = [(0, run([], [1.0])), (1, run([], [2.0]))]
+    folder = made_captures.comparison(
+        tmp_path, {f"{name}-{n}": events for name in ("fp32", "mixed") for n, events in fp32}
+    )
+    path = folder / "comparison.jsonl"
+    path.write_text(path.read_text().replace('"seed": 1', '"seed": 0'))
+    found = summary(read_comparison(folder))
+    assert found["fp32"]["final_loss"] == {SITE: 1.5}
+    assert found["loss"]["reason"].startswith("1 seed cannot tell")
+
+
+def test_a_call_site_that_only_some_seeds_reach_is_judged_on_those(tmp_path):
+    fp32 = seeds(run([], [1.0]), run([], [2.0], site="rare.py:1"))
+    mixed = seeds(run([], [1.0]), run([], [3.0], site="rare.py:1"))
+    found = summed(tmp_path, fp32, mixed)
+    assert found["fp32"]["final_loss"] == {SITE: 1.0, "rare.py:1": 2.0}
+    assert found["loss"]["sites"]["rare.py:1"]["difference"] == 1.0
+
+
+def losses_of(*by_seed):
+    return seeds(*(run([], [value]) for value in by_seed))
+
+
+@pytest.mark.parametrize(
+    ("fp32", "mixed", "verdict", "overall"),
+    [
+        ((1.0, 2.0, 3.0), (1.1, 2.1, 3.1), "pass", "pass"),
+        ((1.0, 2.0, 3.0), (5.0, 6.0, 7.5), "fail", "fail"),
+        ((1.0, 2.0, 3.0), (1.0, 2.0, 12.0), "cannot tell", "pass"),
+        ((1.0, 2.0), (5.0, 6.0), "cannot tell", "pass"),
+        ((1.0,), ("nan",), "fail", "fail"),
+        (("inf",), ("nan",), "cannot tell", "pass"),
+    ],
+)
+def test_the_losses_fail_a_comparison_and_otherwise_leave_it_to_the_gradients(
+    tmp_path, fp32, mixed, verdict, overall
+):
+    found = summed(tmp_path, losses_of(*fp32), losses_of(*mixed), made_captures.certificate())
+    assert (found["loss"]["verdict"], found["verdict"], found["loss"]["site"]) == (verdict, overall, SITE)
+    assert found["loss"]["sites"] == {
+        SITE: {key: found["loss"][key] for key in ("difference", "seed_spread", "verdict", "reason")}
+    }
+    strictly(found)
+
+
+def test_the_verdict_on_several_losses_is_that_of_the_worst(tmp_path):
+    def both(good, bad):
+        events = run([], [good], site="good.py:1")
+        events[2:2] = run([], [bad], site="bad.py:1")[2:-1]
+        return events
+
+    fp32 = seeds(*(both(n, n) for n in (1.0, 2.0, 3.0)))
+    mixed = seeds(*(both(n, n + 9.0) for n in (1.0, 2.0, 3.0)))
+    found = summed(tmp_path, fp32, mixed)
+    assert (found["loss"]["site"], found["loss"]["verdict"]) == ("bad.py:1", "fail")
+    assert found["loss"]["sites"]["good.py:1"]["verdict"] == "pass"
+
+
+@pytest.mark.parametrize("verdict", ["pass", "fail", "cannot tell"])
+def test_the_verdict_is_that_of_the_gradients_or_the_outputs(tmp_path, verdict):
+    found = twice(tmp_path / "a", run([None]), run([None]), made_captures.certificate(verdict=verdict))
+    assert (found["verdict"], found["output"]) == (verdict, None)
+    found = twice(tmp_path / "b", calls([1.0]), calls([1.0]), made_captures.output(verdict=verdict))
+    assert (found["verdict"], found["certificate"]) == (verdict, None)
+
+
+# ---- doubts
+
+
+def test_runs_that_took_other_numbers_of_steps_are_doubted(tmp_path):
+    found = twice(tmp_path, run([None] * 40), run([None] * 3))
+    assert found["notes"] == [
+        "the runs took different numbers of steps (3 to 40), so they did not do the same work: does the "
+        "script resume from what it saved, or stop when it is good enough?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ([0.01, 0.0399] * 20, None),
+        ([0.01, 0.041] * 20, "4-fold"),
+        ([0.001, 0.06] * 20, "60-fold"),
+        # The first tenth is warm-up, and of the 40 left a tenth may be slow, or quick.
+        ([0.01] * 40 + [1.0] * 4, None),
+        ([0.01] * 39 + [1.0] * 5, "100-fold"),
+        ([0.01] * 4 + [0.01] * 4 + [1.0] * 36, None),
+        ([0.01] * 4 + [0.01] * 5 + [1.0] * 35, "100-fold"),
+        # Of nine times, percentiles say nothing.
+        ([0.001, 0.06] * 4, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["training", "inference"])
+def test_times_that_vary_much_within_a_run_are_doubted(tmp_path, kind, times, said):
+    make = calls if kind == "inference" else (lambda times: run([None, *times]))
+    found = twice(tmp_path, make([0.02] * len(times)), make(times))
+    assert [note.split("varied ")[1].split(" within")[0] for note in found["notes"]] == (
+        [said] if said else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "doubted"),
+    [([1.0, 2.0], False), ([1.0, 2.0000001], True), ([1.0], True), (["nan", 2.0], True)],
+)
+def test_fp32_runs_of_one_seed_that_differ_are_doubted(tmp_path, other, doubted):
+    events = {"fp32-0": run([], [1.0, 2.0]), "fp32-1": run([], other), "mixed-0": run([], [3.0, 4.0])}
+    folder = made_captures.comparison(tmp_path, events)
+    path = folder / "comparison.jsonl"
+    assert summary(read_comparison(folder))["notes"] == [], "of other seeds other losses are no wonder"
+    path.write_text(path.read_text().replace('"seed": 1', '"seed": 0'))
+    notes = summary(read_comparison(folder))["notes"]
+    assert [note.startswith("two FP32 runs with the same seed had different losses") for note in notes] == (
+        [True] * doubted
+    )
+
+
+def test_nan_repeats_itself(tmp_path):
+    folder = made_captures.comparison(tmp_path, {f"fp32-{n}": run([], [1.0, "nan"]) for n in (0, 1)})
+    path = folder / "comparison.jsonl"
+    path.write_text(path.read_text().replace('"seed": 1', '"seed": 0'))
+    assert summary(read_comparison(folder))["notes"] == []
+
+
+def test_notes_of_the_comparison_and_of_mixed_runs_come_first_and_once(tmp_path):
+    fp32 = seeds(run(notes=["of an FP32 run"]))
+    mixed = seeds(run(notes=["of a run", "of both"]), run(notes=["of a run"]))
+    found = summed(tmp_path, fp32, mixed, made_captures.note("of both"), made_captures.note("of its own"))
+    assert found["notes"] == ["of both", "of its own", "of a run"]
+
+
+# ---- what was cut short, and strictness
+
+
+def test_a_run_that_ended_without_saying_so_is_doubted_and_counted_from_its_steps(tmp_path):
+    found = twice(tmp_path, run([None, 0.1], [1.0], ended=False), run([None, 0.1], [1.0]))
+    assert (found["fp32"]["steps"], found["mixed"]["steps"]) == (2, 2)
+    assert found["notes"] == [
+        "fp32-0 left a capture without its end, as after os._exit: what it did last may be missing"
+    ]
+    assert found["reasons"]["fp32.peak_resident_bytes"] == "the run was cut short"
+    assert found["versions"] == made_captures.VERSIONS
+    found = twice(tmp_path, run([None]), run([None], ended=False))
+    assert (found["versions"], found["settings"]) == (made_captures.VERSIONS, made_captures.SETTINGS)
+
+
+def test_a_comparison_that_was_killed_has_what_it_had_and_says_why_not_more(tmp_path):
+    found = summary(read_comparison(made_captures.killed(tmp_path / "late")))
+    assert (found["finished"], found["kind"], found["verdict"]) == (False, "training", "cannot tell")
+    assert found["certificate"]["reason"] == "the comparison ended before the gradients were compared"
+    assert found["fp32"]["runs"] == ["fp32-0", "fp32-1"]
+    assert found["ratio"]["speed"] is not None
+    strictly(found)
+    found = summary(read_comparison(made_captures.comparison(tmp_path / "early", {}, finished=False)))
+    assert (found["fp32"]["runs"], found["kind"], found["fp32"]["final_loss"]) == ([], None, {})
+    assert found["reasons"]["mixed.wall_s"] == "no run of this format came to its end"
+    assert found["reasons"]["kind"] == "no module with parameters was called in a run that ended"
+    strictly(found)
+    half = summed(tmp_path / "half", seeds(run([None, 1.0], [1.0])), [], finished=False)
+    assert (half["fp32"]["step_time_s_median"], half["mixed"]["step_time_s_median"]) == (1.0, None)
+    assert (half["ratio"]["speed"], half["loss"]["reason"]) == (None, "no loss was seen in both formats")
+    strictly(half)
+
+
+def strictly(found):
+    """Strict JSON that comes back as it was, and a reason for each number that is missing at the top."""
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    nulls = [key for key, value in found.items() if value is None and key != "report"]
+    for part in ("fp32", "mixed", "ratio", "certificate", "output", "loss"):
+        nulls += [f"{part}.{key}" for key, value in (found[part] or {}).items() if value is None]
+    assert [path for path in nulls if not found["reasons"].get(path)] == []
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        made_captures.trained, made_captures.gan, made_captures.inference, made_captures.fp16,
+        made_captures.many_parameters, made_captures.killed, made_captures.hostile,
+    ],
+)  # fmt: skip
+def test_every_made_up_comparison_is_strict_json_with_reasons(tmp_path, make):
+    strictly(summary(read_comparison(make(tmp_path))))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_said_in_words(tmp_path, loss):
+    found = twice(tmp_path, run([None, 1.0], [str(loss)]), run([None, 1.0], [str(loss), str(-loss)]))
+    assert found["fp32"]["final_loss"] == {SITE: str(loss)}
+    assert found["mixed"]["final_loss"] == {SITE: str(-loss)}
+    strictly(found)
+
+
+def test_infinities_of_both_signs_have_no_mean(tmp_path):
+    found = twice(tmp_path, run([], ["inf", "-inf"] * 10), run([], [1.0]))
+    assert found["fp32"]["final_loss"] == {SITE: "nan"}
+
+
+def test_a_certificate_without_noise_gives_the_reason_for_each_number_that_it_lacks(tmp_path):
+    event = made_captures.certificate(
+        error_over_noise=None,
+        worst_parameter={"name": "fc.weight", "error_over_noise": None, "relative_error": 0.003},
+        reason="both batches are the same",
+    )
+    reasons = twice(tmp_path, run([None]), run([None]), event)["reasons"]
+    assert reasons["certificate.error_over_noise"] == "both batches are the same"
+    assert reasons["certificate.worst_parameter.error_over_noise"] == "both batches are the same"
+    assert reasons["certificate.loss_scale"] == "losses were not scaled"
+    assert reasons["output"] == "the script trains: see the gradients"
+
+
+def test_where_nothing_was_run_the_keys_are_the_same_and_each_null_has_the_reason(tmp_path):
+    nothing = empty_summary("the policy is fp32")
+    assert set(nothing) == {*summary(read_comparison(made_captures.trained(tmp_path, steps=2))), "reason"}
+    nulls = {key for key, value in nothing.items() if value is None}
+    assert nothing["reasons"] == dict.fromkeys(nulls, "the policy is fp32")
+    assert nulls >= {"fp32", "mixed", "ratio", "certificate", "loss", "report"}
+    assert (nothing["verdict"], nothing["finished"]) == ("pass", True)
