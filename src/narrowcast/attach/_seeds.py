@@ -36,7 +36,9 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
         by: at least 1.
         note: told, each time, that it happened, in a line for a person.
     """
-    owners: list[tuple[Any, str]] = [(torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed")]
+    # torch.seed, which takes the clock's, is among them for the functions that it calls.
+    owners: list[tuple[Any, str]] = [(random, "seed")]
+    owners += [(owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed")]
     for device in (torch.cuda, torch.mps, torch.xpu):
         owners += [(device, name) for name in ("manual_seed", "manual_seed_all") if hasattr(device, name)]
     if importlib.util.find_spec("numpy") is not None:
@@ -54,16 +56,14 @@ def _shifted(
         name = next((word for word in ("seed", "a") if word in kwargs), None)
         given = kwargs[name] if name else args[0] if args else None
         moved = None if thread.inside else _moved(given, by)
-        if moved is None:
-            return original(*args, **kwargs)
-        note(f"seeds that the script sets were moved by {by} in this run, so that it draws other numbers")
-        thread.inside = True
+        if moved is not None:
+            note(f"seeds that the script sets were moved by {by} in this run, so that it draws other numbers")
+            args, kwargs = (args, {**kwargs, name: moved}) if name else ((moved, *args[1:]), kwargs)
+        before, thread.inside = thread.inside, True
         try:
-            if name:
-                return original(*args, **{**kwargs, name: moved})
-            return original(moved, *args[1:], **kwargs)
+            return original(*args, **kwargs)
         finally:
-            thread.inside = False
+            thread.inside = before
 
     return seeded
 

@@ -1,0 +1,324 @@
+"""Which files a script writes, by whatever way, and that a run is ended where it reads an earlier one's."""
+
+import json
+
+import pytest
+from attached_scripts import Runs
+
+from narrowcast.attach import READ_OF_AN_EARLIER_RUN, FilesSeen, read_files
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return Runs(tmp_path)
+
+
+# How a script writes ``kept`` and how it reads it again.
+WAYS = {
+    "open": ("open('kept', 'w').write('x')", "open('kept').read()"),
+    "open, bytes": ("open(b'kept', 'wb').write(b'x')", "open(b'kept', 'rb').read()"),
+    "open, exclusively": ("open('kept', 'x').write('x')", "open('kept').read()"),
+    "open, to append": ("open('kept', 'a').write('x')", "open('kept').read()"),
+    "open, w+": ("open('kept', 'w+').write('x')", "open('kept', 'r+').read()"),
+    "open, a+": ("open('kept', 'a+').write('x')", "open('kept', 'a+').seek(0)"),
+    "os.open": (
+        "fd = os.open('kept', os.O_WRONLY | os.O_CREAT); os.write(fd, b'x'); os.close(fd)",
+        "os.read(os.open('kept', os.O_RDONLY), 9)",
+    ),
+    "an open file's number": (
+        "open(os.open('kept', os.O_RDWR | os.O_CREAT), 'w').write('x')", "open(os.open('kept', 0)).read()",
+    ),
+    "pathlib": ("Path('kept').write_text('x')", "Path('kept').read_bytes()"),
+    "another folder": (
+        "os.makedirs('sub', exist_ok=True); os.chdir('sub'); open('../kept', 'w').write('x')",
+        "os.chdir('sub'); open(os.path.join('..', 'kept')).read()",
+    ),
+    "numpy.save": ("numpy.save(open('kept', 'wb'), [1.0])", "numpy.load('kept')"),
+    "numpy.memmap": (
+        "numpy.memmap('kept', 'f4', 'w+', shape=4).flush()", "numpy.memmap('kept', 'f4', 'r', shape=4)",
+    ),
+    "numpy.tofile": ("numpy.ones(3).tofile('kept')", "numpy.fromfile('kept')"),
+    "pickle": ("pickle.dump(3, open('kept', 'wb'))", "pickle.load(open('kept', 'rb'))"),
+    "gzip": ("gzip.open('kept', 'w').write(b'x')", "gzip.open('kept').read()"),
+    "sqlite3": (
+        "c = sqlite3.connect('kept'); c.execute('create table t (a)'); c.commit(); c.close()",
+        "sqlite3.connect('kept')",
+    ),
+    "shutil.copy": ("open('a', 'w').write('x'); shutil.copy('a', 'kept')", "shutil.copy('kept', 'b')"),
+    "shutil.move": ("open('a', 'w').write('x'); shutil.move('a', 'kept')", "open('kept').read()"),
+    "os.replace": ("open('a', 'w').write('x'); os.replace('a', 'kept')", "open('kept').read()"),
+    "os.rename, and back": (
+        "open('a', 'w').write('x'); os.rename('a', 'kept')", "os.rename('kept', 'c'); open('c').read()",
+    ),
+    "a folder that is renamed": (
+        "os.mkdir('new'); open('new/in', 'w').write('x'); os.rename('new', 'kept')", "open('kept/in').read()",
+    ),
+    "os.link": ("open('a', 'w').write('x'); os.link('a', 'kept')", "open('kept').read()"),
+    "a symlink": ("open('a', 'w').write('x'); os.symlink('a', 'kept')", "open('kept').read()"),
+    "torch.save": ("torch.save([1.0], 'kept')", "torch.load('kept')"),
+    "torch.save by name": ("torch.save(obj=[1.0], f=Path('kept'))", "torch.load('kept', mmap=True)"),
+    "torch.save, old": (
+        "torch.save([1.0], 'kept', _use_new_zipfile_serialization=False)", "torch.load('kept')",
+    ),
+    "torch.save, a name that is not ASCII": (
+        "torch.save([1.0], 'gr\u00fc\u00df'); os.rename('gr\u00fc\u00df', 'kept')", "torch.load('kept')",
+    ),
+    "torch.jit.save": ("torch.jit.save(torch.jit.script(net), 'kept')", "torch.jit.load('kept')"),
+    "a scripted module's save": ("torch.jit.script(net).save('kept')", "torch.jit.load(f='kept')"),
+    "torch.export": (
+        "torch.export.save(torch.export.export(net, (torch.ones(1, 2),)), 'kept.pt2')",
+        "torch.export.load('kept.pt2')",
+    ),
+    "torch.from_file": (
+        "torch.from_file('kept', shared=True, size=8).fill_(1.0)", "torch.from_file('kept', size=8)",
+    ),
+    "torch.UntypedStorage.from_file": (
+        "torch.UntypedStorage.from_file('kept', True, 8)[0] = 1",
+        "torch.UntypedStorage.from_file('kept', False, 8)",
+    ),
+    "torch.distributed.checkpoint": (
+        "dcp.save({'a': torch.ones(2)}, checkpoint_id='folder', no_dist=True)",
+        "dcp.load({'a': torch.ones(2)}, checkpoint_id='folder', no_dist=True)",
+    ),
+    "joblib": (
+        "import joblib; joblib.dump(net.state_dict(), 'kept')", "import joblib; joblib.load('kept')",
+    ),
+    "safetensors": (
+        "from safetensors.torch import save_file; save_file({'a': torch.ones(2)}, 'kept')",
+        "from safetensors.torch import load_file; load_file('kept')",
+    ),
+    "safetensors.safe_open": (
+        "import safetensors.torch as st; st.save_model(net, 'kept')",
+        "from safetensors import safe_open\nwith safe_open('kept', framework='pt') as f: f.keys()",
+    ),
+    "safetensors for NumPy": (
+        "import safetensors.numpy as st; st.save_file({'a': numpy.ones(2)}, filename='kept')",
+        "import safetensors.numpy as st; st.load_file('kept')",
+    ),
+    "h5py": ("import h5py; h5py.File('kept', 'w').close()", "import h5py; h5py.File('kept').close()"),
+    "h5py, to append": (
+        "import h5py; h5py.File('kept', mode='a').close()", "import h5py; h5py.File('kept', 'r+').close()",
+    ),
+}  # fmt: skip
+HEAD = """\
+import gzip, json, os, pickle, shutil, sqlite3, sys, warnings
+from pathlib import Path
+import numpy, torch, torch.distributed.checkpoint as dcp
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+net = torch.nn.Linear(2, 2)
+ways = json.loads(Path(sys.argv[1]).read_text())
+codes = {}
+for number, way in enumerate(ways):
+    # Each in a folder and a process of its own, as quick as a fork is.
+    if os.fork() == 0:
+        os.makedirs(str(number), exist_ok=True)
+        os.chdir(str(number))
+        for text in ways[way]:
+            exec(text)
+        os._exit(0)
+    codes[way] = os.waitstatus_to_exitcode(os.wait()[1])
+print(json.dumps(codes))
+"""
+ONCE_AGAIN = ("open", "torch.save", "os.replace", "safetensors", "h5py", "torch.export", "os.open")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """Every way in one script: its writing, then its reading by another run, then some by the same run."""
+    runs = Runs(tmp_path_factory.mktemp("files"))
+    ways = runs.work.parent / "ways.json"
+
+    def run(texts, earlier):
+        ways.write_text(json.dumps(texts))
+        ended = runs.run(HEAD, str(ways), earlier=earlier)
+        assert ended.code == 0, ended.stderr
+        return json.loads(ended.lines[-1]), ended
+
+    def files_of(ended):
+        """Way -> what was written in its folder."""
+        found = {way: [] for way in WAYS}
+        for file in ended.files.written:
+            number, _, name = file.removeprefix(f"{runs.work}/").partition("/")
+            list(found.values())[int(number)].append(name)
+        return found
+
+    wrote, first = run({way: [write] for way, (write, _) in WAYS.items()}, {})
+    earlier = {
+        f"{runs.work}/{number}/{name}": way
+        for number, (way, names) in enumerate(files_of(first).items())
+        for name in names
+    }
+    again = {way: [*WAYS[way]] if way in ONCE_AGAIN else [] for way in WAYS}
+    own, _ = run(again, earlier)
+    read, second = run({way: [read] for way, (_, read) in WAYS.items()}, earlier)
+    lines = [json.loads(line) for line in (second.folder / "files.jsonl").read_text().splitlines()]
+    return {
+        "wrote": (wrote, files_of(first)),
+        "own": own,
+        "read": (read, {line["run"]: line["read"] for line in lines if "read" in line}),
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_is_written_is_seen(seen, way):
+    codes, files = seen["wrote"]
+    assert codes[way] == 0
+    expected = {"torch.export": "kept.pt2", "torch.distributed.checkpoint": "folder/.metadata"}
+    assert expected.get(way, "kept") in files[way]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_that_reads_an_earlier_runs_file_is_ended(seen, way):
+    codes, files = seen["read"]
+    assert codes[way] == READ_OF_AN_EARLIER_RUN
+    names = ("kept", "kept.pt2", "c", "in", ".metadata")
+    assert files[way].rpartition("/")[2] in names or way == "a symlink"
+
+
+@pytest.mark.parametrize("way", ONCE_AGAIN)
+def test_what_the_run_wrote_itself_may_be_read(seen, way):
+    assert seen["own"][way] == 0
+
+
+def test_the_whole_script_is_ended(runs):
+    (runs.work / "kept").write_text("x")
+    text = "print('before', flush=True)\nopen('kept')\nprint('never')"
+    ended = runs.run(text, earlier={str(runs.work / "kept"): "the first run"})
+    assert (ended.code, ended.lines, ended.stderr) == (READ_OF_AN_EARLIER_RUN, ["before"], "")
+    assert ended.files.read == (str(runs.work / "kept"), "the first run")
+
+
+HARMLESS = {
+    "a file that is gone": "os.remove('kept')\ntry: open('kept')\nexcept OSError: pass",
+    "to append": "open('kept', 'a').write('x')",
+    "a file that is empty": "open('kept', 'w').close(); open('empty').read()",
+    "a lock": "os.open('x.lock', os.O_RDWR)",
+    "a folder": "os.listdir('.'); os.open('.', os.O_RDONLY)",
+    "a pipe": "os.mkfifo('pipe'); os.open('pipe', os.O_RDWR)",
+    "devices": "open('/dev/null').read(); open('/dev/null', 'w').write('x'); open('/proc/self/stat').read()",
+    "in the run's own folder": "open(sys.argv[1] + '/own').read()",
+    "in a cache": "open(os.environ['XDG_CACHE_HOME'] + '/a/b').read()",
+}
+
+
+def test_what_ends_no_process(runs):
+    made = """
+        import os, sys
+        from pathlib import Path
+        open('kept', 'w').write('x'); open('empty', 'w').close(); open('x.lock', 'w').write('x')
+        Path('made.py').write_text('')
+        os.makedirs(os.environ['XDG_CACHE_HOME'] + '/a')
+        open(os.environ['XDG_CACHE_HOME'] + '/a/b', 'w').write('x')
+        open(sys.argv[1] + '/own', 'w').write('x')
+        """
+    folder = str(runs.work.parent / "run-1")
+    first = runs.run(made, folder, earlier={})
+    assert first.code == 0, first.stderr
+    assert [file.removeprefix(f"{runs.work}/") for file in first.files.written] == [
+        "kept",
+        "empty",
+        "made.py",
+    ]
+    earlier = dict.fromkeys(first.files.written, "it")
+    steps = [f"print({how!r}, flush=True)\n{text}" for how, text in HARMLESS.items()]
+    second = runs.run(
+        "import os, sys\nfrom pathlib import Path\n" + "\n".join(steps), folder, earlier=earlier
+    )
+    assert (second.code, second.lines, second.stderr) == (0, list(HARMLESS), "")
+
+
+def test_children_by_fork_spawn_and_loaders_are_seen(runs):
+    text = """
+        import multiprocessing, os, sys
+        from torch.utils.data import DataLoader, Dataset
+
+        class Writes(Dataset):
+            def __len__(self):
+                return 2
+            def __getitem__(self, n):
+                open(f"loader-{n}", "w").write("x")
+                return n
+
+        def work(name):
+            open(name, "w").write("x")
+
+        if __name__ == "__main__":
+            list(DataLoader(Writes(), num_workers=1))
+            for start in "fork", "spawn", "forkserver":
+                child = multiprocessing.get_context(start).Process(target=work, args=(start,))
+                child.start()
+                child.join()
+                assert child.exitcode == 0
+            if os.fork() == 0:
+                work("os.fork")
+                os._exit(0)
+            os.wait()
+        """
+    ended = runs.run(text, earlier={})
+    assert (ended.code, ended.stderr) == (0, "")
+    names = {file.removeprefix(f"{runs.work}/") for file in ended.files.written}
+    assert {"loader-0", "loader-1", "fork", "spawn", "forkserver", "os.fork"} <= names
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_child_that_reads_an_earlier_runs_file_is_told_of(runs, start):
+    text = f"""
+        import multiprocessing
+        def work():
+            open("kept").read()
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("{start}").Process(target=work)
+            child.start()
+            child.join()
+            print(child.exitcode)
+        """
+    (runs.work / "kept").write_text("x")
+    ended = runs.run(text, earlier={str(runs.work / "kept"): "it"})
+    assert ended.lines == [str(READ_OF_AN_EARLIER_RUN)]
+    assert ended.files.read == (str(runs.work / "kept"), "it")
+
+
+def test_a_child_may_read_what_its_parent_wrote_after_starting_it(runs):
+    text = """
+        import multiprocessing
+        def work(event):
+            event.wait()
+            print(open("kept").read(), flush=True)
+        context = multiprocessing.get_context("fork")
+        event = context.Event()
+        child = context.Process(target=work, args=(event,))
+        child.start()
+        with open("kept", "w") as file:
+            file.write("new")
+        event.set()
+        child.join()
+        print(child.exitcode)
+        """
+    (runs.work / "kept").write_text("old")
+    ended = runs.run(text, earlier={str(runs.work / "kept"): "it"})
+    assert (ended.code, ended.lines) == (0, ["new", "0"])
+
+
+def test_a_script_that_closes_every_file_keeps_its_own_clean(runs):
+    """Its next file gets the number of one that was closed: nothing of ours may end up in it."""
+    text = """
+        import os
+        os.closerange(3, 256)
+        file = open("first", "w")
+        open("second", "w").close()
+        file.write("mine")
+        file.close()
+        print(open("first").read())
+        """
+    ended = runs.run(text, earlier={})
+    assert ended.lines == ["mine"]
+    names = {file.removeprefix(f"{runs.work}/") for file in ended.files.written}
+    assert {"first", "second"} <= names
+
+
+def test_a_log_is_read_as_far_as_it_goes(tmp_path):
+    log = tmp_path / "files.jsonl"
+    assert read_files(log) == FilesSeen(written=(), read=None)
+    log.write_bytes(b'{"wrote": "/a"}\n{"wrote": "/b"}\n{"wrote": "/a"}\n{"read": "/c", "run": "x"}\n{"wro')
+    assert read_files(log) == FilesSeen(written=("/a", "/b"), read=("/c", "x"))
