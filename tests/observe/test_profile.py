@@ -1,5 +1,7 @@
 """Where the time of a step goes: rules on ops made by hand, and counts against torch's own dispatcher."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from narrowcast.attach import call_site
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.observe import HostReads, StepProfiler, as_sites, summarize
-from narrowcast.observe._profile import Recording, _recording
+from narrowcast.observe._profile import _MARK, Recording, _recording
 from narrowcast.observe._profile_ops import (
     Op,
     Operand,
@@ -82,6 +84,24 @@ def test_on_a_gpu_time_is_that_of_kernels():
     launched_by_python = op("my_extension", 5, device_ns=3)
     parts = parts_ns([attention, launched_by_python], device=True)
     assert parts == {"products": 107, "casts": 0, "other_ops": 3, "optimizer": 0, "loading": 0}
+
+
+def test_what_a_loader_or_a_cast_does_inside_stays_its_own():
+    loading = op("enumerate(DataLoader)#", 33, op("aten::mm", 9), cast(0, 6, 4))
+    converted = op("aten::to", 20, op("aten::_to_copy", 18, op("aten::mm", 2), cast(0, 6, 4)))
+    parts = parts_ns([loading, converted], device=False)
+    assert (parts["loading"], parts["casts"], parts["products"]) == (33, 20, 0)
+
+
+def test_a_copy_from_one_format_into_another_is_a_cast_by_itself():
+    copy = op("aten::copy_", 5, operands=(tensor(2), tensor(2, dtype="float16")))
+    assert parts_ns([copy, op("aten::copy_", 3, operands=(tensor(2), tensor(2)))], device=False) == {
+        "products": 0,
+        "casts": 5,
+        "other_ops": 3,
+        "optimizer": 0,
+        "loading": 0,
+    }
 
 
 def test_a_compiled_graph_is_ops_and_not_python():
@@ -392,6 +412,51 @@ def test_the_record_of_a_kernel_names_the_op_of_the_tree():
     assert all(spy.matched)
 
 
+def kernel(start, duration, linked, *, device=torch.profiler.DeviceType.CUDA, annotation=False):
+    return SimpleNamespace(
+        device_type=lambda: device,
+        start_ns=lambda: start,
+        duration_ns=lambda: duration,
+        linked_correlation_id=lambda: linked,
+        is_user_annotation=lambda: annotation,
+    )
+
+
+def launcher(name, start, number, kind="TorchOp", children=()):
+    return SimpleNamespace(
+        tag=SimpleNamespace(name=kind),
+        name=name,
+        start_time_ns=start,
+        duration_time_ns=5,
+        start_tid=3,
+        correlation_id=number,
+        typed=(None, SimpleNamespace(inputs=[])),
+        children=list(children),
+    )
+
+
+def test_kernels_are_those_of_the_op_that_launched_them():
+    call = launcher("cudaLaunchKernel", 12, 0, kind="Kineto")
+    tree = [
+        launcher(_MARK, 0, 1),
+        launcher("aten::linear", 10, 2, children=[launcher("aten::addmm", 11, 3, children=[call])]),
+        launcher(_MARK, 100, 4),
+    ]
+    events = [
+        kernel(20, 30, 3),
+        kernel(60, 5, 3),
+        kernel(20, 45, 2, annotation=True),
+        kernel(10, 5, 2, device=torch.profiler.DeviceType.CPU),
+    ]
+    found = _recording(SimpleNamespace(events=lambda: events, experimental_event_tree=lambda: tree))
+    assert (found.marks_ns, found.thread) == ([0, 100], 3)
+    assert found.kernels_ns == [(20, 50), (60, 65)]
+    (linear,) = found.ops
+    assert linear.device_ns == 0
+    assert [(child.name, child.device_ns) for child in linear.children] == [("aten::addmm", 35)]
+    assert summarize(found, device="cuda")["shares"]["products"] == pytest.approx(0.35)
+
+
 def test_another_profiler_is_said():
     with torch.profiler.profile():
         assert profiler_is_on()
@@ -414,6 +479,7 @@ def test_reads_are_counted_by_line_and_kind():
         f"{x.sum():.2f}"
         x[mask]
         x[0]
+        x[torch.tensor([0, 1])]
         x + 1
         torch.nonzero(x)
         float(x.sum())

@@ -210,8 +210,8 @@ def rate(kind, shape, size, speed, format_="bf16"):
 RATES = [
     rate("matmul", [64, 64], "small", 2.0),
     rate("matmul", [512, 512], "medium", 3.0),
-    rate("matmul", [2048, 2048], "large", 4.0),
     rate("matmul", [2048, 2048], "large", 0.1, "fp16"),
+    rate("matmul", [2048, 2048], "large", 4.0),
     rate("matmul_with_casts", [512, 512], "medium", 0.5),
     rate("convolution", [4, 256, 28, 28], "large", 5.0),
 ]
