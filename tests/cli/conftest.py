@@ -87,3 +87,9 @@ class Workshop:
 @pytest.fixture
 def workshop(tmp_path):
     return Workshop(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_workshop(tmp_path_factory):
+    """One for all tests of a module, for what takes long to make."""
+    return Workshop(tmp_path_factory.mktemp("shared"))

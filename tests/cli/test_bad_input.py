@@ -27,7 +27,7 @@ def here(workshop, monkeypatch):
     workshop.write("package/__init__.py", "print('imported')")
     workshop.write("package/broken.py", "def f(:\n")
     workshop.write("taken/capture.jsonl/x", "")
-    workshop.write("taken/fp32", "")
+    workshop.write("taken by a file/fp32-1", "")
     yield workshop
     sys.modules.pop("package", None)
 
@@ -95,12 +95,19 @@ def test_wrong_use_is_one_line_and_two(here, capsys, verb, words):
     assert [path for path in sorted(here.folder.rglob("*")) if path.suffix != ".pyc"] == before
 
 
-@pytest.mark.parametrize(("verb", "inside"), [("run", "capture.jsonl"), ("compare", "fp32")])
-def test_a_run_folder_with_something_in_the_way_is_one_line_and_two(here, capsys, verb, inside):
-    assert main([verb, "--run-dir", "taken", "good.py"]) == 2
+@pytest.mark.parametrize(
+    ("verb", "folder", "inside"),
+    [
+        ("run", "taken", "capture.jsonl"),
+        ("compare", "taken", "capture.jsonl"),
+        ("compare", "taken by a file", "fp32-1"),
+    ],
+)
+def test_a_run_folder_with_something_in_the_way_is_one_line_and_two(here, capsys, verb, folder, inside):
+    assert main([verb, "--run-dir", folder, "good.py"]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("narrowcast: cannot ")
-    assert f"/taken/{inside}: " in said.err
+    assert f"/{folder}/{inside}: " in said.err
     assert (said.err.count("\n"), said.out) == (1, "")
 
 
@@ -159,7 +166,9 @@ def test_where_mixed_precision_stays_in_fp32_nothing_is_compared(here, capsys, m
     assert main(["compare", "--policy", policy, "--json", "good.py"]) == 0
     said = capsys.readouterr()
     assert said.err == f"narrowcast: nothing to compare: mixed precision stays in fp32 here, since {why}\n"
-    assert json.loads(said.out) == {"fp32": None, "mixed": None, "reason": why}
+    nothing = json.loads(said.out)
+    assert (nothing["fp32"], nothing["mixed"]) == (None, None)
+    assert nothing["reason"] == f"mixed precision stays in fp32 here, since {why}"
     assert main(["compare", "--policy", policy, "good.py"]) == 0
     assert capsys.readouterr().out == ""
     assert not here.cache.exists()

@@ -1,178 +1,420 @@
-"""``narrowcast compare`` on real scripts: what it prints, how it fails, what it leaves."""
+"""``narrowcast compare`` on real scripts: what it prints, in which order it runs, and what it leaves."""
 
 import json
+import math
+import re
 from pathlib import Path
 
+import made_captures
 import pytest
 
+from narrowcast.cli import main
+from narrowcast.observe import read_capture, read_comparison
+
+# A script that saves and never reads what it saved; its order of draws is that of torch alone.
 TRAINS = """\
-    import random, sys
-    import torch
+    import os, random, sys
+    from pathlib import Path
+    import numpy, torch
     from torch import nn
 
+    print("first numbers", random.random(), numpy.random.rand(), torch.rand(1).item(), file=sys.stderr)
+    print("words", sys.argv[1:])
+    Path(os.environ["NARROWCAST_RUN_DIR"], "shown.txt").write_text(os.environ["NARROWCAST_RUN_DIR"])
     network = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    data = torch.randn(16, 8)
-    print("first numbers", random.random(), torch.rand(1).item(), file=sys.stderr)
     for step in range(30):
-        loss = network(data).square().mean()
+        loss = network(torch.randn(16, 8)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        print(f"step {step}", end="\\r")
-    print()
-    print(f"[red]loss[/red] \\x1b[31m{loss.item():.1f}\\x1b[0m [/nothing]")
+        torch.save(network.state_dict(), "checkpoint.pt")
+        with open("log.txt", "a") as log:
+            log.write(f"{step}\\n")
+        print(f"[red]step[/red] {step}", end="\\r")
     """
 SIDE_KEYS = {
-    "step_time_s_median", "steps", "skipped_steps", "final_scale", "final_loss", "peak_tensor_bytes",
-    "peak_resident_bytes", "wall_s", "format", "last_line", "notes",
+    "step_time_s_median", "step_time_s_interval", "steps", "peak_tensor_bytes", "peak_resident_bytes",
+    "final_loss", "wall_s",
 }  # fmt: skip
+RUNS = ["fp32-1", "mixed-1", "mixed-2", "fp32-2"]
+ASIDE = ["memory-fp32", "memory-mixed", "gradients-reference", "gradients-mixed", "gradients-exact"]
+THEIRS = ("--policy", "x", "--json", "--steps=5", "-m")
 
 
-def test_json_has_the_documented_keys_and_both_runs_the_same_start(workshop):
-    workshop.write("trains.py", TRAINS)
-    words = ("compare", "--policy", "bf16", "--run-dir", "kept", "--seed", "3", "--json", "trains.py")
-    ours = workshop.narrowcast(*words)
-    assert ours.code == 0, ours.stderr
-    assert ours.stderr == ""
-    result = json.loads(ours.stdout)
-    assert set(result) == {"fp32", "mixed", "ratio", "seed", "folder", "versions"}
-    assert set(result["fp32"]) == SIDE_KEYS
-    assert set(result["mixed"]) == SIDE_KEYS | {"policy"}
-    assert set(result["ratio"]) == {"speed", "peak_tensor_bytes", "peak_resident_bytes"}
-    fp32, mixed = result["fp32"], result["mixed"]
-    assert (result["seed"], result["folder"]) == (3, str(workshop.folder / "kept"))
+def refuse(word):
+    raise AssertionError(f"{word} is no JSON")
+
+
+def strict(text):
+    """The JSON document that ``text`` is, whole and with nothing around it."""
+    assert text.startswith("{\n")
+    assert text.endswith("}\n")
+    return json.loads(text, parse_constant=refuse)
+
+
+def unexplained(value, reasons, path=""):
+    """Paths of every null that neither ``reasons`` nor a ``reason`` beside it explains, versions apart."""
+    if value is None:
+        return [] if reasons.get(path) else [path]
+    if isinstance(value, list):
+        return [p for item in value for p in unexplained(item, reasons, f"{path}[]")]
+    if not isinstance(value, dict):
+        return []
+    found = []
+    for key, item in value.items():
+        explained_here = "[]" in path or ".sites." in path
+        if item is None and explained_here and (value.get("reason") or key == "reason"):
+            continue
+        if key == "versions":
+            continue
+        found += unexplained(item, reasons, f"{path}.{key}".lstrip("."))
+    return found
+
+
+def started(folder):
+    """Names of all runs in ``folder``, in the order in which they began."""
+    captures = {
+        path.parent.name: read_capture(path.with_name("capture.jsonl"))
+        for path in folder.glob("*/settings.json")
+    }
+    return sorted(captures, key=lambda name: captures[name].start["started"])
+
+
+def prints(folder, name):
+    return (folder / name / "stdout.txt").read_text(), (folder / name / "stderr.txt").read_text()
+
+
+# ---- a script that trains
+
+
+@pytest.fixture(scope="module")
+def trained(shared_workshop):
+    """A comparison, into a folder where another one had been."""
+    shared_workshop.write("trains.py", TRAINS)
+    made_captures.trained(shared_workshop.folder / "kept", steps=2)
+    for name in "fp32-1", "mixed-7", "gradients-mixed":
+        shared_workshop.write(f"kept/{name}/settings.json", '{"purpose": "timed"}')
+        shared_workshop.write(f"kept/{name}/stale.txt", "stale")
+    for name in "capture.jsonl", "capture-rank1.jsonl", "report.html":
+        shared_workshop.write(f"kept/{name}", "stale")
+    shared_workshop.write("kept/notes.txt", "of a person")
+    options = ("--policy", "bf16", "--run-dir", "kept", "--seed", "3", "--steps", "12", "--json")
+    return shared_workshop.narrowcast("compare", *options, "trains.py", *THEIRS)
+
+
+@pytest.fixture(scope="module")
+def kept(shared_workshop):
+    return shared_workshop.folder / "kept"
+
+
+def test_json_has_the_documented_keys(trained):
+    assert trained.code == 0, trained.stderr
+    result = strict(trained.stdout)
+    assert set(result) >= {
+        "fp32", "mixed", "ratio", "certificate", "loss", "kind", "report", "versions", "reasons", "verdict",
+    }  # fmt: skip
+    assert set(result["fp32"]) >= SIDE_KEYS
+    assert set(result["mixed"]) >= SIDE_KEYS | {"policy", "skipped_steps", "final_scale"}
+    assert set(result["ratio"]) >= {"speed", "peak_tensor_bytes"}
+    assert set(result["certificate"]) >= {
+        "error_over_noise", "relative_error", "worst_parameter", "verdict", "reason",
+    }  # fmt: skip
+    assert set(result["certificate"]["worst_parameter"]) >= {"name", "error_over_noise"}
+    assert set(result["loss"]) >= {"difference", "seed_spread", "verdict", "reason"}
+    assert unexplained(result, result["reasons"]) == []
+
+
+def test_numbers_of_a_script_that_trains(trained, kept):
+    result = strict(trained.stdout)
+    fp32, mixed, ratio = result["fp32"], result["mixed"], result["ratio"]
+    assert (result["kind"], result["seed"], result["finished"]) == ("training", 3, True)
+    assert (result["folder"], result["report"]) == (str(kept), str(kept / "report.html"))
     assert (fp32["format"], mixed["format"], mixed["policy"]) == ("fp32", "bf16", "bf16")
-    assert (fp32["steps"], mixed["steps"], fp32["skipped_steps"], mixed["skipped_steps"]) == (30, 30, 0, 0)
-    assert result["ratio"]["speed"] == fp32["step_time_s_median"] / mixed["step_time_s_median"]
-    assert result["versions"]["torch"]
+    assert [side[key] for side in (fp32, mixed) for key in ("steps", "skipped_steps", "final_scale")] == [
+        12, 0, None, 12, 0, None,
+    ]  # fmt: skip
+    assert ratio["speed"] == fp32["step_time_s_median"] / mixed["step_time_s_median"]
+    assert ratio["peak_tensor_bytes"] == mixed["peak_tensor_bytes"] / fp32["peak_tensor_bytes"]
+    for side, value in (fp32, "step_time_s"), (mixed, "step_time_s"), (ratio, "speed"):
+        low, high = side[f"{value}_interval"]
+        assert 0 < low <= side[f"{value}_median" if side is not ratio else value] <= high
+    # Parameters and gradients of 8 * 32 + 32 + 32 + 1 numbers, and the least that a process with torch takes.
+    assert all(side["peak_tensor_bytes"] >= 2 * 321 * 4 for side in (fp32, mixed))
+    assert all(side["peak_resident_bytes"] > 50 * 2**20 for side in (fp32, mixed))
+    (site,) = fp32["final_loss"]
+    assert site == "trains.py:14"
     # Rounding to 8 bits moves each product by at most 2**-9 of it, and there are two layers and a square.
-    assert fp32["final_loss"] == pytest.approx(mixed["final_loss"], rel=2.0**-5)
+    assert fp32["final_loss"][site] == pytest.approx(mixed["final_loss"][site], rel=2.0**-5)
     assert fp32["final_loss"] != mixed["final_loss"]
-    said = [(workshop.folder / "kept" / side / "stderr.txt").read_text() for side in ("fp32", "mixed")]
-    first_numbers = [text.splitlines()[0] for text in said]
-    assert first_numbers[0] == first_numbers[1]
-    assert first_numbers[0].startswith("first numbers ")
-    first_losses = [
-        json.loads((workshop.folder / "kept" / side / "capture.jsonl").read_text().splitlines()[2])["loss"]
-        for side in ("fp32", "mixed")
+    assert result["loss"]["difference"] == mixed["final_loss"][site] - fp32["final_loss"][site]
+    assert (result["loss"]["verdict"], result["loss"]["seed_spread"]) == ("cannot tell", None)
+    assert (result["certificate"]["verdict"], result["verdict"]) == ("pass", "pass")
+    assert 0 < result["certificate"]["error_over_noise"] < 0.05
+    assert result["certificate"]["worst_parameter"]["name"].startswith("Sequential.")
+    assert result["versions"]["torch"]
+
+
+def test_runs_take_turns_and_those_that_are_not_timed_come_last(trained, kept):
+    assert started(kept) == RUNS + ASIDE
+    runs = read_comparison(kept).runs
+    assert [(run.name, run.format, run.seed) for run in runs] == [
+        (name, name.partition("-")[0], 3) for name in RUNS
     ]
-    assert first_losses[0] == pytest.approx(first_losses[1], rel=2.0**-5)
+    begins = [read_capture(kept / name / "capture.jsonl").start for name in RUNS]
+    assert [begin["policy"] for begin in begins] == ["fp32", "bf16", "bf16", "fp32"]
+    assert [begin["seed"] for begin in begins] == [3] * 4
 
 
-def test_the_table_shows_what_the_script_wrote_as_it_is_and_nothing_of_an_earlier_comparison(workshop):
-    workshop.write("trains.py", TRAINS)
-    for side in "fp32", "mixed":
-        for name in "capture-rank1.jsonl", "capture.jsonl", "stdout.txt":
-            workshop.write(f"kept/{side}/{name}", "stale")
-    workshop.write("kept/fp32/picture.png", "of the script")
-    words = ("compare", "--policy", "fp16", "--loss-scale", "256", "--run-dir", "kept", "trains.py")
-    ours = workshop.narrowcast(*words, environment={"PYTHONIOENCODING": "ascii"})
-    assert ours.code == 0, ours.stderr
-    assert ours.stderr == f"narrowcast: captures and output of both runs: {workshop.folder / 'kept'}\n"
-    lines = ours.stdout.splitlines()
+def test_every_run_starts_with_the_same_random_numbers_and_has_a_folder_of_its_own(trained, kept):
+    said = [re.findall("first numbers .*", prints(kept, name)[1]) for name in RUNS + ASIDE]
+    assert len({numbers for (numbers,) in said}) == 1
+    assert {name: (kept / name / "shown.txt").read_text() for name in RUNS + ASIDE} == {
+        name: str(kept / name) for name in RUNS + ASIDE
+    }
+
+
+def test_everything_after_the_script_is_its_own(trained, kept):
+    assert {prints(kept, name)[0].splitlines()[0] for name in RUNS + ASIDE} == {f"words {list(THEIRS)}"}
+    assert read_comparison(kept).own.start["argv"] == ["trains.py", *THEIRS]
+
+
+def test_a_run_ends_after_as_many_steps_as_were_asked_for_and_that_is_said(trained, kept):
+    result = strict(trained.stdout)
+    ended = "each run was ended after 12 optimizer steps; --steps 0 runs the whole script"
+    assert result["notes"][0] == ended
+    # The step that ends a run is its twelfth, before the script says so.
+    assert result["fp32"]["last_line"] == result["mixed"]["last_line"] == "[red]step[/red] 10"
+    for run in read_comparison(kept).runs:
+        assert len(run.capture.of("step")) == 12
+        assert run.capture.end["stopped"]
+
+
+def test_talk_is_on_stderr_and_says_what_nobody_could_tell(trained, kept):
+    assert trained.stderr.splitlines() == [
+        f"narrowcast: the page of this comparison: {kept / 'report.html'}",
+        "narrowcast: warning: cannot tell from the losses: 1 seed cannot tell what other seeds change: use "
+        "--repeats 3 or more",
+    ]
+
+
+def test_nothing_of_an_earlier_comparison_is_left_and_all_that_a_person_put_there(trained, kept):
+    left = {path.relative_to(kept).parts[0] for path in kept.rglob("*") if path.is_file()}
+    # Made up by hand, without the settings that a run of ours has: nobody else's folder is deleted.
+    by_hand = {f"{format_}-{seed}" for format_ in ("fp32", "mixed") for seed in range(3)} - set(RUNS)
+    assert left == {*RUNS, *ASIDE, *by_hand, "comparison.jsonl", "report.html", "notes.txt"}
+    assert not list(kept.rglob("stale.txt"))
+    assert (kept / "notes.txt").read_text() == "of a person"
+    assert "stale" not in (kept / "report.html").read_text()[:100]
+    assert not list(kept.rglob("*.pt")), "tensors that were compared are as large as the model"
+
+
+def test_report_shows_the_same_again(trained, kept, shared_workshop):
+    again = shared_workshop.narrowcast("report", "--json", str(kept))
+    assert again.code == 0, again.stderr
+    assert strict(again.stdout) == strict(trained.stdout)
+
+
+def test_the_table_shows_what_the_script_wrote_as_it_is(trained, shared_workshop):
+    shown = shared_workshop.narrowcast("report", "kept", environment={"PYTHONIOENCODING": "ascii"})
+    assert shown.code == 0, shown.stderr
+    lines = shown.stdout.splitlines()
     assert max(map(len, lines)) <= 79
-    assert set(lines[2].strip()) == {"-"}
-    assert lines[1].split() == ["FP32", "mixed,", "fp16", "mixed", "is"]
-    assert "optimizer steps" in ours.stdout
-    assert (
-        sum(line.startswith(("  FP32   [red]loss[/red] ", "  mixed  [red]loss[/red] ")) for line in lines)
-        == 2
-    )
-    assert all(line.endswith(" [/nothing]") for line in lines if "[red]" in line)
-    assert "\x1b" not in ours.stdout
-    assert "stale" not in ours.stdout
-    left = sorted(str(p.relative_to(workshop.folder / "kept")) for p in workshop.folder.glob("kept/*/*"))
-    mine = ("capture.jsonl", "stderr.txt", "stdout.txt")
-    assert left == sorted([f"{s}/{n}" for s in ("fp32", "mixed") for n in mine] + ["fp32/picture.png"])
+    assert ["FP32", "mixed,", "bf16", "mixed", "is"] in [line.split() for line in lines]
+    assert [line for line in lines if "[red]" in line] == [
+        "  FP32   [red]step[/red] 10",
+        "  mixed  [red]step[/red] 10",
+    ]
+    assert "optimizer steps" in shown.stdout
 
 
-FAILURES = {
-    "in FP32": (
-        "import sys; print('reason', file=sys.stderr); sys.exit(4)",
-        ["narrowcast: the script failed with exit code 4 in its FP32 run; it ended with:", "reason"],
-    ),
-    "only when mixed": (
-        """\
-        import torch
-        network = torch.nn.Linear(2, 2)
-        def train():
-            kinds = []
-            network.register_forward_hook(lambda module, args, output: kinds.append(output.dtype))
-            network(torch.ones(1, 2))
-            assert kinds == [torch.float32], kinds
-        train()
-        """,
-        [
-            "narrowcast: the script failed with exit code 1 in its mixed run, after its FP32 run had "
-            "succeeded; it ended with:",
-            "Traceback (most recent call last):",
-            '  File "fails.py", line 8, in <module>',
-            "    train()",
-            '  File "fails.py", line 7, in train',
-            "    assert kinds == [torch.float32], kinds",
-            "AssertionError: [torch.bfloat16]",
-        ],
-    ),
-    "killed": (
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        [
-            "narrowcast: the script was killed by SIGKILL (out of memory?) in its FP32 run; it wrote nothing "
-            "to stderr"
-        ],
-    ),
-}
+# ---- three seeds, a module, the whole of it
 
 
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_script_that_fails_is_three_and_says_which_run(workshop, how):
-    text, expected = FAILURES[how]
-    script = workshop.write("fails.py", text)
-    ours = workshop.narrowcast("compare", "--policy", "bf16", "--run-dir", "kept", "--json", "fails.py")
-    assert (ours.code, ours.stdout) == (3, "")
-    lines = [line.replace(str(script), "fails.py") for line in ours.stderr.splitlines() if "^^^" not in line]
-    side = "mixed" if "mixed" in how else "fp32"
-    assert lines == [*expected, f"all of its output: {workshop.folder / 'kept' / side}"]
-
-
-def test_a_script_that_never_steps_and_prints_no_text_is_compared_as_far_as_it_goes(workshop):
-    """No optimizer: no step time. What is no UTF-8 is shown with a sign for it. A NaN stays a NaN."""
-    workshop.write(
-        "odd.py",
+@pytest.fixture(scope="module")
+def three_seeds(shared_workshop):
+    shared_workshop.write("package/__init__.py", "")
+    shared_workshop.write(
+        "package/train.py",
         """\
         import sys, torch
-        loss = torch.nn.Linear(2, 1)(torch.full((1, 2), float("nan"))).sum()
-        loss.backward()
-        sys.stdout.buffer.write(b"caf\\xe9\\n")
+        torch.manual_seed(5)
+        data = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+        network = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+        for step in range(11):
+            batch = data[torch.randint(0, 64, (8,))]
+            loss = (network(batch) - batch.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(sys.argv[1:], __name__, data[0, 0].item(), torch.rand(1).item())
         """,
     )
-    ours = workshop.narrowcast("compare", "--policy", "bf16", "--json", "odd.py")
-    assert ours.code == 0, ours.stderr
-
-    def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
-
-    result = json.loads(ours.stdout, parse_constant=refuse)
-    for side in "fp32", "mixed":
-        run = result[side]
-        assert (run["step_time_s_median"], run["steps"], run["final_loss"]) == (None, 0, "nan")
-        assert run["last_line"] == "caf\ufffd"
-    assert result["ratio"]["speed"] is None
-    (note,) = result["mixed"]["notes"]
-    assert note.startswith("no torch.optim.Optimizer stepped")
-    assert Path(result["folder"]).parent == workshop.cache / "runs"
+    options = ("--repeats", "3", "--steps", "0", "--at-step", "2", "--seed", "7", "--strict")
+    words = (*options, "--policy", "fp16", "--loss-scale", "256", "--run-dir", "three", "-m", "package.train")
+    return shared_workshop.narrowcast("compare", *words, "a word")
 
 
-def test_a_script_that_leaves_by_the_back_door_and_prints_nothing_is_compared_too(workshop):
-    """``os._exit`` ends a run before its capture has its last line."""
-    workshop.write("leaves.py", "import os; os._exit(0)")
-    ours = workshop.narrowcast("compare", "--policy", "bf16", "leaves.py")
-    assert ours.code == 0, ours.stderr
-    assert [" ".join(line.split()) for line in ours.stdout.splitlines() if line.strip("\u2500 ")] == [
-        "FP32 mixed, - mixed is",
-        "optimizer steps 0 0",
-        "skipped steps 0 0",
-        "The script's own last line:",
-        "FP32 (it printed nothing)",
-        "mixed (it printed nothing)",
+def test_three_seeds_give_a_verdict_on_the_losses(three_seeds, shared_workshop):
+    assert three_seeds.code == 0, three_seeds.stderr
+    assert "warning" not in three_seeds.stderr
+    assert three_seeds.stdout.startswith("\n")
+    assert re.search(r"^verdict +pass$", three_seeds.stdout, re.MULTILINE)
+    result = strict(shared_workshop.narrowcast("report", "--json", "three").stdout)
+    loss = result["loss"]
+    assert loss["verdict"] == "pass"
+    assert abs(loss["difference"]) < loss["seed_spread"]
+    assert re.fullmatch(r"the difference is 0\.\d\d of the spread between 3 seeds", loss["reason"])
+    assert (result["mixed"]["final_scale"], result["certificate"]["loss_scale"]) == (256.0, 256.0)
+    assert (result["certificate"]["format"], result["certificate"]["at_step"]) == ("fp16", 2)
+    assert unexplained(result, result["reasons"]) == []
+
+
+def test_three_seeds_take_turns_that_turn_round(three_seeds, shared_workshop):
+    folder = shared_workshop.folder / "three"
+    pairs = ["fp32-1", "mixed-1", "mixed-2", "fp32-2", "fp32-3", "mixed-3"]
+    assert started(folder)[:6] == pairs
+    runs = read_comparison(folder).runs
+    assert [(run.name, run.seed) for run in runs] == [(name, 6 + int(name[-1])) for name in pairs]
+
+
+def test_a_repeat_moves_the_seeds_that_the_script_sets_and_not_its_own_generators(
+    three_seeds, shared_workshop
+):
+    folder = shared_workshop.folder / "three"
+    said = {name: prints(folder, name)[0].split("] ", 1)[1].split() for name in started(folder)[:6]}
+    assert {words[0] for words in said.values()} == {"__main__"}
+    assert len({words[1] for words in said.values()}) == 1, "its own generator gives all the same data"
+    assert len({words[2] for words in said.values()}) == 3
+    assert all(said[f"fp32-{n}"][2] == said[f"mixed-{n}"][2] for n in (1, 2, 3))
+    notes = {run.name: [n["text"] for n in run.capture.of("note")] for run in read_comparison(folder).runs}
+    assert [any("seeds that the script sets were moved" in n for n in notes[name]) for name in said] == [
+        not name.endswith("-1") for name in said
     ]
+
+
+def test_with_steps_0_the_whole_script_runs_and_nothing_is_said_of_its_end(three_seeds, shared_workshop):
+    result = strict(shared_workshop.narrowcast("report", "--json", "three").stdout)
+    assert (result["fp32"]["steps"], result["mixed"]["steps"]) == (11, 11)
+    assert result["fp32"]["last_line"].startswith("['a word'] __main__ ")
+    assert not [note for note in result["notes"] if "was ended" in note]
+
+
+# ---- a script that only computes
+
+
+@pytest.fixture(scope="module")
+def computed(shared_workshop):
+    shared_workshop.write(
+        "computes.py",
+        """\
+        import torch
+        network = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        with torch.no_grad():
+            for batch in range(20):
+                output = network(torch.randn(32, 8))
+        print("computed", output.dtype)
+        """,
+    )
+    words = ("compare", "--policy", "bf16", "--run-dir", "computed", "--json", "--strict", "computes.py")
+    return shared_workshop.narrowcast(*words)
+
+
+def test_a_script_that_only_computes_is_timed_and_its_outputs_compared(computed, shared_workshop):
+    assert computed.code == 0, computed.stderr
+    result = strict(computed.stdout)
+    fp32, mixed, ratio, output = (result[key] for key in ("fp32", "mixed", "ratio", "output"))
+    assert (result["kind"], result["verdict"], output["verdict"]) == ("inference", "pass", "pass")
+    # Each of two layers rounds what it multiplies and gives to 8 bits: 2**-9 and some of it each time.
+    assert 2.0**-12 < output["relative_error"] < 4 * 2.0**-9
+    assert output["sqnr_db"] == pytest.approx(-20 * math.log10(output["relative_error"]), abs=1e-9)
+    assert output["calls"] == 3
+    assert ratio["speed"] == fp32["forward_time_s_median"] / mixed["forward_time_s_median"]
+    assert ratio["speed_interval"][0] <= ratio["speed"] <= ratio["speed_interval"][1]
+    for side in fp32, mixed:
+        assert side["step_time_s_median"] is side["step_time_s_interval"] is side["final_scale"] is None
+        assert (side["final_loss"], side["steps"]) == ({}, 0)
+        assert side["last_line"] == "computed torch.float32"
+    assert (result["certificate"], result["loss"]) == (None, None)
+    assert unexplained(result, result["reasons"]) == []
+    folder = shared_workshop.folder / "computed"
+    assert started(folder)[4:] == ["memory-fp32", "memory-mixed", "outputs-fp32", "outputs-mixed"]
+
+
+# ---- exit codes, on comparisons that are made up
+
+
+@pytest.fixture
+def compared(workshop, monkeypatch, capsys):
+    """A function that ends a comparison which left the folder that ``make`` wrote: exit code and stderr."""
+    monkeypatch.chdir(workshop.folder)
+    monkeypatch.delenv("NARROWCAST_POLICY", raising=False)
+    workshop.write("trains.py", "raise SystemExit('nobody runs this')")
+
+    def end(make, *words):
+        def compare(settings, *, progress):
+            return read_comparison(make(settings.folder))
+
+        monkeypatch.setattr("narrowcast.verify.compare", compare)
+        code = main(["compare", "--policy", "bf16", "--run-dir", "made", *words, "trains.py"])
+        return code, [line for line in capsys.readouterr().err.splitlines() if "the page" not in line]
+
+    return end
+
+
+def untold(folder):
+    runs = made_captures.both(range(3), made_captures.training, steps=20)
+    event = made_captures.certificate(verdict="cannot tell", reason="masks of dropout differ")
+    return made_captures.comparison(folder, runs, event)
+
+
+def diverged(folder):
+    """Gradients pass at the start of a training whose losses become NaN later."""
+    runs = made_captures.both(range(3), made_captures.training, steps=20)
+    runs["mixed-1"] = made_captures.training(1, mixed=True, steps=20, diverges=15)
+    return made_captures.comparison(folder, runs, made_captures.certificate())
+
+
+@pytest.mark.parametrize("words", [(), ("--strict",), ("--json", "--strict")])
+@pytest.mark.parametrize(
+    ("make", "code", "code_strict", "warnings"),
+    [
+        (made_captures.trained, 0, 0, []),
+        (made_captures.inference, 0, 0, []),
+        (made_captures.fp16, 1, 1, []),
+        (diverged, 1, 1, []),
+        (untold, 0, 1, ["cannot tell from the gradients: masks of dropout differ"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_exit_code_says_how_the_check_went(compared, make, code, code_strict, warnings, words):
+    expected = [f"narrowcast: warning: {warning}" for warning in warnings]
+    assert compared(make, *words) == (code_strict if "--strict" in words else code, expected)
+
+
+def test_nothing_to_compare_has_the_same_keys_and_says_why(workshop, monkeypatch, capsys):
+    monkeypatch.chdir(workshop.folder)
+    workshop.write("trains.py", "raise SystemExit('nobody runs this')")
+    assert main(["compare", "--policy", "fp32", "--json", "trains.py"]) == 0
+    said = capsys.readouterr()
+    why = "mixed precision stays in fp32 here, since the policy is fp32"
+    assert said.err == f"narrowcast: nothing to compare: {why}\n"
+    nothing = strict(said.out)
+    made = made_captures.trained(workshop.folder / "made", steps=2)
+    assert main(["report", "--json", str(made)]) == 0
+    assert set(nothing) >= set(strict(capsys.readouterr().out))
+    assert nothing["reasons"]["certificate"] == why
+    assert not list(Path(workshop.folder).glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("words", [["--steps", "-1"], ["--repeats", "0"], ["--at-step", "-2"]])
+def test_numbers_out_of_range_are_wrong_use(workshop, monkeypatch, capsys, words):
+    monkeypatch.chdir(workshop.folder)
+    workshop.write("trains.py", "raise SystemExit('nobody runs this')")
+    assert main(["compare", *words, "trains.py"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(
+        rf"narrowcast: Invalid value for '{words[0]}': .*greater than or equal to [01]\n", said.err
+    )

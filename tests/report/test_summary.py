@@ -238,6 +238,24 @@ def test_the_verdict_on_several_losses_is_that_of_the_worst(tmp_path):
     assert found["loss"]["sites"]["good.py:1"]["verdict"] == "pass"
 
 
+def test_a_failure_outweighs_what_nobody_can_tell(tmp_path):
+    untold = made_captures.certificate(verdict="cannot tell")
+    found = summed(tmp_path / "a", losses_of(1.0, 2.0, 3.0), losses_of(5.0, 6.0, 7.5), untold)
+    assert found["verdict"] == "fail"
+    one_site = losses_of(1.0, 2.0), losses_of(5.0, "nan")
+    assert summed(tmp_path / "b", *one_site, untold)["verdict"] == "fail"
+    fp32 = [(seed, run([], [1.0]) + run([], [1.0], site="b.py:1")[2:]) for seed in range(2)]
+    mixed = [(seed, run([], [1.0]) + run([], ["nan"], site="b.py:1")[2:]) for seed in range(2)]
+    assert summed(tmp_path / "c", fp32, mixed)["loss"]["verdict"] == "fail", "the other site is untold"
+
+
+def test_losses_alone_make_a_training(tmp_path):
+    """A capture without its end has no count of backwards."""
+    cut = run([], [1.0], ended=False)
+    assert twice(tmp_path, cut, cut, policy="fp16")["kind"] == "training"
+    assert twice(tmp_path, cut, cut, policy="fp16")["mixed"]["policy"] == "fp16"
+
+
 @pytest.mark.parametrize("verdict", ["pass", "fail", "cannot tell"])
 def test_the_verdict_is_that_of_the_gradients_or_the_outputs(tmp_path, verdict):
     found = twice(tmp_path / "a", run([None]), run([None]), made_captures.certificate(verdict=verdict))
@@ -324,6 +342,10 @@ def test_a_run_that_ended_without_saying_so_is_doubted_and_counted_from_its_step
     assert found["versions"] == made_captures.VERSIONS
     found = twice(tmp_path, run([None]), run([None], ended=False))
     assert (found["versions"], found["settings"]) == (made_captures.VERSIONS, made_captures.SETTINGS)
+    found = twice(
+        tmp_path, run(settings={"a": 1}, versions={"a": 1}), run(settings={"b": 2}, versions={"b": 2})
+    )
+    assert (found["versions"], found["settings"]) == ({"b": 2}, {"b": 2}), "those of the mixed runs"
 
 
 def test_a_comparison_that_was_killed_has_what_it_had_and_says_why_not_more(tmp_path):

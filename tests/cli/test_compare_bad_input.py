@@ -1,0 +1,382 @@
+"""``narrowcast compare`` on scripts that fail, die, resume or misbehave, and comparisons that are ended.
+
+No traceback of ours in any of them: each goes through ``no_traceback``.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from narrowcast.cli import main
+from narrowcast.cli.compare import _ended_by_signals
+from narrowcast.observe import read_comparison
+
+PACKAGE = str(Path(sys.modules["narrowcast"].__file__).parent)
+IN_MIXED = 'os.path.basename(os.environ["NARROWCAST_RUN_DIR"]).startswith("mixed")'
+
+
+def no_traceback(text):
+    assert PACKAGE not in text, text
+    assert "frozen runpy" not in text, text
+    return text
+
+
+@pytest.fixture
+def compare(workshop, monkeypatch, capsys):
+    """A function that compares in this process: exit code, stdout, stderr."""
+    monkeypatch.chdir(workshop.folder)
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(workshop.cache))
+    monkeypatch.delenv("NARROWCAST_POLICY", raising=False)
+
+    def run(*words, run_dir="kept"):
+        code = main(["compare", "--policy", "bf16", "--run-dir", run_dir, *words])
+        said = capsys.readouterr()
+        return code, said.out, no_traceback(said.err)
+
+    return run
+
+
+# ---- scripts that fail
+
+ENDED = "narrowcast: the script "
+AFTER = "in its mixed run, after its FP32 run had succeeded;"
+FAILURES = {
+    "in FP32": (
+        "import sys; print('reason', file=sys.stderr); sys.exit(4)",
+        [f"{ENDED}failed with exit code 4 in its FP32 run; it ended with:", "reason"],
+    ),
+    "only in mixed": (
+        """\
+        import torch
+        network = torch.nn.Linear(2, 2)
+        def train():
+            kinds = []
+            network.register_forward_hook(lambda module, args, output: kinds.append(output.dtype))
+            network(torch.ones(1, 2))
+            assert kinds == [torch.float32], kinds
+        train()
+        """,
+        [
+            f"{ENDED}failed with exit code 1 {AFTER} it ended with:",
+            "Traceback (most recent call last):",
+            '  File "fails.py", line 8, in <module>',
+            "    train()",
+            '  File "fails.py", line 7, in train',
+            "    assert kinds == [torch.float32], kinds",
+            "AssertionError: [torch.bfloat16]",
+        ],
+    ),
+    "killed in FP32": (
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        [f"{ENDED}was killed by SIGKILL (out of memory?) in its FP32 run; it wrote nothing to stderr"],
+    ),
+    "killed only in mixed": (
+        f"import os, signal\nif {IN_MIXED}: os.kill(os.getpid(), signal.SIGSEGV)",
+        [f"{ENDED}was killed by SIGSEGV {AFTER} it wrote nothing to stderr"],
+    ),
+    "by the back door": (
+        "import os; os.write(2, b'out'); os._exit(9)",
+        [f"{ENDED}failed with exit code 9 in its FP32 run; it ended with:", "out"],
+    ),
+    "with its streams closed": (
+        "import os, sys; os.close(1); os.close(2); sys.exit(6)",
+        [f"{ENDED}failed with exit code 6 in its FP32 run; it wrote nothing to stderr"],
+    ),
+    "more lines than are shown": (
+        "import sys\nfor n in range(100): print('line', n, file=sys.stderr)\nsys.exit(5)",
+        [
+            f"{ENDED}failed with exit code 5 in its FP32 run; it ended with:",
+            *(f"line {n}" for n in range(85, 100)),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_script_that_fails_is_three_and_says_which_run(compare, workshop, how):
+    text, expected = FAILURES[how]
+    script = workshop.write("fails.py", text)
+    code, out, err = compare("--json", "fails.py")
+    assert (code, out) == (3, "")
+    lines = [line.replace(str(script), "fails.py") for line in err.splitlines() if "^^^" not in line]
+    run = "mixed-1" if "mixed" in how else "fp32-1"
+    assert lines == [*expected, f"all of its output: {workshop.folder / 'kept' / run}"]
+
+
+def test_a_megabyte_of_what_is_no_text_and_has_no_line_is_no_trouble(compare, workshop):
+    workshop.write(
+        "loud.py",
+        """\
+        import os, sys
+        for stream in 1, 2:
+            for _ in range(16):
+                os.write(stream, b"\\xff\\x00\\xc3(" * 2**14)
+        sys.exit(5)
+        """,
+    )
+    code, out, err = compare("loud.py")
+    assert (code, out) == (3, "")
+    assert err.startswith(f"{ENDED}failed with exit code 5 in its FP32 run; it ended with:\n")
+    assert err.endswith(f"\nall of its output: {workshop.folder / 'kept' / 'fp32-1'}\n")
+    assert (workshop.folder / "kept" / "fp32-1" / "stderr.txt").stat().st_size == 2**20
+    assert len(err) < 2**17
+
+
+def test_a_script_that_clears_its_folder_left_no_capture(compare, workshop):
+    workshop.write("deletes.py", "import os, shutil; shutil.rmtree(os.environ['NARROWCAST_RUN_DIR'])")
+    code, out, err = compare("deletes.py")
+    assert (code, out) == (3, "")
+    assert err.startswith("narrowcast: fp32-1 left no capture, so there is nothing to compare: cannot read ")
+    assert err.count("\n") == 1
+
+
+def test_a_daemon_that_outlives_the_script_holds_nothing_up(compare, workshop):
+    """It keeps the run's stdout and stderr open."""
+    workshop.write(
+        "forks.py",
+        """\
+        import os, sys, time
+        if os.fork() == 0:
+            os.setsid()
+            with open("daemon.pid", "w") as file:
+                file.write(str(os.getpid()))
+            os.close(0)
+            time.sleep(300)
+            os._exit(0)
+        while not (os.path.exists("daemon.pid") and os.path.getsize("daemon.pid")):
+            time.sleep(0.01)
+        sys.exit(7)
+        """,
+    )
+    try:
+        code, _, err = compare("forks.py")
+        daemon = int((workshop.folder / "daemon.pid").read_text())
+        assert is_alive(daemon), "it ended early, and showed nothing"
+    finally:
+        for file in workshop.folder.glob("daemon.pid"):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+    assert code == 3
+    assert err.startswith(f"{ENDED}failed with exit code 7 in its FP32 run")
+
+
+# ---- scripts that resume
+
+RESUMES = {
+    "itself": """\
+        import os, torch
+        network = torch.nn.Linear(2, 1)
+        if os.path.exists("saved.pt"):
+            network.load_state_dict(torch.load("saved.pt", weights_only=True))
+        torch.save(network.state_dict(), "saved.pt")
+        """,
+    "in a worker": """\
+        import os, torch
+        class Numbers(torch.utils.data.Dataset):
+            def __len__(self):
+                return 2
+            def __getitem__(self, place):
+                if os.path.exists("saved.pt"):
+                    open("saved.pt", "rb").close()
+                return torch.ones(2)
+        if __name__ == "__main__":
+            for batch in torch.utils.data.DataLoader(Numbers(), num_workers=1):
+                pass
+            with open("saved.pt", "wb") as file:
+                file.write(b"kept for the next time")
+        """,
+}
+
+
+@pytest.mark.parametrize("where", RESUMES)
+def test_a_script_that_resumes_is_refused_each_time_and_the_file_named(compare, workshop, where):
+    workshop.write("resumes.py", RESUMES[where])
+    for _ in range(2):
+        code, out, err = compare("--json", "resumes.py")
+        assert (code, out) == (2, "")
+        file = workshop.folder / "saved.pt"
+        assert err.startswith(f"narrowcast: run mixed-1 read {file}, which run fp32-1 had written. A script")
+        assert err.count("\n") == 1
+
+
+def test_a_script_that_does_its_own_mixed_precision_is_left_to_it(compare, workshop):
+    workshop.write(
+        "own.py",
+        """\
+        import torch
+        network = torch.nn.Linear(2, 1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            network(torch.ones(1, 2))
+        """,
+    )
+    code, out, err = compare("--json", "own.py")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(
+        r"narrowcast: .*autocast.* left to it: its FP32 and its mixed run would be the same\. .*\n", err
+    )
+
+
+# ---- folders
+
+
+@pytest.mark.xfail(strict=True, reason="every folder with a settings.json in it is taken for a run's")
+def test_folders_of_others_survive_a_comparison_beside_them(compare, workshop):
+    """``settings.json`` is what many programs call their settings."""
+    workshop.write("fails.py", "raise SystemExit(4)")
+    others = [workshop.write(f"{name}/settings.json", "{}") for name in (".vscode", "config", "fp32-notes")]
+    assert compare("fails.py", run_dir=".")[0] == 3
+    assert [path.exists() for path in others] == [True] * 3
+
+
+def test_a_page_of_an_earlier_comparison_does_not_pass_for_one_that_failed(compare, workshop):
+    workshop.write("kept/report.html", "of an earlier comparison")
+    workshop.write("fails.py", "raise SystemExit(4)")
+    assert compare("fails.py")[0] == 3
+    assert not (workshop.folder / "kept" / "report.html").exists()
+
+
+def test_a_folder_where_a_page_should_be_is_one_line_and_two(compare, workshop):
+    workshop.write("kept/report.html/x", "")
+    workshop.write("fails.py", "raise SystemExit(4)")
+    code, out, err = compare("fails.py")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("narrowcast: cannot delete what an earlier comparison left, ")
+
+
+def test_an_answer_that_cannot_be_written_is_one_line_and_two(workshop):
+    workshop.write("fails.py", "raise SystemExit(4)")
+    shell = 'exec "$0" -m narrowcast compare --policy fp32 --json fails.py > /dev/full'
+    ended = workshop.end(workshop.start("sh", "-c", shell, sys.executable))
+    assert (ended.code, ended.stdout) == (2, "")
+    said = no_traceback(ended.stderr).splitlines()
+    assert said[-1] == "narrowcast: cannot write to stdout: No space left on device"
+    assert len(said) == 2
+
+
+# ---- all of it at once, to the end
+
+
+def test_a_script_that_misbehaves_as_far_as_it_may_is_compared_and_fails_in_fp16(compare, workshop):
+    """Its name, a megabyte without a line, and a closed stdout; some runs leave by the back door, so
+    that their captures have no end. Its gradients of 1e-10 are zero in fp16 without a loss scale."""
+    name = "[red]a 'b\" $(c) \u202e\u00e9.py"
+    workshop.write(
+        name,
+        """\
+        import os, torch
+        os.write(1, b"\\xff\\x00\\x1b[31m" * 2**17)
+        os.close(1)
+        network = torch.nn.Linear(4, 1, bias=False)
+        optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+        for step in range(6):
+            loss = network(torch.randn(16, 4)).mean() * 1e-9
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run = os.path.basename(os.environ["NARROWCAST_RUN_DIR"])
+            if run.startswith("memory") or (run == "fp32-2" and step == 5):
+                os._exit(0)
+        """,
+    )
+    words = ("--policy", "fp16", "--loss-scale", "1", "--json", name, "[bold]\n\u2028\x1b[31m")
+    code, out, err = compare(*words, run_dir="[red] kept'\u00e9")
+    assert code == 1, err
+    result = json.loads(out)
+    assert (result["verdict"], result["certificate"]["verdict"]) == ("fail", "fail")
+    assert result["certificate"]["relative_error"] == 1.0
+    assert (result["fp32"]["steps"], result["mixed"]["steps"], result["finished"]) == (6, 6, True)
+    assert list(result["fp32"]["final_loss"]) == [f"{name}:9"]
+    assert result["reasons"]["fp32.peak_tensor_bytes"].startswith("the run that counts tensors ")
+    assert [note for note in result["notes"] if note.startswith("fp32-2 left a capture without its end")]
+    assert 0 < len(result["fp32"]["last_line"]) <= 4096
+    assert result["versions"]["torch"]
+    assert Path(result["report"]).is_file()
+    assert main(["report", result["folder"]]) == 0
+
+
+# ---- comparisons that are ended
+
+WAITS = f"""\
+    import os, subprocess, time, torch
+    network = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    for step in range(3):
+        loss = network(torch.ones(1, 2)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if WHERE or {IN_MIXED}:
+        other = subprocess.Popen(["sleep", "300"])
+        with open("pids.new", "w") as file:
+            file.write(f"{{os.getpid()}} {{other.pid}}")
+        os.rename("pids.new", "pids")
+        time.sleep(300)
+    """
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(true, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return true()
+
+
+SO_FAR = "narrowcast: what there is so far: narrowcast report {}\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "in_first", "code", "said"),
+    [
+        (signal.SIGINT, True, 130, SO_FAR),
+        (signal.SIGTERM, False, 143, SO_FAR),
+        (signal.SIGKILL, False, -9, ""),
+    ],
+)
+def test_a_comparison_that_is_ended_ends_its_runs_and_keeps_what_it_had(
+    workshop, capsys, sent, in_first, code, said
+):
+    workshop.write("waits.py", WAITS.replace("WHERE", str(in_first)))
+    words = ("-m", "narrowcast", "compare", "--policy", "bf16", "--run-dir", "kept", "waits.py")
+    process = workshop.start(sys.executable, *words)
+    file, folder, pids = workshop.folder / "pids", workshop.folder / "kept", []
+    try:
+        assert wait_until(file.exists)
+        pids = [int(word) for word in file.read_text().split()]
+        assert all(map(is_alive, pids))
+        process.send_signal(sent)
+        ended = workshop.end(process)
+        assert (ended.code, ended.stdout) == (code, "")
+        assert no_traceback(ended.stderr) == said.format(folder)
+        # Nobody can end runs after a SIGKILL: they end as the script does.
+        assert sent == signal.SIGKILL or wait_until(lambda: not any(map(is_alive, pids)), 5)
+    finally:
+        process.kill()
+        for pid in pids:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+    assert [run.name for run in read_comparison(folder).runs] == ([] if in_first else ["fp32-1"])
+    assert main(["report", str(folder)]) == 0
+    assert "This comparison was cut short" in capsys.readouterr().out
+
+
+def test_nohup_is_heeded(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _ended_by_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
