@@ -84,6 +84,7 @@ FOUND = {
         "sizes_left_out": 0,
     },
 }
+SMALL = [size((256, 1024, 512), machine=(2.0, (64, 64)))]
 TEXT = """\
 train.py --epochs 2: in bf16 on this CPU, 1.1x the speed of FP32
 A step takes 6.1 ms in FP32 and 5.3 ms in bf16.
@@ -224,10 +225,10 @@ def test_sizes_that_are_no_multiple_of_eight_are_named_on_a_gpu_alone():
         ({"mixed__shares__other_ops": 0.5}, "loss) take 50%", {"mixed__shares__other_ops": 0.2}),
         ({"mixed__shares__python": 0.5}, "dispatch take 50%, around 85 ops", {"mixed__shares__python": 0.2}),
         (
-            {"together__products_speedup": 1.0},
+            {"together__products_speedup": 1.0, "together__sizes": SMALL},
             "the products are small: most time goes to 256 x 1024 x 512, where bf16 ran 3.0x as fast as "
             "FP32; 2048 x 2048 runs 4.2x as fast",
-            {"together__products_speedup": 2.5},
+            {"together__products_speedup": 2.5, "together__sizes": SMALL},
         ),
         (
             {"together__speedup": 0.8},
@@ -263,6 +264,17 @@ def test_each_sentence_has_its_figure_and_its_reason(paths, words, otherwise):
     assert words not in said(changed(**otherwise))
 
 
+def test_products_are_small_only_where_the_rates_of_larger_ones_say_so():
+    def of(*sizes):
+        return said(changed(together__products_speedup=1.0, together__sizes=list(sizes)))
+
+    assert "the products are small" in of(*SMALL)
+    assert "the products are small" in of(size((4, 4, 4), machine=None)), "smaller than any that was measured"
+    assert "the products are small" not in of(size((512, 512, 512), machine=(3.3, (512, 512))))
+    conv = size((64, 128, 16, 16, 128, 128, 3, 3), kind="convolution", machine=(2.0, (4, 256, 28, 28)))
+    assert "the products are small" not in of(conv), "a convolution is not held against a matrix product"
+
+
 def test_what_takes_the_most_time_is_changed_first_and_four_things_are_enough():
     found = changed(
         mixed__shares={
@@ -275,7 +287,7 @@ def test_what_takes_the_most_time_is_changed_first_and_four_things_are_enough():
     assert len(lines) == 4
     for line, start in zip(lines, starts, strict=True):
         assert start in line
-    slower = changed(together__products_speedup=0.5)
+    slower = changed(together__products_speedup=0.5, together__sizes=SMALL)
     (first,) = [line for line in conclusion(slower) if line.startswith("Change first")]
     assert "the products are small" in first, "that they are slower is why the format loses"
 

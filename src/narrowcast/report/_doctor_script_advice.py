@@ -17,6 +17,7 @@ _SMALL_SHARE = 0.05
 _AS_FAST = 1.1
 _TENSOR_CORES = 8
 _MUCH_LONGER = 1.5
+_MUCH_FASTER = 1.5
 _MOST_FINDINGS = 4
 
 
@@ -145,8 +146,12 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, str]]:
     here = together["products_speedup"]
     if here is None or best is None or best["speed"] < _AS_FAST or not together["sizes"]:
         return
-    if here < _AS_FAST or here < best["speed"] / 2:
-        largest = together["sizes"][0]
+    largest = together["sizes"][0]
+    near = largest["machine_speedup"]
+    # Convolutions have rates of their own; where the nearest size gains nearly as much, size is no reason.
+    of_matrices = largest["kind"] in ("matmul", "batched matmul")
+    small = of_matrices and (near is None or near * _MUCH_FASTER < best["speed"])
+    if small and (here < _AS_FAST or here < best["speed"] / 2):
         yield (
             found["mixed"]["shares"]["products"] + (here < 1),  # first, where it is why the format loses
             f"the products are small: most time goes to {size_text(largest)}, where "
