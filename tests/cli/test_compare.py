@@ -369,6 +369,18 @@ def untold(folder):
     return made_captures.comparison(folder, runs, event)
 
 
+def one_seed(folder):
+    runs = made_captures.both(range(1), made_captures.training, steps=20)
+    return made_captures.comparison(folder, runs, made_captures.certificate())
+
+
+def untold_losses(folder):
+    """One of three seeds alone is far higher in mixed precision."""
+    runs = made_captures.both(range(3), made_captures.training, steps=20)
+    far = [event | ({"value": 9.0} if event["event"] == "loss" else {}) for event in runs["mixed-1"]]
+    return made_captures.comparison(folder, runs | {"mixed-1": far}, made_captures.certificate())
+
+
 def diverged(folder):
     """Gradients pass at the start of a training whose losses become NaN later."""
     runs = made_captures.both(range(3), made_captures.training, steps=20)
@@ -376,7 +388,9 @@ def diverged(folder):
     return made_captures.comparison(folder, runs, made_captures.certificate())
 
 
-@pytest.mark.parametrize("words", [(), ("--strict",), ("--json", "--strict")])
+@pytest.mark.parametrize(
+    "words", [("--repeats", "3"), ("--repeats", "3", "--strict"), ("--json", "--strict")]
+)
 @pytest.mark.parametrize(
     ("make", "code", "code_strict", "warnings"),
     [
@@ -391,6 +405,16 @@ def diverged(folder):
 def test_an_exit_code_says_how_the_check_went(compared, make, code, code_strict, warnings, words):
     expected = [f"narrowcast: warning: {warning}" for warning in warnings]
     assert compared(make, *words) == (code_strict if "--strict" in words else code, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "repeats", "code"), [(one_seed, "1", 0), (untold_losses, "3", 1), (untold_losses, "4", 1)]
+)
+def test_losses_are_held_against_a_strict_comparison_that_was_asked_about_them(compared, make, repeats, code):
+    found, (warning,) = compared(make, "--strict", "--repeats", repeats)
+    assert found == code
+    assert warning.startswith("narrowcast: warning: cannot tell from the losses: ")
+    assert compared(make, "--repeats", repeats) == (0, [warning])
 
 
 def test_nothing_to_compare_has_the_same_keys_and_says_why(workshop, monkeypatch, capsys):
