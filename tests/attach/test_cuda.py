@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from scenarios import SCENARIOS, data, network
 from test_scenarios import finite_everywhere, relative_error, tolerance
+from torch import nn
 
 from narrowcast.attach import Attachment
+from narrowcast.observe import CaptureWriter, read_capture, start_event
 from narrowcast.scaling import Dynamic
 
 pytestmark = pytest.mark.gpu
@@ -62,3 +64,45 @@ def test_data_parallel_threads():
     with Attachment("fp16", Dynamic(scale=2.0**8)):
         F.mse_loss(model(x), y).backward()
     assert relative_error([p.grad for p in model.parameters()], expected) < tolerance("fp16")
+
+
+def test_losses_are_those_at_backward_and_read_later(tmp_path):
+    """Changed in place by the script before they are read from the device."""
+    writer = CaptureWriter(tmp_path / "capture.jsonl")
+    writer.write(start_event([], "bf16"))
+    weight = torch.full((1,), 3.0, device="cuda", requires_grad=True)
+    model = nn.Linear(1, 1, device="cuda")
+    with Attachment("bf16", writer=writer):
+        model(weight)
+        for factor in (1.0, 2.0):
+            value = (weight * factor).sum()
+            value.backward()
+            with torch.no_grad():
+                value.zero_()
+    capture = read_capture(writer.path)
+    assert [loss["value"] for loss in capture.of("loss")] == [3.0, 6.0]
+    assert all(0 < forward["duration_s"] < 60 for forward in capture.of("forward"))
+
+
+def test_nothing_is_read_or_launched_while_a_graph_is_recorded(tmp_path):
+    writer = CaptureWriter(tmp_path / "capture.jsonl")
+    writer.write(start_event([], "bf16"))
+    weight = torch.full((1,), 3.0, device="cuda", requires_grad=True)
+    model = nn.Linear(1, 1, device="cuda")
+    with Attachment("bf16", writer=writer) as attached:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                (model(weight[None]).sum() + weight.sum()).backward()
+        torch.cuda.synchronize()
+        (weight * 1).sum().backward()  # waits to be read
+        attached.ledger._last_flush -= 10
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            (model(weight[None]).sum() + weight.sum()).backward()
+            attached.ledger.note("said while recording")
+        graph.replay()
+    capture = read_capture(writer.path)
+    assert len(capture.of("loss")) == 4
+    assert attached.facts["backwards"] == 5
+    assert "said while recording" in [note["text"] for note in capture.of("note")]

@@ -69,6 +69,27 @@ def test_each_outermost_call_is_told_of_once(policy):
     ]
 
 
+def test_modules_in_a_call_that_stays_in_fp32_are_not_told_of_where_other_devices_have_regions():
+    watcher, model, (x, _) = Noting(), network(), data()
+    with Attachment("bf16", watcher=watcher) as attached:
+        attached._regions._dtypes["cpu"] = None  # as on a device that torch has no autocast for
+        model(x)
+    assert watcher.told == [("called", "Sequential", 1, []), ("returned", "Sequential", torch.float32)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_modules_inside_are_called_without_a_detour(policy, monkeypatch):
+    """In FP32 too, or the run that mixed precision is compared with would be slowed by being watched."""
+    model, (x, _) = network(), data()
+    with Attachment(policy) as attached:
+        seen, outermost_call = [], attached._regions._outermost_call
+        monkeypatch.setattr(
+            attached._regions, "_outermost_call", lambda *args: seen.append(args[1]) or outermost_call(*args)
+        )
+        model(x)
+    assert seen == [model]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recomputed_modules_are_not_told_of(policy, reentrant):
@@ -164,19 +185,20 @@ def test_the_scheduler_and_the_clamps_of_a_gan_do_not_mind():
         optimizers = [torch.optim.RMSprop(m.parameters(), 1e-3) for m in (critic, generator)]
         scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1)
         for _ in range(3):
-            optimizers[0].zero_grad()
-            (critic(generator(x).detach()).mean() - critic(x).mean()).backward()
-            optimizers[0].step()
-            scheduler.step()
-            with torch.no_grad():
-                for p in critic.parameters():
-                    p.clamp_(-0.1, 0.1)
+            for _ in range(2):
+                optimizers[0].zero_grad()
+                (critic(generator(x).detach()).mean() - critic(x).mean()).backward()
+                optimizers[0].step()
+                scheduler.step()
+                with torch.no_grad():
+                    for p in critic.parameters():
+                        p.clamp_(-0.1, 0.1)
             optimizers[1].zero_grad()
             (-critic(generator(x)).mean()).backward()
             optimizers[1].step()
         assert sorted(map(id, watcher.attachment.optimizers)) == sorted(map(id, optimizers))
-    assert [words[0] for words in watcher.told].count("held back") == 6
-    assert attached.facts["steps"] == 6
+    assert [words[0] for words in watcher.told].count("held back") == 9
+    assert attached.facts["steps"] == 9
     assert not any(optimizer.state for optimizer in optimizers)
 
 
@@ -223,7 +245,8 @@ def test_in_fp32_from_now_on(where):
     model, (x, y) = network(), data()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with Attachment("fp16", watcher=ToFp32()) as attached:
-        F.mse_loss(model(x), y).backward()
+        first = model(x)
+        F.mse_loss(first, y).backward()
         optimizer.step()
         optimizer.zero_grad()
         found = model(x)
@@ -235,6 +258,7 @@ def test_in_fp32_from_now_on(where):
     expected = model(x)
     F.mse_loss(expected, y).backward()
     assert torch.equal(found, expected)
+    assert torch.equal(first, expected) == (where != "stepped")
     assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
 
 
