@@ -145,17 +145,9 @@ def test_a_script_that_changes_its_folder_keeps_its_names(tmp_path):
     ended = Runs(tmp_path).run(
         """
         import os, torch
-        def go():
-            torch.ones(3, requires_grad=True).sum().backward()
-        go()
         os.chdir("/")
-        go()
         torch.ones(3, requires_grad=True).sum().backward()
         """
     )
     assert (ended.code, ended.stderr) == (0, "")
-    assert [event["site"] for event in ended.capture.of("loss")] == [
-        "script.py:4",
-        "script.py:4",
-        "script.py:8",
-    ]
+    assert [event["site"] for event in ended.capture.of("loss")] == ["script.py:4"]
