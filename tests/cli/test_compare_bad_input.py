@@ -224,7 +224,6 @@ def test_a_script_that_does_its_own_mixed_precision_is_left_to_it(compare, works
 # ---- folders
 
 
-@pytest.mark.xfail(strict=True, reason="every folder with a settings.json in it is taken for a run's")
 def test_folders_of_others_survive_a_comparison_beside_them(compare, workshop):
     """``settings.json`` is what many programs call their settings."""
     workshop.write("fails.py", "raise SystemExit(4)")

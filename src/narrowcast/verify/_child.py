@@ -6,9 +6,13 @@ Started as ``python -m narrowcast.verify SETTINGS SCRIPT ARGS...``, where SETTIN
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +26,7 @@ from narrowcast.verify._profile_probe import ProfileProbe
 
 FILES = "files.jsonl"
 SETTINGS = "settings.json"
+_PR_SET_PDEATHSIG = 1
 TIMED, MEMORY, GRADIENTS, OUTPUTS, PROFILE = "timed", "memory", "gradients", "outputs", "profile"
 
 
@@ -69,9 +74,19 @@ class RunSettings:
     def read(cls, path: Path) -> Self:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
+    @classmethod
+    def is_in(cls, path: Path) -> bool:
+        """Whether the file was written by ``write``."""
+        try:
+            cls.read(path)
+        except (OSError, ValueError, TypeError):
+            return False
+        return True
+
 
 def main(words: Sequence[str]) -> int:
     """Run the script that ``words`` name, as its settings say; what it raises comes out."""
+    _end_with_parent()
     settings = RunSettings.read(Path(words[0]))
     script, *arguments = words[1:]
     found = (Script.from_module if settings.is_module else Script.from_path)(script, arguments)
@@ -93,6 +108,13 @@ def main(words: Sequence[str]) -> int:
     FileWatch(folder / FILES, settings.earlier, own=[folder]).install()
     run_attached(found, attachment, seed=settings.seed + settings.seed_shift, at_end=at_end)
     return 0
+
+
+def _end_with_parent() -> None:
+    """Where Linux can do that: a comparison that is killed leaves no run behind that nobody waits for."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _loss_scale(settings: RunSettings) -> LossScale | None:

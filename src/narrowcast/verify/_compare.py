@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -28,13 +29,16 @@ from narrowcast.observe import (
 )
 from narrowcast.verify._certificate import CANNOT_TELL
 from narrowcast.verify._certify_script import certify_script, no_certificate
-from narrowcast.verify._child import MEMORY, OUTPUTS, SETTINGS, TIMED
+from narrowcast.verify._child import MEMORY, OUTPUTS, SETTINGS, TIMED, RunSettings
 from narrowcast.verify._from_probes import output_from_probes
 from narrowcast.verify._probes import read_result
 from narrowcast.verify._script_runs import ScriptRuns
 
 # The optimizer's state is there from the first step on, and the next backward meets it.
 _STEPS_FOR_MEMORY = 3
+OF_A_RUN = re.compile(r"(fp32|mixed)-\d+|(memory|outputs)-(fp32|mixed)|gradients-(reference|mixed|exact)")
+"""What the folder of a run is called."""
+
 _CUT_SHORT = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was cut short"}
 _KEPT_TENSORS = ("gradients-*.pt", "weights-*.pt", "outputs-*.pt")
 
@@ -182,7 +186,7 @@ class _Comparison:
 
     def _trains(self) -> bool:
         every = [capture for runs in self.captures.values() for _, capture in runs]
-        return any(capture.totals()["backwards"] or capture.of("step") for capture in every)
+        return any(c.totals()["backwards"] or c.of("loss") or c.of("step") for c in every)
 
     # ---- tensor memory
 
@@ -275,14 +279,17 @@ def _that_trained(folder: Path) -> Path:
 
 
 def _discard_earlier(folder: Path) -> None:
-    """Delete the runs of a comparison that was asked to go to ``folder`` before."""
+    """Delete the runs of a comparison that was asked to go to ``folder`` before, and nothing else in it."""
     discard_captures(folder)
     for settings in folder.glob(f"*/{SETTINGS}"):
+        run = settings.parent
+        if not OF_A_RUN.fullmatch(run.name) or run.is_symlink() or not RunSettings.is_in(settings):
+            continue
         try:
-            shutil.rmtree(settings.parent)
+            shutil.rmtree(run)
         except OSError as error:
             raise RunFolderError(
-                f"cannot delete what an earlier comparison left, {settings.parent}: {error.strerror}"
+                f"cannot delete what an earlier comparison left, {run}: {error.strerror}"
             ) from error
 
 

@@ -19,6 +19,7 @@ _POLL_S = 0.1
 _TAIL_BYTES = 4096
 _ERROR_BYTES = 65_536
 _ERROR_LINES = 15
+_LONGEST_LINE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,9 @@ def _tail(path: Path, size: int) -> str:
 
 
 def _last_lines(path: Path) -> list[str]:
-    return _tail(path, _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
+    """Each no longer than a person reads, and without what a terminal would obey."""
+    lines = _tail(path, _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
+    return ["".join(c if c.isprintable() else " " for c in line[:_LONGEST_LINE]) for line in lines]
 
 
 def _last_line(path: Path) -> str:
