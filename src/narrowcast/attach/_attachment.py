@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -125,6 +126,7 @@ class Attachment:
         self._backward.install(self._patches)
         self._steps.install(self._patches)
         self._processes.install(self._patches)
+        self._patches.replace(os, "_exit", self._before_exit(os._exit))
         if self._seed_shift:
             shift_seeds(self._patches, self._seed_shift, self.ledger.note)
         self._watcher.attached(self)
@@ -198,6 +200,16 @@ class Attachment:
         self._forwards += 1
         if self._stopping.is_due(self._forwards):
             self._stopping.stop()
+
+    def _before_exit(self, original: Callable[[int], Any]) -> Callable[[int], Any]:
+        @functools.wraps(original)
+        def _exit(status: int) -> None:
+            """A process that leaves without ending keeps what was seen of it."""
+            with suppress(Exception):
+                self.ledger.flush()
+            original(status)
+
+        return _exit
 
     def _close_before_the_end(self) -> None:
         self.exit_code = 0
