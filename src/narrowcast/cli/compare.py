@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from narrowcast.cli._stdout import show
+from narrowcast.cli._output import NOT_WRITTEN, show, talk
+from narrowcast.cli._signals import ended_by_signals
 from narrowcast.cli.run import (
     CacheDirOption,
     LossScaleOption,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from narrowcast.verify import ComparisonSettings
 
 CHECK_FAILED = 1
-NOT_WRITTEN = 2
 SCRIPT_FAILED = 3
 _TERMINATED = 143
 _PAGE = "report.html"
@@ -79,7 +77,7 @@ def compare(
     found = (Script.from_module if module else Script.from_path)(script, arguments or [])
     why = stays_in_fp32(policy)
     if why:
-        _talk(f"nothing to compare: mixed precision stays in fp32 here, since {why}")
+        talk(f"nothing to compare: mixed precision stays in fp32 here, since {why}")
         if not as_json:
             return 0
         from narrowcast.report import empty_summary
@@ -108,19 +106,19 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
 
     _discard_page(settings.folder)
     try:
-        with _progress() as tell, _ended_by_signals():
+        with _progress() as tell, ended_by_signals():
             comparison = run_both(settings, progress=tell)
     except ScriptError as error:
-        _talk(str(error))
+        talk(str(error))
         return SCRIPT_FAILED
     except (KeyboardInterrupt, SystemExit):
-        _talk(f"what there is so far: narrowcast report {settings.folder}")
+        talk(f"what there is so far: narrowcast report {settings.folder}")
         raise
     page = write_page(settings.folder)
     result = summary(comparison, report=str(page))
     text = _json(result) if as_json else comparison_table(result, color=sys.stdout.isatty())
     written = show(text)
-    _talk(f"the page of this comparison: {page}")
+    talk(f"the page of this comparison: {page}")
     code = _exit_code(result, strict=strict, losses_too=settings.repeats >= _SEEDS_THAT_JUDGE)
     return code if written else NOT_WRITTEN
 
@@ -149,7 +147,7 @@ def _exit_code(result: dict[str, Any], *, strict: bool, losses_too: bool) -> int
     """
     untold = [name for name in _CHECKED if result[name] and result[name]["verdict"] == "cannot tell"]
     for name in untold:
-        _talk(f"warning: cannot tell from the {_CHECKED[name]}: {result[name]['reason']}")
+        talk(f"warning: cannot tell from the {_CHECKED[name]}: {result[name]['reason']}")
     missed = [name for name in untold if name != "loss" or losses_too]
     return CHECK_FAILED if result["verdict"] == "fail" or (strict and missed) else 0
 
@@ -165,23 +163,3 @@ def _progress() -> Iterator[Any]:
     console = Console(stderr=True)
     with console.status("starting") as status:
         yield lambda text: status.update(Text(printable(text)[: console.width - 4]))
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """A comparison that is told to end ends its runs first; signals that are ignored, as nohup's, stay so."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(_TERMINATED)
-
-    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, end) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _talk(text: str) -> None:
-    print(f"narrowcast: {text}", file=sys.stderr)  # noqa: T201

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from narrowcast.cli._output import NOT_WRITTEN, show, talk
 from narrowcast.cli._signals import ended_by_signals
-from narrowcast.cli._stdout import show
 from narrowcast.cli.run import (
     CacheDirOption,
     ModuleOption,
@@ -24,7 +24,6 @@ from narrowcast.cli.run import (
 )
 
 UNUSABLE = 1
-NOT_WRITTEN = 2
 SCRIPT_FAILED = 3
 _SILENT_S = 2.0
 
@@ -61,7 +60,7 @@ def doctor(
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
         # The one verb that is for this: a library that torch needs may be missing, or torch itself.
-        _talk(f"torch cannot be imported ({error}). To install it: pip install --upgrade torch")
+        talk(f"torch cannot be imported ({error}). To install it: pip install --upgrade torch")
         return UNUSABLE
     from narrowcast.machine import Budget, Examination, require_torch
 
@@ -72,7 +71,7 @@ def doctor(
     settings = Examination(cache=_cache_folder(cache_dir), fresh=fresh, budget=Budget(device_s=budget_s))
     found = _examine(settings)
     for note in found["notes"]:
-        _talk(f"note: {note}")
+        talk(f"note: {note}")
     if script is not None:
         asked = {"target": (script, *(arguments or [])), "is_module": module, "policy": policy}
         return _diagnose(found, asked, run_dir=run_dir, cache_dir=cache_dir, as_json=as_json)
@@ -109,14 +108,14 @@ def _diagnose(
 
     for wrong in examined["mismatches"]:
         if wrong["severity"] == "error":
-            _talk(f"{wrong['device']}: {wrong['text']} (narrowcast doctor says more)")
+            talk(f"{wrong['device']}: {wrong['text']} (narrowcast doctor says more)")
     name = f"doctor-{Path(asked['target'][0]).stem}"
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     try:
         with _status() as progress, ended_by_signals():
             found = diagnose(DiagnosisSettings(**asked, folder=folder), examined["rates"], progress=progress)
     except ScriptError as error:
-        _talk(str(error))
+        talk(str(error))
         return SCRIPT_FAILED
     if as_json:
         whole = found | {"conclusion": conclusion(found), "machine": examined}
@@ -165,7 +164,3 @@ def _cache_folder(asked: Path | None) -> Path | None:
         return Path.home() / ".cache" / "narrowcast"
     except RuntimeError:
         return None
-
-
-def _talk(text: str) -> None:
-    print(f"narrowcast: {text}", file=sys.stderr)  # noqa: T201

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from narrowcast.cli._output import NOT_WRITTEN, show, talk
+
 
 def report(
     capture: Annotated[
@@ -52,20 +54,11 @@ def report(
         run, path = found
         numbers = run_summary(run) | {"report": str(page)}
         text = "" if as_json else run_block(run, capture_path=str(path))
-    _show(_json(numbers) if as_json else text)
-    print(f"narrowcast: the page is {page}", file=sys.stderr)  # noqa: T201
+    if not show(_json(numbers) if as_json else text):
+        return NOT_WRITTEN
+    talk(f"the page is {page}")
     return 0
 
 
 def _json(numbers: dict[str, Any]) -> str:
     return json.dumps(numbers, indent=2, allow_nan=False)
-
-
-def _show(text: str) -> None:
-    """Print ``text``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = text.replace("\u2500", "-").encode(encoding, errors="replace").decode(encoding)
-    print(text)  # noqa: T201

@@ -1,9 +1,12 @@
-"""What a verb answers, on stdout."""
+"""What a verb says: the answer on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
 import os
 import sys
+
+NOT_WRITTEN = 2
+"""Exit code where the answer could not be written."""
 
 
 def show(text: str) -> bool:
@@ -26,3 +29,8 @@ def show(text: str) -> bool:
             print(f"narrowcast: cannot write to stdout: {error.strerror}", file=sys.stderr)  # noqa: T201
             return False
     return True
+
+
+def talk(text: str) -> None:
+    """A line on stderr, for a person."""
+    print(f"narrowcast: {text}", file=sys.stderr)  # noqa: T201
