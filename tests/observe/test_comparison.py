@@ -30,6 +30,26 @@ def test_a_killed_comparison_has_what_it_had(tmp_path):
     assert found.only("certificate") is None
 
 
+def test_a_run_that_had_begun_counts_as_far_as_it_came(tmp_path):
+    folder = made_captures.trained(tmp_path, steps=4)
+    lines = (folder / COMPARISON).read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if '"run"' in line)
+    begun = lines[first].replace('"event": "run"', '"event": "run", "ended": false')
+    (folder / COMPARISON).write_text("\n".join([*lines[:first], begun]) + "\n")
+    (run,) = read_comparison(folder).runs
+    capture = folder / run.name / "capture.jsonl"
+    whole = capture.read_bytes()
+    capture.write_bytes(whole[: len(whole) // 2])
+    (run,) = read_comparison(folder).runs
+    assert run.capture.end is None
+    assert 0 < len(run.capture.of("step")) < 4
+    capture.write_bytes(b"")
+    assert read_comparison(folder).runs == ()
+    (folder / COMPARISON).write_text("\n".join(lines[: first + 1]) + "\n")
+    with pytest.raises(CaptureError, match="start event"):
+        read_comparison(folder)
+
+
 def test_wherever_a_comparison_was_cut_it_can_be_read(tmp_path):
     folder = made_captures.trained(tmp_path, steps=2)
     whole = (folder / COMPARISON).read_bytes()

@@ -8,7 +8,8 @@ event        fields
 start        schema, kind, argv (of the script), policy, started; loss_scale, seed, steps (0: the whole
              script), repeats, at_step
 run          name, format ("fp32" or "mixed"), seed, capture (path within the folder), last_line (of the
-             script's stdout): a run that was timed
+             script's stdout): a run that is timed, when it begins (with ``"ended": false``) and when
+             it has ended
 memory       format, peak_tensor_bytes (null with its reason), reason: a run whose tensors were counted
 certificate  what ``Certificate.to_dict`` gives: of a script that trains
 output       relative_error, sqnr_db, calls, verdict, reason: of one that only computes
@@ -87,19 +88,23 @@ def read_comparison(folder: Path) -> ComparisonCapture:
     own = read_capture(folder / COMPARISON)
     if own.start["kind"] != "compare":
         raise CaptureError(f"{folder / COMPARISON} is the capture of a run and not of a comparison")
-    runs = []
+    runs: dict[str, TimedRun] = {}
     for event in own.of("run"):
         if not _WITHIN.fullmatch(event["capture"]):
             raise CaptureError(
                 f"{folder / COMPARISON} names {event['capture'][:80]!r}, which is no capture in its folder"
             )
-        runs.append(
-            TimedRun(
-                name=event["name"],
-                format=event["format"],
-                seed=event["seed"],
-                last_line=event["last_line"],
-                capture=read_capture(folder / event["capture"]),
-            )
+        try:
+            capture = read_capture(folder / event["capture"])
+        except CaptureError:
+            if event.get("ended") is False:
+                continue  # the comparison was killed before the run had written anything
+            raise
+        runs[event["name"]] = TimedRun(
+            name=event["name"],
+            format=event["format"],
+            seed=event["seed"],
+            last_line=event["last_line"],
+            capture=capture,
         )
-    return ComparisonCapture(folder=folder, own=own, runs=tuple(runs))
+    return ComparisonCapture(folder=folder, own=own, runs=tuple(runs.values()))

@@ -152,6 +152,7 @@ class _Comparison:
 
     def _time(self, format_: str, repeat: int) -> None:
         name = f"{format_}-{len(self.captures[format_]) + 1}"
+        self._write_run(name, format_, repeat, RUN, last_line="", ended=False)
         ended = self.runs.start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
         try:
             path = _that_trained(ended.folder)
@@ -165,14 +166,17 @@ class _Comparison:
                 "without that (most scripts have an option for it), or trust its own"
             )
         self.captures[format_].append((path.name, capture))
+        self._write_run(name, format_, repeat, path.name, last_line=ended.last_line, ended=True)
+
+    def _write_run(self, name: str, format_: str, repeat: int, capture: str, **more: Any) -> None:
         self.writer.write(
             {
                 "event": "run",
                 "name": name,
                 "format": format_,
                 "seed": self.settings.seed + repeat,
-                "capture": f"{name}/{path.name}",
-                "last_line": ended.last_line,
+                "capture": f"{name}/{capture}",
+                **more,
             }
         )
 
