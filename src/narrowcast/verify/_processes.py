@@ -66,12 +66,11 @@ def run_process(
         )
         try:
             code = _wait(process, folder, lambda: progress(_last_line(out)))
-        except BaseException:
+        finally:
+            # What it has started and left behind would disturb the next run, too.
             _end_group(process)
-            raise
     seen = read_files(folder / FILES)
     if seen.read is not None:
-        _end_group(process)
         file, wrote = seen.read
         raise ResumedRunError(
             f"run {folder.name} read {file}, which run {wrote} had written. A script that resumes from what "
