@@ -393,6 +393,28 @@ def test_shared_storage_is_put_back_too():
     assert torch.equal(model[0].weight, before)
 
 
+def test_expanded_buffers_and_parameters_are_put_back_too():
+    """Their elements share memory, into which torch refuses to write."""
+    model = mlp()
+    model.register_buffer("seen", torch.arange(4.0).expand(3, 4))
+    model.gain = nn.Parameter(torch.full((1,), 0.7).expand(CLASSES))
+    seen, before = model.seen, everything(model)
+
+    def loss_fn(model, batch):
+        assert torch.equal(model.seen, torch.arange(4.0).expand(3, 4))
+        model.seen[0].add_(1)
+        return F.cross_entropy(model[2](model[1](model[0](batch[0]))) * model.gain, batch[1])
+
+    found = certified(model, loss_fn=loss_fn)
+    assert found.verdict == "pass"
+    assert found.parameters[0].name == "gain"
+    assert found.parameters[0].rounding_norm > 0
+    assert model.seen is seen
+    assert seen.stride() == (0, 1)
+    assert model.gain.stride() == (0,)
+    same(before, everything(model))
+
+
 def test_under_no_grad_it_turns_gradients_on_for_itself():
     with torch.no_grad():
         assert certified(mlp()).verdict == "pass"
@@ -433,6 +455,8 @@ def test_models_that_cannot_be_certified():
         certified(frozen)
     with pytest.raises(SettingError, match=r"expected a torch\.nn\.Module, got function"):
         certified(lambda x: x)
+    with pytest.raises(SettingError, match=r"whose 0\.weight waits for its first input .* call the model once"):
+        certified(nn.Sequential(nn.LazyLinear(CLASSES)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = nn.DataParallel(mlp())

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 
 from narrowcast.casting import autocast, cast_floating
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
@@ -80,8 +81,8 @@ def certify(
         with the same weights, and batch, cast to FP32.
 
     Raises:
-        SettingError: ``model`` is no module or has nothing to train; the loss is no tensor of one element, or
-            has no graph.
+        SettingError: ``model`` is no module, has nothing to train or lazy weights that are not yet made; the
+            loss is no tensor of one element, or has no graph.
         OrderError: inside an autocast region.
         PolicyError: no such policy, or one that keeps master weights.
         ScaleError: ``loss_scale`` is no scale.
@@ -249,6 +250,14 @@ class _Passes:
 def _check(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    lazy = next(
+        (name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)), None
+    )
+    if lazy is not None:
+        raise SettingError(
+            f"expected a model whose weights are made, got one whose {lazy} waits for its first input (a "
+            "lazy module): call the model once first"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingError(
             f"expected a model with parameters to train, got {type(model).__name__} without any that needs "

@@ -47,12 +47,22 @@ def _plain(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without the repeats of ``expand``: a view of the same memory that torch lets one write."""
+    if tensor.layout != torch.strided:
+        return tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 class Buffers:
     """The buffers of a model, and which tensors they are: a forward may write one or put another in place."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._kept = [
-            (module, name, buffer, None if buffer is None else buffer.detach().clone())
+            (module, name, buffer, None if buffer is None else _each_once(buffer.data).clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
@@ -62,7 +72,7 @@ class Buffers:
         for module, name, buffer, value in self._kept:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
-                buffer.data.copy_(value)
+                _each_once(buffer.data).copy_(value)
 
 
 @contextmanager
@@ -92,10 +102,11 @@ def last_bit_moved(model: torch.nn.Module) -> Iterator[None]:
     In fp32 that is a relative change of 2**-24 to 2**-23. The weights are put back to the bit, and no random
     state of the process is touched.
     """
-    kept = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    places = [_each_once(parameter.data) for parameter in model.parameters()]
+    kept = [(place, place.clone()) for place in places]
     generators: dict[torch.device, torch.Generator] = {}
     try:
-        for parameter, value in kept:
+        for place, value in kept:
             if not value.is_floating_point():
                 continue
             device = value.device
@@ -104,11 +115,11 @@ def last_bit_moved(model: torch.nn.Module) -> Iterator[None]:
             up = torch.rand(value.shape, generator=generators[device], device=device) < 0.5
             infinity = torch.full_like(value, float("inf"))
             moved = torch.nextafter(value, torch.where(up, infinity, -infinity))
-            parameter.data.copy_(torch.where(value == 0, value, moved))
+            place.copy_(torch.where(value == 0, value, moved))
         yield
     finally:
-        for parameter, value in kept:
-            parameter.data.copy_(value)
+        for place, value in kept:
+            place.copy_(value)
 
 
 def is_held_narrow(model: torch.nn.Module) -> bool:
