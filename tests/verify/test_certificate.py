@@ -269,6 +269,9 @@ def test_parameters_without_gradients_are_not_judged():
     found = finished(made(), unused, zero)
     assert [p.reason for p in found.parameters] == [None, "no gradient reaches it", "its gradient is zero"]
     assert found.verdict == "pass"
+    assert found.reason.endswith(
+        " Not judged: 2 of 3 parameters, which got no gradient or a zero one from this batch (unused, zero)."
+    )
     for parameters, words in (
         ([zero], "No gradient can be judged (zero: its gradient is zero)."),
         ([unused], "No gradient can be judged (unused: no gradient reaches it)."),
@@ -280,6 +283,51 @@ def test_parameters_without_gradients_are_not_judged():
         assert found.worst_parameter is None
 
 
+def test_how_many_parameters_got_no_gradient_is_said():
+    unused = [(f"unused{n}", None, None, None, None) for n in range(50)]
+    assert finished(made(), *unused).reason.endswith(
+        " Not judged: 50 of 51 parameters, which got no gradient or a zero one from this batch (unused0, "
+        "unused1, unused2 and 47 more)."
+    )
+
+
+def test_a_gradient_that_is_zero_for_the_first_batch_only_tests_nothing():
+    zero, ones = torch.zeros(4), torch.ones(4)
+    for mixed in (zero, None):
+        found = finished(("a", zero, ones, mixed, zero))
+        assert found.verdict == "cannot tell"
+        assert found.parameters[0].reason == "its FP32 gradient is zero for this batch, which tests nothing"
+        assert not found.parameters[0].judged
+    # Nor is its noise one that the error of others is divided by.
+    both = finished(made(error=0.2), ("a", zero, 100 * ones, zero, zero))
+    assert both.verdict == "fail"
+    assert both.error_over_noise == pytest.approx(0.2)
+    # A second batch that is not finite is named all the same.
+    broken = finished(made(), ("a", zero, ones * math.nan, zero, zero))
+    assert (broken.verdict, broken.reason) == ("cannot tell", "FP32 is not finite on the second batch: a.")
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"), [(0.0099, "pass"), (0.0101, "cannot tell"), (0.041, "cannot tell")]
+)
+def test_a_first_gradient_far_smaller_than_the_second_does_not_pass(error, verdict):
+    found = finished(made(size=0.04, error=error, dtype=torch.float64))
+    assert found.verdict == verdict
+    if verdict != "pass":
+        assert "the first batch's gradient is far smaller than the second's" in found.reason
+
+
+def test_a_tiny_gradient_that_is_lost_wholly_does_not_pass():
+    name, fp32, other, _, perturbed = made(size=1e-3, rounding=1e-9)
+    found = finished((name, fp32, other, torch.zeros(4), perturbed))
+    assert (found.verdict, found.relative_error) == ("cannot tell", 1)
+    assert found.reason == (
+        "Mixed precision moves the gradient by 0.001 of what another minibatch does, but by 1 of its own "
+        "size: the first batch's gradient is far smaller than the second's, so that even losing it wholly "
+        "would look small."
+    )
+
+
 def test_gradients_that_are_zero_in_fp32_only():
     zero = torch.zeros(4)
     found = finished(("a", zero, zero, torch.ones(4), zero))
@@ -287,7 +335,7 @@ def test_gradients_that_are_zero_in_fp32_only():
         "fail",
         "Every FP32 gradient is zero, and the mixed ones are not.",
     )
-    assert finished(("a", zero, torch.ones(4), torch.ones(4) * 0.01, zero)).verdict == "pass"
+    assert finished(("a", zero, torch.ones(4), torch.ones(4) * 0.01, zero)).verdict == "cannot tell"
     assert finished(("a", zero, torch.ones(4), torch.ones(4) * 0.3, zero)).verdict == "fail"
 
 

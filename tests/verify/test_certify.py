@@ -455,7 +455,9 @@ def test_models_that_cannot_be_certified():
         certified(frozen)
     with pytest.raises(SettingError, match=r"expected a torch\.nn\.Module, got function"):
         certified(lambda x: x)
-    with pytest.raises(SettingError, match=r"whose 0\.weight waits for its first input .* call the model once"):
+    with pytest.raises(
+        SettingError, match=r"whose 0\.weight waits for its first input .* call the model once"
+    ):
         certified(nn.Sequential(nn.LazyLinear(CLASSES)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

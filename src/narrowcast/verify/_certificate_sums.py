@@ -10,10 +10,13 @@ import torch
 from narrowcast.verify._certificate import (
     MISSING_FP32,
     MISSING_MIXED,
+    NO_GRADIENT,
     NOT_FINITE_FP32,
     NOT_FINITE_MIXED,
     NOT_FINITE_OTHER,
     ROUNDING_NOISE,
+    ZERO_FP32,
+    ZERO_GRADIENT,
     Certificate,
     ParameterResult,
 )
@@ -118,7 +121,7 @@ def _result(
     if not math.isfinite(error.first):
         return _unjudged(name, shape, NOT_FINITE_FP32)
     if error.missing == "both":
-        return _unjudged(name, shape, "no gradient reaches it")
+        return _unjudged(name, shape, NO_GRADIENT)
     if rounding is not None and not math.isfinite(rounding.second):
         rounding = None
     totals = Totals.of([(error, noise, rounding)])
@@ -145,13 +148,14 @@ def _whether_judged(
     """And the reason, of which the first that holds is given."""
     is_rounding = rounding is not None and 0 < totals.rounding >= ROUNDING_SHARE * totals.gradient
     no_gradient = totals.gradient == 0 and not totals.noise > 0
+    is_zero = totals.gradient == 0 == totals.error and not math.isinf(totals.noise)
     cases = (
         (not math.isfinite(error.second), True, NOT_FINITE_MIXED),
         (is_rounding, False, ROUNDING_NOISE),
+        (is_zero, False, ZERO_GRADIENT if no_gradient else ZERO_FP32),
         (error.missing == "second", True, MISSING_MIXED),
         (error.missing == "first", True, MISSING_FP32),
         (math.isinf(totals.noise), True, NOT_FINITE_OTHER),
-        (no_gradient and totals.error == 0, False, "its gradient is zero"),
         (no_gradient, True, "its gradient is zero in FP32 and not in mixed precision"),
         (noise is None, True, "there was no second batch to measure noise by"),
         (totals.no_noise, True, "both batches give it the same gradient: no noise to divide by"),

@@ -10,11 +10,14 @@ from narrowcast.verify._certificate import (
     FAIL,
     MISSING_FP32,
     MISSING_MIXED,
+    NO_GRADIENT,
     NOT_FINITE_FP32,
     NOT_FINITE_MIXED,
     NOT_FINITE_OTHER,
     PASS,
     ROUNDING_NOISE,
+    ZERO_FP32,
+    ZERO_GRADIENT,
     ParameterResult,
 )
 from narrowcast.verify._certificate_text import number
@@ -132,6 +135,12 @@ def _by_total(totals: Totals, *, second_batch: bool) -> tuple[str, str]:
 
 def _with_noise(ratio: float, relative: float | None) -> tuple[str, str]:
     measured = f"Mixed precision moves the gradient by {number(ratio)} of what another minibatch does"
+    if ratio < TOTAL_FAILS and (relative is None or relative >= PARAMETER_LIMIT):
+        off = "all of" if relative is None else f"{number(relative)} of"
+        return CANNOT_TELL, (
+            f"{measured}, but by {off} its own size: the first batch's gradient is far smaller than the "
+            "second's, so that even losing it wholly would look small."
+        )
     if ratio < TOTAL_LIMIT:
         return PASS, f"{measured}; below {TOTAL_LIMIT} passes."
     if relative is not None and relative <= ROUNDING_SIZE:
@@ -181,6 +190,12 @@ def _notes(parameters: Sequence[ParameterResult]) -> list[str]:
         notes.append(
             f"Not judged, since in FP32 itself it is rounding noise: the gradient of {len(rounding)} of "
             f"{len(parameters)} parameters ({_listed(rounding)})."
+        )
+    without = [p.name for p in parameters if p.reason in (NO_GRADIENT, ZERO_GRADIENT, ZERO_FP32)]
+    if without and any(p.judged for p in parameters):
+        notes.append(
+            f"Not judged: {len(without)} of {len(parameters)} parameters, which got no gradient or a zero "
+            f"one from this batch ({_listed(without)})."
         )
     one_sided = [p.name for p in parameters if p.reason in (MISSING_FP32, MISSING_MIXED)]
     if one_sided:
