@@ -1,5 +1,6 @@
 """The events of a capture: losses with their sites, steps, forwards, in the order in which they happened."""
 
+import gc
 import json
 import math
 import signal
@@ -153,6 +154,40 @@ def test_events_stand_in_the_order_in_which_they_happened(policy, writer):
         assert after["interval_s"] == pytest.approx(after["time_s"] - before["time_s"], abs=0.05)
 
 
+def test_a_step_lasts_since_the_one_before_of_the_same_optimizer(writer):
+    ledger = Ledger(writer)
+    now = ledger._started
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "perf_counter", lambda: now)
+        for lasts, optimizer in [(0.0, 0), (0.25, 1), (0.5, 0), (0.25, 1), (0.25, 1), (0.5, 0)]:
+            now += lasts
+            ledger.saw_step(optimizer=optimizer, skipped=False, scale=None)
+        ledger.flush()
+    found = [(step["optimizer"], step["interval_s"]) for step in events(writer, "step")]
+    expected = [(0, None), (1, None), (0, 0.75), (1, 0.75), (1, 0.25), (0, 1.0)]
+    assert [optimizer for optimizer, _ in found] == [optimizer for optimizer, _ in expected]
+    assert [lasts for _, lasts in found] == [
+        lasts if lasts is None else pytest.approx(lasts) for _, lasts in expected
+    ]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_optimizers_are_numbered_by_their_first_steps_and_no_number_is_given_again(policy, writer):
+    model, (x, y) = network(), data()
+    with Attachment(policy, writer=writer):
+        made_first, stepped_first = (torch.optim.SGD(model.parameters(), 0.01) for _ in range(2))
+        for optimizer in (stepped_first, made_first, stepped_first):
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        del optimizer, made_first, stepped_first
+        gc.collect()
+        for _ in range(2):
+            torch.optim.SGD(model.parameters(), 0.01).step()
+            gc.collect()
+    found = [(step["optimizer"], step["interval_s"] is None) for step in events(writer, "step")]
+    assert found == [(0, True), (1, True), (0, False), (2, True), (3, True)]
+
+
 def test_slow_and_fast_steps_reach_the_file_without_another_one(writer):
     """A killed run lacks what came within a second of the last event that was written, and no more."""
     ledger = Ledger(writer)
@@ -168,11 +203,11 @@ def test_slow_and_fast_steps_reach_the_file_without_another_one(writer):
         patched.setattr(time, "perf_counter", lambda: now)
         for n in range(5):
             at(3.0 * n, lambda: ledger.saw_backward(torch.tensor(1.0), "train.py:1"))
-            at(3.0 * n + 0.01, lambda: ledger.saw_step(skipped=False, scale=None))
+            at(3.0 * n + 0.01, lambda: ledger.saw_step(optimizer=0, skipped=False, scale=None))
             assert len(events(writer, "step")) in (n, n + 1)
         assert len(events(writer, "step")) == 5
         for n in range(1000):
-            at(20.0 + n / 1000, lambda: ledger.saw_step(skipped=False, scale=None))
+            at(20.0 + n / 1000, lambda: ledger.saw_step(optimizer=0, skipped=False, scale=None))
     assert len(events(writer, "step")) >= 5 + 890
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from narrowcast.errors import CaptureError, RunFolderError
 from narrowcast.observe import SCHEMA, CaptureWriter, read_capture, start_event
-from narrowcast.observe._schema import _COMPARE_STARTS, _EVENTS
+from narrowcast.observe._schema import _COMPARE_STARTS, _EVENTS, checked_event
 
 START = made_captures.start(argv=["train.py", "nan"])
 LOSSES = [
@@ -20,6 +20,7 @@ STEPS = [
         "event": "step",
         "time_s": 0.5 * n,
         "interval_s": None if n == 1 else 0.5,
+        "optimizer": 0,
         "skipped": n == 2,
         "scale": 2.0**n,
         "backward": n,
@@ -284,3 +285,11 @@ def test_a_full_disk_ends_the_capture_and_not_the_run(path, monkeypatch):
     monkeypatch.undo()
     writer.close()
     assert read_capture(path).events == (START,)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"optimizer": None}, {"optimizer": -1}, {"optimizer": "0"}])
+def test_a_step_has_the_number_of_its_optimizer(wrong):
+    """Without it nobody can tell whose steps an interval lies between."""
+    event = {key: value for key, value in STEPS[0].items() if key != "optimizer"} | wrong
+    with pytest.raises(CaptureError, match="'optimizer'"):
+        checked_event(event, "line 1")

@@ -91,6 +91,7 @@ def training(
                 "event": "step",
                 "time_s": now,
                 "interval_s": None if step == 1 else lasts,
+                "optimizer": 0,
                 "skipped": skip,
                 "scale": scale if mixed else None,
                 "backward": backward,

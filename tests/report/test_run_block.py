@@ -28,7 +28,7 @@ def note(text):
 
 
 def step(**changed):
-    return {"event": "step", "time_s": 2.5, "skipped": False, "scale": 1024.0, **changed}
+    return {"event": "step", "time_s": 2.5, "optimizer": 0, "skipped": False, "scale": 1024.0, **changed}
 
 
 def losses(*values, site="train.py:9"):

@@ -109,9 +109,10 @@ def test_an_interval_reaches_from_the_lowest_to_the_highest_of_its_runs():
 
 
 @pytest.mark.parametrize(
-    ("count", "kept"), [(0, 0), (1, 1), (9, 9), (10, 9), (19, 18), (20, 18), (30, 27), (300, 270)]
+    ("count", "kept"),
+    [(0, 0), (1, 1), (2, 2), (3, 2), (9, 8), (10, 9), (19, 18), (20, 18), (30, 27), (300, 270)],
 )
-def test_the_first_tenth_of_the_steps_is_warm_up(count, kept):
+def test_the_first_tenth_of_the_steps_at_least_one_is_warm_up(count, kept):
     assert without_warm_up(range(count)) == list(range(count))[count - kept :]
 
 

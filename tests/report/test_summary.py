@@ -9,6 +9,8 @@ import pytest
 
 from narrowcast.observe import read_comparison
 from narrowcast.report import empty_summary, summary
+from narrowcast.report._rows import checks
+from narrowcast.report._run_summary import run_summary
 from narrowcast.report._statistics import median_of_runs
 
 SITE = "train.py:41"
@@ -23,7 +25,7 @@ def run(intervals=(), losses=(), *, site=SITE, ended=True, format_="fp32", notes
         )
     for number, interval in enumerate(intervals, start=1):
         step = {"time_s": float(number), "interval_s": interval, "skipped": False, "scale": None}
-        events.append({"event": "step", "backward": number, **step})
+        events.append({"event": "step", "backward": number, "optimizer": 0, **step})
     events += map(made_captures.note, notes)
     totals = {"steps": len(intervals), "backwards": len(losses), "forwards": 0} | changed
     return [*events, made_captures.end(**totals)] if ended else events
@@ -65,17 +67,38 @@ def twice(tmp_path, fp32, mixed, *own, **more):
         ((), None),
         ((None,), None),
         ((None, 3.0), 3.0),
-        ((None, 1.0, 2.0, 4.0), 2.0),
-        # Ten intervals: the first is warm-up.
+        ((None, 1.0, 2.0), 1.5),
+        # Of three or more the first is warm-up.
+        ((None, 100.0, 2.0, 4.0), 3.0),
         ((None, 100.0, *[1.0, 2.0, 3.0] * 3), 2.0),
-        # Nine: none is, as a tenth of them is less than one.
-        ((None, 100.0, *[1.0] * 3, 5.0, *[9.0] * 4), 9.0),
+        # Twenty: the first two are.
+        ((None, 100.0, 100.0, *[1.0, 2.0, 3.0] * 6), 2.0),
     ],
 )
 def test_the_time_of_a_step_is_the_median_after_warm_up(tmp_path, intervals, median):
     found = twice(tmp_path, run(intervals), run(intervals))
     assert found["fp32"]["step_time_s_median"] == median
     assert found["ratio"]["speed"] == (None if median is None else 1.0)
+
+
+def test_the_step_time_of_several_optimizers_is_that_of_a_whole_iteration(tmp_path):
+    """Of a GAN: 10 ms to the generator's step, 30 ms from there to the discriminator's."""
+
+    def gan(factor):
+        events = run([None, *[0.04 * factor] * 20])
+        second = [
+            {**event, "optimizer": 1, "interval_s": event["interval_s"] and 0.03 * factor}
+            for event in events
+            if event["event"] == "step"
+        ]
+        return [*events[:-1], *second, made_captures.end(steps=42)]
+
+    found = twice(tmp_path, gan(1.0), gan(0.5))
+    assert (found["fp32"]["step_time_s_median"], found["mixed"]["step_time_s_median"]) == (0.04, 0.02)
+    assert found["fp32"]["step_time_s_interval"] == [0.04, 0.04]
+    assert (found["fp32"]["steps"], found["notes"]) == (42, []), "all steps count"
+    report = run_summary(read_comparison(tmp_path).runs[0].capture)
+    assert report["step_time_s_median"] == 0.04
 
 
 def test_a_ratio_of_times_is_that_of_the_medians_over_all_runs_and_lies_in_its_interval(tmp_path):
@@ -264,7 +287,49 @@ def test_the_verdict_is_that_of_the_gradients_or_the_outputs(tmp_path, verdict):
     assert (found["verdict"], found["certificate"]) == (verdict, None)
 
 
+@pytest.mark.parametrize(
+    ("fp32", "mixed", "verdict"),
+    [
+        ((5, 0), [(0, 5), (0, 5)], "fail"),
+        ((5, 0), [(0, 5), (1, 4)], "pass"),
+        ((0, 5), [(0, 5), (0, 5)], "pass"),  # FP32 trains nothing either
+        ((0, 0), [(0, 0), (0, 0)], "pass"),  # no torch.optim.Optimizer
+    ],
+)
+def test_mixed_precision_that_takes_no_step_where_fp32_does_fails(tmp_path, fp32, mixed, verdict):
+    sides = [
+        [run(steps=steps, skipped_steps=skipped, backwards=5) for steps, skipped in side]
+        for side in ([fp32] * 2, mixed)
+    ]
+    found = summed(tmp_path, *(seeds(*side) for side in sides), made_captures.certificate())
+    assert (found["verdict"], found["certificate"]["verdict"]) == (verdict, "pass")
+    said = [check.reason for check in checks(found) if check.verdict == "fail"]
+    assert said == ["every step in mixed precision was skipped, so nothing was trained"] * (verdict == "fail")
+
+
+def test_a_run_killed_while_its_loss_scale_fell_does_not_fail(tmp_path):
+    cut = run([None, 1.0], [1.0], ended=False)
+    for event in cut:
+        event.update({"skipped": True} if event["event"] == "step" else {})
+    found = twice(tmp_path, run([None, 1.0], [1.0]), cut, finished=False)
+    assert (found["verdict"], found["mixed"]["steps"]) == ("cannot tell", 0)
+
+
 # ---- doubts
+
+
+@pytest.mark.parametrize(("skipped", "doubted"), [(0, False), (5, False), (6, True), (50, True)])
+def test_many_skipped_steps_are_doubted(tmp_path, skipped, doubted):
+    """Of all mixed runs together: more than a tenth."""
+    one = {"steps": 20 - skipped // 3, "skipped_steps": skipped // 3}
+    rest = skipped - skipped // 3
+    fp32 = seeds(run(steps=10, skipped_steps=10))
+    mixed = seeds(run(**one), run(steps=max(0, 30 - rest), skipped_steps=rest))
+    tried = one["steps"] + one["skipped_steps"] + max(30, rest)
+    notes = summed(tmp_path, fp32, mixed)["notes"]
+    assert [note.partition(", as")[0] for note in notes] == (
+        [f"{skipped} of the {tried} steps in mixed precision were skipped"] * doubted
+    )
 
 
 def test_runs_that_took_other_numbers_of_steps_are_doubted(tmp_path):

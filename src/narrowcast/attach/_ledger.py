@@ -36,6 +36,7 @@ class Ledger:
         self._lock = threading.RLock()
         self._started = time.perf_counter()
         self._last_step: float | None = None
+        self._last_step_of: dict[int, float] = {}
         self._last_flush = self._started
         self._unwritten: list[dict[str, Any]] = []
         self._waits_for_device = False
@@ -78,24 +79,29 @@ class Ledger:
             if value is not None:
                 self._add({"event": "loss", "backward": self.backwards, "site": site, "value": value})
 
-    def saw_step(self, *, skipped: bool, scale: float | None) -> None:
-        """An optimizer took a step or skipped one; ``scale`` is the one its gradients were made with."""
+    def saw_step(self, *, optimizer: int, skipped: bool, scale: float | None) -> None:
+        """An optimizer took a step or skipped one; ``scale`` is the one its gradients were made with.
+
+        ``optimizer`` is its number in the order of first steps, from 0. A step lasts since the one before
+        of the same optimizer: where several step by turns, that is a whole iteration.
+        """
         with self._lock:
             self.steps += not skipped
             self.skipped_steps += skipped
             now = time.perf_counter()
-            interval_s = None if self._last_step is None else now - self._last_step
-            self._last_step = now
+            before, of_any = self._last_step_of.get(optimizer), self._last_step
+            self._last_step_of[optimizer] = self._last_step = now
             self._add(
                 {
                     "event": "step",
-                    "interval_s": interval_s,
+                    "interval_s": None if before is None else now - before,
+                    "optimizer": optimizer,
                     "skipped": skipped,
                     "scale": scale,
                     "backward": self.backwards,
                 }
             )
-            if interval_s is not None and interval_s > _FLUSH_EVERY_S:
+            if of_any is not None and now - of_any > _FLUSH_EVERY_S:
                 self.flush()  # the next event is far
 
     def _add(self, event: dict[str, Any]) -> None:

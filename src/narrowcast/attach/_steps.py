@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -68,6 +69,8 @@ class Steps:
         self._thread = _Thread()
         self._ended = 0
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._next_number = itertools.count()  # not the length: a number is never given again
         self._skips_in_a_row: Counter[int] = Counter()
         self._skipping_since: dict[int, int] = {}
         self.installed = False
@@ -201,7 +204,7 @@ class Steps:
             return self._hold_back(optimizer, args, kwargs)
         if not self._scale.active:
             result = hooked(optimizer, *args, **kwargs)
-            self._saw_step(skipped=False)
+            self._saw_step(optimizer, skipped=False)
             return result
         self._leaves.own(_parameters(optimizer))
         if closure_of(args, kwargs) is not None:
@@ -229,18 +232,20 @@ class Steps:
             self._took(optimizer)
         return loss
 
-    def _saw_step(self, *, skipped: bool) -> None:
+    def _saw_step(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
         if self._thread.depth == 1:
             scale = self._scale.value.scale if self._scale.active else None
-            self._ledger.saw_step(skipped=skipped, scale=scale)
+            if optimizer not in self._numbers:
+                self._numbers[optimizer] = next(self._next_number)
+            self._ledger.saw_step(optimizer=self._numbers[optimizer], skipped=skipped, scale=scale)
 
     def _took(self, optimizer: torch.optim.Optimizer) -> None:
         self._skips_in_a_row.pop(id(optimizer), None)
-        self._saw_step(skipped=False)
+        self._saw_step(optimizer, skipped=False)
         self._scale.after_step(overflow=False)
 
     def _skip(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
-        self._saw_step(skipped=True)
+        self._saw_step(optimizer, skipped=True)
         self._leaves.stepped(_parameters(optimizer), skipped=True)
         self._scale.after_step(overflow=True)
         key = id(optimizer)

@@ -11,8 +11,9 @@ start       schema, kind, argv, policy, started (seconds since 1970); of the scr
 device      device_type, format, because: the first region on a device type
 loss        time_s (since start), backward (its number, from 1), site (file and line that called it), value:
             the one number that an outermost ``backward`` started from
-step        time_s, interval_s (since the step before; null for the first), skipped, scale, backward
-            (number of the latest backward)
+step        time_s, interval_s (since the step before of the same optimizer; null for its first),
+            optimizer (its number in the order of first steps, from 0), skipped, scale, backward (number
+            of the latest backward)
 forward     time_s, duration_s (of the outermost call of a module), gradients (whether they were recorded),
             training (the module's mode): those before the first backward
 note        text: something that the person should know

@@ -151,6 +151,7 @@ _EVENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "step": {
         "time_s": _seconds,
         "interval_s": _seconds_or_null,
+        "optimizer": _count,
         "skipped": _truth,
         "scale": _number_or_null,
         "backward": _count,

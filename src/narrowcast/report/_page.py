@@ -37,7 +37,7 @@ from narrowcast.report._rows import (
     times,
 )
 from narrowcast.report._run_plots import scale_plot, time_plot
-from narrowcast.report._statistics import final_loss, without_warm_up
+from narrowcast.report._statistics import final_loss, forward_times_s, step_times_s
 from narrowcast.report._summary import summary
 
 _MOST_NOTES = 40
@@ -64,7 +64,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         "comparison.html",
         plots,
         title=_script(comparison.own.start["argv"]),
-        command=_provenance.command("compare", comparison.own.start["argv"]),
+        command=_provenance.command("compare", comparison.own.start),
         found=found,
         verdict=found["verdict"],
         sentence=_sentence(found),
@@ -102,7 +102,7 @@ def run_page(capture: Capture, folder: Path) -> str:
         "run.html",
         [*losses, _times([run], "training" if trains else "inference"), scale_plot([run])],
         title=_script(capture.start["argv"]),
-        command=_provenance.command("run", capture.start["argv"]),
+        command=_provenance.command("run", capture.start),
         ended=capture.end is not None,
         totals=totals,
         rows=_run_rows(capture),
@@ -247,12 +247,10 @@ def _missing(found_rows: Sequence[Any], reasons: Mapping[str, str]) -> list[tupl
 
 def _times(runs: Sequence[TimedRun], kind: str | None) -> Plot | None:
     if kind == "inference":
-        times_s = [[event["duration_s"] for event in run.capture.of("forward")] for run in runs]
+        times_s = [forward_times_s(run.capture.of("forward")) for run in runs]
     else:
-        times_s = [
-            [s["interval_s"] for s in run.capture.of("step") if s["interval_s"] is not None] for run in runs
-        ]
-    kept = [[time for time in without_warm_up(times) if time < _LONGEST_S] for times in times_s]
+        times_s = [step_times_s(run.capture.of("step")) for run in runs]
+    kept = [[time for time in times if time < _LONGEST_S] for times in times_s]
     return time_plot(runs, kept, "forward calls" if kind == "inference" else "steps")
 
 

@@ -73,8 +73,11 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
 
 
 def checks(summary: Mapping[str, Any]) -> list[Check]:
-    """What was judged: gradients and losses of a script that trains, outputs of one that computes."""
-    found = []
+    """What was judged: gradients and losses of a script that trains, outputs of one that computes.
+
+    That mixed precision took no step at all is said first, and only then.
+    """
+    found = _no_steps(summary)
     certificate, output, loss = summary["certificate"], summary["output"], summary["loss"]
     if certificate is not None:
         said = [f"error over noise {short(certificate['error_over_noise'])} (limit {LIMIT:g})"]
@@ -98,6 +101,17 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
             said.append(f"worst of {len(loss['sites'])} losses: {site_name(loss['site'])}")
         found.append(_check("loss", loss, said))
     return found
+
+
+def _no_steps(summary: Mapping[str, Any]) -> list[Check]:
+    fp32, mixed = summary["fp32"] or {}, summary["mixed"] or {}
+    skipped = mixed.get("skipped_steps")
+    if summary["verdict"] != "fail" or not (fp32.get("steps") and skipped) or mixed.get("steps"):
+        return []
+    reason = "every step in mixed precision was skipped, so nothing was trained"
+    return [
+        Check(name="steps", verdict="fail", numbers=(f"{count(skipped)} skipped, 0 taken",), reason=reason)
+    ]
 
 
 def _check(name: str, part: Mapping[str, Any], said: Sequence[str]) -> Check:

@@ -39,7 +39,7 @@ def time_plot(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], what
         said.append(f"{NAMES[key]}: median {median} of {len(values)} {what}.")
     traces += _run_medians(timed[:MOST_RUNS])
     said.append(
-        f"Above: the share of {what} in each bin, first tenth of each run left out"
+        f"Above: the share of {what} in each bin, first tenth of each run, at least one, left out"
         + (f", {found.outside} far from the rest not shown" if found.outside else "")
         + ". Below: each run's median (dot), and from its 10th to its 90th percentile (line)."
     )

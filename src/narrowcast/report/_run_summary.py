@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from narrowcast.observe import Capture
-from narrowcast.report._statistics import final_loss, median_of_runs, without_warm_up
+from narrowcast.report._statistics import final_loss, median_of_runs, step_times_s
 
 _TOTALS = (
     "exit_code",
@@ -36,8 +36,7 @@ def run_summary(capture: Capture) -> dict[str, Any]:
     losses: dict[str, list[float]] = defaultdict(list)
     for loss in capture.of("loss"):
         losses[loss["site"]].append(loss["value"])
-    intervals = [step["interval_s"] for step in capture.of("step") if step["interval_s"] is not None]
-    spread = median_of_runs([without_warm_up(intervals)])
+    spread = median_of_runs([step_times_s(capture.of("step"))])
     totals = capture.totals()
     found: dict[str, Any] = {
         "argv": capture.start["argv"],

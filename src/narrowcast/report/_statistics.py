@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 WARM_UP_SHARE = 0.1
 """Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen."""
+
+_FEWEST_WITH_WARM_UP = 3
 
 _LAST_SHARE = 0.1
 _NORMAL_975 = 1.959964
@@ -25,8 +28,24 @@ class Spread:
 
 
 def without_warm_up(times_s: Sequence[float]) -> list[float]:
-    """``times_s`` without the first tenth."""
-    return list(times_s[int(len(times_s) * WARM_UP_SHARE) :])
+    """``times_s`` without the first tenth, at least one; one or two are all kept."""
+    fewest = 1 if len(times_s) >= _FEWEST_WITH_WARM_UP else 0
+    return list(times_s[max(fewest, int(len(times_s) * WARM_UP_SHARE)) :])
+
+
+def step_times_s(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    """What each step of a run lasted, warm-up left out; ``steps`` are its ``step`` events.
+
+    Only those of the optimizer that stepped first: of a GAN, whose two step by turns, each is a whole
+    iteration, and no iteration counts twice.
+    """
+    intervals = [step["interval_s"] for step in steps if step["optimizer"] == 0]
+    return without_warm_up([interval for interval in intervals if interval is not None])
+
+
+def forward_times_s(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
+    """What each outermost call of a run lasted, warm-up left out; ``forwards`` are its ``forward`` events."""
+    return without_warm_up([forward["duration_s"] for forward in forwards])
 
 
 def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:

@@ -8,18 +8,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from narrowcast.observe import Capture, ComparisonCapture, TimedRun
+from narrowcast.observe import ComparisonCapture, TimedRun
+from narrowcast.report._doubts import doubts
 from narrowcast.report._statistics import (
     LossVerdict,
     Spread,
     final_loss,
+    forward_times_s,
     judge_losses,
     mean,
     median_of_runs,
-    without_warm_up,
+    step_times_s,
 )
 
-_TOO_UNEVEN = 4.0
 _WORST_FIRST = ("fail", "cannot tell", "pass")
 
 
@@ -29,15 +30,16 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     None for a number that cannot be had; ``reasons`` says why, by the number's path. NaN and infinities are
     the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Times are in seconds, sizes in bytes.
 
-    ``fp32`` and ``mixed``: step_time_s_median and step_time_s_interval (between optimizer steps, the first
-    tenth of each run left out), forward_time_s_median and forward_time_s_interval (of a script that only
-    computes), steps, skipped_steps, final_scale, peak_tensor_bytes (CUDA's allocator; on a CPU the live
-    tensors of a separate short run), peak_resident_bytes (of the process), final_loss (by call site, the
-    mean of the last tenth), wall_s, format, last_line, runs; ``mixed`` has policy too. ``ratio``: speed
-    and speed_interval (FP32 time over mixed time), peak_tensor_bytes and peak_resident_bytes (mixed over
-    FP32). ``certificate``, ``output`` (of a script that only computes) and ``loss`` each have a verdict and
-    a reason; ``verdict`` is that of the gradients or outputs, unless the losses fail. Then kind, finished,
-    notes, seed, folder, settings, versions and report.
+    ``fp32`` and ``mixed``: step_time_s_median and step_time_s_interval (between steps of the optimizer that
+    stepped first, the first tenth of each run, at least one, left out), forward_time_s_median and
+    forward_time_s_interval (of a script that only computes), steps and skipped_steps (of all optimizers of
+    the first run), final_scale, peak_tensor_bytes (CUDA's allocator; on a CPU the live tensors of a
+    separate short run), peak_resident_bytes (of the process), final_loss (by call site, the mean of the
+    last tenth), wall_s, format, last_line, runs; ``mixed`` has policy too. ``ratio``: speed and
+    speed_interval (FP32 time over mixed time), peak_tensor_bytes and peak_resident_bytes (mixed over FP32).
+    ``certificate``, ``output`` (of a script that only computes) and ``loss`` each have a verdict and a
+    reason; ``verdict`` is that of the gradients or outputs, unless the losses fail or mixed precision
+    skipped every step. Then kind, finished, notes, seed, folder, settings, versions and report.
 
     Args:
         comparison: what ``read_comparison`` returned; one that was killed gives what it has.
@@ -55,11 +57,11 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         "mixed": mixed.numbers | {"policy": comparison.own.start["policy"]},
         "ratio": ratio.numbers,
         **checks,
-        "verdict": _overall(certificate, output, loss),
+        "verdict": "fail" if _never_steps(fp32, mixed) else _overall(certificate, output, loss),
         "kind": kind,
         "finished": comparison.finished,
         "report": report,
-        "notes": [*_notes(comparison), *_doubts(fp32, mixed, kind)],
+        "notes": [*_notes(comparison), *doubts(fp32.runs, mixed.runs, kind)],
         "reasons": {**fp32.reasons, **mixed.reasons, **ratio.reasons, **_why_unchecked(checks, kind)},
         "seed": comparison.own.start["seed"],
         "folder": str(comparison.folder),
@@ -103,8 +105,8 @@ class _Side:
         totals = [run.capture.totals() for run in self.runs]
         self._totals = totals
         first = totals[0] if totals else {}
-        self.step_time = median_of_runs([_step_times_s(run.capture) for run in self.runs])
-        self.forward_time = median_of_runs([_forward_times_s(run.capture) for run in self.runs])
+        self.step_time = median_of_runs([step_times_s(run.capture.of("step")) for run in self.runs])
+        self.forward_time = median_of_runs([forward_times_s(run.capture.of("forward")) for run in self.runs])
         self.final_losses = _final_losses(self.runs)
         formats = {device["format"]: None for run in self.runs for device in run.capture.of("device")}
         resident = [t["peak_resident_bytes"] for t in totals if t["peak_resident_bytes"] is not None]
@@ -152,7 +154,11 @@ class _Side:
             return
         if self.step_time is None:
             none_taken = kind != "training" or not numbers["steps"]
-            why = "no torch.optim.Optimizer stepped" if none_taken else "it takes two steps to time one"
+            why = (
+                "no torch.optim.Optimizer stepped"
+                if none_taken
+                else "it takes two steps of the first optimizer to time one"
+            )
             self._miss("step_time_s_median", why)
             self._miss("step_time_s_interval", why)
         if numbers["forward_time_s_median"] is None:
@@ -217,14 +223,6 @@ def _kind(runs: Sequence[TimedRun]) -> str | None:
     return "inference" if any(run.capture.of("forward") for run in runs) else None
 
 
-def _step_times_s(capture: Capture) -> list[float]:
-    return without_warm_up([s["interval_s"] for s in capture.of("step") if s["interval_s"] is not None])
-
-
-def _forward_times_s(capture: Capture) -> list[float]:
-    return without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
-
-
 def _final_losses(runs: Sequence[TimedRun]) -> dict[str, dict[int, float]]:
     """By call site and seed; runs of one seed count once, by their mean."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -254,6 +252,16 @@ def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
         **_verdict_fields(sites[worst]),
         "sites": {site: _verdict_fields(verdict) for site, verdict in sites.items()},
     }
+
+
+def _never_steps(fp32: _Side, mixed: _Side) -> bool:
+    """Whether mixed runs skipped all their steps, which trains nothing, where FP32 took some.
+
+    A run that was killed may have been about to find its loss scale: it does not count.
+    """
+    ended = [run.capture.totals() for run in mixed.runs if run.capture.end is not None]
+    taken, skipped = (sum(totals[key] for totals in ended) for key in ("steps", "skipped_steps"))
+    return skipped > 0 and not taken and any(run.capture.totals()["steps"] for run in fp32.runs)
 
 
 def _overall(*parts: dict[str, Any] | None) -> str:
@@ -332,55 +340,6 @@ def _notes(comparison: ComparisonCapture) -> list[str]:
     """What the runs and the comparison noted, each once."""
     mixed = [run.capture for run in comparison.runs if run.format == "mixed"]
     return list(dict.fromkeys(n["text"] for capture in [comparison.own, *mixed] for n in capture.of("note")))
-
-
-def _doubts(fp32: _Side, mixed: _Side, kind: str | None) -> list[str]:
-    """Reasons not to believe the comparison, each a line for a person."""
-    doubts = [
-        f"{run.name} left a capture without its end, as after os._exit: what it did last may be missing"
-        for run in [*fp32.runs, *mixed.runs]
-        if run.capture.end is None
-    ]
-    taken = sorted({_steps_taken(run.capture) for run in [*fp32.runs, *mixed.runs]})
-    if len(taken) > 1:
-        doubts.append(
-            f"the runs took different numbers of steps ({taken[0]} to {taken[-1]}), so they did not do the "
-            "same work: does the script resume from what it saved, or stop when it is good enough?"
-        )
-    spread = max((_unevenness(run, kind) for run in [*fp32.runs, *mixed.runs]), default=1.0)
-    if spread > _TOO_UNEVEN:
-        doubts.append(
-            f"times varied {spread:.0f}-fold within a run (10th to 90th percentile): the machine was busy "
-            "or the steps differ, so do not trust the ratio of their medians"
-        )
-    return doubts + _not_repeatable(fp32)
-
-
-def _steps_taken(capture: Capture) -> int:
-    return len(capture.of("step"))
-
-
-def _unevenness(run: TimedRun, kind: str | None) -> float:
-    times = _forward_times_s(run.capture) if kind == "inference" else _step_times_s(run.capture)
-    ordered = sorted(times)
-    if len(ordered) < 10:
-        return 1.0
-    tenth = len(ordered) // 10
-    return ordered[-1 - tenth] / max(ordered[tenth], 1e-9)
-
-
-def _not_repeatable(side: _Side) -> list[str]:
-    """Two FP32 runs of one seed that do not agree: then their difference bounds what can be told."""
-    by_seed: dict[int, list[list[float]]] = defaultdict(list)
-    for run in side.runs:
-        by_seed[run.seed].append([loss["value"] for loss in run.capture.of("loss")])
-    for same in by_seed.values():
-        if any(str(other) != str(same[0]) for other in same[1:]):
-            return [
-                "two FP32 runs with the same seed had different losses: the script draws random numbers "
-                "that no seed fixes, or runs operations that do not repeat; part of each difference is that"
-            ]
-    return []
 
 
 def _json_ready(value: Any) -> Any:
