@@ -19,9 +19,10 @@ FINISH = {"policy": "bf16", "format": "bf16", "at_step": 0, "loss_scale": None, 
 def finished(*parameters, **changed):
     """A certificate of (name, fp32, other, mixed, perturbed) each."""
     sums = CertificateSums()
+    second_batch = changed.pop("second_batch", None)
     for name, fp32, other, mixed, perturbed in parameters:
         shape = next((g.shape for g in (fp32, other, mixed, perturbed) if g is not None), (1,))
-        sums.add(name, shape, fp32, other, mixed, perturbed)
+        sums.add(name, shape, fp32, other, mixed, perturbed, second_batch=second_batch)
     return sums.finish(**FINISH | changed)
 
 
@@ -254,13 +255,59 @@ def test_gradients_on_one_side_only_count_as_zeros_and_are_named():
     assert gone.parameters[1].relative_error == 1
     assert gone.parameters[1].reason.startswith("it has a gradient in FP32 and none in mixed precision")
     assert gone.reason.endswith("A gradient on one side only, in FP32 or in mixed precision: one.")
-    extra = finished(made(), (name, None, None, mixed, None))
+    extra = finished(made(), (name, None, None, mixed, None), second_batch=True)
     assert extra.verdict == "fail"
     assert extra.parameters[1].reason.startswith("it has a gradient in mixed precision and none in FP32")
-    # Not reached by the second batch: its noise is its gradient.
-    unreached = finished(made(), (name, fp32, None, mixed, perturbed))
+    # Not reached by the second batch, which was made: its noise is its gradient.
+    unreached = finished(made(), (name, fp32, None, mixed, perturbed), second_batch=True)
     assert unreached.parameters[1].noise_norm == pytest.approx(1.0)
     assert unreached.verdict == "pass"
+
+
+def without_second_batch(**settings):
+    name, fp32, _, mixed, perturbed = made(**settings)
+    return name, fp32, None, mixed, perturbed
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(0.049, "pass"), (0.051, "cannot tell")])
+def test_without_a_second_batch_for_some_no_noise_is_made_up_for_them(error, verdict):
+    """As of an optimizer that steps for one of the two batches only."""
+    alone = without_second_batch(size=100.0, error=100 * error, name="critic", rounding=1e-4)
+    found = finished(made(error=0.04), alone)
+    assert found.error_over_noise == pytest.approx(0.04, rel=1e-4)
+    assert found.verdict == verdict
+    critic = found.parameters[1]
+    assert (critic.noise_norm, critic.error_over_noise, critic.judged) == (None, None, True)
+    assert critic.reason == "there was no second batch to measure noise by"
+    assert found.relative_error == pytest.approx(error, rel=1e-2)
+    assert found.reason.endswith(
+        " There was no second batch for 1 of 2 parameters (critic): of them only the relative error counts, "
+        f"{error:.3g}."
+    )
+    # Nor does it hide an error of the others.
+    assert finished(made(error=0.2), alone).verdict == "fail"
+
+
+@pytest.mark.parametrize(("elements", "verdict"), [(15, "cannot tell"), (16, "fail")])
+def test_a_layer_lost_without_a_second_batch_of_its_own_fails_unless_it_has_few_elements(elements, verdict):
+    bias = torch.full((elements,), 1e-6)
+    found = finished(made(), ("bias", bias, None, 0 * bias, bias * (1 + 1e-6)))
+    assert found.verdict == verdict
+    if verdict == "fail":
+        assert "where 0.5 is the limit for a single parameter" in found.reason
+
+
+def test_without_fp32s_rounding_a_single_parameter_fails_nothing():
+    unknown = "FP32's rounding is not known: the run by exact ops failed."
+    bias = (*made(error=3e-5, noise=1e-7, size=1e-7, name="bias")[:4], None)
+    assert finished(made(), bias).verdict == "fail"
+    found = finished(made(), bias, rounding_unknown=unknown)
+    assert found.verdict == "cannot tell"
+    assert found.reason.startswith("The gradient of bias is lost in mixed precision: ")
+    assert found.reason.endswith(f"for a single parameter. {unknown}")
+    # All together may, and what passes passes.
+    assert finished(made(error=0.11), bias, rounding_unknown=unknown).verdict == "fail"
+    assert finished(made(), rounding_unknown=unknown) == finished(made())
 
 
 def test_parameters_without_gradients_are_not_judged():

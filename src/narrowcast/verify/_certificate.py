@@ -18,6 +18,7 @@ NOT_FINITE_OTHER = "the FP32 gradient of the second batch is not finite"
 NO_GRADIENT = "no gradient reaches it"
 ZERO_GRADIENT = "its gradient is zero"
 ZERO_FP32 = "its FP32 gradient is zero for this batch, which tests nothing"
+NO_SECOND_BATCH = "there was no second batch to measure noise by"
 ROUNDING_NOISE = "its gradient is rounding noise in FP32 itself"
 MISSING_FP32 = "it has a gradient in mixed precision and none in FP32, which counts as zero"
 MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which counts as zero"
@@ -79,7 +80,8 @@ class Certificate:
         format: what was computed in, as ``"bf16"``.
         at_step: after how many optimizer steps; 0 at the start.
         loss_scale: that the mixed gradients were computed at; None without one.
-        error_over_noise: of all judged parameters together; below 0.05 passes. None where ``reason`` says so.
+        error_over_noise: of all judged parameters together for which there was a second batch; below 0.05
+            passes. None where ``reason`` says so.
         relative_error: of all judged parameters together, against the FP32 gradient.
         cosine: of all judged parameters together.
         worst_parameter: the judged one with the largest error over noise, or relative error without noise.

@@ -11,6 +11,7 @@ from narrowcast.verify._certificate import (
     MISSING_FP32,
     MISSING_MIXED,
     NO_GRADIENT,
+    NO_SECOND_BATCH,
     NOT_FINITE_FP32,
     NOT_FINITE_MIXED,
     NOT_FINITE_OTHER,
@@ -41,6 +42,8 @@ class CertificateSums:
         other: torch.Tensor | None,
         mixed: torch.Tensor | None,
         perturbed: torch.Tensor | None,
+        *,
+        second_batch: bool | None = None,
     ) -> None:
         """One parameter by its gradients, unscaled; none of them is kept.
 
@@ -48,22 +51,27 @@ class CertificateSums:
             name: of the parameter.
             shape: of the parameter.
             fp32: gradient of the batch in FP32. None where none reached the parameter.
-            other: of another batch in FP32, at the same weights; None for every parameter: there was none.
+            other: of another batch in FP32, at the same weights.
             mixed: of the batch in mixed precision.
             perturbed: of the batch in FP32 that rounds in another way; None: not measured.
+            second_batch: whether there was another batch for this parameter; None: if it has a gradient of
+                one. Where there was, an ``other`` of None counts as zeros.
         """
         self.add_measured(
             name,
             shape,
             error=compared(fp32, mixed),
-            noise=None if other is None else compared(fp32, other),
+            noise=compared(fp32, other) if second_batch or other is not None else None,
             rounding=None if perturbed is None else compared(fp32, perturbed),
         )
 
     def add_measured(
         self, name: str, shape: Iterable[int], *, error: Sums, noise: Sums | None, rounding: Sums | None
     ) -> None:
-        """One parameter by ``compared`` of its FP32 gradient with each of the others."""
+        """One parameter by ``compared`` of its FP32 gradient with each of the others.
+
+        Without ``noise`` there was no second batch for it; then only its relative error counts.
+        """
         self._members.append((name, tuple(shape), (error, noise, rounding)))
 
     def finish(
@@ -75,6 +83,7 @@ class CertificateSums:
         loss_scale: float | None = None,
         cannot_tell: str | None = None,
         note: str | None = None,
+        rounding_unknown: str | None = None,
     ) -> Certificate:
         """The certificate of all that was added.
 
@@ -85,22 +94,30 @@ class CertificateSums:
             loss_scale: that the mixed gradients were computed at.
             cannot_tell: a sentence on why these numbers do not compare like with like, if they do not.
             note: a sentence that a reader should know beside the verdict.
+            rounding_unknown: a sentence on why FP32's own rounding was not measured, if it was not. Then a
+                single parameter may be off because its gradient is rounding noise, and fails nothing.
         """
-        second_batch = any(noise is not None for _, _, (_, noise, _) in self._members)
-        filled = [
-            (name, shape, (error, noise or (_unreached(error) if second_batch else None), rounding))
-            for name, shape, (error, noise, rounding) in self._members
-        ]
-        parameters = tuple(_result(name, shape, *sums) for name, shape, sums in filled)
-        totals = Totals.of(sums for (_, _, sums), p in zip(filled, parameters, strict=True) if p.judged)
-        verdict, reason = verdict_on(parameters, totals, second_batch=second_batch, cannot_tell=cannot_tell)
+        parameters = tuple(_result(name, shape, *sums) for name, shape, sums in self._members)
+        judged = [sums for (_, _, sums), p in zip(self._members, parameters, strict=True) if p.judged]
+        totals = Totals.of(judged)
+        by_noise = Totals.of(sums for sums in judged if sums[1] is not None)
+        without = Totals.of(sums for sums in judged if sums[1] is None)
+        second_batch = any(noise is not None for _, noise, _ in judged)
+        verdict, reason = verdict_on(
+            parameters,
+            totals,
+            by_noise if second_batch else None,
+            without,
+            cannot_tell=cannot_tell,
+            rounding_unknown=rounding_unknown,
+        )
         worst = next((parameter for parameter in worst_first(parameters) if parameter.judged), None)
         return Certificate(
             policy=policy,
             format=format,
             at_step=at_step,
             loss_scale=loss_scale,
-            error_over_noise=totals.error_over_noise if second_batch else None,
+            error_over_noise=by_noise.error_over_noise if second_batch else None,
             relative_error=totals.relative_error,
             cosine=totals.cosine,
             worst_parameter=worst,
@@ -108,11 +125,6 @@ class CertificateSums:
             verdict=verdict,
             reason=reason if note is None else f"{reason} {note}",
         )
-
-
-def _unreached(error: Sums) -> Sums:
-    """The noise of a parameter that the second batch gave no gradient."""
-    return Sums(first=error.first, second=0.0, product=0.0, difference=error.first, missing="second")
 
 
 def _result(
@@ -148,16 +160,16 @@ def _whether_judged(
     """And the reason, of which the first that holds is given."""
     is_rounding = rounding is not None and 0 < totals.rounding >= ROUNDING_SHARE * totals.gradient
     no_gradient = totals.gradient == 0 and not totals.noise > 0
-    is_zero = totals.gradient == 0 == totals.error and not math.isinf(totals.noise)
+    is_zero = totals.gradient == 0 == totals.error
     cases = (
         (not math.isfinite(error.second), True, NOT_FINITE_MIXED),
         (is_rounding, False, ROUNDING_NOISE),
+        (math.isinf(totals.noise), True, NOT_FINITE_OTHER),
         (is_zero, False, ZERO_GRADIENT if no_gradient else ZERO_FP32),
         (error.missing == "second", True, MISSING_MIXED),
         (error.missing == "first", True, MISSING_FP32),
-        (math.isinf(totals.noise), True, NOT_FINITE_OTHER),
         (no_gradient, True, "its gradient is zero in FP32 and not in mixed precision"),
-        (noise is None, True, "there was no second batch to measure noise by"),
+        (noise is None, True, NO_SECOND_BATCH),
         (totals.no_noise, True, "both batches give it the same gradient: no noise to divide by"),
         (totals.gradient == 0, True, "its FP32 gradient is zero for this batch"),
         (totals.mixed == 0, True, "its gradient is zero in mixed precision"),

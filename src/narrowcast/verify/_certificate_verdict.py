@@ -59,16 +59,33 @@ _NAMES = 3
 
 
 def verdict_on(
-    parameters: Sequence[ParameterResult], totals: Totals, *, second_batch: bool, cannot_tell: str | None
+    parameters: Sequence[ParameterResult],
+    totals: Totals,
+    by_noise: Totals | None,
+    without: Totals,
+    *,
+    cannot_tell: str | None,
+    rounding_unknown: str | None,
 ) -> tuple[str, str]:
-    """The verdict, and the reason for it in full sentences."""
-    has_noise = second_batch and not totals.no_noise
-    verdict, reason = (
-        _void(parameters, cannot_tell)
-        or _by_parameter(parameters, has_noise=has_noise)
-        or _by_total(totals, second_batch=second_batch)
-    )
-    return verdict, " ".join([reason, *_notes(parameters)])
+    """The verdict, and the reason for it in full sentences.
+
+    Args:
+        parameters: all of them.
+        totals: of those that are judged.
+        by_noise: of those of them for which there was a second batch; None: there was none.
+        without: of the rest of them.
+        cannot_tell: why these numbers do not compare like with like.
+        rounding_unknown: why FP32's own rounding was not measured.
+    """
+    found = _void(parameters, cannot_tell)
+    if found is None:
+        single = _by_parameter(parameters, has_noise=by_noise is not None and not by_noise.no_noise)
+        of_all = _by_total(totals, by_noise, without)
+        found = single or of_all
+        if single is not None and rounding_unknown is not None:
+            found = of_all if of_all[0] == FAIL else (CANNOT_TELL, f"{single[1]} {rounding_unknown}")
+    verdict, reason = found
+    return verdict, " ".join([reason, *_notes(parameters, without if by_noise is not None else None)])
 
 
 def _void(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> tuple[str, str] | None:
@@ -105,41 +122,55 @@ def _by_parameter(parameters: Sequence[ParameterResult], *, has_noise: bool) -> 
         if not parameter.judged or parameter.error_norm is None:
             continue
         yardstick = max(parameter.noise_norm or 0.0, parameter.gradient_norm or 0.0)
-        limit = PARAMETER_LIMIT if has_noise else LOST
-        if not has_noise and math.prod(parameter.shape) < ENOUGH_ELEMENTS:
+        by_noise = has_noise and parameter.noise_norm is not None
+        limit = PARAMETER_LIMIT if by_noise else LOST
+        if not by_noise and math.prod(parameter.shape) < ENOUGH_ELEMENTS:
             continue
         if yardstick > 0 and parameter.error_norm > limit * yardstick:
-            lost.append((parameter.error_norm / yardstick, parameter.name))
+            lost.append((parameter.error_norm / yardstick, parameter.name, limit))
     if not lost:
         return None
     lost.sort(reverse=True)
     return FAIL, (
-        f"The gradient of {_listed([name for _, name in lost])} is lost in mixed precision: it is off by "
+        f"The gradient of {_listed([name for _, name, _ in lost])} is lost in mixed precision: it is off by "
         f"{number(lost[0][0])} of its own size or of minibatch noise, whichever is larger, where "
-        f"{PARAMETER_LIMIT if has_noise else LOST} is the limit for a single parameter."
+        f"{lost[0][2]} is the limit for a single parameter."
     )
 
 
-def _by_total(totals: Totals, *, second_batch: bool) -> tuple[str, str]:
+def _by_total(totals: Totals, by_noise: Totals | None, without: Totals) -> tuple[str, str]:
     relative = totals.relative_error
-    if relative is None and totals.no_noise:
+    if relative is None and (by_noise is None or by_noise.no_noise):
         return FAIL, "Every FP32 gradient is zero, and the mixed ones are not."
     if totals.error == 0:
         return PASS, (
             "The mixed gradients equal the FP32 ones to the bit: nothing was cast that changes a gradient."
         )
-    if not second_batch:
+    if by_noise is None:
         return _without_second_batch(relative)
-    return _without_noise(relative) if totals.no_noise else _with_noise(totals.error / totals.noise, relative)
+    relative = by_noise.relative_error
+    if relative is None and by_noise.no_noise:
+        return FAIL, "Every FP32 gradient with a second batch is zero, and the mixed ones are not."
+    verdict, reason = (
+        _without_noise(relative)
+        if by_noise.no_noise
+        else _with_noise(by_noise.error / by_noise.noise, relative)
+    )
+    if verdict == PASS and without.error > SAME_BATCH_LIMIT * without.gradient:
+        return CANNOT_TELL, (
+            f"{reason} But for some parameters there was no second batch, and their relative error is above "
+            f"{SAME_BATCH_LIMIT}."
+        )
+    return verdict, reason
 
 
 def _with_noise(ratio: float, relative: float | None) -> tuple[str, str]:
     measured = f"Mixed precision moves the gradient by {number(ratio)} of what another minibatch does"
     if ratio < TOTAL_FAILS and (relative is None or relative >= PARAMETER_LIMIT):
-        off = "all of" if relative is None else f"{number(relative)} of"
+        own = "which is zero in FP32" if relative is None else f"but by {number(relative)} of its own size"
         return CANNOT_TELL, (
-            f"{measured}, but by {off} its own size: the first batch's gradient is far smaller than the "
-            "second's, so that even losing it wholly would look small."
+            f"{measured}, {own}: the first batch's gradient is far smaller than the second's, so that even "
+            "losing it wholly would look small."
         )
     if ratio < TOTAL_LIMIT:
         return PASS, f"{measured}; below {TOTAL_LIMIT} passes."
@@ -182,20 +213,26 @@ def _without_second_batch(relative: float | None) -> tuple[str, str]:
     return CANNOT_TELL, f"{no_yardstick}, and the relative error, {number(relative)}, does not settle it."
 
 
-def _notes(parameters: Sequence[ParameterResult]) -> list[str]:
-    """What a reader should know beside the verdict."""
+def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> list[str]:
+    """What a reader should know beside the verdict; ``without`` a second batch, where others had one."""
     notes = []
+    alone = [p.name for p in parameters if p.judged and p.noise_norm is None and p.reason != NOT_FINITE_OTHER]
+    if alone and without is not None:
+        notes.append(
+            f"There was no second batch for {len(alone)} of {len(parameters)} parameters "
+            f"({_listed(alone)}): of them only the relative error counts, {number(without.relative_error)}."
+        )
     rounding = [p.name for p in parameters if p.reason == ROUNDING_NOISE]
     if rounding:
         notes.append(
             f"Not judged, since in FP32 itself it is rounding noise: the gradient of {len(rounding)} of "
             f"{len(parameters)} parameters ({_listed(rounding)})."
         )
-    without = [p.name for p in parameters if p.reason in (NO_GRADIENT, ZERO_GRADIENT, ZERO_FP32)]
-    if without and any(p.judged for p in parameters):
+    unreached = [p.name for p in parameters if p.reason in (NO_GRADIENT, ZERO_GRADIENT, ZERO_FP32)]
+    if unreached and any(p.judged for p in parameters):
         notes.append(
-            f"Not judged: {len(without)} of {len(parameters)} parameters, which got no gradient or a zero "
-            f"one from this batch ({_listed(without)})."
+            f"Not judged: {len(unreached)} of {len(parameters)} parameters, which got no gradient or a zero "
+            f"one from this batch ({_listed(unreached)})."
         )
     one_sided = [p.name for p in parameters if p.reason in (MISSING_FP32, MISSING_MIXED)]
     if one_sided:
