@@ -10,6 +10,7 @@ import pytest
 
 from narrowcast.cli import main
 from narrowcast.observe import read_capture, read_comparison
+from narrowcast.verify._child import RunSettings
 
 # A script that saves and never reads what it saved; its order of draws is that of torch alone.
 TRAINS = """\
@@ -76,7 +77,7 @@ def started(folder):
     """Names of all runs in ``folder``, in the order in which they began."""
     captures = {
         path.parent.name: read_capture(path.with_name("capture.jsonl"))
-        for path in folder.glob("*/settings.json")
+        for path in folder.glob("*/narrowcast-run.json")
     }
     return sorted(captures, key=lambda name: captures[name].start["started"])
 
@@ -88,14 +89,20 @@ def prints(folder, name):
 # ---- a script that trains
 
 
+OF_AN_EARLIER_RUN = {
+    "purpose": "timed", "policy": "bf16", "loss_scale": None, "seed": 0, "seed_shift": 0, "steps": 0,
+    "is_module": False, "earlier": {},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def trained(shared_workshop):
     """A comparison, into a folder where another one had been."""
     shared_workshop.write("trains.py", TRAINS)
     made_captures.trained(shared_workshop.folder / "kept", steps=2)
     for name in "fp32-1", "mixed-7", "gradients-mixed":
-        shared_workshop.write(f"kept/{name}/settings.json", '{"purpose": "timed"}')
-        shared_workshop.write(f"kept/{name}/stale.txt", "stale")
+        run = shared_workshop.write(f"kept/{name}/stale.txt", "stale").parent
+        RunSettings(**OF_AN_EARLIER_RUN, folder=str(run)).write()
     for name in "capture.jsonl", "capture-rank1.jsonl", "report.html":
         shared_workshop.write(f"kept/{name}", "stale")
     shared_workshop.write("kept/notes.txt", "of a person")

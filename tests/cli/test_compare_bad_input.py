@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from narrowcast.cli import main
-from narrowcast.cli.compare import _ended_by_signals
+from narrowcast.cli._signals import ended_by_signals
 from narrowcast.observe import read_comparison
 
 PACKAGE = str(Path(sys.modules["narrowcast"].__file__).parent)
@@ -373,7 +373,7 @@ def test_a_comparison_that_is_ended_ends_its_runs_and_keeps_what_it_had(
 def test_nohup_is_heeded(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _ended_by_signals():
+        with ended_by_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert callable(signal.getsignal(signal.SIGTERM))
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -7,7 +7,9 @@ import pytest
 
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.observe import read_comparison
+from narrowcast.report import summary
 from narrowcast.verify import ComparisonSettings, compare, stays_in_fp32
+from narrowcast.verify._child import RunSettings
 from narrowcast.verify._compare import by_turns
 
 
@@ -21,6 +23,12 @@ def script_of(folder, text):
     script = folder / "script.py"
     script.write_text(textwrap.dedent(text), encoding="utf-8")
     return str(script)
+
+
+def write_settings(folder):
+    """As a run of an earlier comparison has them."""
+    given = {"purpose": "timed", "policy": "bf16", "loss_scale": None, "seed": 0, "seed_shift": 0, "steps": 0}
+    RunSettings(**given, is_module=False, folder=str(folder), earlier={}).write()
 
 
 def test_formats_take_turns():
@@ -65,7 +73,11 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path):
     )
     stale = tmp_path / "kept" / "mixed-9"
     stale.mkdir(parents=True)
-    (stale / "settings.json").write_text("{}")
+    write_settings(stale)
+    theirs = tmp_path / "kept" / "checkpoints"
+    theirs.mkdir()
+    (theirs / "weights-epoch12.pt").write_text("not ours")
+    write_settings(theirs)
     (tmp_path / "kept" / "notes.txt").write_text("not ours")
     found = compare(settings, progress=told.append)
     assert [(run.name, run.format, run.seed) for run in found.runs] == [
@@ -92,8 +104,16 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path):
     kept = tmp_path / "kept"
     assert (kept / "notes.txt").read_text() == "not ours"
     left = {path.name for path in (kept / "fp32-1").iterdir()}
-    assert left == {"capture.jsonl", "files.jsonl", "settings.json", "shown.txt", "stderr.txt", "stdout.txt"}
-    assert not list(kept.glob("*/*.pt"))
+    assert left == {
+        "capture.jsonl",
+        "files.jsonl",
+        "narrowcast-run.json",
+        "shown.txt",
+        "stderr.txt",
+        "stdout.txt",
+    }
+    assert (theirs / "weights-epoch12.pt").read_text() == "not ours"
+    assert not [path for path in kept.glob("*/*/*.pt") if "narrowcast-tensors" in str(path)]
     again = read_comparison(kept)
     assert json.dumps(again.own.events) == json.dumps(found.own.events)
 
@@ -143,6 +163,71 @@ def test_a_script_with_its_own_mixed_precision_is_refused(tmp_path):
     )
     with pytest.raises(UnsupportedError, match="autocast itself, and is left to it"):
         compare(settings)
+
+
+def test_a_training_that_collapses_in_mixed_precision_is_wrong_and_no_failure(tmp_path):
+    text = """
+        import torch
+        network = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(network.parameters(), 1e-3)
+        class Loses(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.low = torch.is_autocast_enabled("cpu")
+                return x * 1.0
+            @staticmethod
+            def backward(ctx, g):
+                return g * float("nan") if ctx.low else g
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = network
+            def forward(self, x):
+                return Loses.apply(self.inner(x))
+        net = Net()
+        for step in range(40):
+            loss = net(torch.randn(16, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    settings = ComparisonSettings(
+        target=(script_of(tmp_path, text),), policy="fp16", folder=tmp_path / "kept"
+    )
+    found = compare(settings)
+    certificate = found.only("certificate")
+    assert certificate["verdict"] == "fail"
+    assert "25 steps of SGD in a row were skipped" in certificate["reason"]
+    assert summary(found)["verdict"] == "fail"
+    early = ComparisonSettings(target=settings.target, policy="fp16", steps=4, folder=tmp_path / "early")
+    found = compare(early)
+    assert "Not finite in mixed precision" in found.only("certificate")["reason"]
+    assert summary(found)["verdict"] == "fail"
+
+
+def test_a_script_without_a_module_is_refused_after_one_run(tmp_path):
+    settings = ComparisonSettings(
+        target=(script_of(tmp_path, "print('hello')"),), policy="bf16", folder=tmp_path / "kept"
+    )
+    with pytest.raises(UnsupportedError, match="nothing to compare"):
+        compare(settings)
+    assert not (tmp_path / "kept" / "mixed-1").exists()
+
+
+def test_files_that_the_script_writes_over_are_named(tmp_path):
+    text = """
+        import sys, torch
+        network = torch.nn.Linear(8, 1)
+        for _ in range(3):
+            network(torch.randn(4, 8))
+        torch.save(network.state_dict(), sys.argv[1])
+    """
+    best = tmp_path / "best.pt"
+    settings = ComparisonSettings(
+        target=(script_of(tmp_path, text), str(best)), policy="bf16", folder=tmp_path / "kept"
+    )
+    notes = [note["text"] for note in compare(settings).own.of("note")]
+    assert any(str(best) in text and "over what was there" in text for text in notes)
 
 
 def test_what_would_stay_in_fp32(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from narrowcast.errors import ResumedRunError, ScriptError
 from narrowcast.verify._certify_script import certify_script
 from narrowcast.verify._from_probes import output_from_probes
-from narrowcast.verify._probes import fingerprint, read_result, tensors_in, write_result
+from narrowcast.verify._probes import TENSORS, fingerprint, read_result, tensors_in, write_result
 from narrowcast.verify._script_runs import ScriptRuns
 
 
@@ -99,7 +99,7 @@ def test_updates_are_held_back_and_buffers_put_back(runs, tmp_path):
         last[role] = json.loads((folder / "stdout.txt").read_text())
     # The reference sees two batches, the others one; then the script is ended.
     assert last == {role: [int(role == "reference"), True, 0, 0.0] for role in last}
-    assert made.made == 3
+    assert len(made.folders) == 3
     names = [p["name"] for p in certificate["parameters"]]
     assert names[:2] == ["Sequential.0.weight", "Sequential.0.bias"]
     # The bias before the batch norm is rounding noise.
@@ -193,10 +193,107 @@ def test_a_scale_that_starts_too_high_is_lowered_first(runs):
     certificate = certify_script(made, format="fp16")
     assert certificate["verdict"] == "pass", certificate["reason"]
     assert certificate["loss_scale"] < 2.0**16
-    assert made.made > 3
+    assert len(made.folders) > 3
     fixed = certify_script(runs(text, policy="fp16", loss_scale="65536"), format="fp16")
     assert fixed["verdict"] == "fail"
     assert "Linear.weight" in fixed["reason"]
+
+
+TWO_ON_ONE_BACKWARD = """
+    import torch
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+    optimizers = [torch.optim.SGD(net.parameters(), 1e-3) for net in (first, second)]
+    for step in range(8):
+        x = torch.randn(32, 8)
+        loss = (second(first(x)) - x[:, :1]).square().mean() * 1e-9
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("at_step", [0, 1, 2, 3])
+def test_optimizers_that_share_a_backward_are_both_held_back_from_its_beginning(at_step, runs):
+    """Gradients of 1e-9 without a loss scale are lost, at whatever step one looks."""
+    made = runs(TWO_ON_ONE_BACKWARD, policy="fp16", loss_scale="1")
+    certificate = certify_script(made, format="fp16", at_step=at_step)
+    assert certificate["verdict"] == "fail", certificate["reason"]
+    relative = {p["name"]: p["relative_error"] for p in certificate["parameters"]}
+    assert set(relative) == {f"Linear{n}.{kind}" for n in ("", "-2") for kind in ("weight", "bias")}
+    assert min(relative.values()) > 0.5
+
+
+def test_an_optimizer_for_each_of_many_parameters(runs):
+    text = """
+        import torch
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(40)))
+        optimizers = [torch.optim.SGD([p], 1e-3) for p in net.parameters()]
+        for step in range(4):
+            x = torch.randn(32, 8)
+            loss = sum((layer(x) - x).square().mean() for layer in net)
+            net.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    """
+    certificate = certify_script(runs(text), format="bf16")
+    assert len(certificate["parameters"]) == 80
+    assert all(p["noise_norm"] for p in certificate["parameters"])
+
+
+def test_a_part_that_is_called_beside_the_whole(runs):
+    text = """
+        import torch
+        torch.manual_seed(0)
+        inner = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh())
+        whole = torch.nn.Sequential(inner, torch.nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(whole.parameters(), 1e-3)
+        for step in range(4):
+            x = torch.randn(32, 8)
+            loss = inner(x).square().mean() + (whole(x) - x[:, :1]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    certificate = certify_script(runs(text), format="bf16")
+    assert certificate["verdict"] == "pass", certificate["reason"]
+    judged = {p["name"]: p["judged"] for p in certificate["parameters"]}
+    assert [name for name, was in judged.items() if not was] == ["Sequential.0.bias"]
+
+
+def test_rounding_that_could_not_be_measured_fails_nobody(runs):
+    """The run by exact ops fails here; the bias before the batch norm is then neither noise nor lost."""
+    text = """
+        import torch
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        for step in range(4):
+            x = torch.randn(32, 8)
+            y = net(x)
+            modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+            assert "ExactOps" not in {type(m).__name__ for m in modes}
+            loss = (y - x[:, :1]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    """
+    certificate = certify_script(runs(text), format="bf16")
+    assert certificate["verdict"] != "fail"
+    assert "rounding could not be measured" in certificate["reason"]
+
+
+def test_tensors_of_a_plain_object_with_items_are_found():
+    class Batch:
+        def __init__(self):
+            self.items = torch.ones(2)
+            self.itself = self
+
+    assert [t.tolist() for t in tensors_in([Batch()])] == [[1.0, 1.0]]
 
 
 CANNOT_TELL = {
@@ -251,7 +348,8 @@ CANNOT_TELL = {
             optimizer.zero_grad(); loss.backward(); optimizer.step()
             assert not torch.equal(before, net.weight), "nothing was trained"
         """,
-        "A run whose updates were held back failed: the script failed with exit code 1",
+        "A run whose updates were held back failed: the script failed with exit code 1 in the run that keeps "
+        "its gradients: AssertionError: nothing was trained.",
     ),
 }
 
@@ -302,7 +400,9 @@ def outputs(tmp_path):
             folder = tmp_path / name
             folder.mkdir()
             for number, tensor in enumerate(tensors):
-                torch.save([tensor], folder / f"outputs-{number}.pt")
+                (folder / TENSORS).mkdir(exist_ok=True)
+                kept = tensor if isinstance(tensor, list) else [tensor]
+                torch.save(kept, folder / TENSORS / f"outputs-{number}.pt")
             write_result(folder, {"inputs": list(seen), "problem": None})
             folders.append(folder)
         return output_from_probes(*folders)
@@ -343,6 +443,25 @@ def test_the_verdict_on_outputs(outputs, mixed, verdict, reason):
     assert (found["verdict"], reason in found["reason"]) == (verdict, True), found
 
 
+def test_a_small_output_that_is_lost_is_not_hidden_by_a_large_one(outputs):
+    boxes, scores = torch.full((64, 4), 500.0), torch.full((64,), 0.5)
+    found = outputs([[boxes, scores]] * 2, [[boxes, scores * 0]] * 2)
+    assert (found["verdict"], found["relative_error"]) == ("fail", 1.0)
+    assert "output 2 of 2" in found["reason"]
+
+
+def test_masked_logits_are_compared_where_they_are_finite(outputs):
+    logits = torch.tensor([1.0, 2.0, -torch.inf])
+    assert outputs([[logits]] * 2, [[logits * 1.001]] * 2)["relative_error"] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_outputs_that_cannot_be_read_are_a_reason(outputs, tmp_path):
+    outputs([torch.ones(4)] * 2, [torch.ones(4)] * 2)
+    (tmp_path / "mixed" / TENSORS / "outputs-1.pt").write_bytes(b"cut")
+    found = output_from_probes(tmp_path / "fp32", tmp_path / "mixed")
+    assert (found["verdict"], found["reason"]) == ("cannot tell", "the outputs of a run cannot be read")
+
+
 def test_only_calls_with_the_same_inputs_are_compared(outputs):
     found = outputs([torch.ones(4)] * 2, [torch.ones(4), torch.zeros(4)], others=("a", "other"))
     assert (found["calls"], found["relative_error"], found["verdict"]) == (1, 0.0, "pass")
@@ -352,8 +471,9 @@ def test_only_calls_with_the_same_inputs_are_compared(outputs):
     ("fp32", "others", "reason"),
     [
         ([torch.ones(4)] * 2, ("x", "y"), "no two calls had the same inputs"),
-        ([torch.zeros(4)] * 2, ("a", "b"), "all zero in FP32"),
-        ([torch.full((4,), torch.inf)] * 2, ("a", "b"), "not finite in FP32 itself"),
+        ([torch.zeros(4)] * 2, ("a", "b"), "all zero or not finite in FP32"),
+        ([torch.full((4,), torch.inf)] * 2, ("a", "b"), "all zero or not finite in FP32"),
+        ([[], []], ("a", "b"), "no output is floating"),
     ],
 )
 def test_outputs_that_say_nothing(outputs, fp32, others, reason):

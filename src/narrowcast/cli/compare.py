@@ -94,9 +94,32 @@ def compare(
         steps=steps,
         repeats=repeats,
         at_step=at_step,
+        options=_words(
+            policy=policy,
+            loss_scale=loss_scale,
+            steps=steps,
+            repeats=repeats,
+            at_step=at_step,
+            seed=seed,
+            m=module,
+        ),
         folder=Path(folder),
     )
     return _compare(settings, as_json=as_json, strict=strict)
+
+
+_DEFAULTS = {"policy": "auto", "steps": 200, "repeats": 1, "at_step": 0, "seed": 0}
+
+
+def _words(*, m: bool, **asked: Any) -> tuple[str, ...]:
+    """The options that differ from what is there without them, as they are typed."""
+    words = [
+        word
+        for name, value in asked.items()
+        if value != _DEFAULTS.get(name)
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    return (*words, *(["-m"] if m else []))
 
 
 def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:

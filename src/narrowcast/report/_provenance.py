@@ -23,7 +23,7 @@ def of_comparison(comparison: ComparisonCapture) -> Facts:
     finished = comparison.only("finished")
     steps = "the whole script" if start["steps"] == 0 else f"{start['steps']} each"
     return [
-        ("command", command("compare", start["argv"])),
+        ("command", command("compare", start)),
         ("started", when(start["started"])),
         ("took", seconds(finished["wall_s"]) if finished else "it did not end"),
         ("policy", shortened(start["policy"], _LONGEST)),
@@ -43,7 +43,7 @@ def of_run(capture: Capture) -> Facts:
     """What a run was made with, as names and words."""
     start, totals = capture.start, capture.totals()
     return [
-        ("command", command("run", start["argv"])),
+        ("command", command("run", start)),
         ("started", when(start["started"])),
         ("took", seconds(totals["wall_s"]) if capture.end else "it did not end"),
         ("policy", shortened(start["policy"], _LONGEST)),
@@ -53,9 +53,11 @@ def of_run(capture: Capture) -> Facts:
     ]
 
 
-def command(verb: str, argv: Sequence[str]) -> str:
-    """The command line, to be pasted into a shell."""
-    return shortened(f"narrowcast {verb} {shlex.join(argv[:200])}", _LONGEST)
+def command(verb: str, start: Mapping[str, Any]) -> str:
+    """What was typed, as a shell takes it; options that were left out are left out."""
+    options = start.get("options")
+    known = options if isinstance(options, list) and all(isinstance(word, str) for word in options) else []
+    return shortened(f"narrowcast {verb} {shlex.join([*known, *start['argv']][:200])}", _LONGEST)
 
 
 def when(started: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from narrowcast.verify._certificate import CANNOT_TELL
 from narrowcast.verify._child import GRADIENTS
 from narrowcast.verify._from_probes import certificate_from_probes
 from narrowcast.verify._probes import EXACT, MIXED, REFERENCE, read_result
+from narrowcast.verify._processes import in_short
 from narrowcast.verify._script_runs import ScriptRuns
 
-# Of a script that trains where nobody can hold updates back.
-_MOST_STEPS = 256
 _MOST_TRIES = 8
 
 
@@ -38,25 +36,35 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         reference = _probe(runs, REFERENCE, at_step)
         mixed = _mixed(runs, at_step)
     except ScriptError as error:
-        reason = f"A run whose updates were held back failed: {str(error).splitlines()[0].rstrip(':;,')}."
+        reason = f"A run whose updates were held back failed: {in_short(error)}."
         return no_certificate(runs.policy, format, at_step, reason)
     exact: Path | None = None
-    with suppress(ScriptError):
+    why_no_exact = None
+    try:
         exact = _probe(runs, EXACT, at_step)
+    except ScriptError as error:
+        why_no_exact = f"{in_short(error)}."
     return certificate_from_probes(
-        reference, exact, mixed, policy=runs.policy, format=format, at_step=at_step
+        reference,
+        exact,
+        mixed,
+        policy=runs.policy,
+        format=format,
+        at_step=at_step,
+        why_no_exact=why_no_exact,
     )
 
 
 def _mixed(runs: ScriptRuns, at_step: int) -> Path:
     """The mixed run, made again while its first batch overflows: a dynamic scale begins with that."""
     scale: float | None = None
-    for _ in range(_MOST_TRIES):
+    for tried in range(_MOST_TRIES):
         folder = _probe(runs, MIXED, at_step, start_scale=scale)
         good_scale = (read_result(folder) or {}).get("good_scale")
         if good_scale is None:
             break
-        scale = good_scale
+        # That is one that suits later batches; where the first one wants less, go faster each time.
+        scale = good_scale / 4.0**tried
     return folder
 
 
@@ -82,7 +90,7 @@ def _probe(runs: ScriptRuns, role: str, at_step: int, *, start_scale: float | No
         f"gradients-{role}",
         "mixed",
         GRADIENTS,
-        steps=at_step + _MOST_STEPS,
+        steps=0,
         role=role,
         reference=str(runs.folder / f"gradients-{REFERENCE}"),
         at_step=at_step,

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from narrowcast.attach import Attachment, FileWatch, Script, Watcher, run_attached
-from narrowcast.errors import UnsupportedError
+from narrowcast.errors import ScaleCollapseError, UnsupportedError
 from narrowcast.observe import RUN, CaptureWriter, LiveTensorBytes, start_event
 from narrowcast.scaling import Dynamic, LossScale, parse
-from narrowcast.verify._probes import GradientProbe, OutputProbe, write_result
+from narrowcast.verify._probes import GradientProbe, MemoryProbe, OutputProbe, write_result
 from narrowcast.verify._profile_probe import ProfileProbe
 
 FILES = "files.jsonl"
-SETTINGS = "settings.json"
+SETTINGS = "narrowcast-run.json"
 _PR_SET_PDEATHSIG = 1
 TIMED, MEMORY, GRADIENTS, OUTPUTS, PROFILE = "timed", "memory", "gradients", "outputs", "profile"
 
@@ -106,7 +106,11 @@ def main(words: Sequence[str]) -> int:
         seed_shift=settings.seed_shift,
     )
     FileWatch(folder / FILES, settings.earlier, own=[folder]).install()
-    run_attached(found, attachment, seed=settings.seed + settings.seed_shift, at_end=at_end)
+    try:
+        run_attached(found, attachment, seed=settings.seed + settings.seed_shift, at_end=at_end)
+    except ScaleCollapseError as error:
+        write_result(folder, {"collapsed": str(error)})
+        raise
     return 0
 
 
@@ -123,19 +127,23 @@ def _loss_scale(settings: RunSettings) -> LossScale | None:
     return None if settings.loss_scale is None else parse(settings.loss_scale)
 
 
-def _tensor_bytes(live: LiveTensorBytes) -> dict[str, Any]:
+def _tensor_bytes(live: LiveTensorBytes, probe: MemoryProbe) -> dict[str, Any]:
     try:
-        return {"peak_tensor_bytes": live.peak_bytes, "reason": None}
+        peak: int | None = live.peak_bytes
+        reason = None
     except UnsupportedError as error:
-        return {"peak_tensor_bytes": None, "reason": str(error)}
+        peak, reason = None, str(error)
+    if peak == 0 or probe.elsewhere:
+        peak, reason = None, "the script computes in another thread or process than its first"
+    return {"peak_tensor_bytes": peak, "reason": reason}
 
 
 def _watching(settings: RunSettings, folder: Path) -> tuple[Watcher | None, Callable[[], None]]:
     """Who looks on, and what is left to do when the script has ended."""
     if settings.purpose == MEMORY:
-        live = LiveTensorBytes()
+        live, memory_probe = LiveTensorBytes(), MemoryProbe()
         live.__enter__()
-        return None, lambda: write_result(folder, _tensor_bytes(live))
+        return memory_probe, lambda: write_result(folder, _tensor_bytes(live, memory_probe))
     if settings.purpose == PROFILE:
         profiled = ProfileProbe(folder)
         return profiled, profiled.finish

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowcast.errors import CaptureError, RunFolderError, ScriptError, UnsupportedError
+from narrowcast.errors import (
+    CaptureError,
+    RunFolderError,
+    ScaleCollapseError,
+    ScriptError,
+    UnsupportedError,
+)
 from narrowcast.machine import best_format
 from narrowcast.observe import (
     COMPARISON,
@@ -27,20 +33,21 @@ from narrowcast.observe import (
     read_comparison,
     start_event,
 )
-from narrowcast.verify._certificate import CANNOT_TELL
+from narrowcast.verify._certificate import CANNOT_TELL, FAIL
 from narrowcast.verify._certify_script import certify_script, no_certificate
 from narrowcast.verify._child import MEMORY, OUTPUTS, SETTINGS, TIMED, RunSettings
 from narrowcast.verify._from_probes import output_from_probes
-from narrowcast.verify._probes import read_result
+from narrowcast.verify._probes import TENSORS, read_result
+from narrowcast.verify._processes import in_short
 from narrowcast.verify._script_runs import ScriptRuns
 
+_FILES_NAMED = 5
 # The optimizer's state is there from the first step on, and the next backward meets it.
 _STEPS_FOR_MEMORY = 3
 OF_A_RUN = re.compile(r"(fp32|mixed)-\d+|(memory|outputs)-(fp32|mixed)|gradients-(reference|mixed|exact)")
 """What the folder of a run is called."""
 
 _CUT_SHORT = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was cut short"}
-_KEPT_TENSORS = ("gradients-*.pt", "weights-*.pt", "outputs-*.pt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,7 @@ class ComparisonSettings:
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: seeds, each run in both formats.
         at_step: optimizer steps in mixed precision before gradients are compared.
+        options: the words that asked for all this, for the page to show.
         folder: where all of it goes.
     """
 
@@ -67,6 +75,7 @@ class ComparisonSettings:
     steps: int = 200
     repeats: int = 1
     at_step: int = 0
+    options: tuple[str, ...] = ()
     folder: Path
 
 
@@ -136,9 +145,23 @@ class _Comparison:
                 steps=settings.steps,
                 repeats=settings.repeats,
                 at_step=settings.at_step,
+                options=list(settings.options),
             )
         )
-        for format_, repeat in by_turns(settings.repeats):
+        try:
+            self._measure()
+        except ScaleCollapseError as error:
+            # Training that cannot go on in mixed precision is an answer, and no failure of the comparison.
+            why = f"Training in mixed precision came to a stop. {error}"
+            failed = no_certificate(settings.policy, self._format(), settings.at_step, why)
+            self.writer.write({"event": "certificate", **failed, "verdict": FAIL})
+        finally:
+            self._drop_tensors()
+            self._say_what_was_written()
+        self.writer.write({"event": "finished", "wall_s": time.perf_counter() - started})
+
+    def _measure(self) -> None:
+        for format_, repeat in by_turns(self.settings.repeats):
             self._time(format_, repeat)
         self._say_how_runs_ended()
         self._count_tensors()
@@ -146,14 +169,29 @@ class _Comparison:
             self._certify()
         else:
             self._compare_outputs()
-        self.writer.write({"event": "finished", "wall_s": time.perf_counter() - started})
+
+    def _say_what_was_written(self) -> None:
+        """A script writes in a comparison whatever it writes in a run of its own, over what was there."""
+        written = sorted(path for path in self.runs.earlier if os.path.exists(path))
+        if written:
+            more = f" and {len(written) - _FILES_NAMED} more" if len(written) > _FILES_NAMED else ""
+            self._note(
+                f"the script wrote files outside of its run's folder, over what was there: "
+                f"{', '.join(written[:_FILES_NAMED])}{more}"
+            )
 
     # ---- runs that are timed
 
     def _time(self, format_: str, repeat: int) -> None:
         name = f"{format_}-{len(self.captures[format_]) + 1}"
         self._write_run(name, format_, repeat, RUN, last_line="", ended=False)
-        ended = self.runs.start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
+        try:
+            ended = self.runs.start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
+        except ScriptError:
+            collapsed = (read_result(self.runs.folders[-1]) or {}).get("collapsed")
+            if collapsed is None:
+                raise
+            raise ScaleCollapseError(collapsed) from None
         try:
             path = _that_trained(ended.folder)
             capture = read_capture(path)
@@ -164,6 +202,11 @@ class _Comparison:
             raise UnsupportedError(
                 f"{aside}, and is left to it: its FP32 and its mixed run would be the same. Compare it "
                 "without that (most scripts have an option for it), or trust its own"
+            )
+        if not any(map(capture.of, ("forward", "loss", "step", "device"))):
+            raise UnsupportedError(
+                "the script called no module with parameters and went backward from nothing, so there is "
+                "nothing to compare"
             )
         self.captures[format_].append((path.name, capture))
         self._write_run(name, format_, repeat, path.name, last_line=ended.last_line, ended=True)
@@ -208,7 +251,7 @@ class _Comparison:
                 found = read_result(ended.folder) or _CUT_SHORT
                 peak, reason = found["peak_tensor_bytes"], found["reason"]
             except ScriptError as error:
-                reason = f"the run that counts tensors failed: {_first_line(error)}"
+                reason = f"the run that counts tensors failed: {in_short(error)}"
             self.writer.write(
                 {"event": "memory", "format": format_, "peak_tensor_bytes": peak, "reason": reason}
             )
@@ -228,7 +271,6 @@ class _Comparison:
                 "use narrowcast.certify on its model.",
             )
         self.writer.write({"event": "certificate", **certificate})
-        self._drop_tensors()
 
     def _format(self) -> str:
         devices = [d["format"] for _, capture in self.captures["mixed"] for d in capture.of("device")]
@@ -243,23 +285,20 @@ class _Comparison:
                 for format_ in ("fp32", "mixed")
             ]
         except ScriptError as error:
-            reason = f"a run that keeps outputs failed: {_first_line(error)}"
+            reason = f"a run that keeps outputs failed: {in_short(error)}"
             output: dict[str, Any] = {"relative_error": None, "sqnr_db": None, "calls": 0}
             output |= {"verdict": CANNOT_TELL, "reason": reason}
         else:
             output = output_from_probes(*folders)
         self.writer.write({"event": "output", **output})
-        self._drop_tensors()
 
     def _note(self, text: str) -> None:
         self.writer.write({"event": "note", "text": text})
 
     def _drop_tensors(self) -> None:
         """What probes kept has been compared, and may be as large as the model."""
-        for pattern in _KEPT_TENSORS:
-            for path in self.runs.folder.glob(f"*/{pattern}"):
-                with suppress(OSError):
-                    path.unlink()
+        for run in self.runs.folders:
+            shutil.rmtree(run / TENSORS, ignore_errors=True)
 
 
 def by_turns(repeats: int) -> Iterator[tuple[str, int]]:
@@ -295,7 +334,3 @@ def _discard_earlier(folder: Path) -> None:
             raise RunFolderError(
                 f"cannot delete what an earlier comparison left, {run}: {error.strerror}"
             ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(":;,")

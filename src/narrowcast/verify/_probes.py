@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,31 @@ from narrowcast.verify._exact_ops import ExactOps
 from narrowcast.verify._fp32_draws import Fp32Draws
 
 RESULT = "result.json"
+TENSORS = "narrowcast-tensors"
+"""Folder, within that of the run, of what is compared and then deleted."""
+
 REFERENCE, EXACT, MIXED = "reference", "exact", "mixed"
 
-# An optimizer that is made and never steps should not keep a probe going.
+# Of one optimizer; another that is made and seldom steps should not keep a probe going.
 _MOST_STEPS = 64
+# Fewer than the skipped steps in a row after which a scale has collapsed: the probe is to tell, not to fail.
+_MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 _OUTPUTS = 3
+
+
+class MemoryProbe(Watcher):
+    """Sees whether a script computes in the thread whose tensors are counted."""
+
+    def __init__(self) -> None:
+        self._counted = threading.get_ident()
+        self.elsewhere = False
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.elsewhere |= threading.get_ident() != self._counted
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.elsewhere |= threading.get_ident() != self._counted
 
 
 class GradientProbe(Watcher):
@@ -54,17 +75,21 @@ class GradientProbe(Watcher):
         self._reference = reference
         self._at_step = at_step
         self._start_scale = start_scale
+        self._process = os.getpid()
         self._steps_before = 0
         self._calls = 0
-        self._held_back = 0
         self._armed = False
+        self._first: torch.optim.Optimizer | None = None
         self._draws: Fp32Draws | None = None
-        self._met: dict[int, tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self._met: list[torch.nn.Module] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._seen: list[torch.optim.Optimizer] = []
         self._counts: list[int] = []
-        self._overflowed = False
+        self._overflowed: set[int] = set()
         self._problem: str | None = None
         self._facts: dict[str, Any] = {"batch": None, "random": [], "scales": []}
+        (folder / TENSORS).mkdir(exist_ok=True)
 
     def attached(self, attachment: Attached) -> None:
         self._attachment = attachment
@@ -72,10 +97,14 @@ class GradientProbe(Watcher):
             self._arm()
 
     def _arm(self) -> None:
-        """Hold updates back from now on."""
+        """Hold updates back from now on, and forget gradients that were made before."""
         self._armed = True
         # A compiled graph would hide the draws of random numbers.
         torch.compiler.set_stance("force_eager")
+        for optimizer in self._attachment.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         if self._role != MIXED:
             self._attachment.continue_in_fp32()
         elif self._start_scale is not None:
@@ -91,24 +120,33 @@ class GradientProbe(Watcher):
                 _enter_for_good(ExactOps())
         if self._facts["batch"] is None:
             self._facts["batch"] = fingerprint([args, kwargs])
-        if id(module) not in self._met:
+        if not any(known is module for known in self._met):
             self._meet(module)
-        self._calls += 1
+        self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
+            self._problem = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
             self.finish()
             self._attachment.stop()
 
     def _meet(self, module: torch.nn.Module) -> None:
-        """Give a module that is called for the first time the reference's weights, and keep its buffers."""
-        file = self._reference / f"weights-{len(self._met)}.pt"
-        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        tensors = {name: tensor.detach() for name, tensor in state.items() if not is_lazy(tensor)}
+        """Give a module that is called for the first time the reference's weights, and keep its buffers.
+
+        Tensors that another module has as well were met with that one, and may be in use.
+        """
+        file = self._reference / TENSORS / f"weights-{len(self._met)}.pt"
+        self._met.append(module)
+        buffers = dict(module.named_buffers())
+        state = {
+            name: tensor
+            for name, tensor in {**dict(module.named_parameters()), **buffers}.items()
+            if id(tensor) not in self._tensors and not is_lazy(tensor) and not _overlaps(tensor)
+        }
+        self._tensors |= {id(tensor): tensor for tensor in state.values()}
         if self._role == REFERENCE:
-            torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, file)
+            torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, file)
         else:
-            self._load(tensors, file)
-        buffers = [b.detach() for b in module.buffers() if not is_lazy(b)]
-        self._met[id(module)] = (module, [(buffer, buffer.clone()) for buffer in buffers])
+            self._load(state, file)
+        self._buffers += [(b, b.detach().clone()) for name, b in buffers.items() if name in state]
 
     def _load(self, tensors: dict[str, torch.Tensor], file: Path) -> None:
         try:
@@ -117,55 +155,64 @@ class GradientProbe(Watcher):
             kept = {}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in kept.items()}:
-            self._problem = "the FP32 and the mixed run did not call the same modules in the same order"
+            self._problem = "The FP32 and the mixed run did not call the same modules in the same order."
             return
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(kept[name])
+        for name, tensor in tensors.items():
+            _put_back(tensor, kept[name].to(tensor.device))
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._armed
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
-        if not any(known is optimizer for known in self._seen):
+        if not self._seen and self._first is not None and optimizer is not self._first:
+            return  # part of an iteration that began before updates were held back
+        place = next((n for n, known in enumerate(self._seen) if known is optimizer), None)
+        if place is None:
+            place = len(self._seen)
             self._seen.append(optimizer)
             self._counts.append(0)
             self._facts["random"].append(random_state())
             self._facts["scales"].append(self._attachment.loss_scale)
-        place = next(n for n, known in enumerate(self._seen) if known is optimizer)
         batch = self._counts[place]
+        self._counts[place] += 1
         if batch == 0 or (batch == 1 and self._role == REFERENCE):
             self._keep_gradients(optimizer, place, batch)
-        elif self._overflowed and _are_finite(optimizer):
-            self._overflowed = False
-            self._facts["good_scale"] = self._attachment.loss_scale
-        self._counts[place] += 1
-        self._held_back += 1
-        for _, buffers in self._met.values():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        if self._role == MIXED:
+            self._see_overflow(optimizer, place)
+        for buffer, before in self._buffers:
+            _put_back(buffer, before)
         self.finish()
+
+    def _see_overflow(self, optimizer: torch.optim.Optimizer, place: int) -> None:
+        """Learn the first scale at which every optimizer's gradients are finite again."""
+        if not _are_finite(optimizer):
+            if self._counts[place] == 1:
+                self._overflowed.add(place)
+        elif place in self._overflowed:
+            self._overflowed.remove(place)
+            if not self._overflowed:
+                self._facts["good_scale"] = self._attachment.loss_scale
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
         names = self._attachment.parameter_names()
-        kept, called = [], []
+        kept, called, shapes = [], [], []
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 if not parameter.requires_grad:
                     continue
                 unnamed = f"optimizer {place}, group {number}, parameter {position}"
                 called.append(names.get(id(parameter), unnamed))
+                shapes.append(list(parameter.shape))
                 gradient = parameter.grad
                 kept.append(None if gradient is None else gradient.detach().cpu())
-        shapes = [list(p.shape) for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         torch.save(
             {"names": called, "shapes": shapes, "gradients": kept},
-            self._folder / f"gradients-{place}-{batch}.pt",
+            self._folder / TENSORS / f"gradients-{place}-{batch}.pt",
         )
-        if self._role == MIXED and not _are_finite(optimizer):
-            self._overflowed = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._first is None:
+            self._first = optimizer
         if not self._armed:
             self._steps_before += 1
             if self._steps_before >= self._at_step:
@@ -174,28 +221,33 @@ class GradientProbe(Watcher):
             self._attachment.stop()
 
     def _is_complete(self) -> bool:
-        if self._held_back >= _MOST_STEPS:
-            return True
+        most = max(self._counts, default=0)
+        if self._overflowed and self._scale_moves() and most < _MOST_OVERFLOWS:
+            return False
+        return most >= _MOST_STEPS or (bool(self._seen) and not self._waiting_for())
+
+    def _waiting_for(self) -> int:
+        """How many optimizers there are that have not stepped as often as is needed."""
         batches = 2 if self._role == REFERENCE else 1
         expected = [o for o in self._attachment.optimizers if any(g["params"] for g in o.param_groups)]
         stepped = {id(o): count for o, count in zip(self._seen, self._counts, strict=True)}
-        all_stepped = all(stepped.get(id(o), 0) >= batches for o in expected or self._seen)
-        return all_stepped and not (self._overflowed and self._scale_moves())
+        return sum(stepped.get(id(o), 0) < batches for o in expected or self._seen)
 
     def _scale_moves(self) -> bool:
         scales = self._facts["scales"]
         return bool(scales) and self._attachment.loss_scale not in (None, scales[0])
 
     def finish(self) -> None:
-        """Write what is known so far: the script may end at any moment."""
+        """Write what is known so far: the script may end at any moment, and a fork of it before."""
+        if os.getpid() != self._process:
+            return
         undecidable = self._draws.undecidable if self._draws is not None else None
         write_result(
             self._folder,
             self._facts
             | {
                 "optimizers": len(self._seen),
-                "batches": self._counts,
-                "overflowed": self._overflowed,
+                "never_stepped": self._waiting_for() if self._armed else 0,
                 "problem": self._problem or undecidable,
                 "steps_before": self._steps_before,
             },
@@ -208,6 +260,8 @@ class OutputProbe(Watcher):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._inputs: list[str] = []
+        self._pending = ""
+        (folder / TENSORS).mkdir(exist_ok=True)
 
     def attached(self, attachment: Attached) -> None:
         self._attachment = attachment
@@ -216,14 +270,26 @@ class OutputProbe(Watcher):
         _enter_for_good(self._draws)
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._inputs.append(fingerprint([args, kwargs]))
+        self._pending = fingerprint([args, kwargs])
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         floating = [tensor.detach().cpu() for tensor in tensors_in(output) if tensor.is_floating_point()]
-        torch.save(floating, self._folder / f"outputs-{len(self._inputs) - 1}.pt")
+        torch.save(floating, self._folder / TENSORS / f"outputs-{len(self._inputs)}.pt")
+        self._inputs.append(self._pending)
         write_result(self._folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
         if len(self._inputs) >= _OUTPUTS:
             self._attachment.stop()
+
+
+def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Write ``value`` where it differs, unseen by autograd: a backward may still want the same numbers."""
+    if not torch.equal(tensor.detach(), value):
+        tensor.data.copy_(value)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements share their memory, as in an expanded tensor; nothing can be written there."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _enter_for_good(mode: AbstractContextManager[Any]) -> None:
@@ -267,19 +333,23 @@ def fingerprint(value: Any) -> str:
     return digest.hexdigest()
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Every tensor in nested lists, tuples, mappings and objects' attributes, in order."""
+    seen = set() if _seen is None else _seen
     if isinstance(value, torch.Tensor):
         yield value
+        return
+    if id(value) in seen or isinstance(value, str | bytes | int | float | type | torch.nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inside = list(value.values())
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict) or hasattr(value, "items"):
-        for item in dict(value).values():
-            yield from tensors_in(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
-            yield from tensors_in(getattr(value, name, None))
+        inside = list(value)
+    else:
+        inside = list(getattr(value, "__dict__", {}).values())
+    for item in inside:
+        yield from tensors_in(item, seen)
 
 
 def random_state() -> str:
@@ -290,4 +360,6 @@ def random_state() -> str:
         for state in torch.cuda.get_rng_state_all():
             digest.update(state.numpy().tobytes())
     digest.update(repr(random.getstate()).encode())
+    if "numpy.random" in sys.modules:
+        digest.update(repr(sys.modules["numpy.random"].get_state()).encode())
     return digest.hexdigest()

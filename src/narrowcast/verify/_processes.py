@@ -129,6 +129,13 @@ def _failure(title: str, code: int, said: list[str]) -> str:
     return f"the script {ended} in {title}{text}"
 
 
+def in_short(error: ScriptError) -> str:
+    """What failed and why in one line: the first of the message, and the last that the script wrote."""
+    first, *rest = str(error).splitlines()
+    said = [line.strip() for line in rest if line.strip() and not line.startswith("all of its output")]
+    return f"{first.removesuffix('; it ended with:')}: {said[-1]}" if said else first
+
+
 def _signal_name(number: int) -> str:
     try:
         name = signal.Signals(number).name

@@ -28,7 +28,7 @@ class ScriptRuns:
         folder: each run's folder is in it.
         progress: told now and then what is going on.
         earlier: files that runs have written so far -> name of the run.
-        made: how many there were.
+        folders: of the runs that were made.
     """
 
     target: tuple[str, ...]
@@ -39,7 +39,7 @@ class ScriptRuns:
     folder: Path
     progress: Callable[[str], None] = lambda _: None
     earlier: dict[str, str] = field(default_factory=dict)
-    made: int = 0
+    folders: list[Path] = field(default_factory=list)
 
     def start(
         self, name: str, format_: str, purpose: str, *, steps: int, repeat: int = 0, **more: Any
@@ -58,8 +58,8 @@ class ScriptRuns:
             ScriptError: the script failed.
             ResumedRunError: it read a file that an earlier run had written.
         """
-        self.made += 1
         folder = make_run_folder(name, asked=self.folder / name)
+        self.folders.append(folder)
         (folder / RESULT).unlink(missing_ok=True)
         settings = RunSettings(
             purpose=purpose,
@@ -73,7 +73,7 @@ class ScriptRuns:
             earlier=self.earlier,
             **more,
         )
-        shown = f"run {self.made}, {name}"
+        shown = f"run {len(self.folders)}, {name}"
         self.progress(shown)
         ended = run_process(
             _title(format_, purpose), settings, self.target, lambda line: self.progress(f"{shown}: {line}")
