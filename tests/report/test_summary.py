@@ -231,7 +231,7 @@ def losses_of(*by_seed):
     [
         ((1.0, 2.0, 3.0), (1.1, 2.1, 3.1), "pass", "pass"),
         ((1.0, 2.0, 3.0), (5.0, 6.0, 7.5), "fail", "fail"),
-        ((1.0, 2.0, 3.0), (1.0, 2.0, 12.0), "cannot tell", "pass"),
+        ((1.0, 2.0, 3.0), (1.0, 2.0, 12.0), "cannot tell", "cannot tell"),
         ((1.0, 2.0), (5.0, 6.0), "cannot tell", "pass"),
         ((1.0,), ("nan",), "fail", "fail"),
         (("inf",), ("nan",), "cannot tell", "pass"),

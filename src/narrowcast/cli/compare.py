@@ -54,13 +54,18 @@ def compare(
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Both formats start with it.")] = 0,
-    strict: Annotated[bool, typer.Option("--strict", help='Exit with 1 on "cannot tell" too.')] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help='Exit with 1 on "cannot tell" too; for losses from --repeats 3 on.'),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
     cache_dir: CacheDirOption = None,
 ) -> int:
     """Run a script in FP32 and in mixed precision, by turns, and show whether it is right and worth it.
 
     Time, memory, losses, and the error of the gradients in units of minibatch noise; a page with plots.
+    The script is run nine times or so, and writes each time what it writes: let it not write over a file
+    that you need.
     """
     check_policy(policy)
     check_seed(seed)
@@ -77,13 +82,7 @@ def compare(
     found = (Script.from_module if module else Script.from_path)(script, arguments or [])
     why = stays_in_fp32(policy)
     if why:
-        talk(f"nothing to compare: mixed precision stays in fp32 here, since {why}")
-        if not as_json:
-            return 0
-        from narrowcast.report import empty_summary
-
-        nothing = empty_summary(f"mixed precision stays in fp32 here, since {why}")
-        return 0 if show(_json(nothing)) else NOT_WRITTEN
+        return _say_nothing_to_compare(why, as_json=as_json)
     folder = make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir)
     settings = ComparisonSettings(
         target=(script, *(arguments or [])),
@@ -94,32 +93,39 @@ def compare(
         steps=steps,
         repeats=repeats,
         at_step=at_step,
-        options=_words(
-            policy=policy,
-            loss_scale=loss_scale,
-            steps=steps,
-            repeats=repeats,
-            at_step=at_step,
-            seed=seed,
-            m=module,
-        ),
+        options=_words(policy, loss_scale, steps, repeats, at_step, seed, module=module),
         folder=Path(folder),
     )
     return _compare(settings, as_json=as_json, strict=strict)
 
 
-_DEFAULTS = {"policy": "auto", "steps": 200, "repeats": 1, "at_step": 0, "seed": 0}
+def _say_nothing_to_compare(why: str, *, as_json: bool) -> int:
+    from narrowcast.report import empty_summary
+
+    talk(f"nothing to compare: mixed precision stays in fp32 here, since {why}")
+    if not as_json:
+        return 0
+    nothing = empty_summary(f"mixed precision stays in fp32 here, since {why}")
+    return 0 if show(_json(nothing)) else NOT_WRITTEN
 
 
-def _words(*, m: bool, **asked: Any) -> tuple[str, ...]:
+_DEFAULTS = {
+    "--policy": "auto",
+    "--loss-scale": None,
+    "--steps": 200,
+    "--repeats": 1,
+    "--at-step": 0,
+    "--seed": 0,
+}
+
+
+def _words(*given: str | int | None, module: bool) -> tuple[str, ...]:
     """The options that differ from what is there without them, as they are typed."""
-    words = [
-        word
-        for name, value in asked.items()
-        if value != _DEFAULTS.get(name)
-        for word in (f"--{name.replace('_', '-')}", str(value))
+    asked = [
+        (name, value) for (name, usual), value in zip(_DEFAULTS.items(), given, strict=True) if value != usual
     ]
-    return (*words, *(["-m"] if m else []))
+    words = [word for name, value in asked for word in (name, str(value))]
+    return (*words, *(["-m"] if module else []))
 
 
 def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:
@@ -172,6 +178,9 @@ def _exit_code(result: dict[str, Any], *, strict: bool, losses_too: bool) -> int
     for name in untold:
         talk(f"warning: cannot tell from the {_CHECKED[name]}: {result[name]['reason']}")
     missed = [name for name in untold if name != "loss" or losses_too]
+    failed = [result[name] for name in _CHECKED if result[name] and result[name]["verdict"] == "fail"]
+    if failed and "fp16" in (result["mixed"]["format"] or ""):
+        talk("what to try: --loss-scale dynamic (what is there without the option), or --policy bf16")
     return CHECK_FAILED if result["verdict"] == "fail" or (strict and missed) else 0
 
 

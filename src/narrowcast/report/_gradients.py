@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.report._rows import LIMIT, short, shortened
+from narrowcast.report._rows import ONE_LIMIT, short, shortened
 
 MOST_ROWS = 200
 _LONGEST_NAME = 160
@@ -81,7 +81,7 @@ def dots(certificate: Mapping[str, Any]) -> Dots:
         more_judged=max(0, len(judged) - MOST_ROWS),
         more_aside=max(0, len(aside) - MOST_ROWS),
         ticks=tuple((f"{10.0**x:g}", place(x)) for x in range(low, high + 1)),
-        limit_at=place(math.log10(LIMIT)),
+        limit_at=place(math.log10(ONE_LIMIT)),
         above=sum(_state(p) == "above" for p in judged),
     )
 
@@ -112,7 +112,7 @@ def _state(parameter: Mapping[str, Any]) -> str:
     value = _number(parameter["error_over_noise"])
     if value is None:
         return "no noise"
-    return "below" if value <= LIMIT else "above"
+    return "below" if value <= ONE_LIMIT else "above"
 
 
 def _shape(shape: list[int]) -> str:

@@ -21,7 +21,7 @@ from narrowcast.report._pictures import Pictures, pictures
 from narrowcast.report._plots import NO_SEED, Plot, run_name
 from narrowcast.report._printable import printable
 from narrowcast.report._rows import (
-    LIMIT,
+    ONE_LIMIT,
     UNKNOWN,
     Check,
     checks,
@@ -138,7 +138,7 @@ def _render(template: str, plots: Sequence[Plot | None], **values: Any) -> str:
             signs=_SIGNS,
             classes=_CLASSES,
             unknown=UNKNOWN,
-            limit=LIMIT,
+            limit=ONE_LIMIT,
             **values,
         )
     )
@@ -192,6 +192,11 @@ def _sentence(found: Mapping[str, Any]) -> str:
     against = {check.name: check for check in checks(found)}
     decisive = [check for check in against.values() if check.verdict == found["verdict"]]
     because = " ".join(f"{check.name.capitalize()}: {_decided(check)}." for check in decisive)
+    loss = against.get("loss")
+    if found["verdict"] == "pass" and loss is not None and loss.verdict != "pass":
+        untold = f"Whether its losses end where FP32's do was not asked: {_decided(loss)}."
+        gain = _gain(found["ratio"])
+        return f"Mixed precision ({name}) has the gradients of FP32 here{gain}. {because} {untold}"
     if found["verdict"] == "pass":
         return f"Mixed precision ({name}) does here what FP32 does{_gain(found['ratio'])}. {because}"
     if found["verdict"] == "fail":

@@ -11,6 +11,7 @@ from narrowcast.report._printable import printable
 
 UNKNOWN = "-"
 LIMIT = 0.05
+ONE_LIMIT = 0.25
 """Error over noise, and the relative error of outputs, up to which mixed precision passes."""
 
 _LONGEST_NAME = 40
@@ -136,8 +137,13 @@ def _reasons(summary: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _interval_row(summary: Mapping[str, Any], key: str) -> tuple[str, Row]:
-    speed = summary["ratio"]["speed_interval"]
-    said = " to ".join(f"{_plain(float(bound), 2)}x" for bound in speed) if speed else ""
+    """The interval in the direction of the median beside it: of what is slower, how many times slower."""
+    ratio = summary["ratio"]
+    bounds = [float(bound) for bound in ratio["speed_interval"] or ()]
+    slower = ratio["speed"] is not None and float(ratio["speed"]) < 1 and not is_open(ratio)
+    if slower and all(bound > 0 for bound in bounds):
+        bounds = [1 / bound for bound in reversed(bounds)]
+    said = " to ".join(f"{_plain(bound, 2)}x" for bound in bounds)
     sides = [_interval(summary[side][key]) for side in ("fp32", "mixed")]
     return key, Row(name="  its interval", fp32=sides[0], mixed=sides[1], mixed_is=said)
 

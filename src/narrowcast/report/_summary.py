@@ -268,8 +268,8 @@ def _overall(*parts: dict[str, Any] | None) -> str:
     """The worst verdict; losses that were not asked about (it takes three seeds) leave the others' alone."""
     certificate, output, loss = parts
     verdicts = [part["verdict"] for part in (certificate, output) if part is not None]
-    if loss is not None and loss["verdict"] == "fail":
-        verdicts.append("fail")
+    if loss is not None and (loss["verdict"] == "fail" or loss["seed_spread"] is not None):
+        verdicts.append(loss["verdict"])
     return min(verdicts, key=_WORST_FIRST.index, default="cannot tell")
 
 

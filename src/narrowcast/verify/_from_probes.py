@@ -77,7 +77,7 @@ def _add_optimizer(
     rounded_once = None if exact is None else _load(exact / f"{file}-0.pt")
     for number, (name, shape) in enumerate(zip(first["names"], first["shapes"], strict=True)):
         gradients = [_gradient(kept, number) for kept in (first, other, low, rounded_once)]
-        sums.add(name, shape, *gradients)
+        sums.add(name, shape, *gradients, second_batch=other is not None)
     return None
 
 
