@@ -39,7 +39,7 @@ def test_each_seed_is_moved_by_as_much_once_and_noted_once():
         torch.random.manual_seed(5)
         assert torch.initial_seed() == 8
     moved = [note for note in attached.ledger.notes if "seeds" in note]
-    assert moved == ["seeds that the script sets were moved by 3 in this run, so that it draws other numbers"]
+    assert moved == ["a repeat moves the seeds that the script sets by its number, so that it draws others"]
 
 
 def test_cuda_is_seeded_with_the_moved_seed_once(monkeypatch):

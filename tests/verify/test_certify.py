@@ -488,3 +488,21 @@ def test_on_cuda(policy):
     assert found.verdict in ("pass", "cannot tell")
     assert found.error_over_noise < 0.1
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("policy", ["bf16", nc.Policy.preset("fp16")])
+def test_a_forgotten_second_batch_is_named(policy):
+    model = torch.nn.Linear(4, 1)
+    with pytest.raises(nc.NarrowcastError, match="expected another batch after the first one, got a"):
+        nc.certify(model, lambda m, x: m(x).square().mean(), torch.randn(8, 4), policy)
+
+
+def test_evaluation_mode_is_said():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    batches = [torch.randn(8, 4) for _ in range(2)]
+    loud, quiet = (
+        nc.certify(model.train(mode), lambda m, x: m(x).square().mean(), *batches, "bf16").reason
+        for mode in (False, True)
+    )
+    assert "in evaluation mode" in loud
+    assert "in evaluation mode" not in quiet

@@ -57,7 +57,7 @@ def _shifted(
         given = kwargs[name] if name else args[0] if args else None
         moved = None if thread.inside else _moved(given, by)
         if moved is not None:
-            note(f"seeds that the script sets were moved by {by} in this run, so that it draws other numbers")
+            note("a repeat moves the seeds that the script sets by its number, so that it draws others")
             args, kwargs = (args, {**kwargs, name: moved}) if name else ((moved, *args[1:]), kwargs)
         before, thread.inside = thread.inside, True
         try:

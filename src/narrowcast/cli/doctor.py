@@ -65,8 +65,8 @@ def doctor(
     from narrowcast.machine import Budget, Examination, require_torch
 
     require_torch()
+    check_policy(policy)
     if script is not None:
-        check_policy(policy)
         _find(script, arguments or [], module=module)
     settings = Examination(cache=_cache_folder(cache_dir), fresh=fresh, budget=Budget(device_s=budget_s))
     found = _examine(settings)

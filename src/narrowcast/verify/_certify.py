@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from narrowcast.casting import autocast, cast_floating
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
-from narrowcast.policy import Policy, as_policy, format_name, resolve
+from narrowcast.policy import PRESETS, Policy, as_policy, format_name, resolve
 from narrowcast.scaling import Static
 from narrowcast.verify._certificate import Certificate
 from narrowcast.verify._certificate_sums import CertificateSums
@@ -91,6 +91,11 @@ def certify(
     torch refuses activation checkpoints with ``use_reentrant=True`` here, and says so.
     """
     _check(model)
+    if isinstance(other_batch, Policy) or (isinstance(other_batch, str) and other_batch in PRESETS):
+        raise SettingError(
+            "expected another batch after the first one, got a policy: certify(model, loss_fn, batch, "
+            "other_batch, policy)"
+        )
     wanted = as_policy(policy)
     scale = None if loss_scale is None else float(Static(scale=loss_scale).scale)
     devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
@@ -238,6 +243,8 @@ class _Passes:
 
     def _notes(self) -> str | None:
         notes = [] if self._note is None else [self._note]
+        if not self._model.training:
+            notes.append("The model is in evaluation mode: dropout and batch norm are as in evaluation.")
         if self._held_narrow:
             notes.append(
                 "The weights are held in a narrow format: compared is with the same weights cast to FP32."
