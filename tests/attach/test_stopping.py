@@ -1,10 +1,13 @@
 """A script that is ended after so many steps ends as one that calls ``sys.exit(0)``; and it does end."""
 
 import textwrap
+import threading
 
 import pytest
+import torch
 from attached_scripts import Runs
 
+from narrowcast.attach import Attachment
 from narrowcast.observe import read_capture
 
 TRAINING = """\
@@ -447,3 +450,15 @@ def test_a_child_that_the_script_forks_says_nothing_at_its_end(runs):
     )
     assert (ended.code, ended.lines) == (0, ["not yet"])
     assert ended.at_end_was_called
+
+
+def test_a_process_that_goes_on_after_a_stop_is_not_ended_later():
+    network = torch.nn.Linear(2, 1)
+    with pytest.raises(SystemExit), Attachment("bf16", stop_after=1):
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+        network(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    waiting = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    for thread in waiting:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in waiting)

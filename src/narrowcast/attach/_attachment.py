@@ -137,6 +137,8 @@ class Attachment:
     ) -> None:
         global _attached  # noqa: PLW0603
         _attached = None
+        if not self._left_for_good:
+            self._stopping.call_off()
         try:
             self._note_what_was_unusual()
         finally:

@@ -36,6 +36,7 @@ class Stopping:
         self._close = close
         self._process = os.getpid()
         self._thread = _Thread()
+        self._deadline: threading.Timer | None = None
         self._ending = threading.Lock()
         self.reached = False
 
@@ -51,13 +52,18 @@ class Stopping:
         """
         if not self.reached:
             self.reached = True
-            deadline = threading.Timer(_PATIENCE_S, self._end_process)
-            deadline.daemon = True  # Python does not wait for it
-            deadline.start()
+            self._deadline = threading.Timer(_PATIENCE_S, self._end_process)
+            self._deadline.daemon = True  # Python does not wait for it
+            self._deadline.start()
         self._thread.tries += 1
         if self._thread.tries > _TRIES:
             self._end_process()
         raise SystemExit(0)
+
+    def call_off(self) -> None:
+        """The script has ended and the process goes on: it is not to be ended any more."""
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def _end_process(self) -> None:
         self._ending.acquire()  # for good: whoever comes second waits for the end
