@@ -452,12 +452,17 @@ def test_a_child_that_the_script_forks_says_nothing_at_its_end(runs):
     assert ended.at_end_was_called
 
 
-def test_a_process_that_goes_on_after_a_stop_is_not_ended_later():
+def stopped_after_a_step():
     network = torch.nn.Linear(2, 1)
-    with pytest.raises(SystemExit), Attachment("bf16", stop_after=1):
+    with Attachment("bf16", stop_after=1):
         optimizer = torch.optim.SGD(network.parameters(), 0.1)
         network(torch.ones(1, 2)).sum().backward()
         optimizer.step()
+
+
+def test_a_process_that_goes_on_after_a_stop_is_not_ended_later():
+    with pytest.raises(SystemExit):
+        stopped_after_a_step()
     waiting = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     for thread in waiting:
         thread.join(5)
