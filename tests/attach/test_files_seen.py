@@ -1,6 +1,8 @@
 """Which files a script writes, by whatever way, and that a run is ended where it reads an earlier one's."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from attached_scripts import Runs
@@ -322,3 +324,20 @@ def test_a_log_is_read_as_far_as_it_goes(tmp_path):
     assert read_files(log) == FilesSeen(written=(), read=None)
     log.write_bytes(b'{"wrote": "/a"}\n{"wrote": "/b"}\n{"wrote": "/a"}\n{"read": "/c", "run": "x"}\n{"wro')
     assert read_files(log) == FilesSeen(written=("/a", "/b"), read=("/c", "x"))
+
+
+def test_a_temporary_file_without_a_name_is_no_file_of_its_folder(tmp_path):
+    """Linux opens such a file by its folder; taken for the folder, everything in it would be refused."""
+    (tmp_path / "data.txt").write_text("of the person")
+    program = (
+        "import os, tempfile\n"
+        "from pathlib import Path\n"
+        "from narrowcast.attach import FileWatch\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "FileWatch(folder / 'files.jsonl', {}).install()\n"
+        "with tempfile.TemporaryFile(dir=folder) as file:\n"
+        "    file.write(b'x')\n"
+        "(folder / 'kept').write_text('x')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert read_files(tmp_path / "files.jsonl").written == (str(tmp_path / "kept"),)

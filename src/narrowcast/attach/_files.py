@@ -93,6 +93,8 @@ class FileWatch:
     def _opened(self, path: Any, flags: Any) -> None:
         if isinstance(path, int) or not isinstance(flags, int):
             return
+        if flags & _WRITES and _is_folder(path):
+            return  # a temporary file without a name, which is opened by its folder
         if flags & (os.O_RDWR | os.O_WRONLY) == os.O_RDWR and not flags & os.O_TRUNC:
             self._reads(path)  # read and written: what was there matters
         if flags & _WRITES:
@@ -177,6 +179,12 @@ _in_force: FileWatch | None = None
 def watch_in_force() -> FileWatch | None:
     """What watches this process, for one that it starts."""
     return _in_force
+
+
+def _is_folder(path: Any) -> bool:
+    with suppress(TypeError, ValueError):
+        return os.path.isdir(path)
+    return False
 
 
 def _with_parents(name: str) -> list[str]:
