@@ -11,10 +11,12 @@
     ├── Fp16GradientError (ValueError)    gradients in fp16, where small updates are lost
     ├── RegionError (RuntimeError)        a region that was left out of order
     ├── UnsupportedError (RuntimeError)   training that this policy cannot make right
+    ├── MissingExtraError (ImportError)   a package that only some features need, and that is not installed
     ├── ScaleCollapseError (RuntimeError) so many skipped steps in a row that the scale is not to blame
     ├── ScriptError (ValueError)          a script that cannot be started
     ├── ResumedRunError (RuntimeError)    a run of a comparison that reads what an earlier one wrote
     ├── RunFolderError (OSError)          a folder that cannot be written
+    ├── LockError (ValueError)            a lock file that cannot be read or written
     └── CaptureError (ValueError)         a capture file that cannot be read
 
 A message says what was expected, what came, and how to fix it.
@@ -70,6 +72,10 @@ class UnsupportedError(NarrowcastError, RuntimeError):
     """Training that this policy would get wrong, refused before it does."""
 
 
+class MissingExtraError(NarrowcastError, ImportError):
+    """A package that only some features need, and that is not installed."""
+
+
 class ScaleCollapseError(NarrowcastError, RuntimeError):
     """So many steps skipped in a row that lowering the scale further cannot help."""
 
@@ -84,6 +90,10 @@ class ResumedRunError(NarrowcastError, RuntimeError):
 
 class RunFolderError(NarrowcastError, OSError):
     """A folder that a run wants to write to and cannot."""
+
+
+class LockError(NarrowcastError, ValueError):
+    """A lock file of decisions that cannot be read or written."""
 
 
 class CaptureError(NarrowcastError, ValueError):

@@ -1,5 +1,76 @@
-"""Which operations compute in which format, as plain data: presets on PyTorch's own tables."""
+"""Which operations compute in which format, as plain data: rules, presets, PyTorch's own tables, one file."""
 
-from narrowcast.policy._policy import PRESETS, Policy, as_policy, format_name, resolve, without_masters
+from narrowcast.policy import _rule as rule
+from narrowcast.policy._ops import base_of, canonical_op, every_operator, operator, overloads_of
+from narrowcast.policy._policy import (
+    Policy,
+    as_policy,
+    dtype_of,
+    format_name,
+    name_of,
+    resolve,
+    with_fp32_weights,
+)
+from narrowcast.policy._presets import ALL as PRESET_TABLE
+from narrowcast.policy._presets import PRESETS, Preset
+from narrowcast.policy._resolved import (
+    UNLISTED,
+    Decision,
+    ResolvedPolicy,
+    Scope,
+    names_module,
+    resolved,
+    rules_for,
+)
+from narrowcast.policy._rule import COMPUTES, FORMATS, FP8_RECIPES, Rule, class_names
+from narrowcast.policy._tables import (
+    FP32,
+    FP32_APPEND_DTYPE,
+    FP32_SET_DTYPE,
+    LOWER,
+    PROMOTE,
+    REFUSE,
+    TABLES,
+    autocast_key,
+    native_table,
+)
 
-__all__ = ["PRESETS", "Policy", "as_policy", "format_name", "resolve", "without_masters"]
+__all__ = [
+    "COMPUTES",
+    "FORMATS",
+    "FP8_RECIPES",
+    "FP32",
+    "FP32_APPEND_DTYPE",
+    "FP32_SET_DTYPE",
+    "LOWER",
+    "PRESETS",
+    "PRESET_TABLE",
+    "PROMOTE",
+    "REFUSE",
+    "TABLES",
+    "UNLISTED",
+    "Decision",
+    "Policy",
+    "Preset",
+    "ResolvedPolicy",
+    "Rule",
+    "Scope",
+    "as_policy",
+    "autocast_key",
+    "base_of",
+    "canonical_op",
+    "class_names",
+    "dtype_of",
+    "every_operator",
+    "format_name",
+    "name_of",
+    "names_module",
+    "native_table",
+    "operator",
+    "overloads_of",
+    "resolve",
+    "resolved",
+    "rule",
+    "rules_for",
+    "with_fp32_weights",
+]

@@ -1,0 +1,260 @@
+"""``nc.rule``: which operator, or which part of a model, computes in which format.
+
+    rule.op("softmax", compute="fp16")                                    every softmax
+    rule.op("layer_norm", compute="fp32", output="lower")                 compute wide, hand on narrow
+    rule.module("decoder.*.norm", compute="fp32")                         parts of a model, by path
+    rule.module("head", op="linear", compute="fp32")                      an operator inside them
+    rule.module_type(torch.nn.LayerNorm, compute="fp32", output="bf16")   by class, subclasses included
+
+``compute`` is a format (``"fp32"``, ``"bf16"``, ``"fp16"``), ``"lower"`` (the region's own), ``"promote"``
+(the widest format among the inputs), ``"as-is"`` (the formats that come), ``"refuse"`` (an error), or an fp8
+recipe for linear layers. ``output`` is the format that is handed on; without it, whatever comes out.
+
+The more specific rule wins: an operator inside a module, then a module, then an operator, then PyTorch's
+table. Of rules for modules that of the innermost module wins; at one module, and everywhere, one overload
+comes before all of them, a path together with a class before one of the two, and among equals the later rule.
+A rule for a module is about what PyTorch's table or a rule casts anyway, not about every operator inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from narrowcast.errors import PolicyError, near_names
+from narrowcast.policy._ops import base_of, canonical_op
+
+if TYPE_CHECKING:
+    import torch
+
+FORMATS = ("fp32", "bf16", "fp16", "lower")
+FP8_RECIPES = ("fp8_tensorwise", "fp8_rowwise")
+COMPUTES = (*FORMATS, "promote", "as-is", "refuse", *FP8_RECIPES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule; made by ``op``, ``module`` and ``module_type``. Frozen, pure data.
+
+    Attributes:
+        compute: format that is computed in, or another word of ``COMPUTES``.
+        output: format that is handed on, one of ``FORMATS``; None: whatever comes out.
+        op: operator, as ``"softmax"`` or ``"softmax.int"``; None: all of a module.
+        module: glob over paths in the model, as ``"decoder.*.norm"``; ``*`` runs across dots; None: any.
+        module_type: full name of a class of modules, as ``"torch.nn.modules.linear.Linear"``; None: any.
+
+    Raises:
+        PolicyError: at construction, for a word that is not known and for rules that cannot hold.
+    """
+
+    compute: str
+    output: str | None = None
+    op: str | None = None
+    module: str | None = None
+    module_type: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_word("compute", self.compute, COMPUTES)
+        if self.output is not None:
+            _check_word("output", self.output, FORMATS)
+        if self.op is None and self.module is None and self.module_type is None:
+            raise PolicyError("expected a rule to say what it is for: op=, module= or module_type=")
+        if self.module is not None:
+            _check_text("a glob over module paths", "encoder.*", self.module)
+        object.__setattr__(self, "module_type", _class_name(self.module_type))
+        if self.op is not None:
+            object.__setattr__(self, "op", canonical_op(self.op))
+        if self.compute in FP8_RECIPES and (self.op not in (None, "linear") or self.output is not None):
+            raise PolicyError(
+                f"{self.compute!r} is for linear layers and hands on the region's format: expected a rule "
+                f'for a module, for torch.nn.Linear or for op "linear", without output, got "{self}"'
+            )
+        if self.compute == "refuse" and self.output is not None:
+            raise PolicyError("a rule that refuses hands nothing on: leave output out")
+
+    @property
+    def selector(self) -> tuple[str | None, str | None, str | None]:
+        """What it is for; two rules of one selector say the same or contradict each other."""
+        return (self.op, self.module, self.module_type)
+
+    @property
+    def target(self) -> str:
+        """What it is for, in words: ``linear in modules "head"``."""
+        modules = []
+        if self.module is not None:
+            modules.append(f'modules "{_printable(self.module)}"')
+        if self.module_type is not None:
+            modules.append(f"class {_printable(self.module_type.rpartition('.')[2])}")
+        where = [" of ".join(modules)] if modules else []
+        return " in ".join([self.op, *where] if self.op is not None else where)
+
+    @property
+    def is_for_modules(self) -> bool:
+        """Whether it looks at where in a model an operator is called."""
+        return self.module is not None or self.module_type is not None
+
+    def __str__(self) -> str:
+        return f"{self.target}: {self.effect}"
+
+    @property
+    def effect(self) -> str:
+        """What it does, in words: ``fp32, handed on in bf16``."""
+        return self.compute + (f", handed on in {self.output}" if self.output else "")
+
+
+def op(name: str, *, compute: str, output: str | None = None) -> Rule:
+    """A rule for every call of an operator.
+
+    Args:
+        name: as the dispatcher spells it, ``"softmax"`` for all overloads, ``"softmax.int"`` for one; of
+            another library ``"mylib::op"``. ``"torch.softmax"`` and ``"F.softmax"`` are understood. In-place
+            and ``out=`` forms are never cast, as in PyTorch's own autocast.
+        compute: what its floating inputs are cast to; see the module's docstring for the words.
+        output: what its floating outputs are cast to; None: they stay as they come.
+
+    Only floating tensors on the region's device are cast, fp64 aside. A cast to fp16 overflows to infinity
+    beyond 65504; NaN stays NaN; subnormals of the target format are kept.
+
+    Raises:
+        PolicyError: no such operator (near names are shown), format or combination.
+    """
+    return Rule(op=canonical_op(name), compute=compute, output=output)
+
+
+def module(
+    glob: str,
+    *,
+    compute: str,
+    output: str | None = None,
+    op: str | None = None,
+    type: type[torch.nn.Module] | str | None = None,
+) -> Rule:
+    """A rule for the modules whose path in the model matches ``glob``.
+
+    Without ``op`` the module's floating inputs are cast to ``compute``, every operator inside that a rule or
+    PyTorch's table would cast computes in it, and what the module returns is cast to ``output``. With ``op``
+    only that operator, wherever it is called inside.
+
+    Args:
+        glob: as ``"encoder.layers.*.norm1"``; ``*`` matches dots too, ``""`` is the model itself.
+        compute, output: as for ``op``.
+        op: an operator inside, as for ``op``.
+        type: only modules of this class, subclasses included.
+
+    Raises:
+        PolicyError: no such operator, format or combination. That no module matches is found when the policy
+            is applied to a model.
+    """
+    if glob is None:
+        raise PolicyError('expected a glob over module paths, as "encoder.*", got None')
+    return Rule(module=glob, op=op, compute=compute, output=output, module_type=_class_name(type))
+
+
+def module_type(
+    cls: type[torch.nn.Module] | str, *, compute: str, output: str | None = None, op: str | None = None
+) -> Rule:
+    """A rule for modules of a class, subclasses included; otherwise as ``module``.
+
+    Args:
+        cls: the class, or its full name, as ``"torch.nn.LayerNorm"`` or ``"mypackage.layers.Norm"``.
+    """
+    name = _class_name(cls)
+    if name is None:
+        raise PolicyError("expected a class of modules, got None")
+    return Rule(module_type=name, op=op, compute=compute, output=output)
+
+
+def class_names(cls: type) -> tuple[str, ...]:
+    """The full names of ``cls`` and of its bases, which a rule by class is compared with."""
+    return tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+
+
+def check_no_contradictions(rules: tuple[Rule, ...]) -> None:
+    """Refuse two rules of one selector that say different things.
+
+    Raises:
+        PolicyError: there are two.
+    """
+    seen: dict[Any, Rule] = {}
+    for one in rules:
+        other = seen.setdefault(one.selector, one)
+        if other != one:
+            raise PolicyError(
+                f'two rules contradict each other: "{other}" and "{one}". Keep one; with_rules() of a policy '
+                "replaces its earlier rule"
+            )
+
+
+def specificity(one: Rule) -> tuple[bool, bool, bool, bool]:
+    """Rank of what decides about an operator at one module, or outside of all: the higher wins."""
+    by_both = one.module is not None and one.module_type is not None
+    overload = one.op is not None and base_of(one.op) != one.op
+    return (one.is_for_modules and one.op is not None, one.is_for_modules, overload, by_both)
+
+
+# ---- words
+
+
+def _class_name(cls: Any) -> str | None:
+    """The full name of a class of modules: where it is defined, not where it is handed on."""
+    if cls is None:
+        return None
+    import torch
+
+    if isinstance(cls, str):
+        _check_text("the full name of a class", "torch.nn.LayerNorm", cls)
+        word = f"torch.{cls}" if cls.startswith("nn.") else cls
+        if "." not in word:
+            raise PolicyError(f'expected the full name of a class, as "torch.nn.LayerNorm", got {cls!r}')
+        if not word.startswith("torch."):
+            return word
+        found = _inside_torch(word)
+        if found is None and word.startswith("torch.nn.") and word.count(".") == 2:
+            kinds = [name for name in dir(torch.nn) if isinstance(getattr(torch.nn, name), type)]
+            guess = near_names(word.rpartition(".")[2], kinds)
+            near = guess.partition(" Known:")[0] if guess.startswith("Did") else "Look in torch.nn."
+            raise PolicyError(f"there is no class {cls!r}. {near}")
+        if found is None:
+            return word  # of a part of torch that is not imported yet
+        cls = found
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
+        raise PolicyError(f"expected a class of torch.nn.Module, got {cls!r}")
+    return class_names(cls)[0]
+
+
+def _inside_torch(name: str) -> Any:
+    import torch
+
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found
+
+
+def _check_text(what: str, example: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise PolicyError(f'expected {what}, as "{example}", got {value!r}')
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PolicyError(f'expected {what}, as "{example}", got {value!r}, which is no text') from None
+
+
+def _check_word(what: str, value: Any, known: tuple[str, ...]) -> None:
+    if isinstance(value, str) and value in known:
+        return
+    word = str(value).removeprefix("torch.")
+    renamed = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+    if word in renamed:
+        raise PolicyError(f'unknown {what} {value!r} of a rule. Did you mean "{renamed[word]}"?')
+    if word in ("fp64", "float64", "double"):  # near by letters, and the opposite in meaning
+        raise PolicyError(
+            f"unknown {what} {value!r} of a rule: autocast casts nothing from fp64 or to it. "
+            f"Known: {', '.join(known)}."
+        )
+    raise PolicyError(f"unknown {what} {value!r} of a rule. {near_names(word, known)}")
+
+
+def _printable(text: str) -> str:
+    """``text`` in one line, whatever it holds."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -1,0 +1,142 @@
+"""A policy as a TOML file with a version.
+
+    version = 1
+    compute = "bf16"
+
+    [[rule]]
+    op = "softmax"
+    compute = "fp16"
+
+Every field of ``Policy`` and of ``Rule`` is a key of the same name; what is left out has its default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+import uuid
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from narrowcast.errors import PolicyError, near_names
+from narrowcast.policy._policy import Policy
+from narrowcast.policy._rule import Rule
+
+VERSION = 1
+_HEADER = "# A policy of narrowcast: which operators and modules compute in which format.\n"
+
+
+def write(policy: Policy, path: Path) -> None:
+    """Write ``policy`` to ``path``: whole, or not at all.
+
+    Raises:
+        PolicyError: the file cannot be written.
+    """
+    data = dumps(policy).encode()
+    try:
+        target = path.resolve()  # a link stays one
+        part = target.with_name(f".{uuid.uuid4().hex}.part")
+        try:
+            with part.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise PolicyError(f"cannot write the policy to {path}: {_reason(error)}") from error
+
+
+def dumps(policy: Policy) -> str:
+    """``policy`` as the text of a file."""
+    lines = [_HEADER + f"version = {VERSION}"]
+    lines += [_line(f.name, getattr(policy, f.name)) for f in fields(policy) if _is_written(f, policy)]
+    for rule in policy.rules:
+        lines += ["", "[[rule]]"]
+        lines += [_line(f.name, getattr(rule, f.name)) for f in _rule_fields() if _is_written(f, rule)]
+    return "\n".join(lines) + "\n"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The fields of the ``Policy`` in the file at ``path``.
+
+    Raises:
+        PolicyError: see ``Policy.load``.
+    """
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"cannot read the policy {path}: {_reason(error)}{_neighbour(path)}") from error
+    try:
+        found = tomllib.loads(data.decode("utf-8-sig"))  # some editors write a byte order mark
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PolicyError(f"{path} is not TOML: {error}") from error
+    version = found.pop("version", None)
+    if version is None:
+        raise PolicyError(f'{path} does not say its version: write "version = {VERSION}" in its first line')
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise PolicyError(f"{path}: expected a whole number of 1 or more as version, got {version!r}")
+    if version > VERSION:
+        raise PolicyError(
+            f"{path} has version {version}, and this narrowcast reads up to {VERSION}: install a newer one"
+        )
+    rules = found.pop("rule", [])
+    known = [f.name for f in fields(Policy) if f.name != "rules"]
+    _check_keys(found, [*known, "rule", "version"], str(path))
+    if "compute" not in found:
+        raise PolicyError(f'{path} does not say what to compute in: write compute = "auto", or a format')
+    if not isinstance(rules, list) or not all(isinstance(one, dict) for one in rules):
+        raise PolicyError(f"{path}: expected each rule under a heading [[rule]]")
+    return {**found, "rules": tuple(_rule(one, f"{path}, rule {n}") for n, one in enumerate(rules, 1))}
+
+
+def _rule(found: dict[str, Any], where: str) -> Rule:
+    _check_keys(found, [f.name for f in _rule_fields()], where)
+    if "compute" not in found:
+        raise PolicyError(f"{where} does not say what to compute in: write compute = ...")
+    try:
+        return Rule(**found)
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from None
+
+
+def _check_keys(found: dict[str, Any], known: list[str], where: str) -> None:
+    for key in found:
+        if key not in known:
+            raise PolicyError(f"{where}: unknown key {key!r}. {near_names(key, known)}")
+
+
+def _rule_fields() -> list[Any]:
+    """In the order in which a person reads them: what it is for, then what it does."""
+    order = ("module", "module_type", "op", "compute", "output")
+    return sorted(fields(Rule), key=lambda f: order.index(f.name))
+
+
+def _is_written(field: Any, value: Any) -> bool:
+    if field.name == "rules":
+        return False
+    return field.default is MISSING or getattr(value, field.name) != field.default
+
+
+def _line(name: str, value: str | bool) -> str:
+    # A string of JSON is one of TOML, but for DEL, which TOML wants escaped.
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    return f"{name} = {text}"
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str((isinstance(error, OSError) and error.strerror) or error)
+
+
+def _neighbour(path: Path) -> str:
+    """Which file beside a missing one may have been meant."""
+    with suppress(OSError, ValueError):
+        if not path.exists():
+            near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.toml")], n=1)
+            return f'. Did you mean "{path.with_name(near[0])}"?' if near else ""
+    return ""

@@ -1,0 +1,347 @@
+"""Policies in TOML files: without loss, by hand or by us, whole or not at all; one error for the rest."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from narrowcast.errors import PolicyError
+from narrowcast.policy import COMPUTES, FORMATS, FP8_RECIPES, PRESETS, Policy, Rule, as_policy, rule
+
+OPS = ("softmax", "softmax.int", "linear", "sum.default", "_weight_norm")
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+CLASSES = st.sampled_from(["torch.nn.LayerNorm", "torch.nn.Linear"]) | ANY_TEXT.map(lambda text: f"a.{text}")
+
+
+@st.composite
+def rules(draw):
+    compute = draw(st.sampled_from(COMPUTES))
+    is_fp8 = compute in FP8_RECIPES
+    op = draw(st.none() | st.just("linear") if is_fp8 else st.none() | st.sampled_from(OPS))
+    module = draw(st.none() | ANY_TEXT)
+    cls = draw(st.none() | CLASSES)
+    if op is None and module is None and cls is None:
+        module = draw(ANY_TEXT)
+    output = None if is_fp8 or compute == "refuse" else draw(st.none() | st.sampled_from(FORMATS))
+    return Rule(compute=compute, output=output, op=op, module=module, module_type=cls)
+
+
+POLICIES = st.builds(
+    lambda compute, rules, tables, weights: Policy(compute=compute, rules=rules, tables=tables, **weights),
+    st.sampled_from(["bf16", "fp16", "auto"]),
+    st.lists(rules(), max_size=4, unique_by=lambda one: one.selector),
+    st.sampled_from(["native", "cpu", "cuda", "mps"]),
+    st.sampled_from([{}, {"master_weights": True}, {"low_weights": True}]),
+)
+
+
+def odd(glob):
+    return Policy(compute="bf16", rules=(rule.module(glob, compute="fp32"),))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(odd("\"'\\\b\t\n\f\r\x00\x1b\x7f\x80\x85\xa0\u2028\ufeff\U0001f600"))
+@example(odd('"""'))
+@example(odd("\\u0041\\"))
+@example(odd("# [[rule]]\r\nversion = 2"))
+@given(POLICIES)
+def test_what_is_written_is_read(tmp_path, policy):
+    path = tmp_path / "policy.toml"
+    policy.save(path)
+    assert Policy.load(path) == policy
+    first = path.read_bytes()
+    Policy.load(str(path)).save(str(path))
+    assert path.read_bytes() == first
+    assert os.listdir(tmp_path) == ["policy.toml"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_written_and_read(name, tmp_path):
+    Policy.preset(name).save(tmp_path / "policy.toml")
+    assert Policy.load(tmp_path / "policy.toml") == Policy.preset(name)
+
+
+def test_the_text_of_a_file(tmp_path):
+    policy = Policy(
+        compute="bf16",
+        tables="cuda",
+        rules=(
+            rule.op("torch.softmax", compute="fp16"),
+            rule.module("a.*", op="linear", type="nn.Linear", compute="fp32", output="lower"),
+        ),
+    )
+    policy.save(tmp_path / "policy.toml")
+    assert (tmp_path / "policy.toml").read_text() == (
+        "# A policy of narrowcast: which operators and modules compute in which format.\n"
+        "version = 1\n"
+        'compute = "bf16"\n'
+        'tables = "cuda"\n'
+        "\n"
+        "[[rule]]\n"
+        'op = "softmax"\n'
+        'compute = "fp16"\n'
+        "\n"
+        "[[rule]]\n"
+        'module = "a.*"\n'
+        'module_type = "torch.nn.modules.linear.Linear"\n'
+        'op = "linear"\n'
+        'compute = "fp32"\n'
+        'output = "lower"\n'
+    )
+    Policy(compute="fp16", master_weights=True).save(tmp_path / "policy.toml")
+    text = (tmp_path / "policy.toml").read_text()
+    assert text.endswith('version = 1\ncompute = "fp16"\nmaster_weights = true\n')
+
+
+BY_HAND = """\
+# What we found to work.
+compute = 'bf16'    # not fp16
+master_weights = false
+version = 1
+
+[[rule]]  # attention
+op = "torch.softmax"
+compute = \"\"\"fp16\"\"\"
+
+# norms wide
+[[rule]]
+compute = "fp32"
+output = 'lower'
+module_type = "torch.nn.LayerNorm"
+"""
+
+
+@pytest.mark.parametrize(
+    "encode", [str.encode, lambda text: text.encode("utf-8-sig")], ids=["plain", "with mark"]
+)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_file_that_a_person_wrote(tmp_path, encode, newline):
+    path = tmp_path / "by hand.toml"
+    path.write_bytes(encode(BY_HAND.replace("\n", newline)))
+    expected = Policy(
+        compute="bf16",
+        rules=(
+            rule.op("softmax", compute="fp16"),
+            rule.module_type("torch.nn.modules.normalization.LayerNorm", compute="fp32", output="lower"),
+        ),
+    )
+    assert Policy.load(path) == as_policy(path) == as_policy(str(path)) == expected
+
+
+# ---- what cannot be read
+
+HEAD = 'version = 1\ncompute = "bf16"\n'
+
+
+def refusal(make):
+    with pytest.raises(PolicyError) as refused:
+        make()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('compute = "bf16"', ' does not say its version: write "version = 1" in its first line'),
+        ("", ' does not say its version: write "version = 1" in its first line'),
+        ("version = 1", ' does not say what to compute in: write compute = "auto", or a format'),
+        ('version = "1"', ": expected a whole number of 1 or more as version, got '1'"),
+        ("version = true", ": expected a whole number of 1 or more as version, got True"),
+        ("version = 0", ": expected a whole number of 1 or more as version, got 0"),
+        (
+            "version = 2\nwhat_comes_next = 1",
+            " has version 2, and this narrowcast reads up to 1: install a newer one",
+        ),
+        (
+            "version = 1\ncompute: bf16",
+            " is not TOML: Expected '=' after a key in a key/value pair (at line 2, column 8)",
+        ),
+        ("{}", None),
+        (
+            HEAD + 'comptue = "fp16"',
+            ": unknown key 'comptue'. Did you mean \"compute\"? Known: compute, tables, master_weights, "
+            "low_weights, rule, version.",
+        ),
+        (
+            HEAD + '[[rules]]\nop = "mm"',
+            ": unknown key 'rules'. Did you mean \"rule\"? Known: compute, tables, master_weights, "
+            "low_weights, rule, version.",
+        ),
+        ('version = 1\ncompute = "bf61"', None),
+        ('version = 1\ncompute = ["bf16"]', None),
+        (
+            HEAD + 'master_weights = "yes"',
+            ": expected master_weights to be a bool, got 'yes'",
+        ),
+        (HEAD + "rule = 3", ": expected each rule under a heading [[rule]]"),
+        (HEAD + '[rule]\nop = "mm"', ": expected each rule under a heading [[rule]]"),
+        (
+            HEAD + '[[rule]]\nop = "mm"\ncompute = "fp32"\n[[rule]]\nop = "mm"',
+            ", rule 2 does not say what to compute in: write compute = ...",
+        ),
+        (
+            HEAD + '[[rule]]\nop = "mm"\ncompute = "fp32"\nmodul = "a"',
+            ", rule 1: unknown key 'modul'. Did you mean \"module\"? Known: module, module_type, op, "
+            "compute, output.",
+        ),
+        (
+            HEAD + '[[rule]]\nop = "sofmax"\ncompute = "fp32"',
+            ", rule 1: PyTorch has no operator 'sofmax'. "
+            'Did you mean "softmax" or "fmax" or "log_softmax"?',
+        ),
+        (
+            HEAD + '[[rule]]\nmodule = 3\ncompute = "fp32"',
+            ', rule 1: expected a glob over module paths, as "encoder.*", got 3',
+        ),
+        (
+            HEAD + '[[rule]]\ncompute = "fp32"',
+            ", rule 1: expected a rule to say what it is for: op=, module= or module_type=",
+        ),
+        (
+            HEAD + '[[rule]]\nop="mm"\ncompute="fp32"\n[[rule]]\nop="mm"\ncompute="fp16"',
+            ': two rules contradict each other: "mm: fp32" and "mm: fp16". Keep one; with_rules() of a '
+            "policy replaces its earlier rule",
+        ),
+    ],
+)
+def test_a_file_that_holds_no_policy(tmp_path, text, message):
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    found = refusal(lambda: Policy.load(path))
+    assert found == refusal(lambda: as_policy(str(path)))
+    if message is None:
+        assert found.startswith(str(path))
+    else:
+        assert found == f"{path}{message}"
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "policy.toml"
+    path.write_bytes(b"version = 1\n\xff\xfe")
+    assert refusal(lambda: Policy.load(path)).startswith(
+        f"{path} is not TOML: 'utf-8' codec can't decode byte 0xff"
+    )
+
+
+def test_a_file_that_is_not_there(tmp_path, monkeypatch):
+    missing = tmp_path / "polcy.toml"
+    expected = f"cannot read the policy {missing}: No such file or directory"
+    assert refusal(lambda: as_policy(missing)) == expected
+    Policy(compute="bf16").save(tmp_path / "policy.toml")
+    near = f'{expected}. Did you mean "{tmp_path / "policy.toml"}"?'
+    assert refusal(lambda: as_policy(missing)) == refusal(lambda: as_policy(str(missing))) == near
+    monkeypatch.chdir(tmp_path)
+    assert refusal(lambda: as_policy("polcy.toml")) == (
+        'cannot read the policy polcy.toml: No such file or directory. Did you mean "policy.toml"?'
+    )
+    assert (
+        refusal(lambda: as_policy("policy"))
+        == "unknown policy 'policy'. Did you mean the file \"policy.toml\"?"
+    )
+    assert as_policy("policy.toml") == as_policy("./policy.toml") == Policy(compute="bf16")
+    assert refusal(lambda: as_policy("no/such/folder.toml")) == (
+        "cannot read the policy no/such/folder.toml: No such file or directory"
+    )
+
+
+def test_what_is_no_file(tmp_path):
+    assert refusal(lambda: Policy.load(tmp_path)) == f"cannot read the policy {tmp_path}: Is a directory"
+    assert refusal(lambda: Policy.load("a\0b")) == "cannot read the policy a\0b: embedded null byte"
+    for given_ in (3, None, b"policy.toml", ["policy.toml"]):
+        expected = f"expected the path of a TOML file, got {given_!r}"
+        assert refusal(lambda given_=given_: Policy.load(given_)) == expected
+        assert refusal(lambda given_=given_: Policy(compute="bf16").save(given_)) == expected
+
+
+# ---- what cannot be written
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    policy = Policy(compute="bf16")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    assert refusal(lambda: policy.save(tmp_path / "folder")) == (
+        f"cannot write the policy to {tmp_path / 'folder'}: Is a directory"
+    )
+    inside = tmp_path / "file" / "policy.toml"
+    assert refusal(lambda: policy.save(inside)) == f"cannot write the policy to {inside}: Not a directory"
+    nowhere = tmp_path / "nowhere" / "policy.toml"
+    assert (
+        refusal(lambda: policy.save(nowhere))
+        == f"cannot write the policy to {nowhere}: No such file or directory"
+    )
+    assert refusal(lambda: policy.save("a\0b")) == "cannot write the policy to a\0b: embedded null byte"
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    """A file of a few bytes is all that the process may write."""
+    path = tmp_path / "policy.toml"
+    Policy(compute="bf16").save(path)
+    before = path.read_bytes()
+    code = (
+        "import sys\nfrom narrowcast.policy import Policy\nfrom narrowcast.errors import PolicyError\n"
+        "policy = Policy.preset('safe')\n"
+        "try:\n    policy.save(sys.argv[1])\nexcept PolicyError as error:\n    print(error)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
+    )
+    assert ended.stdout == f"cannot write the policy to {path}: File too large\n"
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["policy.toml"]
+
+
+def test_who_reads_meanwhile_reads_the_old_policy(tmp_path):
+    """A file is replaced, not written over: what was opened before stays whole."""
+    path = tmp_path / "policy.toml"
+    Policy(compute="bf16").save(path)
+    with path.open() as opened:
+        opened.read(10)
+        Policy.preset("safe").save(path)
+        opened.seek(0)
+        assert opened.read().endswith('version = 1\ncompute = "bf16"\n')
+    assert Policy.load(path) == Policy.preset("safe")
+
+
+def test_writing_keeps_to_the_rights_that_files_get_here(tmp_path):
+    path, beside = tmp_path / "policy.toml", tmp_path / "beside"
+    Policy(compute="bf16").save(path)
+    beside.touch()
+    assert path.stat().st_mode == beside.stat().st_mode
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "real.toml").touch()
+    link = tmp_path / "link.toml"
+    link.symlink_to("real.toml")
+    Policy(compute="bf16").save(link)
+    assert link.is_symlink()
+    assert Policy.load(tmp_path / "real.toml") == Policy(compute="bf16")
+
+
+def test_a_long_name_is_as_good_as_any(tmp_path):
+    path = tmp_path / ("x" * 250 + ".toml")
+    Policy(compute="bf16").save(path)
+    assert Policy.load(path) == Policy(compute="bf16")
+
+
+def test_a_file_is_read_again_once_it_was_written(tmp_path):
+    path = tmp_path / "policy.toml"
+    Policy(compute="bf16").save(path)
+    first = as_policy(str(path))
+    assert as_policy(path) is first
+    Policy(compute="fp32", tables="cuda").save(path)
+    assert as_policy(str(path)) == Policy(compute="fp32", tables="cuda")
+    path.unlink()
+    with pytest.raises(PolicyError, match="No such file"):
+        as_policy(str(path))

@@ -1,0 +1,140 @@
+"""What a person may write for an operator, and what is said where there is none."""
+
+import pytest
+import torch
+
+from narrowcast.errors import PolicyError
+from narrowcast.policy import base_of, canonical_op, every_operator, operator, overloads_of, rule
+
+
+@pytest.fixture
+def own_library():
+    """A library with one operator of two overloads."""
+    library = torch.library.Library("narrowcast_tests", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.define("twice.more(Tensor x, int n) -> Tensor")
+    library.define("stamp_(Tensor(a!) x) -> Tensor(a!)")
+    yield library
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("softmax", "softmax"),
+        ("softmax.int", "softmax.int"),
+        ("aten::softmax.int", "softmax.int"),
+        ("aten.softmax", "softmax"),
+        ("torch.softmax", "softmax"),
+        ("torch.ops.aten.softmax.int", "softmax.int"),
+        ("torch.nn.functional.softmax", "softmax"),
+        ("nn.functional.gelu", "gelu"),
+        ("F.gelu", "gelu"),
+        ("torch.Tensor.add", "add"),
+        ("Tensor.add", "add"),
+        ("torch.linalg.cross", "linalg_cross"),
+        ("torch.cross", "cross"),
+        ("torch.special.expm1", "special_expm1"),
+        ("torch.fft.fft", "fft_fft"),
+        ("sum", "sum"),
+        ("sum.default", "sum.default"),
+        ("linear.default", "linear"),
+        ("_weight_norm", "_weight_norm"),
+    ],
+)
+def test_names_that_are_understood(written, name):
+    assert canonical_op(written) == name
+    assert canonical_op(name) == name
+    assert rule.op(written, compute="fp32").op == name
+
+
+def test_what_a_name_stands_for():
+    assert overloads_of("linear") == ("linear",)
+    assert {"sum", "sum.dim_IntList"} <= set(overloads_of("sum"))
+    assert overloads_of("sum.default") == ("sum",)
+    assert overloads_of("sum.dim_IntList") == ("sum.dim_IntList",)
+    assert overloads_of("softmax_of_tomorrow") == overloads_of("softmax.of_tomorrow") == ()
+    assert base_of("sum.dim_IntList") == base_of("sum") == "sum"
+    assert operator("sum") is operator("sum.default") is torch.ops.aten.sum.default
+    assert operator("sum.dim_IntList") is torch.ops.aten.sum.dim_IntList
+
+
+def test_forms_that_write_to_an_argument_are_left_out():
+    """By the schema, overload by overload, of all there are."""
+    known = set(every_operator())
+    assert len(known) > 1500
+    for op in known:
+        schema = operator(op)._schema
+        assert not any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+    assert {"add.Tensor", "index_add", "cat"} <= known
+    assert not {"add.out", "add_.Tensor", "index_add_", "empty", "rand"} & known
+    assert {one for op in known for one in overloads_of(base_of(op))} == known
+
+
+def test_operators_of_other_libraries(own_library):
+    assert canonical_op("narrowcast_tests::twice") == "narrowcast_tests::twice"
+    assert canonical_op("torch.ops.narrowcast_tests.twice.more") == "narrowcast_tests::twice.more"
+    assert overloads_of("narrowcast_tests::twice") == (
+        "narrowcast_tests::twice",
+        "narrowcast_tests::twice.more",
+    )
+    assert operator("narrowcast_tests::twice.more") is torch.ops.narrowcast_tests.twice.more
+    assert "narrowcast_tests::twice" in every_operator()
+    own_library.define("thrice(Tensor x) -> Tensor")  # after the names were read
+    assert canonical_op("narrowcast_tests::thrice") == "narrowcast_tests::thrice"
+    own_library.define("thrice.more(Tensor x, int n) -> Tensor")
+    assert len(overloads_of("narrowcast_tests::thrice")) == 2
+    with pytest.raises(PolicyError, match=r"which writes to an argument and is never cast$"):
+        canonical_op("narrowcast_tests::stamp_")
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("sofmax", 'PyTorch has no operator \'sofmax\'. Did you mean "softmax" or "fmax" or "log_softmax"?'),
+        (
+            "torch.liner",
+            'PyTorch has no operator \'torch.liner\'. Did you mean "linear" or "inner" or "bilinear"?',
+        ),
+        ("cross_entropy", "PyTorch has no operator 'cross_entropy'. Did you mean \"cross_entropy_loss\"?"),
+        ("nn.LayerNorm", "PyTorch has no operator 'nn.LayerNorm'. Did you mean \"layer_norm\"?"),
+        (
+            "F.normalize",
+            "PyTorch has no operator 'F.normalize'. It is a Python function: rules are for the operators "
+            "that it calls.",
+        ),
+        ("elsewhere::op", "PyTorch has no operator 'elsewhere::op'. Import what defines 'elsewhere' first."),
+        (
+            "xyzzyq",
+            "PyTorch has no operator 'xyzzyq'. Operators of another library are named with their namespace, "
+            'as "mylib::op", once it is imported.',
+        ),
+        (
+            "linear.sideways",
+            "operator 'linear' has no overload 'linear.sideways' that a rule can be for. Known: linear.",
+        ),
+        (
+            "linear.out",
+            "operator 'linear' has no overload 'linear.out' that a rule can be for. Known: linear.",
+        ),
+        (
+            "relu_",
+            "no rule can be for operator 'relu_', which writes to an argument and is never cast; a rule can "
+            'be for "relu"',
+        ),
+        (
+            "randperm",
+            "no rule can be for operator 'randperm', which takes no tensor or writes to an argument and is "
+            "never cast",
+        ),
+        ("", 'expected the name of an operator, as "softmax" or "softmax.int", got \'\''),
+        (None, 'expected the name of an operator, as "softmax" or "softmax.int", got None'),
+        (torch.softmax, None),
+    ],
+)
+def test_names_that_are_not(written, message):
+    with pytest.raises(PolicyError) as refused:
+        canonical_op(written)
+    if message is None:
+        message = f'expected the name of an operator, as "softmax" or "softmax.int", got {written!r}'
+    assert str(refused.value) == message

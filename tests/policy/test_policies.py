@@ -1,0 +1,192 @@
+"""A policy as a value: every field survives every journey, and what cannot hold is refused."""
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from narrowcast.errors import PolicyError
+from narrowcast.policy import Policy, Rule, name_of, rule
+
+RULES = (
+    rule.op("softmax", compute="fp16"),
+    rule.module("a.*", op="linear", compute="fp32", output="bf16", type=torch.nn.Linear),
+)
+# Each field with something else than its default. No policy can hold low_weights and master_weights at once.
+CHANGED = {"compute": "fp16", "rules": RULES, "tables": "cuda", "master_weights": True}
+MASTERS = Policy(**CHANGED)
+LOW = Policy(**(CHANGED | {"master_weights": False, "low_weights": True}))
+
+
+def journeys(policy, folder):
+    policy.save(folder / "policy.toml")
+    return {
+        "copy": copy.copy(policy),
+        "deepcopy": copy.deepcopy(policy),
+        **{
+            f"pickle {n}": pickle.loads(pickle.dumps(policy, n))
+            for n in range(2, pickle.HIGHEST_PROTOCOL + 1)
+        },
+        "replace": dataclasses.replace(policy),
+        "TOML": Policy.load(folder / "policy.toml"),
+        "repr": eval(repr(policy), {"Policy": Policy, "Rule": Rule}),
+        "fields": Policy(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}),
+        "without and with": policy.without_rules(*policy.rules).with_rules(*policy.rules),
+    }
+
+
+@pytest.mark.parametrize("policy", [MASTERS, LOW, Policy(compute="bf16")], ids=["masters", "low", "plain"])
+def test_every_field_survives_every_journey(policy, tmp_path):
+    for journey, arrived in journeys(policy, tmp_path).items():
+        assert (arrived, hash(arrived), repr(arrived)) == (policy, hash(policy), repr(policy)), journey
+        for field in dataclasses.fields(Policy):
+            assert getattr(arrived, field.name) == getattr(policy, field.name), (journey, field.name)
+
+
+def test_those_policies_leave_no_field_at_its_default():
+    for one, values in ((Policy, (MASTERS, LOW)), (Rule, RULES)):
+        for field in dataclasses.fields(one):
+            assert any(getattr(value, field.name) != field.default for value in values), field.name
+    full = RULES[1]
+    assert [getattr(full, field.name) for field in dataclasses.fields(Rule)] == [
+        "fp32",
+        "bf16",
+        "linear",
+        "a.*",
+        "torch.nn.modules.linear.Linear",
+    ]
+
+
+def test_a_rule_survives_every_journey():
+    for one in RULES:
+        pickled = [pickle.loads(pickle.dumps(one, n)) for n in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+        for arrived in (copy.copy(one), copy.deepcopy(one), dataclasses.replace(one), *pickled):
+            assert (arrived, hash(arrived), repr(arrived)) == (one, hash(one), repr(one))
+
+
+def test_each_field_tells_policies_apart():
+    plain = Policy(compute="bf16")
+    others = [dataclasses.replace(plain, **{name: value}) for name, value in CHANGED.items()]
+    assert len({plain, *others, LOW}) == len(CHANGED) + 2
+    full = RULES[1]
+    for name in ("output", "op", "module", "module_type"):
+        assert dataclasses.replace(full, **{name: None}) != full
+    assert Policy(compute="bf16", rules=RULES) != Policy(compute="bf16", rules=RULES[::-1])
+
+
+def test_a_policy_is_frozen_and_is_made_by_keyword():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MASTERS.compute = "bf16"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RULES[0].compute = "bf16"
+    with pytest.raises(TypeError):
+        Policy("fp16")
+    with pytest.raises(TypeError):
+        Rule("fp16")
+
+
+def test_rules_may_come_in_any_collection_and_twice():
+    assert Policy(compute="bf16", rules=list(RULES)) == Policy(compute="bf16", rules=iter((*RULES, *RULES)))
+    assert isinstance(Policy(compute="bf16", rules=list(RULES)).rules, tuple)
+
+
+def test_with_rules_replaces_what_is_for_the_same_thing():
+    policy = Policy(compute="bf16", rules=RULES)
+    other = rule.op("torch.softmax", compute="fp32")
+    more = rule.op("mm", compute="fp32")
+    assert policy.with_rules(other, more).rules == (RULES[1], other, more)
+    assert policy.with_rules().rules == policy.rules
+    assert policy.rules == RULES  # as it was
+    assert policy.with_rules(RULES[0]).rules == (RULES[1], RULES[0])
+    with pytest.raises(PolicyError) as refused:
+        policy.with_rules([other])
+    assert str(refused.value) == f'expected a rule, as nc.rule.op("softmax", compute="fp32"), got {[other]!r}'
+
+
+def test_without_rules():
+    policy = Policy(compute="bf16", rules=RULES)
+    assert policy.without_rules(RULES[0]).rules == RULES[1:]
+    assert policy.without_rules(*RULES) == Policy(compute="bf16")
+    with pytest.raises(PolicyError) as refused:
+        policy.without_rules(rule.op("mm", compute="fp32"))
+    assert str(refused.value) == 'expected a rule of this policy, got "mm: fp32"'
+
+
+def test_what_a_policy_asks_for():
+    plain = Policy(compute="bf16")
+    assert plain.is_plain
+    assert not plain.names_modules
+    assert not plain.holds_low_weights
+    assert not Policy(compute="bf16", rules=RULES[:1]).is_plain
+    assert not Policy(compute="bf16", rules=RULES[:1]).names_modules
+    assert not Policy(compute="bf16", tables="cpu").is_plain
+    assert Policy(compute="bf16", rules=RULES).names_modules
+    assert Policy(compute="bf16", rules=(rule.op("linear", compute="fp8_rowwise"),)).names_modules
+    assert MASTERS.holds_low_weights
+    assert LOW.holds_low_weights
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"compute": "bf61"}, "unknown format 'bf61'. Did you mean \"bf16\"? Known: bf16, fp16, fp32, auto."),
+        ({"compute": "float16"}, "unknown format 'float16'. Did you mean \"fp16\"?"),
+        ({"compute": torch.bfloat16}, 'unknown format torch.bfloat16. Did you mean "bf16"?'),
+        ({"compute": None}, "unknown format None. Known: bf16, fp16, fp32, auto."),
+        ({"compute": ["bf16"]}, None),
+        ({"compute": ""}, "unknown format ''. Known: bf16, fp16, fp32, auto."),
+        (
+            {"compute": "safe"},
+            "compute is a format, and 'safe' is a preset: write nc.Policy.preset(\"safe\")",
+        ),
+        (
+            {"compute": "rules.toml"},
+            "compute is a format, and 'rules.toml' is a file: write nc.Policy.load(\"rules.toml\")",
+        ),
+        ({"tables": "gpu"}, "unknown tables 'gpu'. Did you mean \"cuda\"? Known: native, cpu, cuda, mps."),
+        ({"tables": "Cuda"}, "unknown tables 'Cuda'. Did you mean \"cuda\"? Known: native, cpu, cuda, mps."),
+        ({"tables": None}, "unknown tables None. Known: native, cpu, cuda, mps."),
+        ({"master_weights": 1}, "expected master_weights to be a bool, got 1"),
+        ({"low_weights": "yes"}, "expected low_weights to be a bool, got 'yes'"),
+        (
+            {"compute": "fp32", "master_weights": True},
+            "master_weights is for weights in a low format: compute must not be 'fp32'",
+        ),
+        (
+            {"compute": "fp32", "low_weights": True},
+            "low_weights is for weights in a low format: compute must not be 'fp32'",
+        ),
+        (
+            {"low_weights": True, "master_weights": True},
+            "master_weights and low_weights exclude each other: with masters or without?",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused(fields, message):
+    with pytest.raises(PolicyError) as refused:
+        Policy(**({"compute": "bf16"} | fields))
+    if message is None:
+        message = "unknown format ['bf16']. Did you mean \"bf16\"? Known: bf16, fp16, fp32, auto."
+    assert str(refused.value) == message
+
+
+def test_the_name_of_a_policy():
+    assert name_of(Policy(compute="bf16")) == "bf16"
+    assert name_of(Policy.preset("safe")) == "safe"
+    assert name_of(Policy(compute="auto", rules=Policy.preset("safe").rules)) == "safe"
+    assert name_of(Policy.preset("safe").with_rules(rule.op("mm", compute="fp32"))) is None
+    assert name_of(Policy(compute="bf16", tables="cpu")) is None
+    assert name_of(Policy.preset("O0")) == "fp32"  # the same policy
+
+
+def test_policies_without_rules_need_no_torch():
+    code = (
+        "import sys; from narrowcast.policy import *\n"
+        "p = as_policy('bf16'); str(p); PRESETS; Policy(compute='fp16', tables='cuda'); as_policy('O2')\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
