@@ -3,144 +3,39 @@
 Each runs under torch.autocast, under nc.autocast and, outside regions, on inputs that were cast by hand.
 """
 
-import sys
-import types
-import unittest
-from collections.abc import Iterable
-from importlib import import_module
-from unittest import mock
-
 import pytest
 import torch
+from op_lists import (
+    BF16,
+    CUDA_LISTS,
+    FP16,
+    FP32,
+    MODULES,
+    AutocastTestLists,
+    cast,
+    check,
+    check_cpu_entry,
+    cpu_entries,
+    entries,
+    halves_as,
+    lists_of,
+)
 
 import narrowcast as nc
 
-# The lists ship with torch; the file around them wants torch's test tools, which want packages that do not.
-TOOLS = types.ModuleType("torch.testing._internal.common_utils")
-TOOLS.TEST_WITH_ROCM = torch.version.hip is not None
-TOOLS.TestCase = unittest.TestCase
-with mock.patch.dict(sys.modules, {TOOLS.__name__: TOOLS}):
-    LISTS = import_module("torch.testing._internal.autocast_test_lists")
-AutocastCPUTestLists, AutocastTestLists = LISTS.AutocastCPUTestLists, LISTS.AutocastTestLists
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MODULES = {"torch": torch, "nn": torch._C._nn, "linalg": torch._C._linalg, "methods": None}
-# Which list needs what: the place its ops are found, and the format that they run in (None: the region's).
-CPU_LISTS = {"torch_16": None, "torch_fp32": FP32, "nn_16": None, "nn_fp32": FP32}
-CUDA_LISTS = {
-    "torch_fp16": None,
-    "torch_fp32": FP32,
-    "nn_fp16": None,
-    "nn_fp32": FP32,
-    "linalg_fp16": None,
-    "methods_fp16": None,
-    "methods_fp32": FP32,
-}
-
-
-def lists_of(kind, device):
-    torch.manual_seed(0)
-    return kind(torch.device(device))
-
-
-def entries(kind, names):
-    """(list, position) of each op, with the op's name as the test's."""
-    lists = lists_of(kind, "cpu")  # the same ops for every device; no device is touched at collection
-    return [
-        pytest.param(name, position, id=f"{name}-{entry[0]}")
-        for name in names
-        for position, entry in enumerate(getattr(lists, name))
-    ]
-
-
-def cast(value, dtype):
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return type(value)(cast(part, dtype) for part in value)
-    return value
-
-
-def halves_as(value, dtype):
-    """The lists carry bf16 inputs; fp16 regions take the same numbers in fp16."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype in (BF16, FP16) else value
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return type(value)(halves_as(part, dtype) for part in value)
-    return value
-
-
-def variants(op, module):
-    """The function and the method of that name, as far as there are both."""
-    found = []
-    if module is not None and hasattr(module, op):
-        found.append(getattr(module, op))
-    if hasattr(torch.Tensor, op):
-        found.append(lambda first, *rest, **kwargs: getattr(first, op)(*rest, **kwargs))
-    assert found, op
-    return found
-
-
-def same(first, second):
-    if isinstance(first, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, Iterable):
-        return all(same(a, b) for a, b in zip(first, second, strict=True))
-    return first == second
-
-
-def formats(value):
-    if isinstance(value, torch.Tensor):
-        return {value.dtype} if value.is_floating_point() else set()
-    return set().union(*map(formats, value)) if isinstance(value, Iterable) else set()
-
-
-def check(entry, module, device, region, *, run_as, out=None):
-    op, args, *kwargs = entry
-    kwargs = kwargs[0] if kwargs and isinstance(kwargs[0], dict) else {}
-    for variant in variants(op, module):
-        torch.manual_seed(0)
-        by_hand = variant(*cast(args, run_as), **kwargs)
-        with nc.autocast(device, region):
-            torch.manual_seed(0)
-            ours = variant(*args, **kwargs)
-        assert formats(ours) <= {out or run_as}
-        assert same(ours, by_hand)
-        if region != FP32:
-            with torch.autocast(device, region):
-                torch.manual_seed(0)
-                theirs = variant(*args, **kwargs)
-            assert same(ours, theirs)
+def both(device, region):
+    """Ours and torch's, which has no region in float32."""
+    regions = [lambda: nc.autocast(device, region)]
+    if region != FP32:
+        regions.append(lambda: torch.autocast(device, region))
+    return regions
 
 
 @pytest.mark.parametrize("region", [BF16, FP16, FP32])
-@pytest.mark.parametrize(("name", "position"), entries(AutocastCPUTestLists, CPU_LISTS))
+@pytest.mark.parametrize(("name", "position"), cpu_entries())
 def test_cpu(name, position, region):
-    op, args, *rest = getattr(lists_of(AutocastCPUTestLists, "cpu"), name)[position]
-    half = BF16 if region == FP32 else region
-    if region == FP32:  # what the region is for: half inputs everywhere
-        args = cast(args, BF16)
-    run_as = CPU_LISTS[name] or region
-    check((op, halves_as(args, half), *rest), MODULES[name.split("_")[0]], "cpu", region, run_as=run_as)
-
-
-@pytest.mark.parametrize("region", [BF16, FP16, FP32])
-@pytest.mark.parametrize(("name", "position"), entries(AutocastCPUTestLists, ["torch_need_autocast_promote"]))
-def test_cpu_promotion(name, position, region):
-    op, with_bf16, with_fp16 = getattr(lists_of(AutocastCPUTestLists, "cpu"), name)[position]
-    args = with_fp16 if region == FP16 else with_bf16
-    check((op, args), torch, "cpu", region, run_as=FP32)
-
-
-@pytest.mark.parametrize("region", [BF16, FP16, FP32])
-@pytest.mark.parametrize(
-    ("name", "position"),
-    entries(AutocastCPUTestLists, ["torch_expect_builtin_promote", "methods_expect_builtin_promote"]),
-)
-def test_cpu_built_in_promotion(name, position, region):
-    op, with_bf16, with_fp16, out = getattr(lists_of(AutocastCPUTestLists, "cpu"), name)[position]
-    args = with_fp16 if region == FP16 else with_bf16
-    check((op, args), torch if name.startswith("torch") else None, "cpu", region, run_as=FP32, out=out)
+    check_cpu_entry(name, position, region, both("cpu", region))
 
 
 def cpu_half_ops():
@@ -183,7 +78,9 @@ def test_cuda(name, position, region):
     if region == FP32:
         args = cast(args, FP16)
     run_as = CUDA_LISTS[name] or region
-    check((op, halves_as(args, half), *rest), MODULES[name.split("_")[0]], "cuda", region, run_as=run_as)
+    check(
+        (op, halves_as(args, half), *rest), MODULES[name.split("_")[0]], both("cuda", region), run_as=run_as
+    )
 
 
 @pytest.mark.gpu
@@ -191,7 +88,7 @@ def test_cuda(name, position, region):
 @pytest.mark.parametrize(("name", "position"), entries(AutocastTestLists, ["torch_need_autocast_promote"]))
 def test_cuda_promotion(name, position, region):
     op, args = getattr(lists_of(AutocastTestLists, "cuda"), name)[position][:2]
-    check((op, halves_as(args, region)), torch, "cuda", region, run_as=FP32)
+    check((op, halves_as(args, region)), torch, both("cuda", region), run_as=FP32)
 
 
 @pytest.mark.gpu

@@ -1,12 +1,50 @@
 """Making a policy true: regions in which ops run in other formats, and casts of what modules hand on.
 
 ``autocast``, ``custom_fwd`` and ``custom_bwd`` take the arguments of ``torch.autocast`` and ``torch.amp``;
-``cast_floating`` casts the tensors inside any nesting of containers.
+``apply`` has a model open its region itself, rules for modules included; ``compile`` writes the casts into
+the graphs of ``torch.compile``, ``cast_exported`` into a program of ``torch.export``; ``cast_floating``
+casts the tensors inside any nesting of containers.
 """
 
-from narrowcast.casting._autocast import QuietRegion, autocast
+from narrowcast.casting._autocast import PlacedRegion, autocast, region_in
+from narrowcast.casting._bake import bake
+from narrowcast.casting._bake_handle import Baked, baked
+from narrowcast.casting._compile import compile
 from narrowcast.casting._custom import custom_bwd, custom_fwd
+from narrowcast.casting._export import cast_exported
+from narrowcast.casting._fp8_linear import Fp8Linear
 from narrowcast.casting._guards import forget_warnings
+from narrowcast.casting._kernels import root_place
+from narrowcast.casting._modules import Applied, applied_to, apply
+from narrowcast.casting._paths import clean_path, named_places
+from narrowcast.casting._places import rule_that_casts
 from narrowcast.casting._tree import cast_floating
+from narrowcast.casting._watching import OpCall, ops_under_way, watch_ops
+from narrowcast.casting._weight_casts import drop_casts
 
-__all__ = ["QuietRegion", "autocast", "cast_floating", "custom_bwd", "custom_fwd", "forget_warnings"]
+__all__ = [
+    "Applied",
+    "Baked",
+    "Fp8Linear",
+    "OpCall",
+    "PlacedRegion",
+    "applied_to",
+    "apply",
+    "autocast",
+    "bake",
+    "baked",
+    "cast_exported",
+    "cast_floating",
+    "clean_path",
+    "compile",
+    "custom_bwd",
+    "custom_fwd",
+    "drop_casts",
+    "forget_warnings",
+    "named_places",
+    "ops_under_way",
+    "region_in",
+    "root_place",
+    "rule_that_casts",
+    "watch_ops",
+]

@@ -8,7 +8,8 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from narrowcast.casting._autocast import QuietRegion, check_device
+from narrowcast.casting._autocast import PlacedRegion, check_device
+from narrowcast.casting._places import here
 from narrowcast.casting._tree import cast_where
 from narrowcast.errors import PolicyError, RegionError
 
@@ -62,9 +63,11 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         inside = torch.is_autocast_enabled(device_type)
         ctx._dtype = torch.get_autocast_dtype(device_type)
         ctx._fwd_used_autocast = inside and cast_inputs is None
+        if not torch.compiler.is_compiling():
+            ctx._narrowcast_place = here.places.get(device_type)
         if cast_inputs is None or not inside:
             return fwd(ctx, *args, **kwargs)
-        with QuietRegion(device_type, ctx._dtype, enabled=False):
+        with PlacedRegion(device_type, ctx._dtype, enabled=False):
             return fwd(ctx, *cast_where(args, cast_inputs, wants), **cast_where(kwargs, cast_inputs, wants))
 
     return decorate_fwd
@@ -101,7 +104,9 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
                 f"custom_fwd, got one that recorded no region; decorate it with "
                 f'@nc.custom_fwd(device_type="{device_type}")'
             )
-        with QuietRegion(device_type, ctx._dtype, ctx._fwd_used_autocast):
+        # A forward of torch.amp's custom_fwd recorded no rules, and runs backward by PyTorch's own table.
+        place = getattr(ctx, "_narrowcast_place", None)
+        with PlacedRegion(device_type, ctx._dtype, ctx._fwd_used_autocast, place=place):
             return bwd(ctx, *args, **kwargs)
 
     return decorate_bwd

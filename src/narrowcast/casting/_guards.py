@@ -5,7 +5,7 @@ the optimizer writes the weights and the model goes on computing with the old ca
 a word. So a step of any optimizer, ``Module.load_state_dict`` and a backward inside the region drop the
 casts; the backward for what writes weights outside a step, as SAM and updates by hand, or between the calls
 of a closure, as LBFGS. Other writes inside a region (an average of weights copied in, say) are not seen:
-``torch.clear_autocast_cache()`` after them helps.
+``nc.casting.drop_casts()`` after them helps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowcast.casting import _torch_internals
+from narrowcast.casting._weight_casts import drop_casts
 
 _autograd: Any = torch.autograd  # the module, of which mypy would not let us replace a function
 BACKWARD_INSIDE = (
@@ -32,6 +33,7 @@ class _Process:
         self.optimizers_hooked = False
         self.backward_warned = False
         self.our_backward: Any = None
+        self.last_backward: Any = None  # made for what it stands in front of, which rarely changes
         # Of the calling thread. Set by the file of the regions, which this one cannot import.
         self.is_open_here: Callable[[], bool] = bool
         self.is_on_here: Callable[[], bool] = bool
@@ -56,7 +58,10 @@ def install() -> None:
         register_optimizer_step_post_hook(_drop_after_step)
         _process.optimizers_hooked = True
     _torch_internals.replace_loaded_keys(_DroppingKeys)
-    _process.our_backward = _autograd.backward = _watched_backward(_autograd.backward)
+    below = _autograd.backward
+    if _process.last_backward is None or _process.last_backward.__wrapped__ is not below:
+        _process.last_backward = _watched_backward(below)
+    _process.our_backward = _autograd.backward = _process.last_backward
 
 
 def remove() -> None:
@@ -71,14 +76,14 @@ def remove() -> None:
 
 
 def _drop_after_step(*_: object) -> None:
-    torch.clear_autocast_cache()
+    drop_casts()
 
 
 class _DroppingKeys(_torch_internals.LoadedKeys):  # type: ignore[misc]
     """Made by ``Module.load_state_dict`` when it has written a module's weights."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        torch.clear_autocast_cache()
+        drop_casts()
         return _torch_internals.LoadedKeys(*args, **kwargs)
 
 
@@ -92,7 +97,7 @@ def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return below(*args, **kwargs)
         finally:
-            torch.clear_autocast_cache()
+            drop_casts()
 
     backward.__wrapped__ = below  # type: ignore[attr-defined]
     return backward

@@ -11,34 +11,51 @@ Regions that torch.autocast itself opened in other threads are not seen.
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
 
 import torch
 
 from narrowcast.casting import _guards
+from narrowcast.casting._places import here, move_to
+from narrowcast.casting._weight_casts import forget_here
 from narrowcast.errors import RegionError
+from narrowcast.policy import Scope
 
 
 class _Frame:
     """One entered region, and the state that leaving it brings back."""
 
     __slots__ = (
-        "audible", "cache_before", "caching", "device", "dtype", "dtype_before", "enabled_before",
-        "owner", "thread",
+        "audible", "cache_before", "caching", "caller", "device", "dtype", "dtype_before", "enabled_before",
+        "moved", "owner", "place_before", "thread", "travels",
     )  # fmt: skip
 
     def __init__(
-        self, owner: object, thread: list[_Frame], device: str, dtype: torch.dtype, audible: bool
+        self,
+        owner: object,
+        thread: list[_Frame],
+        device: str,
+        dtype: torch.dtype,
+        audible: bool,
+        travels: bool,
+        caller: int | None,
     ) -> None:
         self.owner = owner
         self.thread = thread
         self.device = device
         self.dtype = dtype
         self.audible = audible
+        self.travels = travels
+        self.caller = caller
         self.caching = False
+        self.moved = False
         self.enabled_before = torch.is_autocast_enabled(device)
         self.dtype_before = torch.get_autocast_dtype(device)
         self.cache_before = torch.is_autocast_cache_enabled()
+        self.place_before = here.places.get(device)
 
 
 class _Thread(threading.local):
@@ -54,6 +71,10 @@ class _Process:
         self.caching: set[_Frame] = set()
         self.format_of_casts: torch.dtype | None = None
         self.audible_regions = 0
+        self.travelling_regions = 0
+        # Set by the file that knows of checkpointing, which this one cannot import.
+        self.install_binding: Callable[[], object] = bool
+        self.remove_binding: Callable[[], object] = bool
 
     def open(self, frame: _Frame, *, cache: bool) -> None:
         with self.lock:
@@ -67,6 +88,10 @@ class _Process:
                 self.audible_regions += 1
                 if self.audible_regions == 1:
                     _guards.install()
+            if frame.travels:
+                self.travelling_regions += 1
+                if self.travelling_regions == 1:
+                    self.install_binding()
 
     def close(self, frame: _Frame, *, drop: bool) -> None:
         with self.lock:
@@ -76,6 +101,10 @@ class _Process:
                 self.audible_regions -= 1
                 if self.audible_regions == 0:
                     _guards.remove()
+            if frame.travels:
+                self.travelling_regions -= 1
+                if self.travelling_regions == 0:
+                    self.remove_binding()
             if drop:
                 torch.clear_autocast_cache()
                 self.format_of_casts = None
@@ -99,6 +128,7 @@ class _Process:
         self.lock = threading.Lock()
         self.caching = {frame for frame in self.caching if frame.thread is _here.frames}
         self.audible_regions = sum(frame.audible for frame in _here.frames)
+        self.travelling_regions = sum(frame.travels for frame in _here.frames)
 
 
 _here = _Thread()
@@ -115,19 +145,32 @@ def enter(
     cache_enabled: bool,
     *,
     audible: bool,
+    place: Scope | None,
+    caller: int | None = None,
 ) -> None:
     """Open a region in this thread; ``leave(owner)`` closes it.
 
     ``audible``: a backward inside it is worth a warning. Not where a backward pass itself opens the region.
+    ``place``: which rules are in force inside.
+    ``caller``: the ``id`` of the frame with which the region ends, where nobody may be there to leave it.
     """
     frames = _here.frames
-    frame = _Frame(owner, frames, device, dtype, audible and enabled)
+    if frames and frames[-1].caller is not None:
+        close_abandoned()
+    travels = place is not None or (enabled and dtype == torch.float32)
+    frame = _Frame(owner, frames, device, dtype, audible and enabled, travels, caller)
     torch.set_autocast_enabled(device, enabled)
-    torch.set_autocast_dtype(device, dtype)
+    if dtype is not frame.dtype_before:  # each setting is a twentieth of the time of a region
+        torch.set_autocast_dtype(device, dtype)
     torch.autocast_increment_nesting()
     wants_cache = enabled and cache_enabled and dtype != torch.float32
     _process.open(frame, cache=wants_cache)
-    torch.set_autocast_cache_enabled(frame.caching if wants_cache else cache_enabled)
+    caches = frame.caching if wants_cache else cache_enabled
+    if caches is not frame.cache_before:
+        torch.set_autocast_cache_enabled(caches)
+    if place is not frame.place_before:
+        move_to(place, device)
+        frame.moved = True
     frames.append(frame)
 
 
@@ -138,12 +181,10 @@ def leave(owner: object) -> None:
         RegionError: it is not the innermost one, or ``owner`` opened none here. The state is right after it.
     """
     frames = _here.frames
+    if frames and frames[-1].caller is not None and frames[-1].owner is not owner:
+        close_abandoned()
     if frames and frames[-1].owner is owner:
-        frame = frames.pop()
-        torch.set_autocast_enabled(frame.device, frame.enabled_before)
-        torch.set_autocast_dtype(frame.device, frame.dtype_before)
-        torch.set_autocast_cache_enabled(frame.cache_before)
-        _process.close(frame, drop=torch.autocast_decrement_nesting() == 0)
+        _bring_back(frames.pop())
         return
     owned = [index for index, frame in enumerate(frames) if frame.owner is owner]
     if not owned:
@@ -160,17 +201,71 @@ def leave(owner: object) -> None:
     )
 
 
+def _bring_back(frame: _Frame) -> None:
+    torch.set_autocast_enabled(frame.device, frame.enabled_before)
+    torch.set_autocast_dtype(frame.device, frame.dtype_before)
+    torch.set_autocast_cache_enabled(frame.cache_before)
+    if frame.moved:
+        move_to(frame.place_before, frame.device)
+    outermost = torch.autocast_decrement_nesting() == 0
+    if outermost:
+        forget_here()
+    _process.close(frame, drop=outermost)
+
+
+def close_abandoned() -> None:
+    """Close the innermost regions of this thread whose callers have ended without leaving them.
+
+    PyTorch calls the hooks of a module after an ``Exception``, but not after a ``KeyboardInterrupt``.
+    """
+    frames = _here.frames
+    while frames and frames[-1].caller is not None and not is_running(frames[-1].caller):
+        _bring_back(frames.pop())
+
+
+def is_running(caller: int) -> bool:
+    """Whether this thread is in the call of a function whose frame has that ``id``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and id(frame) != caller:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _take_from_below(frame: _Frame, above: list[_Frame]) -> None:
     """Close a region under others, which are to bring back later what it would have brought back."""
     above[0].cache_before = frame.cache_before
     heirs = [other for other in above if other.device == frame.device]
     if heirs:
         heirs[0].enabled_before, heirs[0].dtype_before = frame.enabled_before, frame.dtype_before
+        heirs[0].place_before = frame.place_before
+        heirs[0].moved |= frame.moved
     else:
+        move_to(frame.place_before, frame.device)
         torch.set_autocast_enabled(frame.device, frame.enabled_before)
         torch.set_autocast_dtype(frame.device, frame.dtype_before)
     torch.autocast_decrement_nesting()
+    forget_here()
     _process.close(frame, drop=True)
+
+
+def owners() -> list[object]:
+    """Who opened the regions of this thread, outermost first."""
+    return [frame.owner for frame in _here.frames]
+
+
+def devices_on() -> set[str]:
+    """The device types on which a region of ours is open in this thread."""
+    return {frame.device for frame in _here.frames}
+
+
+def needs_to_travel() -> bool:
+    """Whether this thread is in a region that PyTorch alone would not bring back."""
+    return any(frame.travels for frame in _here.frames)
+
+
+def ask_to_bind(*, install: Callable[[], object], remove: Callable[[], object]) -> None:
+    """Hand over what is called as the first region that travels opens, and as the last one closes."""
+    _process.install_binding, _process.remove_binding = install, remove
 
 
 def is_open_here() -> bool:

@@ -7,11 +7,19 @@ with 2,000 classes), so what is replaced is the record that it makes after writi
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
+import torch.fx.experimental.proxy_tensor as _proxy_tensor
 
+from narrowcast.policy import autocast_key
+
+COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
+_F = TypeVar("_F", bound=Callable[..., Any])
 _module_file: Any = sys.modules["torch.nn.modules.module"]
 LoadedKeys: Any = _module_file._IncompatibleKeys
 
@@ -35,3 +43,251 @@ def cuda_is_missing() -> bool:
     """torch's own answer: no CUDA, and no torch_xla either, which takes regions for ``"cuda"``."""
     missing: bool = torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
     return missing
+
+
+def without_key(device_type: str) -> Callable[[], AbstractContextManager[None]]:
+    """A maker of context managers in which the autocast of ``device_type`` is off for the dispatcher."""
+    keys = torch._C.DispatchKeySet(_key(device_type))
+    guard: Any = torch._C._ExcludeDispatchKeyGuard
+
+    return functools.partial(guard, keys)
+
+
+def call_of(op: Any) -> Callable[..., Any]:
+    """What ``op(...)`` of an ``OpOverload`` comes down to, without a step in Python."""
+    call: Callable[..., Any] = getattr(op, "_op", op)
+    return call
+
+
+def boxed_redispatch(op: Any) -> Callable[..., Any]:
+    """Calls ``op`` at the highest of the dispatch keys that are given first."""
+    redispatch: Callable[..., Any] = op._handle.redispatch_boxed
+    return redispatch
+
+
+def after_autocast(device_type: str) -> Any:
+    """The dispatch keys below the autocast of ``device_type``."""
+    return torch._C._dispatch_keyset_full_after(_key(device_type))
+
+
+def _key(device_type: str) -> Any:
+    # DispatchKey has no attribute for those of MTIA, MAIA and XLA.
+    return torch._C._parse_dispatch_key(autocast_key(device_type))
+
+
+def takes_numbers_for_tensors(op: Any) -> bool:
+    """Whether Python may call ``op`` with a number where it takes a tensor, as addition."""
+    namespace, _, base = op._schema.name.partition("::")
+    return namespace == "aten" and bool(torch._C._should_allow_numbers_as_tensors(base))
+
+
+def call_composite(op: Any) -> Callable[..., Any]:
+    """Takes a composite apart: what it is made of is called at once, in C++ but where code is traced."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    tracing = functools.partial(
+        torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PythonDispatcher
+    )
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        return op.decompose(*args, **kwargs) if tracing() else op._op_dk(key, *args, **kwargs)
+
+    return apart
+
+
+def names_of_composites() -> list[str]:
+    """The composites that autocast takes apart, as ``"einsum"``; in-place and ``out=`` forms left out."""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    return [
+        name.removeprefix("aten::")
+        for name in names
+        if has_kernel(name, "CompositeImplicitAutograd")
+        and not (name.partition(".")[0].endswith("_") or "out" in name.partition(".")[2])
+    ]
+
+
+def has_kernel(qualified: str, key: str) -> bool:
+    """Whether the dispatcher has a kernel for the operator on that key, ours included."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key))
+
+
+def is_proxy_tracing() -> bool:
+    """Whether calls are recorded by ``make_fx`` or ``torch.export``, or computed of fake tensors.
+
+    A tensor of now is of no use to them, nor theirs to anybody else.
+    """
+    modes: Any = (torch._C, torch._ops)
+    keys: Any = torch._C._TorchDispatchModeKey
+    return (
+        modes[0]._get_dispatch_mode(keys.PROXY) is not None
+        or modes[0]._get_dispatch_mode(keys.FAKE) is not None
+        or modes[1]._get_dispatch_mode_pre_dispatch(keys.PROXY) is not None
+    )
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` records calls, which takes tensors of now for constants."""
+    return torch._C._get_tracing_state() is not None
+
+
+def is_transforming() -> bool:
+    """Whether calls are made inside a transformation of ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def checkpoint_modules() -> list[Any]:
+    """The modules of torch that name what activation checkpointing is made of."""
+    names = ("torch.utils.checkpoint", COMPOSABLE_CHECKPOINT)
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def make_library(namespace: str) -> Any:
+    """A library of kernels for operators that are there; ``_destroy`` takes its kernels away."""
+    return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """The autocast of every type of device is off inside, whatever regions are open."""
+    guard: AbstractContextManager[None] = torch._C._DisableAutocast()
+    return guard
+
+
+def inductor(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Callable[..., Any]:
+    """The backend that ``torch.compile`` would make of these settings."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    backend: Callable[..., Any] = wrapper(mode, options, dynamic)
+    return backend
+
+
+def unseen_by_the_compiler(function: _F) -> _F:
+    """Have ``torch.compile`` neither trace ``function`` nor compile it or what it calls.
+
+    As ``torch.compiler.disable``, which would import the whole compiler and put a wrapper around each call.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    its: Any = function
+    its._torchdynamo_disable = its._torchdynamo_disable_recursive = True
+    frames.set_code_exec_strategy(its.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def not_compiled_alone(function: _F) -> _F:
+    """Have ``torch.compile`` trace ``function`` inside others, but run it as it is where Python calls it."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def trace_backward_outside_of_regions() -> None:
+    """Have ``torch.compile`` cast nothing in backward passes, as eager code whose backward is outside.
+
+    By default it casts there as in the forward: a product that a rule computes in fp32 would have gradients
+    in the region's format. Whoever set another behaviour keeps it.
+    """
+    from torch._functorch import config
+
+    settings: Any = config
+    if getattr(settings, "backward_pass_autocast", None) == "same_as_forward":
+        settings.backward_pass_autocast = "off"
+
+
+def guard_hooks_of_modules() -> None:
+    """Have ``torch.compile`` notice hooks that a module gets later, which it does not look for by default.
+
+    Graphs that it made before are made again; once in a process.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.config.skip_nnmodule_hook_guards:
+        dynamo.config.skip_nnmodule_hook_guards = False
+        dynamo.reset_code_caches()
+
+
+def code_being_compiled() -> list[Any]:
+    """The local variables of the code that Dynamo is compiling in this thread, its arguments first."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator = InstructionTranslator.current_tx()
+    return list(translator.f_locals.values())
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """What tells the memory of ``tensor`` from any other that is there; None where it has none of its own."""
+    try:
+        identity: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
+        return None
+    return identity
+
+
+def autocast_outside(device_type: str) -> bool:
+    """Inside a ``TorchDispatchMode``, where autocast is off: whether it was on where Python made the call."""
+    of_torch: Any = torch._C
+    with of_torch._RestorePythonTLSSnapshot():
+        return torch.is_autocast_enabled(device_type)
+
+
+def is_composite(op: Any) -> bool:
+    """Whether ``op`` is taken apart before autograd sees it; in inference mode that is below every mode."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def call_with_autocast_inside(op: Any, device_type: str, args: Any, kwargs: Any) -> Any:
+    """Call the kernel of ``op`` below autocast, with autocast on for the operators that it calls itself."""
+    of_torch: Any = torch._C
+    autocast = getattr(torch._C.DispatchKey, autocast_key(device_type))
+    excluded = of_torch._dispatch_tls_local_exclude_set().remove(autocast)
+    device = getattr(torch._C.DispatchKey, of_torch._dispatch_key_for_device(device_type))
+    with of_torch._ForceDispatchKeyGuard(of_torch._dispatch_tls_local_include_set(), excluded):
+        if is_composite(op):
+            # Not decompose(), which has other code for some, in Python.
+            return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        return op.redispatch(torch._C.DispatchKeySet(device), *args, **kwargs)
+
+
+# ---- of graphs
+
+HigherOrderOperator: Any = torch._ops.HigherOrderOperator
+FakeTensor: Any = torch._subclasses.FakeTensor
+ModeAboveAutograd: Any = _proxy_tensor.ProxyTorchDispatchMode
+"""The class of modes that PyTorch lets stand above autograd and autocast."""
+
+
+def run_in_mode(mode: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``call(*args, **kwargs)`` with a ``ModeAboveAutograd``, which is shown every operator."""
+    dispatcher: Any = torch._dispatch.python  # type: ignore[attr-defined]
+    with dispatcher.enable_python_dispatcher(), mode:
+        return call(*args, **kwargs)
+
+
+def record_above_autograd(
+    call: Callable[..., Any], instead: dict[Any, Callable[..., Any]], inputs: list[Any]
+) -> torch.fx.GraphModule:
+    """The graph of ``call(*inputs)``, composites whole; ``instead`` is called in place of operators."""
+    make_fx: Any = _proxy_tensor.make_fx
+    recorded: torch.fx.GraphModule = make_fx(call, decomposition_table=instead, pre_dispatch=True)(*inputs)
+    return recorded
+
+
+def asks_whether_key_is_off(device_type: str) -> Callable[[], bool]:
+    """Says whether the autocast of ``device_type`` is off in this thread, for the dispatcher."""
+    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
+    is_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+    return functools.partial(is_excluded, key)
+
+
+def set_gradients(enabled: bool) -> None:
+    """As ``torch.set_grad_enabled`` from here on; what a graph's own nodes call."""
+    torch._C._set_grad_enabled(enabled)
+
+
+def rename_node(node: torch.fx.Node, name: str) -> None:
+    """Give ``node`` the name of one that was erased, which a graph itself would not give again."""
+    node.name = name
+    node.graph._graph_namespace._rename_object(node, name)
+
+
+def without_cache_of_joint_graphs() -> AbstractContextManager[None]:
+    """What is compiled inside is not looked up by the graph that Dynamo made."""
+    patch: AbstractContextManager[None] = torch._functorch.config.patch(enable_autograd_cache=False)
+    return patch

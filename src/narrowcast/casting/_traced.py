@@ -15,10 +15,27 @@ from typing import Any
 import torch
 
 from narrowcast.errors import UnsupportedError
+from narrowcast.policy import Policy, as_policy
 
 
-def region(device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool) -> Any:
-    """A context manager that Dynamo and ``torch.export`` follow without a graph break."""
+def region(
+    device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, policy: Policy | str | None = None
+) -> Any:
+    """A context manager that Dynamo and ``torch.export`` follow without a graph break.
+
+    Raises:
+        UnsupportedError: for a policy with rules, which a graph could not keep.
+    """
+    if policy is not None and not as_policy(policy).is_plain:
+        if torch.compiler.is_exporting():
+            raise UnsupportedError(
+                "a region whose policy has rules was opened in code that torch.export traces, and a program "
+                "keeps no rules: leave it out, and use nc.casting.cast_exported(program, policy)"
+            )
+        raise UnsupportedError(
+            "a region whose policy has rules was opened in code that torch.compile traces: open it around "
+            "the compiled function, or use nc.compile(model, policy)"
+        )
     if not enabled or dtype != torch.float32:
         # torch.export writes the setting into the graph, where it should say what the person did.
         return torch.autocast(device, dtype, enabled, cache_enabled and torch.compiler.is_exporting())

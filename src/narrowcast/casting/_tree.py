@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from narrowcast.casting._torch_internals import unseen_by_the_compiler
+
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _ValueT = TypeVar("_ValueT")
 
@@ -78,7 +80,7 @@ def _cast_plainly(value: Any, dtype: torch.dtype, wants: Callable[[torch.Tensor]
     return _cast_untraced(value, dtype, wants)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@unseen_by_the_compiler
 def _cast_untraced(value: Any, dtype: torch.dtype, wants: Callable[[torch.Tensor], bool]) -> Any:
     return _Cast(dtype, wants).walk(value)
 

@@ -1,0 +1,201 @@
+"""What a rule does with a call of an operator: casts of its inputs, the call itself, casts of its outputs.
+
+An action is prepared once for each place and operator. It casts the eligible tensors among the arguments
+(fp16, bf16 and fp32, on the region's device), in lists too, and calls the operator with autocast off, as the
+kernels of PyTorch's own table do. Casts are recorded by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from narrowcast.casting._calls import pass_by, plain_call
+from narrowcast.casting._places import lower_dtype
+from narrowcast.casting._torch_internals import without_key
+from narrowcast.casting._weight_casts import cast_weight, may_be_kept
+from narrowcast.errors import UnsupportedError
+from narrowcast.policy import (
+    FP32_APPEND_DTYPE,
+    FP32_SET_DTYPE,
+    LOWER,
+    PROMOTE,
+    REFUSE,
+    UNLISTED,
+    Decision,
+    Scope,
+    dtype_of,
+    operator,
+)
+
+Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""What a kernel calls: with its keyset, and the arguments of the operator."""
+_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+
+def action_for(name: str, decision: Decision, place: Scope) -> Action:
+    """What the kernel of operator ``name`` calls with its arguments where ``decision`` was made."""
+    op, device = operator(name), place.resolved.device_type
+    if decision.compute == UNLISTED:
+        go_on = pass_by(op, device)
+        return lambda keyset, args, kwargs: go_on(keyset, *args, **kwargs)
+    if decision.compute == REFUSE:
+        return _refusing(name, decision)
+    if decision.compute == FP32_SET_DTYPE:
+        return _setting_dtype(op, device)
+    if decision.compute == FP32_APPEND_DTYPE:
+        return _appending_dtype(op, operator(_APPENDED[name]), device)
+    casts = _casts(decision.compute, device, place)
+    run = _running(op, device, casts)
+    return run if decision.output is None else _handing_on(run, decision.output, device, place)
+
+
+def is_eligible(tensor: torch.Tensor, device: str) -> bool:
+    """Whether autocast may cast ``tensor`` at all."""
+    if tensor.dtype not in _CASTABLE:
+        return False
+    # The attribute takes a fifth of the time of asking for the device.
+    return tensor.is_cpu if device == "cpu" else tensor.device.type == device
+
+
+def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An eligible ``tensor`` in ``dtype``; the cast of a weight is kept for its next use."""
+    if isinstance(tensor, torch.nn.Parameter) and tensor.dtype is torch.float32 and may_be_kept(tensor):
+        return cast_weight(tensor, dtype)
+    return tensor.to(dtype)
+
+
+# ---- the call
+
+
+def _running(op: Any, device: str, casts: Callable[[Any, Any], tuple[Any, Any]] | None) -> Action:
+    off, call = without_key(device), plain_call(op)
+    if casts is None:
+
+        def run_as_is(_keyset: Any, args: Any, kwargs: Any) -> Any:
+            with off():
+                return call(*args, **kwargs)
+
+        return run_as_is
+
+    def run(_keyset: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = casts(args, kwargs)
+        with off():
+            return call(*args, **kwargs)
+
+    return run
+
+
+def _casts(compute: str, device: str, place: Scope) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    if compute == "as-is":
+        return None
+    if compute == PROMOTE:
+        return lambda args, kwargs: _cast_all(
+            args, kwargs, widest(tensors_in((*args, *kwargs.values())), device), device
+        )
+    if compute == LOWER:
+        return lambda args, kwargs: _cast_all(args, kwargs, lower_dtype(place), device)
+    dtype = dtype_of(compute)
+    return lambda args, kwargs: _cast_all(args, kwargs, dtype, device)
+
+
+def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
+    if dtype is None:
+        return args, kwargs
+    args = [
+        _cast(value, dtype, device) if isinstance(value, torch.Tensor | list | tuple) else value
+        for value in args
+    ]
+    if kwargs:
+        kwargs = {name: _cast(value, dtype, device) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        eligible = value.dtype is not dtype and is_eligible(value, device)
+        return _to_dtype(value, dtype) if eligible else value
+    if isinstance(value, list | tuple):
+        return type(value)([_cast(one, dtype, device) for one in value])
+    return value
+
+
+def widest(tensors: Iterable[torch.Tensor], device: str) -> torch.dtype | None:
+    """The format to which eligible ``tensors`` promote; None: there is none."""
+    found = None
+    for tensor in tensors:
+        if is_eligible(tensor, device):
+            found = tensor.dtype if found is None else torch.promote_types(found, tensor.dtype)
+    return found
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results of an operator, in lists too."""
+    found: list[torch.Tensor] = []
+    for value in values if isinstance(values, list | tuple) else (values,):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(value)
+    return found
+
+
+def _handing_on(run: Action, output: str, device: str, place: Scope) -> Action:
+    def run_and_hand_on(keyset: Any, args: Any, kwargs: Any) -> Any:
+        dtype = lower_dtype(place) if output == LOWER else dtype_of(output)
+        return _cast(run(keyset, args, kwargs), dtype, device)
+
+    return run_and_hand_on
+
+
+def _refusing(name: str, decision: Decision) -> Action:
+    def refuse(_keyset: Any, _args: Any, _kwargs: Any) -> Any:
+        advice = ""
+        if name.startswith("binary_cross_entropy"):
+            advice = (
+                "; use binary_cross_entropy_with_logits, or a rule: "
+                'nc.rule.op("binary_cross_entropy", compute="fp32")'
+            )
+        raise UnsupportedError(f"{name} was called, which is refused here ({decision.because}){advice}")
+
+    return refuse
+
+
+# ---- as PyTorch's tables do with ops that take a dtype
+
+
+def _setting_dtype(op: Any, device: str) -> Action:
+    """Set the optional ``dtype`` of ``op`` to fp32 where it is unset and the first argument is eligible."""
+    names = [argument.name for argument in op._schema.arguments]
+    position = names.index("dtype")
+    run = _running(op, device, None)
+
+    def set_dtype(keyset: Any, args: Any, kwargs: Any) -> Any:
+        given = args[position] if len(args) > position else kwargs.get("dtype")
+        if given is None and isinstance(args[0], torch.Tensor) and is_eligible(args[0], device):
+            if len(args) > position:
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, "dtype": torch.float32}
+        return run(keyset, args, kwargs)
+
+    return set_dtype
+
+
+def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
+    """Hand a call of ``op`` on to its overload that takes a ``dtype``, in fp32."""
+    plain, appended = _running(op, device, None), _running(with_dtype, device, None)
+    takes = [argument.name for argument in op._schema.arguments]
+
+    def append_dtype(keyset: Any, args: Any, kwargs: Any) -> Any:
+        if not is_eligible(args[0], device):
+            return plain(keyset, args, kwargs)
+        given = dict(zip(takes, args, strict=False)) | kwargs
+        defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+        given = defaults | given
+        return appended(keyset, (*(given[name] for name in takes),), {"dtype": torch.float32})
+
+    return append_dtype

@@ -1,0 +1,232 @@
+"""Kernels of ours in PyTorch's dispatcher, on the autocast key of a device, one an operator.
+
+A rule for an operator replaces the kernel that autocast has for it: it stands above autograd, so that casts
+are differentiated, and serves calls from Python and from C++ alike. It is there as long as some policy needs
+it; with the last such policy it goes, and the dispatch table is then as before.
+Where no rule is in force in the calling thread a kernel does what PyTorch does:
+
+- an operator on PyTorch's table calls the kernel that was there, fetched before ours took its place;
+- any other goes on to what comes after autocast, as if there were no kernel: a composite is taken apart, and
+  what it is made of is cast.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.compiler import is_exporting
+
+from narrowcast.casting import _actions
+from narrowcast.casting._calls import pass_by
+from narrowcast.casting._layers import Front
+from narrowcast.casting._places import here
+from narrowcast.casting._torch_internals import has_kernel, make_library, unseen_by_the_compiler
+from narrowcast.errors import UnsupportedError
+from narrowcast.policy import (
+    Policy,
+    ResolvedPolicy,
+    Scope,
+    autocast_key,
+    format_name,
+    native_table,
+    operator,
+    resolve,
+    resolved,
+)
+
+
+class _Library:
+    """The kernels of one autocast key."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.key = autocast_key(device_type)
+        self.libraries: dict[str, Any] = {}
+        self.users: Counter[str] = Counter()
+        self.installed: dict[str, Callable[..., Any]] = {}
+        self.native: dict[str, Callable[..., Any]] = {}  # of those on PyTorch's table
+
+    def add(self, op: str) -> None:
+        qualified = op if "::" in op else f"aten::{op}"
+        namespace, _, word = qualified.partition("::")
+        if has_kernel(qualified, self.key):
+            native = self.native[op] = torch.library.get_kernel(qualified, self.key).call_boxed
+        else:
+            native = pass_by(operator(op), self.device_type)
+        kernel = _kernel(op, self.device_type, native)
+        library = self.libraries[op] = make_library(namespace)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            library.impl(word, kernel, self.key, with_keyset=True)
+        self.installed[op] = kernel
+
+    def drop(self, op: str) -> None:
+        self.libraries.pop(op)._destroy()
+        del self.installed[op]
+        self.native.pop(op, None)
+
+
+def own_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
+    """Our kernel of ``op``, to be called with a keyset first; None where there is none.
+
+    Where a ``TorchDispatchMode`` is on, PyTorch calls the kernel in Python that was last registered under
+    this name and key, even when it was taken away since: one that stands on ours calls it directly, and goes
+    on doing so when its time is over.
+    """
+    library = _libraries.get(device_type)
+    return None if library is None else library.installed.get(op)
+
+
+class Overlay(Protocol):
+    """Kernels on top of ours, which step aside while ours come and go, so that ours never call them."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+
+
+overlays: list[Overlay] = []
+_lock = threading.RLock()  # a policy may end by garbage collection while kernels are being added
+_libraries: dict[str, _Library] = {}
+_served: weakref.WeakSet[ResolvedPolicy] = weakref.WeakSet()
+
+
+def serve(resolved: ResolvedPolicy) -> None:
+    """See that every operator about which this policy decides has a kernel, as long as the policy lives."""
+    if resolved in _served:
+        return
+    with _lock:
+        if resolved in _served:
+            return
+        ops = resolved.kernels()
+        library = _libraries.setdefault(resolved.device_type, _Library(resolved.device_type))
+        hold(library.device_type, ops)
+        weakref.finalize(resolved, release, library.device_type, ops).atexit = False
+        _served.add(resolved)
+
+
+def root_place(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
+    """Where calls are made from in a region of ``policy``, outside of modules that rules name."""
+    found = resolved(policy, device_type, format_name(dtype))
+    serve(found)
+    return found.root
+
+
+# A region is made from a policy at each step, and what it needs to know is the same each time.
+_regions_of: dict[int, tuple[weakref.ref[Policy], dict[str, tuple[torch.dtype, Scope | None]]]] = {}
+
+
+def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
+    """The dtype of a region of ``policy`` and the place of its rules; None: it has none.
+
+    Raises:
+        PolicyError: the policy needs weights in a low format, which a region alone does not keep.
+    """
+    key = id(policy)
+    entry = _regions_of.get(key)
+    if entry is None or entry[0]() is not policy:
+        entry = _regions_of[key] = (weakref.ref(policy, lambda _: _regions_of.pop(key, None)), {})
+    found = entry[1].get(device_type)
+    if found is None:
+        dtype = resolve(policy, device_type)
+        place = None if policy.is_plain else root_place(policy, device_type, dtype)
+        found = entry[1][device_type] = (dtype, place)
+    return found
+
+
+def hold(device_type: str, ops: tuple[str, ...]) -> None:
+    """Give each of ``ops`` a kernel until ``release`` is called with the same arguments."""
+    with _lock:
+        library = _libraries.setdefault(device_type, _Library(device_type))
+        library.users.update(ops)  # first: a policy may end meanwhile, and must not take all with it
+        new = [op for op in ops if op not in library.installed]
+        if new:
+            with _overlays_aside():
+                for op in new:
+                    library.add(op)
+            _front.cover(new, native_table(device_type))
+
+
+def release(device_type: str, ops: tuple[str, ...]) -> None:
+    """Take away each kernel that nobody else needs."""
+    with _lock:
+        library = _libraries[device_type]
+        library.users.subtract(ops)
+        library.users += Counter()  # without those that nobody needs
+        unneeded = [op for op in library.installed if op not in library.users]
+        if unneeded:
+            with _overlays_aside():
+                for op in unneeded:
+                    library.drop(op)
+        if not any(one.users for one in _libraries.values()):
+            _front.uncover()
+
+
+def _native_of(op: str, device_type: str) -> Callable[..., Any] | None:
+    """What PyTorch's own table does with ``op``, to be called with a keyset first; None: nothing."""
+    library = _libraries[device_type]
+    if op in library.installed:
+        return library.native.get(op)
+    qualified = op if "::" in op else f"aten::{op}"
+    if not has_kernel(qualified, library.key):
+        return None
+    call: Callable[..., Any] = torch.library.get_kernel(qualified, library.key).call_boxed
+    return call
+
+
+_front = Front(_native_of)
+
+
+@contextmanager
+def _overlays_aside() -> Iterator[None]:
+    for overlay in reversed(overlays):
+        overlay.end()
+    try:
+        yield
+    finally:
+        for overlay in overlays:
+            overlay.begin()
+
+
+def _kernel(op: str, device_type: str, native: Callable[..., Any]) -> Callable[..., Any]:
+    """Our kernel of ``op``; ``native`` is what PyTorch would do, called with a keyset first."""
+
+    @unseen_by_the_compiler  # after a graph break it would take our code for the script's
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        place = here.places.get(device_type)
+        if place is None:
+            return native(keyset, *args, **kwargs)
+        try:
+            action: Any = place.actions[op]
+        except KeyError:
+            action = _prepare(op, place)
+        if action is None:
+            return native(keyset, *args, **kwargs)
+        if is_exporting():
+            _refuse_export(op, place)
+        return action(keyset, args, kwargs)
+
+    return kernel
+
+
+def _refuse_export(op: str, place: Scope) -> None:
+    decision = place.decide(op)
+    because = "" if decision is None else f" ({decision.because})"
+    raise UnsupportedError(
+        f"{op} was called while torch.export traced it inside a region whose policy decides about it{because}"
+        ", and an exported program keeps no region around it: export it outside, and then have "
+        "nc.casting.cast_exported(program, policy) write the casts into the program"
+    )
+
+
+def _prepare(op: str, place: Scope) -> _actions.Action | None:
+    decision = place.decide(op)
+    action: _actions.Action | None = None if decision is None else _actions.action_for(op, decision, place)
+    place.actions[op] = action
+    return action

@@ -1,0 +1,247 @@
+"""Seeing every operator at the level where autocast decides about it.
+
+While somebody watches, all operators that leave their arguments alone have a kernel on the autocast key, on
+top of what is there: it calls what would have been called and tells what happened. Composites are seen, and
+what they are made of where they are taken apart. What runs inside an operator that was cast as a whole is not
+seen: autocast is off there. What the kernel of any other operator calls is seen where it is cast, as the
+product inside a sparse one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.casting import _actions, _kernels
+from narrowcast.casting._calls import pass_by
+from narrowcast.casting._places import here, lower_dtype
+from narrowcast.casting._torch_internals import has_kernel, make_library, unseen_by_the_compiler
+from narrowcast.policy import (
+    FP32,
+    FP32_APPEND_DTYPE,
+    FP32_SET_DTYPE,
+    LOWER,
+    PROMOTE,
+    UNLISTED,
+    Rule,
+    autocast_key,
+    dtype_of,
+    every_operator,
+    native_table,
+    operator,
+)
+
+# A cast of a Parameter is told to be no Parameter by these, which Python's Tensor relies on.
+_LEFT_ALONE = frozenset({"detach", "alias", "lift", "lift_fresh", "_make_dual", "_fw_primal"})
+_WIDE = frozenset({FP32, FP32_SET_DTYPE, FP32_APPEND_DTYPE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCall:
+    """One call of an operator in a region.
+
+    Attributes:
+        op: as ``"linear"`` or ``"softmax.int"``.
+        device_type: of the region.
+        inputs, outputs: tensors among the arguments, as given, and among the results, lists flattened.
+        dtype: what eligible inputs were cast to; None: to nothing.
+        rule: the rule that decided; None: PyTorch's table, or nothing.
+        because: the same in words.
+        listed: whether a rule or a table decides about it.
+        composite: whether it was taken apart, so that what it is made of follows as calls of its own.
+        began, ended: what the clock said, by default seconds.
+        enclosing: the operators that it was called in, outermost first.
+    """
+
+    op: str
+    device_type: str
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    dtype: torch.dtype | None
+    rule: Rule | None
+    because: str
+    listed: bool
+    composite: bool
+    began: Any
+    ended: Any
+    enclosing: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, what it called included, by a clock in seconds."""
+        return float(self.ended - self.began)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.under_way: list[str] = []
+        self.taken_apart: list[bool] = []  # each of them
+
+
+_thread = _Thread()
+
+
+def ops_under_way() -> tuple[str, ...]:
+    """The watched operators that the calling thread is in, outermost first."""
+    return tuple(_thread.under_way)
+
+
+@contextmanager
+def watch_ops(
+    listener: Callable[[OpCall], None],
+    *,
+    device_type: str = "cpu",
+    clock: Callable[[], Any] = time.perf_counter,
+) -> Iterator[None]:
+    """Call ``listener`` after each operator in regions on ``device_type``, in every thread.
+
+    A watched operator takes some 10 microseconds longer. What ``listener`` itself computes is watched too,
+    unless it does so with autocast off.
+    """
+    watch = _Watch(device_type, listener, clock)
+    watch.begin()
+    _kernels.overlays.append(watch)
+    try:
+        yield
+    finally:
+        _kernels.overlays.remove(watch)
+        watch.end()
+
+
+class _Watch:
+    """The kernels of one watcher."""
+
+    def __init__(
+        self, device_type: str, listener: Callable[[OpCall], None], clock: Callable[[], Any]
+    ) -> None:
+        self._device_type = device_type
+        self._listener = listener
+        self._clock = clock
+        self._libraries: dict[str, Any] = {}
+        self.kernels: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.kernels)
+
+    def begin(self) -> None:
+        key = autocast_key(self._device_type)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            for op in every_operator():
+                if op in _LEFT_ALONE:
+                    continue
+                namespace, _, word = (op if "::" in op else f"aten::{op}").partition("::")
+                if namespace not in self._libraries:
+                    self._libraries[namespace] = make_library(namespace)
+                below = self._below(op, f"{namespace}::{word}", key)
+                watched = self.kernels[op] = _watched(
+                    op, below, self._device_type, self._listener, self._clock, self
+                )
+                self._libraries[namespace].impl(word, watched, key, with_keyset=True)
+
+    def watches(self, device_type: str, op: str) -> bool:
+        """Whether there is a kernel of this watcher now."""
+        return device_type == self._device_type and op in self.kernels
+
+    def _below(self, op: str, qualified: str, key: str) -> Callable[..., Any]:
+        """What a call would reach without this watcher; in Python by itself, as ``own_kernel`` says."""
+        others = [one for one in _kernels.overlays if isinstance(one, _Watch) and one is not self]
+        beneath = [one.kernels[op] for one in others if one.watches(self._device_type, op)]
+        if beneath:
+            return beneath[-1]
+        own = _kernels.own_kernel(op, self._device_type)
+        if own is not None:
+            return own
+        if has_kernel(qualified, key):
+            call: Callable[..., Any] = torch.library.get_kernel(qualified, key).call_boxed
+            return call
+        return pass_by(operator(op), self._device_type)
+
+    def end(self) -> None:
+        for library in self._libraries.values():
+            library._destroy()
+        self._libraries.clear()
+        self.kernels.clear()
+
+
+def _watched(
+    op: str,
+    below: Callable[..., Any],
+    device_type: str,
+    listener: Callable[[OpCall], None],
+    clock: Callable[[], Any],
+    watch: _Watch,
+) -> Callable[..., Any]:
+    """The kernel of ``op``; PyTorch may call it after ``watch`` has ended, as ``own_kernel`` says."""
+    kind = native_table(device_type).get(op)
+    composite = has_kernel(op if "::" in op else f"aten::{op}", "CompositeImplicitAutograd")
+
+    @unseen_by_the_compiler
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not watch.is_on:
+            return below(keyset, *args, **kwargs)
+        enclosing = tuple(_thread.under_way)
+        compute, rule, because = _decided(op, device_type, kind)
+        taken_apart = composite and compute in (None, UNLISTED)
+        inside_a_kernel = bool(enclosing) and not _thread.taken_apart[-1]
+        _thread.under_way.append(op)
+        _thread.taken_apart.append(taken_apart)
+        try:
+            began = clock()
+            result = below(keyset, *args, **kwargs)
+            ended = clock()
+        finally:
+            _thread.under_way.pop()
+            _thread.taken_apart.pop()
+        if inside_a_kernel and compute is None:
+            return result
+        inputs = _actions.tensors_in((*args, *kwargs.values()))
+        listener(
+            OpCall(
+                op=op,
+                device_type=device_type,
+                inputs=tuple(inputs),
+                outputs=tuple(_actions.tensors_in(result)),
+                dtype=_cast_to(compute, inputs, device_type),
+                rule=rule,
+                because=because,
+                listed=compute is not None,
+                composite=taken_apart,
+                began=began,
+                ended=ended,
+                enclosing=enclosing,
+            )
+        )
+        return result
+
+    return kernel
+
+
+def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, Rule | None, str]:
+    """The word that decides about ``op`` in this thread, the rule, and the same in words."""
+    place = here.places.get(device_type)
+    decision = place.decide(op) if place is not None else None
+    if decision is not None:
+        return decision.compute, decision.rule, decision.because
+    if kind is None:
+        return None, None, "unlisted: in the formats that come"
+    return kind, None, f"PyTorch's table for {device_type}"
+
+
+def _cast_to(compute: str | None, inputs: list[torch.Tensor], device_type: str) -> torch.dtype | None:
+    if compute == LOWER:
+        place = here.places.get(device_type)
+        return torch.get_autocast_dtype(device_type) if place is None else lower_dtype(place)
+    if compute in _WIDE:
+        return torch.float32
+    if compute == PROMOTE:
+        return _actions.widest(inputs, device_type)
+    return dtype_of(compute) if compute in ("bf16", "fp16") else None

@@ -1,0 +1,327 @@
+"""Writes to the weights of a baked model: none is ignored, and none of the kept fp32 values outlives one."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import narrowcast as nc
+
+BF16, FP32 = torch.bfloat16, torch.float32
+X = torch.linspace(-1, 1, 16).view(2, 8)
+
+
+def made():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4)).eval()
+
+
+def by_hand(weight, bias, x=X):
+    """What a region computes of a linear layer."""
+    return torch.nn.functional.linear(x.to(BF16), weight.to(BF16), bias.to(BF16))
+
+
+def expected(weights, x=X):
+    names = ("0.weight", "0.bias", "2.weight", "2.bias")
+    w0, b0, w2, b2 = (weights[name] for name in names)
+    return by_hand(w2, b2, torch.nn.functional.gelu(by_hand(w0, b0, x)))
+
+
+@pytest.fixture
+def baked_model(request):
+    model = made()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = nc.bake(model, "bf16", **getattr(request, "param", {}))
+    with torch.no_grad():
+        model(X)
+    assert len(handle.formats) == 4
+    yield model, handle, before
+    with warnings.catch_warnings(action="ignore"):  # that nothing was kept
+        handle.restore()
+
+
+NEW = torch.linspace(-3, 3, 64).view(8, 8) + 1e-3
+
+
+def swap_data(model):
+    model[0].weight.data = NEW.clone()
+
+
+def swap_data_low(model):
+    model[0].weight.data = NEW.to(BF16)
+
+
+def through_vector(model):
+    vector = torch.nn.utils.parameters_to_vector([one.float() for one in model[0].parameters()])
+    vector[:64] = NEW.view(-1)
+    torch.nn.utils.vector_to_parameters(vector, model[0].parameters())
+
+
+def in_inference_mode(model):
+    with torch.inference_mode():
+        model[0].weight.copy_(NEW)
+
+
+WRITES = {
+    "copy_": lambda model: model[0].weight.copy_(NEW),
+    "in place": lambda model: model[0].weight.zero_().add_(NEW),
+    "a slice": lambda model: [model[0].weight[i].copy_(NEW[i]) for i in range(8)],
+    "init": lambda model: torch.nn.init.constant_(model[0].weight, 0.3),
+    "data.copy_": lambda model: model[0].weight.data.copy_(NEW),
+    "data in place": lambda model: model[0].weight.data.mul_(-2),
+    "one element through data": lambda model: model[0].weight.data[3, 5].fill_(7.0),
+    "data exchanged": swap_data,
+    "data exchanged, low": swap_data_low,
+    "vector": through_vector,
+    "inference mode": in_inference_mode,
+    "NaN": lambda model: model[0].weight.data[0, 0].fill_(float("nan")),
+    "minus zero": lambda model: model[0].weight.fill_(0.0).neg_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_a_write_lands_in_what_is_stored_and_wins(baked_model, write):
+    model, handle, before = baked_model
+    WRITES[write](model)
+    written = model[0].weight.detach().float().clone()
+    assert not torch.equal(written, before["0.weight"].to(BF16).float())
+    weights = before | {"0.weight": written}
+    torch.testing.assert_close(model(X), expected(weights), rtol=0, atol=0, equal_nan=True)
+    state = model.state_dict()
+    assert all(value.dtype == FP32 for value in state.values())
+    for name, value in weights.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(torch.signbit(state["0.weight"]), torch.signbit(written))
+    handle.restore()
+    for name, value in weights.items():
+        now = model.get_parameter(name)
+        assert now.dtype == FP32
+        torch.testing.assert_close(now.detach(), value, rtol=0, atol=0, equal_nan=True)
+
+
+@torch.no_grad()
+def test_only_the_weight_that_was_written_loses_its_kept_values(baked_model):
+    model, _, before = baked_model
+    model[2].bias[0] = 5.0
+    state = model.state_dict()
+    assert state["2.bias"][0] == 5.0
+    assert torch.equal(state["2.bias"][1:], before["2.bias"][1:].to(BF16).float())
+    assert all(torch.equal(state[name], before[name]) for name in before if name != "2.bias")
+
+
+@torch.no_grad()
+def test_values_exchanged_and_put_back_keep_their_fp32_values(baked_model):
+    """As an average of weights is swapped in for an evaluation."""
+    model, _, before = baked_model
+    averages = {name: value * 1.5 for name, value in before.items()}
+    kept = {name: one.detach().clone() for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        one.copy_(averages[name])
+    assert torch.equal(model(X), expected(averages))
+    for name, one in model.named_parameters():
+        one.copy_(kept[name])
+    assert torch.equal(model(X), expected(before))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_data_exchanged_for_an_average_and_back(baked_model):
+    model, _, before = baked_model
+    averages = {name: value * 1.5 for name, value in before.items()}
+    originals = {name: one.data for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        one.data = averages[name]
+    assert torch.equal(model(X), expected(averages))
+    assert all(torch.equal(value, averages[name]) for name, value in model.state_dict().items())
+    for name, one in model.named_parameters():
+        one.data = originals[name]
+    assert torch.equal(model(X), expected(before))
+
+
+@pytest.mark.parametrize("baked_model", [{}, {"keep_fp32": False}], indirect=True)
+@torch.no_grad()
+def test_load_state_dict_takes_effect_at_once(baked_model):
+    model, handle, before = baked_model
+    other = {name: torch.randn_like(value) for name, value in before.items()}
+    addresses = [one.data_ptr() for one in model.parameters()]
+    for weights in (other, before, other):
+        assert str(model.load_state_dict(weights)) == "<All keys matched successfully>"
+        assert torch.equal(model(X), expected(weights))
+        assert {one.dtype for one in model.parameters()} == {BF16}
+        state = model.state_dict()
+        for name, value in weights.items():
+            kept = value if handle._keep_fp32 else value.to(BF16)
+            assert state[name].dtype == kept.dtype
+            assert torch.equal(state[name], kept)
+    assert [one.data_ptr() for one in model.parameters()] == addresses
+    if handle._keep_fp32:
+        handle.restore()
+        assert all(torch.equal(model.get_parameter(name), value) for name, value in other.items())
+
+
+@torch.no_grad()
+def test_load_into_a_module_inside_and_from_other_formats(baked_model):
+    model, _, before = baked_model
+    weight = torch.randn(8, 8, dtype=torch.float64)
+    model[0].load_state_dict({"weight": weight, "bias": before["0.bias"].to(BF16)})
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], weight.float())
+    assert torch.equal(state["0.bias"], before["0.bias"].to(BF16).float())
+    assert torch.equal(state["2.weight"], before["2.weight"])
+    assert torch.equal(model[0].weight, weight.float().to(BF16))
+
+
+@torch.no_grad()
+def test_a_load_that_fails_keeps_what_it_did_not_write(baked_model):
+    model, _, before = baked_model
+    wrong = dict(before) | {"2.weight": torch.zeros(3, 3)}
+    wrong["0.weight"] = NEW
+    with pytest.raises(RuntimeError, match=r"size mismatch for 2\.weight"):
+        model.load_state_dict(wrong)
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], NEW)
+    assert torch.equal(state["2.weight"], before["2.weight"])
+    assert torch.equal(model(X), expected(before | {"0.weight": NEW}))
+
+
+@torch.no_grad()
+def test_a_load_with_missing_names_keeps_writes(baked_model):
+    model, _, before = baked_model
+    model[0].weight.copy_(NEW)
+    model.load_state_dict({"2.bias": before["2.bias"] + 1}, strict=False)
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], NEW.to(BF16).float())
+    assert torch.equal(state["2.bias"], before["2.bias"] + 1)
+
+
+@torch.no_grad()
+def test_load_with_assign_makes_parameters_that_are_found_again(baked_model):
+    model, handle, before = baked_model
+    other = {name: torch.randn_like(value) for name, value in before.items()}
+    model.load_state_dict(other, assign=True)
+    assert {one.dtype for one in model.parameters()} == {FP32}
+    for _ in range(3):
+        assert torch.equal(model(X), expected(other))
+    assert {one.dtype for one in model.parameters()} == {BF16}
+    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+    handle.restore()
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in other.items())
+
+
+@torch.no_grad()
+def test_writes_to_a_state_dict_count_from_the_next_call_on(baked_model):
+    """As averages of weights are updated through it."""
+    model, handle, before = baked_model
+    state = model.state_dict()
+    state["0.weight"].mul_(0.5).add_(NEW, alpha=0.5)
+    average = before["0.weight"] * 0.5 + NEW * 0.5
+    assert torch.equal(model(X), expected(before | {"0.weight": average}))
+    assert torch.equal(model.state_dict()["0.weight"], average)
+    state["0.weight"].zero_()  # the same one goes on
+    assert torch.equal(model(X), expected(before | {"0.weight": torch.zeros(8, 8)}))
+    state["0.weight"].copy_(NEW)
+    handle.restore()
+    assert torch.equal(model[0].weight, NEW)
+
+
+@torch.no_grad()
+def test_a_state_dict_from_before_a_load_goes_on_too(baked_model):
+    model, _, before = baked_model
+    state = model.state_dict()
+    model.load_state_dict({name: value + 1 for name, value in before.items()})
+    assert torch.equal(state["0.weight"], before["0.weight"] + 1)
+    state["0.weight"].copy_(NEW)
+    assert torch.equal(model.state_dict()["0.weight"], NEW)
+
+
+@torch.no_grad()
+def test_where_both_were_written_the_parameter_wins(baked_model):
+    model, _, _ = baked_model
+    state = model.state_dict()
+    state["0.weight"].zero_()
+    model[0].weight.copy_(NEW)
+    assert torch.equal(model.state_dict()["0.weight"], NEW.to(BF16).float())
+
+
+@torch.no_grad()
+def test_a_state_dict_with_variables_has_the_parameters(baked_model):
+    model, _, _ = baked_model
+    assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+
+
+@torch.no_grad()
+def test_a_state_dict_loads_elsewhere_without_loss(baked_model, tmp_path):
+    model, _, before = baked_model
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    other = made()
+    other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    averaged = torch.optim.swa_utils.AveragedModel(other)
+    averaged.module.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("baked_model", [{"keep_fp32": False}], indirect=True)
+@torch.no_grad()
+def test_without_kept_values(baked_model):
+    model, handle, before = baked_model
+    assert all(torch.equal(value, before[name].to(BF16)) for name, value in model.state_dict().items())
+    model.state_dict()["0.weight"].copy_(NEW)  # the stored values themselves
+    assert torch.equal(model(X), expected(before | {"0.weight": NEW}))
+    with pytest.warns(UserWarning, match="widened 4 weights as they are in bf16: with keep_fp32=False"):
+        handle.restore()
+    assert torch.equal(model[0].weight, NEW.to(BF16).float())
+    assert torch.equal(model[2].weight, before["2.weight"].to(BF16).float())
+
+
+@torch.no_grad()
+def test_memory_is_halved_without_kept_values():
+    model = torch.nn.Linear(64, 64, bias=False)
+    handle = nc.bake(model, "bf16", keep_fp32=False)
+    storage = torch.multiprocessing.reductions.StorageWeakRef(model.weight.untyped_storage())
+    model(torch.ones(1, 64))
+    assert model.weight.untyped_storage().nbytes() == 64 * 64 * 2
+    assert storage.expired()
+    with pytest.warns(UserWarning, match="widened 1 weights"):
+        handle.restore()
+
+
+@torch.no_grad()
+def test_writes_in_the_first_call_and_before_it():
+    class Clamping(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.layer.weight.clamp_(-0.1, 0.1)
+            return self.layer(x)
+
+    model = Clamping()
+    reference = copy.deepcopy(model)
+    nc.apply(reference, "bf16")
+    with nc.bake(model, "bf16") as handle:
+        model.layer.bias.fill_(1.0)
+        reference.layer.bias.fill_(1.0)
+        assert [torch.equal(model(X), reference(X)) for _ in range(3)] == [True] * 3
+        assert handle.formats == {"layer.bias": BF16}  # the other is written in fp32 at each call
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@torch.no_grad()
+def test_inside_a_region_of_ones_own(baked_model, inside):
+    """No cast that PyTorch or a rule kept is used after the memory was exchanged."""
+    model, handle, before = baked_model
+    with nc.autocast("cpu", BF16, enabled=inside):
+        handle.restore()
+        first = model[0](X)
+        with nc.bake(model, "bf16"):
+            model(X)
+            model.load_state_dict({name: value * 2 for name, value in before.items()})
+            assert torch.equal(model(X), expected({name: value * 2 for name, value in before.items()}))
+            model[0].weight.copy_(NEW)
+        assert not torch.equal(model[0](X), first)
+        assert torch.equal(model[0].weight, NEW.to(BF16).float())
+        if inside:
+            assert torch.equal(model[0](X), by_hand(NEW, before["0.bias"] * 2))

@@ -1,0 +1,150 @@
+"""What rules leave in PyTorch's dispatcher: something while they are needed, and nothing afterwards."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from dispatch_table import everywhere, kernels, whole_table
+
+import narrowcast as nc
+from narrowcast.casting import region_in
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture
+def before():
+    gc.collect()
+    nc.policy.every_operator()  # what Python's first look at an operator registers is there by then
+    return whole_table()
+
+
+def rule(op, compute):
+    return nc.Policy(compute="bf16").with_rules(nc.rule.op(op, compute=compute))
+
+
+def test_a_preset_alone_touches_nothing(before):
+    for preset in ("fp32", "bf16", "fp16", "auto", "O0"):
+        with nc.autocast("cpu", policy=preset):
+            torch.randn(4, 4).softmax(-1)
+            assert whole_table() == before
+
+
+def test_softmax_in_fp16_by_one_rule_and_back(before):
+    """The wish of PyTorch's forum: no other operator changes, and without the rule nothing is left of it."""
+    scores = torch.randn(4, 4)
+    policy = rule("softmax", "fp16")
+    with nc.autocast("cpu", policy=policy):
+        assert scores.softmax(-1).dtype == FP16
+        assert torch.equal(torch.nn.functional.softmax(scores, 0), scores.half().softmax(0))
+        assert (scores @ scores).dtype == BF16
+        assert scores.log_softmax(-1).dtype == FP32
+    assert scores.softmax(-1).dtype == FP32
+    assert kernels() - {name for name, table in before.items() if "\nAutocastCPU: registered" in table} <= {
+        "aten::softmax.int",
+        "aten::softmax.Dimname",
+    }
+    with nc.autocast("cpu", policy=policy.without_rules(*policy.rules)):
+        assert scores.softmax(-1).dtype == FP32
+    del policy
+    gc.collect()
+    assert whole_table() == before
+
+
+def test_each_kernel_goes_with_the_last_policy_that_needs_it(before):
+    first, second = (
+        rule("erfinv", "fp16"),
+        rule("erfinv", "fp32").with_rules(nc.rule.op("digamma", compute="fp32")),
+    )
+    for policy in (first, second):
+        with nc.autocast("cpu", policy=policy):
+            pass
+    assert {"aten::erfinv", "aten::digamma"} <= kernels()
+    del second, policy
+    gc.collect()
+    assert "aten::erfinv" in kernels()
+    assert "aten::digamma" not in kernels()
+    with nc.autocast("cpu", policy=first):
+        assert torch.rand(4).erfinv().dtype == FP16
+    del first
+    gc.collect()
+    assert whole_table() == before
+
+
+def test_after_kernels_on_every_operator(before):
+    policy = everywhere("bf16")
+    with region_in(policy, "cpu", BF16):
+        pass
+    assert len(kernels()) > 1500
+    del policy
+    gc.collect()
+    assert whole_table() == before
+
+
+def test_after_a_handle_is_removed(before):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
+    policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("0", compute="fp32"))
+    handle = nc.apply(model, policy)
+    model(torch.randn(2, 4))
+    assert len(kernels("FuncTorchDynamicLayerFrontMode")) > 500
+    handle.remove()
+    del handle, policy, model
+    gc.collect()
+    assert whole_table() == before
+
+
+def test_a_region_object_keeps_its_rules_alive(before):
+    region = nc.autocast("cpu", policy=rule("softmax", "fp16"))
+    gc.collect()
+    with region:
+        assert torch.randn(4).softmax(-1).dtype == FP16
+    del region
+    gc.collect()
+    assert whole_table() == before
+
+
+def test_a_policy_that_dies_while_its_region_is_open(before):
+    def inside():
+        with nc.autocast("cpu", policy=rule("softmax", "fp16")):
+            gc.collect()
+            return torch.randn(4).softmax(-1)
+
+    assert inside().dtype == FP16
+    gc.collect()
+    assert whole_table() == before
+
+
+def test_policies_come_and_go_in_two_threads(before):
+    errors = []
+
+    def work(op):
+        try:
+            for number in range(30):
+                compute = "fp16" if number % 2 else "fp32"
+                policy = rule(op, compute)
+                with nc.autocast("cpu", policy=policy):
+                    found = getattr(torch, op)(torch.randn(4, 4), -1)
+                assert found.dtype == (FP16 if number % 2 else FP32)
+                del policy
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(op,)) for op in ("softmax", "log_softmax")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    gc.collect()
+    assert whole_table() == before
+
+
+def test_the_kernels_of_the_cuda_key_on_a_machine_without_cuda(before):
+    """What ``attach`` and ``explain`` ask about another device needs none."""
+    policy = nc.Policy(compute="bf16").with_rules(nc.rule.op("softmax", compute="fp16"))
+    nc.casting.root_place(policy, "cuda", BF16)
+    assert "aten::softmax.int" in kernels("AutocastCUDA")
+    del policy
+    gc.collect()
+    assert whole_table() == before

@@ -1,0 +1,534 @@
+"""Which layers fp8 rules turn, that they stay the same objects, and what is said about the others."""
+
+import copy
+import io
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore, destroy_process_group, init_device_mesh, init_process_group
+from torch.distributed.fsdp import fully_shard
+
+import narrowcast as nc
+from narrowcast.casting._fp8 import apply_fp8
+from narrowcast.casting._fp8_linear import Fp8Linear
+from narrowcast.errors import MissingExtraError, PolicyError
+from narrowcast.policy import rule
+
+IN, OUT = 32, 48
+
+
+def policy(*rules):
+    return nc.Policy(compute="bf16", rules=rules)
+
+
+def everywhere(recipe="fp8_tensorwise"):
+    return policy(rule.op("linear", compute=recipe))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(IN, OUT)
+        self.norm = nn.LayerNorm(OUT)
+        self.down = nn.Linear(OUT, IN)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.norm(self.up(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(20, IN)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(IN, 16)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+INSIDE = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+
+
+# ---- the layers stay what they are
+
+
+def test_only_the_class_changes_and_comes_back():
+    model = Model().eval()
+    called = []
+    model.head.register_forward_hook(lambda *_: called.append("hook"))
+    before = {path: (module, vars(module).copy()) for path, module in model.named_modules()}
+    parameters = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    handle = apply_fp8(model, everywhere(), emulate=True)
+    assert dict(handle.converted) == dict.fromkeys([*INSIDE, "head"], "fp8_tensorwise")
+    assert repr(handle) == "Fp8Handle(5 converted, 1 left out)"
+    assert repr(model.head) == (
+        "Fp8Linear(in_features=32, out_features=16, bias=True, fp8_tensorwise, emulated)"
+    )
+    assert list(model.state_dict()) == keys
+    assert not model.head.training
+    model(torch.randn(3, 20))
+    assert called == ["hook"]
+    for path, module in model.named_modules():
+        assert module is before[path][0]
+    assert all(now is parameters[name] for name, now in model.named_parameters())
+    handle.remove()
+    handle.remove()
+    for path, module in model.named_modules():
+        assert module is before[path][0]
+        assert vars(module) == before[path][1]
+        assert not isinstance(module, Fp8Linear)
+    apply_fp8(model, everywhere(), emulate=True).remove()
+
+
+def test_the_model_itself_may_be_a_linear_layer():
+    model = nn.Linear(IN, OUT)
+    handle = apply_fp8(model, everywhere(), emulate=True)
+    assert isinstance(model, Fp8Linear)
+    assert list(handle.converted) == [""]
+    handle.remove()
+    assert type(model) is nn.Linear
+
+
+def test_an_optimizer_made_before_trains_the_model():
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-2)
+    apply_fp8(model, everywhere("fp8_rowwise"), emulate=True)
+    x = torch.randn(16, 20)
+    losses = []
+    for _ in range(12):
+        with nc.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        loss = nn.functional.mse_loss(y.float(), x[:, :16].sin())
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_weights_go_from_and_to_a_plain_model():
+    plain, model = Model(), Model()
+    handle = apply_fp8(model, everywhere(), emulate=True)
+    model.load_state_dict(plain.state_dict())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    again = Model()
+    again.load_state_dict(torch.load(file, weights_only=True))
+    handle.remove()
+    x = torch.randn(3, 20)
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(again(x), plain(x))
+
+
+def test_tied_weights_and_a_layer_at_two_places():
+    model = nn.ModuleDict({"embed": nn.Embedding(OUT, IN), "head": nn.Linear(IN, OUT, bias=False)})
+    model["head"].weight = model["embed"].weight
+    model["again"] = model["head"]
+    handle = apply_fp8(model, everywhere(), emulate=True)
+    assert list(handle.converted) == ["head"]
+    assert model["head"].weight is model["embed"].weight
+    assert len(list(model.parameters())) == 1
+    model["again"](model["embed"](torch.arange(5))).sum().backward()
+    assert (model["embed"].weight.grad != 0).all()
+
+
+def test_copies_multiply_in_fp8_until_the_handle_is_removed():
+    model = Model()
+    handle = apply_fp8(model, everywhere("fp8_rowwise"), emulate=True)
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    x = torch.randn(3, 20)
+    y = model(x)
+    assert torch.equal(copied(x), y)
+    assert torch.equal(pickled(x), y)
+    assert copied.head.weight is not model.head.weight
+    handle.remove()
+    plain = model(x)
+    assert not torch.equal(plain, y)
+    assert torch.equal(copied(x), plain)
+    assert repr(copied.head) == "Fp8Linear(in_features=32, out_features=16, bias=True)"
+    assert torch.equal(pickled(x), y)  # another process would not know
+    apply_fp8(copied, everywhere("fp8_rowwise"), emulate=True)
+    assert torch.equal(copied(x), y)
+
+
+def test_a_pickled_model_computes_in_a_fresh_process(tmp_path):
+    layer = nn.Linear(IN, OUT)
+    apply_fp8(layer, everywhere("fp8_rowwise"), emulate=True)
+    x = torch.randn(3, IN)
+    torch.save((layer, x, layer(x)), tmp_path / "layer.pt")
+    code = (
+        "import torch; layer, x, y = torch.load('layer.pt', weights_only=False); "
+        "assert torch.equal(layer(x), y); print(layer.fp8_recipe)"
+    )
+    done = run(code, tmp_path)
+    assert (done.stdout, done.stderr) == ("fp8_rowwise\n", "")
+
+
+def test_a_layer_that_moves_finds_out_what_its_device_can():
+    layer = nn.Linear(IN, OUT, device="meta")
+    apply_fp8(layer, everywhere())  # nobody knows yet where it will be: no warning
+    assert layer(torch.empty(3, IN, device="meta")).shape == (3, OUT)
+    layer.fp8_emulated = False
+    layer.to_empty(device="cpu")
+    assert layer.fp8_emulated
+
+
+def test_a_compiled_model_follows_the_handle():
+    layer = nn.Linear(IN, OUT)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, IN)
+    plain = compiled(x)
+    handle = apply_fp8(layer, everywhere(), emulate=True)
+    assert torch.equal(compiled(x), layer(x))
+    assert not torch.equal(compiled(x), plain)
+    handle.remove()
+    assert torch.equal(compiled(x), plain)
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own there, and leaves it
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    destroy_process_group()
+
+
+def gradients_of(model, x):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return {name.removeprefix("module."): one.grad for name, one in model.named_parameters()}
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ddp_around_it_is_no_part_of_its_path():
+    model = Model()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    handle = apply_fp8(ddp, policy(rule.module("blocks", compute="fp8_rowwise")), emulate=True)
+    assert list(handle.converted) == INSIDE
+    x = torch.randn(8, 20)
+    alone = copy.deepcopy(model)
+    assert_equal(gradients_of(ddp, x), gradients_of(alone, x))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_under_fully_shard():
+    model = Model()
+    plain = copy.deepcopy(model)
+    handle = apply_fp8(model, policy(rule.module("blocks", compute="fp8_rowwise")), emulate=True)
+    x = torch.randn(8, 20)
+    expected = gradients_of(copy.deepcopy(model), x)
+    mesh = init_device_mesh("cpu", (1,))
+    for part in (model.blocks[0].up, model.blocks[1], model):
+        fully_shard(part, mesh=mesh)
+    found = {name: gradient.full_tensor() for name, gradient in gradients_of(model, x).items()}
+    assert_equal(found, expected)
+    handle.remove()  # the class that fully_shard gave the first layer stays, and computes plainly
+    assert torch.equal(model(x), plain(x))
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+# ---- which layers
+
+
+@pytest.mark.parametrize(
+    ("rules", "converted"),
+    [
+        ([rule.op("linear", compute="fp8_rowwise")], [*INSIDE, "head"]),
+        ([rule.module_type(nn.Linear, compute="fp8_rowwise")], [*INSIDE, "head"]),
+        ([rule.module_type(nn.Linear, op="linear", compute="fp8_rowwise")], [*INSIDE, "head"]),
+        ([rule.module("blocks", compute="fp8_rowwise")], INSIDE),
+        ([rule.module("blocks.*.down", compute="fp8_rowwise")], INSIDE[1::2]),
+        ([rule.module("blocks.1", op="linear", compute="fp8_rowwise")], INSIDE[2:]),
+        ([rule.module("", compute="fp8_rowwise")], [*INSIDE, "head"]),
+        # a module before an operator
+        (
+            [rule.op("linear", compute="fp8_rowwise"), rule.module("blocks.0", compute="fp32")],
+            [*INSIDE[2:], "head"],
+        ),
+        ([rule.module("blocks.0", compute="fp8_rowwise"), rule.op("linear", compute="fp32")], INSIDE[:2]),
+        # the innermost module
+        (
+            [rule.module("blocks.1.up", compute="fp8_rowwise"), rule.module("blocks", compute="fp32")],
+            ["blocks.1.up"],
+        ),
+        (
+            [rule.module("blocks", compute="fp8_rowwise"), rule.module("blocks.1.up", compute="lower")],
+            [*INSIDE[:2], "blocks.1.down"],
+        ),
+        # an operator in a module before a module
+        (
+            [
+                rule.module("blocks.1.up", compute="fp8_rowwise"),
+                rule.module("blocks", op="linear", compute="bf16"),
+                rule.module("head", compute="fp8_rowwise"),
+            ],
+            ["head"],
+        ),
+        (
+            [rule.module("*", compute="bf16"), rule.module("", op="linear", compute="fp8_rowwise")],
+            [*INSIDE, "head"],
+        ),
+        # among equals the later
+        ([rule.module("he*", compute="fp8_rowwise"), rule.module("*ad", compute="bf16")], []),
+        ([rule.module("*ad", compute="bf16"), rule.module("he*", compute="fp8_rowwise")], ["head"]),
+    ],
+)
+def test_the_rule_that_wins_for_an_operator_wins_here(rules, converted):
+    model = Model()
+    handle = apply_fp8(model, policy(*rules), emulate=True)
+    assert list(handle.converted) == converted
+    assert [path for path, part in model.named_modules() if isinstance(part, Fp8Linear)] == converted
+    assert set(handle.left_out) <= {"embed"}
+
+
+def test_each_rule_has_its_recipe():
+    model = Model()
+    rules = [rule.op("linear", compute="fp8_tensorwise"), rule.module("head", compute="fp8_rowwise")]
+    handle = apply_fp8(model, policy(*rules), emulate=True)
+    assert handle.converted["head"] == model.head.fp8_recipe == "fp8_rowwise"
+    assert handle.converted["blocks.0.up"] == "fp8_tensorwise"
+
+
+def test_a_policy_without_fp8_does_nothing():
+    model = Model()
+    for one in ("bf16", nc.Policy.preset("safe"), policy(rule.op("linear", compute="fp32"))):
+        handle = apply_fp8(model, one)
+        assert not handle.converted
+        assert not handle.left_out
+        handle.remove()
+    assert type(model.head) is nn.Linear
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_own_forward():
+    layer = nn.Linear(IN, OUT)
+    layer.forward = lambda x: x
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            lambda: nn.Linear(20, 16),
+            "has 20 in and 16 out features, and fp8 instructions take multiples of 16",
+        ),
+        (
+            lambda: nn.Linear(16, 10),
+            "has 16 in and 10 out features, and fp8 instructions take multiples of 16",
+        ),
+        (lambda: Doubled(IN, OUT), "is a Doubled, which may compute otherwise than torch.nn.Linear"),
+        (
+            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(IN, OUT)),
+            "is a ParametrizedLinear, which may compute otherwise than torch.nn.Linear",
+        ),
+        (lambda: nn.LazyLinear(OUT), "has no shape before its first call: apply the policy after it"),
+        (with_own_forward, "has a forward of its own, which somebody put on the object"),
+        (lambda: nn.Linear(IN, OUT, dtype=torch.float64), "has a weight in float64"),
+        (lambda: nn.Linear(IN, OUT, dtype=torch.complex64), "has a weight in complex64"),
+        (lambda: nn.Conv2d(16, 16, 1), "is a Conv2d, no torch.nn.Linear"),
+        (lambda: nn.Embedding(16, 16), "is a Embedding, no torch.nn.Linear"),
+        (lambda: nn.LayerNorm(16), None),
+        (nn.ReLU, None),
+    ],
+)
+def test_what_is_left_out_and_why(make, why):
+    model = nn.ModuleDict({"it": make(), "other": nn.Linear(IN, OUT)})
+    before = type(model["it"])
+    handle = apply_fp8(model, policy(rule.module("*", compute="fp8_tensorwise")), emulate=True)
+    assert handle.left_out.get("it") == why
+    assert list(handle.converted) == ["other"]
+    assert type(model["it"]) is before
+
+
+@pytest.mark.parametrize(
+    "one", [rule.op("linear", compute="fp8_rowwise"), rule.module("*", compute="fp8_rowwise")]
+)
+def test_attention_is_left_out_with_its_projections(one):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    handle = apply_fp8(layer, policy(one), emulate=True)
+    assert list(handle.converted) == ["linear1", "linear2"]
+    assert dict(handle.left_out) == {
+        "self_attn": "is a MultiheadAttention, no torch.nn.Linear",
+        "self_attn.out_proj": "is not called: torch.nn.MultiheadAttention reads its weight",
+    }
+
+
+def test_a_convolution_is_no_target_of_a_rule_for_linear():
+    model = nn.Sequential(nn.Conv1d(16, 16, 1), nn.Linear(IN, OUT))
+    assert not apply_fp8(model, everywhere(), emulate=True).left_out
+
+
+def test_where_there_are_no_instructions():
+    model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN))
+    said = "fp8 is emulated on cpu (2 linear layers): the numbers are those of fp8, and it is slower than"
+    with pytest.warns(UserWarning, match="^" + re.escape(said)) as warned:
+        handle = apply_fp8(model, everywhere())
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert model[0].fp8_emulated
+    handle.remove()
+    handle = apply_fp8(model, everywhere(), emulate=False)
+    assert not handle.converted
+    assert handle.left_out["0"] == "is on cpu, which has no fp8 instructions"
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
+    model = nn.Linear(IN, OUT)
+    with pytest.raises(UserWarning, match="emulated"):
+        apply_fp8(model, everywhere())
+    assert type(model) is nn.Linear
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("one", "model", "message"),
+    [
+        (
+            rule.module("block.*", compute="fp8_rowwise"),
+            Model,
+            'expected a torch.nn.Linear for the rule modules "block.*": fp8_rowwise, got none in modules '
+            '"block.*". Did you mean "blocks.*.up"? Known: embed, blocks.*.up, blocks.*.down, head.',
+        ),
+        (
+            rule.module_type(nn.LayerNorm, compute="fp8_rowwise"),
+            Model,
+            "expected a torch.nn.Linear for the rule class LayerNorm: fp8_rowwise, got none in class "
+            "LayerNorm. Known: embed, blocks.*.up, blocks.*.down, head.",
+        ),
+        (
+            rule.op("linear", compute="fp8_rowwise"),
+            lambda: nn.Conv2d(16, 16, 1),
+            "expected a torch.nn.Linear for the rule linear: fp8_rowwise, got a model without one",
+        ),
+        (
+            rule.module("10", compute="fp8_rowwise"),
+            lambda: nn.ModuleDict({name: nn.Linear(16, 16) for name in "abcdefghij"}),
+            'expected a torch.nn.Linear for the rule modules "10": fp8_rowwise, got none in modules "10". '
+            "Known: a, b, c, d, e, f, g, h and 2 more.",
+        ),
+    ],
+)
+def test_a_rule_that_meets_no_linear_layer(one, model, message):
+    model = model()
+    with pytest.raises(PolicyError) as error:
+        apply_fp8(model, policy(rule.op("softmax", compute="fp32"), one), emulate=True)
+    assert str(error.value) == message
+    assert not any(isinstance(part, Fp8Linear) for part in model.modules())
+
+
+def test_a_model_that_has_fp8_layers():
+    model = Model()
+    apply_fp8(model, everywhere(), emulate=True)
+    with pytest.raises(PolicyError, match=r"^'blocks.0.up' is an fp8 layer already: remove\(\) the handle"):
+        apply_fp8(model, everywhere(), emulate=True)
+
+
+APPLY = (
+    "import torch, narrowcast as nc\n"
+    "from narrowcast.casting._fp8 import apply_fp8\n"
+    "policy = nc.Policy(compute='bf16', rules=(nc.rule.op('linear', compute='fp8_rowwise'),))\n"
+    "layer = torch.nn.Linear(16, 16)\n"
+)
+
+
+def run(code, folder):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=folder, check=False
+    )
+
+
+def test_without_torchao(tmp_path):
+    done = run(f"import sys\nsys.modules['torchao'] = None\n{APPLY}apply_fp8(layer, policy)", tmp_path)
+    assert done.stderr.splitlines()[-1] == (
+        "narrowcast.errors.MissingExtraError: expected torchao for a rule with an fp8 recipe, and it is not "
+        "installed: pip install 'narrowcast[fp8]'"
+    )
+    assert issubclass(MissingExtraError, ImportError)
+
+
+def test_with_a_torchao_that_lacks_what_is_needed(tmp_path):
+    (tmp_path / "torchao" / "float8").mkdir(parents=True)
+    (tmp_path / "torchao" / "__init__.py").write_text("__version__ = '0.3'\n")
+    (tmp_path / "torchao" / "float8" / "__init__.py").write_text("")
+    done = run(f"{APPLY}apply_fp8(layer, policy)", tmp_path)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "narrowcast.errors.MissingExtraError: expected torchao 0.18 or newer for a rule with an fp8 recipe, "
+        "got 0.3 (cannot import name 'Float8LinearConfig'"
+    )
+    assert last.endswith(": pip install 'narrowcast[fp8]'")
+
+
+def test_torchao_is_imported_for_fp8_only_and_in_silence(tmp_path):
+    done = run(
+        f"import sys\n{APPLY}apply_fp8(layer, 'bf16')\nassert 'torchao' not in sys.modules\n"
+        "apply_fp8(layer, policy, emulate=True)\nassert 'torchao' in sys.modules\n"
+        "import logging\nassert not logging.getLogger('torchao').filters",
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_a_gpu_uses_its_instructions_or_is_left_out():
+    layer = nn.Linear(IN, OUT, device="cuda")
+    if torch.cuda.get_device_capability() >= (8, 9):
+        assert apply_fp8(layer, everywhere()).converted
+        assert not layer.fp8_emulated
+        assert layer.cpu().fp8_emulated
+        assert not layer.cuda().fp8_emulated
+    else:
+        with pytest.warns(UserWarning, match="no fp8 in 1 linear layer: the first is on cuda:0"):
+            handle = apply_fp8(layer, everywhere())
+        assert handle.left_out == {"": "is on cuda:0, which has no fp8 instructions"}
+        assert apply_fp8(layer, everywhere(), emulate=True).converted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
+def test_a_model_trains_on_a_gpu_compiled_too(recipe):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("gpu: this one has no fp8 instructions")
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Model().cuda()
+        apply_fp8(model, everywhere(recipe))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        run_it = torch.compile(model) if compiled else model
+        x = torch.randn(70, 20, device="cuda")
+        losses = []
+        for _ in range(30):
+            with nc.autocast("cuda", torch.bfloat16):
+                y = run_it(x)
+            loss = nn.functional.mse_loss(y.float(), x[:, :16].sin())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.5 * losses[0]

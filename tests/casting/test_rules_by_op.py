@@ -1,0 +1,460 @@
+"""Rules for operators: each call is as the same call outside of regions, of inputs cast by hand."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import PolicyError, UnsupportedError
+
+rule = nc.rule
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+FORMATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+CASTABLE = (BF16, FP16, FP32)
+
+
+def region(*rules, compute="bf16", tables="native", **settings):
+    policy = nc.Policy(compute=compute, rules=rules, tables=tables)
+    return nc.autocast("cpu", policy=policy, **settings)
+
+
+def cast(value, dtype):
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in CASTABLE else value
+    if isinstance(value, list):
+        return [cast(part, dtype) for part in value]
+    return value
+
+
+def same(a, b):
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def calls():
+    """Operator -> a call of it and its arguments: on PyTorch's table in each way, composite, neither."""
+    torch.manual_seed(0)
+    x, y, heads = torch.randn(4, 6), torch.randn(6, 6), torch.randn(1, 2, 4, 8)
+    wide = torch.randn(4, 8)
+    gates = [torch.randn(4 * 8, 8), torch.randn(4 * 8, 8), torch.randn(4 * 8), torch.randn(4 * 8)]
+    return {
+        "softmax": (torch.softmax, x, -1),
+        "log_softmax": (F.log_softmax, x, -1),
+        "linear": (F.linear, x, y, y[0]),
+        "matmul": (torch.matmul, x, y),
+        "mm": (torch.mm, x, y),
+        "layer_norm": (F.layer_norm, x, (6,), y[0], y[1]),
+        "gelu": (F.gelu, x),
+        "exp": (torch.exp, x),
+        "add": (torch.add, x, x),
+        "where": (torch.where, x > 0, x, x),
+        "cat": (torch.cat, [x, x]),
+        "stack": (torch.stack, [x, x]),
+        "sum": (torch.sum, x),
+        "prod": (torch.prod, x, 0),
+        "cumsum": (torch.cumsum, x, 0),
+        "mse_loss": (F.mse_loss, x, x + 1),
+        "cross_entropy_loss": (F.cross_entropy, x, torch.arange(4)),
+        "binary_cross_entropy": (F.binary_cross_entropy, x.sigmoid(), x.sigmoid()),
+        "einsum": (torch.einsum, "ij,jk->ik", x, y),
+        "tensordot": (torch.tensordot, x, y, 1),
+        "scaled_dot_product_attention": (F.scaled_dot_product_attention, heads, heads, heads),
+        "conv1d": (F.conv1d, heads[0], torch.ones(3, 4, 3)),
+        "lstm_cell": (torch.lstm_cell, wide, [wide, wide], *gates),
+        "index_copy": (torch.index_copy, x, 0, torch.tensor([0, 1]), x[2:]),
+        "topk": (lambda t: torch.topk(t, 2)[0], x),
+        "std": (torch.std, x),
+    }
+
+
+def by_hand(call, dtype):
+    function, *args = call
+    found = function(*(cast(value, dtype) for value in args))
+    return found if isinstance(found, torch.Tensor) else found[0]
+
+
+def by_rule(call):
+    function, *args = call
+    found = function(*args)
+    return found if isinstance(found, torch.Tensor) else found[0]
+
+
+@pytest.mark.parametrize("compute", [*FORMATS, "lower"])
+@pytest.mark.parametrize("op", calls())
+def test_a_format(op, compute):
+    """Whatever the region's format, and whatever comes in."""
+    for region_format, given in itertools.product(FORMATS, CASTABLE):
+        dtype = FORMATS[region_format if compute == "lower" else compute]
+        call = [cast(part, given) for part in calls()[op]]
+        expected = by_hand(call, dtype)
+        with region(rule.op(op, compute=compute), compute=region_format):
+            assert same(by_rule(call), expected)
+
+
+@pytest.mark.parametrize("output", [*FORMATS, "lower"])
+@pytest.mark.parametrize("op", ["softmax", "linear", "gelu", "lstm_cell", "topk"])
+def test_what_is_handed_on(op, output):
+    call = calls()[op]
+    for region_format in FORMATS:
+        with region(rule.op(op, compute="fp16", output=output), compute=region_format):
+            ours = by_rule(call)
+        assert same(ours, by_hand(call, FP16).to(FORMATS[region_format if output == "lower" else output]))
+
+
+def test_every_floating_output_is_handed_on():
+    cell, x = nn.LSTMCell(4, 4), torch.randn(2, 4)
+    with region(
+        rule.op("lstm_cell", compute="fp32", output="fp16"), rule.op("topk", compute="fp32", output="bf16")
+    ):
+        assert [state.dtype for state in cell(x)] == [FP16, FP16]
+        values, indices = torch.topk(x, 2)
+    assert (values.dtype, indices.dtype) == (BF16, torch.int64)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(CASTABLE, CASTABLE)))
+def test_promotion(first, second):
+    a, b = torch.randn(4, 4).to(first), torch.randn(4, 4).to(second)
+    widest = torch.promote_types(first, second)
+    for op, function in (("mm", torch.mm), ("linear", F.linear), ("matmul", torch.matmul)):
+        with region(rule.op(op, compute="promote")):
+            ours = function(a, b)
+        assert same(ours, function(a.to(widest), b.to(widest)))
+
+
+def test_promotion_looks_at_what_is_cast_alone():
+    """Not at integers and float64, nor at numbers."""
+    a = torch.randn(4).half()
+    products = [
+        lambda: a * torch.arange(4),
+        lambda: a * 2.0,
+        lambda: a * a.double(),
+        lambda: torch.arange(4) * 2,
+    ]
+    for product in products:
+        with region(rule.op("mul", compute="promote")):
+            ours = product()
+        assert same(ours, product())
+    with region(rule.op("mul", compute="promote")):
+        mixed = a * a.bfloat16()
+    assert same(mixed, a.float() * a.bfloat16().float())
+
+
+def test_as_is():
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    with region(rule.op("linear", compute="as-is"), rule.op("prod", compute="as-is", output="fp32")):
+        ours = F.linear(a, b)
+        product = a.half().prod()
+        with pytest.raises(RuntimeError, match="same dtype"):
+            F.linear(a, b.half())
+    assert same(ours, F.linear(a, b))
+    assert same(product, a.half().prod().float())
+
+
+def test_refuse():
+    a = torch.randn(4, 4)
+    with region(rule.op("softmax", compute="refuse")):
+        with pytest.raises(UnsupportedError) as raised:
+            a.softmax(-1)
+        assert str(raised.value) == "softmax.int was called, which is refused here (softmax: refuse)"
+        assert (a @ a).dtype == BF16
+    assert a.softmax(-1).dtype == FP32
+
+
+def test_one_overload():
+    a = torch.randn(4, 4)
+    with region(rule.op("sum.dim_IntList", compute="bf16"), rule.op("sum", compute="fp16")):
+        assert a.sum(0).dtype == BF16
+        assert a.sum().dtype == FP16
+
+
+def test_aliases_reach_what_they_call():
+    a = torch.randn(4, 4).half()
+    with region(rule.op("mul", compute="fp32"), rule.op("softmax", compute="bf16")):
+        assert torch.multiply(a, a).dtype == FP32
+        assert torch.special.softmax(a, -1).dtype == BF16
+        assert nn.Softmax(-1)(a).dtype == BF16
+        assert a.softmax(-1).dtype == BF16
+
+
+def test_a_rule_on_mm_never_sees_linear():
+    """``linear`` is on PyTorch's table and encloses it; a rule for ``matmul`` does reach the operator @."""
+    a = torch.randn(4, 4)
+    with region(rule.op("mm", compute="fp32")):
+        assert torch.mm(a, a).dtype == FP32
+        assert F.linear(a, a).dtype == BF16
+        assert (a @ a).dtype == BF16
+
+
+def test_the_dtype_that_a_caller_gives_counts():
+    """The input is cast as the rule says; the operator then does what its caller asked for."""
+    a = torch.randn(4, 4)
+    with region(rule.op("softmax", compute="fp16")):
+        ours = torch.softmax(a, -1, dtype=FP32)
+    assert same(ours, torch.softmax(a.half(), -1, dtype=FP32))
+    assert not same(ours, torch.softmax(a, -1))
+
+
+# ---- what is never cast
+
+
+@pytest.mark.parametrize("given", [FP64, torch.complex64, torch.int64, torch.bool])
+def test_other_formats_are_left_alone(given):
+    a = torch.ones(4, 4).to(given)
+    rules = [rule.op(op, compute="fp16") for op in ("add", "sum", "matmul", "softmax", "cat")]
+    functions = [lambda: a + a, a.sum, lambda: torch.cat([a, a])]
+    if given is not torch.bool:
+        functions.append(lambda: a @ a)
+    for function in functions:
+        expected = function()
+        with region(*rules):
+            assert same(function(), expected)
+
+
+def test_in_place_and_out_forms_are_never_cast():
+    """As under PyTorch's own autocast: what is written to keeps its format."""
+    a, out, product = torch.randn(4, 4), torch.empty(4, 4), torch.empty(4, 4)
+    rules = [
+        rule.op("add", compute="fp16"),
+        rule.op("softmax", compute="fp16"),
+        rule.op("mm", compute="fp32"),
+    ]
+    with region(*rules):
+        first, second = a.clone().add_(a), a.clone()
+        second += a
+        torch.softmax(a, -1, out=out)
+        torch.mm(a, a, out=product)
+    assert same(first, a + a)
+    assert same(second, a + a)
+    assert same(out, a.softmax(-1))
+    assert same(product, a @ a)
+
+
+@pytest.mark.parametrize("name", ["add_", "add.out", "copy_", "relu_"])
+def test_a_rule_for_one_is_an_error(name):
+    with pytest.raises(PolicyError, match=r"no rule can be for|has no overload"):
+        rule.op(name, compute="fp32")
+
+
+def test_tensors_elsewhere_are_left_alone():
+    a = torch.empty(4, 4, device="meta")
+    with region(rule.op("softmax", compute="fp16"), rule.op("add", compute="fp16")):
+        assert a.softmax(-1).dtype == FP32
+        assert (a + a).dtype == FP32
+
+
+# ---- what else can be given
+
+
+def test_no_elements_and_no_dimensions():
+    with region(
+        rule.op("softmax", compute="fp16"), rule.op("exp", compute="fp16"), rule.op("cat", compute="fp16")
+    ):
+        assert torch.zeros(0, 4).softmax(-1).shape == (0, 4)
+        assert torch.zeros(0, 4).softmax(-1).dtype == FP16
+        assert torch.tensor(1.0).exp().dtype == FP16
+        assert torch.cat([torch.zeros(0), torch.ones(2)]).dtype == FP16
+
+
+def test_numbers_beside_tensors():
+    """Which C++ makes tensors of, and Python is given as numbers."""
+    a, positions = torch.randn(4).half(), torch.tensor([-1, 2])
+    functions = [
+        lambda t: t + 1.5,
+        lambda t: 1 + t,
+        lambda t: torch.rsub(t, 1),
+        lambda t: t.remainder(0.3),
+        lambda t: torch.where(t > 0, t, 0.5),
+        lambda t: torch.xlogy(2.0, t.abs()),
+        lambda t: torch.take_along_dim(t, positions, 0).float(),  # which calls remainder
+    ]
+    ops = ("add", "rsub", "remainder", "where", "xlogy")
+    for function in functions:
+        with region(*(rule.op(op, compute="fp32") for op in ops)):
+            ours = function(a)
+        assert same(ours, function(a.float()))
+
+
+def test_nan_infinity_overflow_and_subnormals():
+    a = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -0.0, 2.0**-24, 65519.0, 65520.0])
+    with region(rule.op("mul", compute="fp16")):
+        ours = a * 1.0
+    assert torch.equal(ours.isnan(), a.isnan())
+    assert ours[1:].tolist() == [torch.inf, -torch.inf, torch.inf, -0.0, 2.0**-24, 65504.0, torch.inf]
+    assert ours[4].signbit()
+
+
+def test_fake_tensors():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(), region(rule.op("softmax", compute="fp16")):
+        assert torch.randn(4, 4).softmax(-1).dtype == FP16
+        assert nn.Linear(4, 4)(torch.randn(2, 4)).dtype == BF16
+
+
+def test_subclasses_of_tensor():
+    class Named(torch.Tensor):
+        pass
+
+    a = torch.randn(4, 4).as_subclass(Named)
+    with region(rule.op("softmax", compute="fp16"), rule.op("add", compute="fp16")):
+        assert type(a.softmax(-1)) is Named
+        assert a.softmax(-1).dtype == FP16
+        assert type(a + a) is Named
+        assert (a + a).dtype == FP16
+
+
+def test_sparse_tensors():
+    a = torch.eye(4).half().to_sparse()
+    with region(rule.op("add", compute="fp32"), rule.op("mm", compute="fp32")):
+        assert (a + a).dtype == FP32
+        assert torch.sparse.mm(a.float(), torch.ones(4, 4)).dtype == BF16
+        assert torch.mm(a, torch.ones(4, 4)).dtype == FP32
+
+
+def test_recurrent_layers():
+    x = torch.randn(3, 2, 4)
+    lengths = nn.utils.rnn.pack_padded_sequence(x, [3, 2])
+    lstm, gru = nn.LSTM(4, 4, 2, bidirectional=True), nn.GRU(4, 4)
+    with region(rule.op("lstm", compute="fp32"), rule.op("gru", compute="fp16")):
+        out, (hidden, cell) = lstm(x)
+        packed = lstm(lengths)[0].data
+        gated = gru(x)[0]
+    assert same(out, lstm(x)[0])
+    assert same(packed, lstm(lengths)[0].data)
+    assert (hidden.dtype, cell.dtype) == (FP32, FP32)
+    half = nn.GRU(4, 4).half()
+    half.load_state_dict(gru.state_dict())
+    assert same(gated, half(x.half())[0])
+    out.sum().backward()
+    assert all(weight.grad.dtype == FP32 for weight in lstm.parameters())
+
+
+# ---- differentiation
+
+
+def test_gradients_are_those_of_casts_by_hand():
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+
+    def gradients(forward):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        forward(a, b).float().square().sum().backward()
+        return a.grad, b.grad
+
+    def ruled(a, b):
+        with region(
+            rule.op("linear", compute="fp16"),
+            rule.op("softmax", compute="fp32", output="bf16"),
+            compute="bf16",
+        ):
+            return F.softmax(F.linear(a, b), -1)
+
+    def cast_by_hand(a, b):
+        return F.softmax(F.linear(a.half(), b.half()).float(), -1).bfloat16()
+
+    for ours, theirs in zip(gradients(ruled), gradients(cast_by_hand), strict=True):
+        assert same(ours, theirs)
+
+
+def test_double_backward():
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def second(softmax):
+        gradient = torch.autograd.grad(softmax(x).float().square().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    def ruled(x):
+        with region(rule.op("softmax", compute="fp16")):
+            return x.softmax(-1)
+
+    assert same(second(ruled), second(lambda x: x.half().softmax(-1)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_forward_mode_derivatives():
+    from torch.autograd import forward_ad
+
+    x, tangent = torch.randn(4), torch.randn(4)
+    with forward_ad.dual_level():
+        with region(rule.op("softmax", compute="fp16")):
+            ours = forward_ad.unpack_dual(forward_ad.make_dual(x, tangent).softmax(0))
+        theirs = forward_ad.unpack_dual(forward_ad.make_dual(x, tangent).half().softmax(0))
+    assert same(ours.primal, theirs.primal)
+    assert same(ours.tangent, theirs.tangent)
+
+
+def test_hooks_see_the_formats_that_rules_make():
+    seen = []
+    x = torch.randn(4, requires_grad=True)
+    model = nn.Sequential(nn.Softmax(-1))
+    model[0].register_forward_hook(lambda _m, args, out: seen.append((args[0].dtype, out.dtype)))
+    model[0].register_full_backward_hook(lambda _m, grads, outs: seen.append((grads[0].dtype, outs[0].dtype)))
+    x.register_hook(lambda gradient: seen.append(gradient.dtype))
+    with region(rule.op("softmax", compute="fp16")):
+        out = model(x)
+    out.register_hook(lambda gradient: seen.append(gradient.dtype))
+    out.float().sum().backward()
+    assert seen == [(FP32, FP16), FP16, (FP32, FP16), FP32]
+
+
+# ---- operators of other libraries
+
+
+@pytest.fixture(scope="module")
+def library():
+    """Three operators: one without autocast, one with, and one that writes to its argument."""
+
+    @torch.library.custom_op("narrowcast_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @torch.library.custom_op("narrowcast_tests::thrice", mutates_args=())
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    @torch.library.custom_op("narrowcast_tests::double_", mutates_args=("x",))
+    def double(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    for op in (twice, thrice):
+        op.register_fake(torch.empty_like)
+        op.register_autograd(lambda ctx, gradient: gradient * 7)
+    thrice.register_autocast("cpu", BF16)
+    return twice, thrice, double
+
+
+def test_custom_operators(library):
+    twice, thrice, _ = library
+    x = torch.randn(4, requires_grad=True)
+    with torch.autocast("cpu", BF16):
+        assert (twice(x).dtype, thrice(x).dtype) == (FP32, BF16)
+    with region(
+        rule.op("narrowcast_tests::twice", compute="fp16"),
+        rule.op("narrowcast_tests::thrice", compute="fp32"),
+    ):
+        assert same(twice(x), x.half() * 2)
+        assert same(thrice(x.half()), x.half().float() * 3)
+        out = twice(x)
+    out.float().sum().backward()
+    assert same(x.grad, torch.full((4,), 7.0))
+    with torch.autocast("cpu", BF16):
+        assert (twice(x).dtype, thrice(x).dtype) == (FP32, BF16)
+
+
+def test_a_custom_operator_beside_one_with_a_rule(library):
+    _, thrice, _ = library
+    x = torch.randn(4)
+    with region(rule.op("narrowcast_tests::twice", compute="fp16")):
+        assert thrice(x).dtype == BF16
+    with region(rule.module("", op="narrowcast_tests::thrice", compute="fp32"), enabled=False):
+        assert thrice(x).dtype == FP32
+
+
+@pytest.mark.usefixtures("library")
+def test_a_custom_operator_that_writes_or_does_not_exist():
+    with pytest.raises(PolicyError, match="writes to an argument"):
+        rule.op("narrowcast_tests::double_", compute="fp32")
+    with pytest.raises(PolicyError, match="Import what defines 'nowhere' first"):
+        rule.op("nowhere::op", compute="fp32")

@@ -1,0 +1,200 @@
+"""Kernels of ours where no rule is in force: everything is as PyTorch's own autocast does it.
+
+A policy gives every operator a kernel, by rules for a module that nobody calls. Then nothing may differ: in a
+region of that policy, and in one of torch.autocast beside it.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dispatch_table import FORMATS, everywhere, kernels
+from op_lists import check_cpu_entry, cpu_entries, same
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.casting import region_in
+
+SCRIPTS = Path(__file__).parent / "scripts"
+NAMES = {dtype: name for name, dtype in FORMATS.items()}
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(scope="module")
+def policies():
+    """The same kernels serve both formats."""
+    made = {dtype: everywhere(NAMES[dtype]) for dtype in (BF16, FP16)}
+    for dtype, policy in made.items():
+        region_in(policy, "cpu", dtype)
+    assert len(kernels()) > 1500
+    return made
+
+
+def ways(policy, region):
+    """Our kernels with a policy that decides nothing here, and without any policy in this thread."""
+    return [lambda: region_in(policy, "cpu", region), lambda: torch.autocast("cpu", region)]
+
+
+@pytest.mark.parametrize("region", [BF16, FP16])
+@pytest.mark.parametrize(("name", "position"), cpu_entries())
+def test_every_op_of_torchs_lists(policies, name, position, region):
+    check_cpu_entry(name, position, region, ways(policies[region], region))
+
+
+def test_every_sample_of_every_operator():
+    """In a process of its own, since torch's test tools change more than ours may."""
+    script = [sys.executable, str(SCRIPTS / "every_sample.py"), "bf16", "fp16"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for found in json.loads(done.stdout).values():
+        assert found["operators"] > 500
+        assert found["compared"] > 3000
+        assert found["differing"] == {}
+
+
+def composites():
+    """Operators that torch does not list and that call others, and what the fastest kernels take over."""
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 4, 8), torch.randn(8, 8)
+    w = torch.randn(8, 8, requires_grad=True)
+    image = torch.randn(2, 3, 8, 8)
+    lstm, gru, rnn = nn.LSTM(8, 8, 2, bidirectional=True), nn.GRU(8, 8), nn.RNN(8, 8)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    layer, quick = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+    quick.eval()
+    return {
+        "einsum": lambda: torch.einsum("bij,jk->bik", x, y),
+        "lstm": lambda: lstm(x)[0],
+        "gru": lambda: gru(x)[0],
+        "rnn": lambda: rnn(x)[0],
+        "lstm, packed": lambda: lstm(nn.utils.rnn.pack_padded_sequence(x, [3, 2, 1, 1]))[0].data,
+        "lstm_cell": lambda: nn.LSTMCell(8, 8)(x[0])[0],
+        "tensordot": lambda: torch.tensordot(x, y, 1),
+        "layer_norm": lambda: F.layer_norm(x @ y, (8,)),
+        "cross_entropy": lambda: F.cross_entropy(y @ y, torch.arange(8)),
+        "cosine_similarity": lambda: F.cosine_similarity(x @ y, x),
+        "multi_head_attention_forward": lambda: attention(x, x, x)[0],
+        "attention without weights": lambda: attention(x, x, x, need_weights=False)[0],
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(image, image, image),
+        "instance_norm": lambda: F.instance_norm(image),
+        "batch_norm": lambda: nn.BatchNorm1d(4)(x),
+        "embedding_bag": lambda: F.embedding_bag(torch.arange(8).view(2, 4), y),
+        "pairwise_distance": lambda: F.pairwise_distance(x @ y, x),
+        "chain_matmul": lambda: torch.linalg.multi_dot([y, y, y]),
+        "bilinear": lambda: F.bilinear(y, y, torch.randn(3, 8, 8)),
+        "interpolate": lambda: F.interpolate(image, scale_factor=2.0, mode="bilinear"),
+        "circular padding": lambda: F.pad(image, (1, 1, 1, 1), mode="circular"),
+        "transformer": lambda: layer(x),
+        "transformer, quick": lambda: quick(x),
+        "sparse": lambda: torch.sparse.mm(y.to_sparse(), y),
+        "take_along_dim": lambda: torch.take_along_dim(y, y.argsort(0), 0),
+        "gumbel_softmax": lambda: F.gumbel_softmax(y @ y),
+        "gradients": lambda: torch.autograd.grad((x @ w).softmax(-1).float().pow(2).sum(), w)[0],
+        "complex": lambda: y.to(torch.complex64) @ y.to(torch.complex64),
+        "float64": lambda: y.double() @ y.double(),
+        "integers": lambda: torch.arange(4).view(2, 2) @ torch.arange(4).view(2, 2),
+        "empty": lambda: torch.zeros(0, 8) @ y,
+        "no dimension": lambda: torch.tensor(2.0).exp() + 1,
+        "a number": lambda: 1 + (y @ y) * 0.1,
+    }
+
+
+def seeded(function):
+    torch.manual_seed(1)
+    return function()
+
+
+@pytest.fixture(scope="module")
+def natively():
+    """The composites under torch.autocast before there is any kernel of ours."""
+    with torch.autocast("cpu", BF16, cache_enabled=False):
+        return {name: seeded(function).detach() for name, function in composites().items()}
+
+
+@pytest.fixture(scope="module")
+def beside(natively, policies):
+    """Those, and a policy by which each of their operators has a kernel."""
+    return natively, policies[BF16]
+
+
+@pytest.mark.parametrize("name", composites())
+def test_composites(beside, name):
+    natively, policy = beside
+    for region in ways(policy, BF16):
+        with region():
+            assert same(seeded(composites()[name]).detach(), natively[name])
+
+
+@pytest.mark.parametrize("name", composites())
+def test_composites_while_another_thread_has_rules_for_them(beside, name):
+    """The same operators, ruled there and not here, at once."""
+    natively, _ = beside
+    policy = nc.Policy(compute="bf16", rules=tuple(nc.rule.op(op, compute="fp32") for op in RULED))
+    inside, done = threading.Event(), threading.Event()
+
+    def there():
+        with nc.autocast("cpu", policy=policy):
+            inside.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=there)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        with torch.autocast("cpu", BF16):
+            assert same(seeded(composites()[name]).detach(), natively[name])
+    finally:
+        done.set()
+        thread.join()
+
+
+RULED = (
+    *("einsum", "lstm", "gru", "linear", "matmul", "mm", "addmm", "bmm", "softmax", "log_softmax"),
+    *("layer_norm", "native_layer_norm", "instance_norm", "batch_norm", "cross_entropy_loss"),
+    *("cosine_similarity", "scaled_dot_product_attention", "pairwise_distance", "bilinear", "tensordot"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "einsum",
+        "lstm",
+        "layer_norm",
+        "cross_entropy",
+        "multi_head_attention_forward",
+        "interpolate",
+        "a number",
+    ],
+)
+def test_composites_compiled(policies, name):
+    """The region outside of the compiled function."""
+    function = composites()[name]
+    found = []
+    for region in (lambda: torch.autocast("cpu", BF16), lambda: region_in(policies[BF16], "cpu", BF16)):
+        torch._dynamo.reset()
+        with region():
+            found.append(seeded(torch.compile(function, backend="aot_eager")))
+    assert same(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_one_composite_through_inductor(policies):
+    x, norm, lin = torch.randn(4, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def f(x):
+        return torch.einsum("ij,kj->ik", F.softmax(lin(norm(x)), -1), x)
+
+    torch._dynamo.reset()
+    with torch.autocast("cpu", BF16):
+        natively = torch.compile(f)(x)
+    torch._dynamo.reset()
+    with region_in(policies[BF16], "cpu", BF16):
+        ours = torch.compile(f)(x)
+    assert same(ours, natively)
+    assert ours.dtype == BF16

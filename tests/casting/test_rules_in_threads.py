@@ -1,0 +1,418 @@
+"""Which rules are in force where: regions in each other, threads, exceptions, interrupts, backward passes."""
+
+import contextlib
+import signal
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.casting import _regions
+from narrowcast.casting._places import here
+
+rule = nc.rule
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+X = torch.linspace(-1, 1, 16).reshape(4, 4)
+AS_FP16 = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
+AS_FP32 = nc.Policy(compute="fp16").with_rules(
+    rule.op("softmax", compute="fp32"), rule.op("linear", compute="fp32")
+)
+
+
+def formats():
+    """softmax and linear, of inputs in fp32, and what gelu makes of bf16."""
+    return X.softmax(-1).dtype, F.linear(X, X).dtype
+
+
+def is_outside():
+    return (
+        not torch.is_autocast_enabled("cpu")
+        and not here.places
+        and not _regions._here.frames
+        and not any(torch.is_autocast_enabled(device) for device in ("ipu", "maia"))
+    )
+
+
+@pytest.fixture(autouse=True)
+def _outside_afterwards():
+    yield
+    assert is_outside()
+
+
+# ---- regions in each other
+
+
+def test_regions_in_each_other():
+    with nc.autocast("cpu", policy=AS_FP16):
+        assert formats() == (FP16, BF16)
+        with nc.autocast("cpu", policy=AS_FP32):
+            assert formats() == (FP32, FP32)
+            with nc.autocast("cpu", policy=AS_FP16):
+                assert formats() == (FP16, BF16)
+            assert formats() == (FP32, FP32)
+        with nc.autocast("cpu", policy="bf16"):
+            assert formats() == (FP32, BF16)
+        with nc.autocast("cpu", FP16):  # without a policy the rules of the region outside go on
+            assert formats() == (FP16, FP16)
+        with nc.autocast("cpu", enabled=False):
+            assert formats() == (FP32, FP32)
+            with nc.autocast("cpu", policy=AS_FP16):
+                assert formats() == (FP16, BF16)
+        with nc.autocast("cpu", policy=AS_FP32, enabled=False):
+            assert formats() == (FP32, FP32)
+            with torch.autocast("cpu", BF16):
+                assert formats() == (FP32, FP32)
+        assert formats() == (FP16, BF16)
+
+
+def test_torchs_regions_in_ours_and_ours_in_torchs():
+    """Rules go on in a region of torch.autocast, which only changes the format."""
+    with torch.autocast("cpu", FP16):
+        with nc.autocast("cpu", policy=AS_FP16):
+            assert formats() == (FP16, BF16)
+            with torch.autocast("cpu", FP16):
+                assert formats() == (FP16, FP16)
+                with torch.autocast("cpu", enabled=False):
+                    assert formats() == (FP32, FP32)
+                    with nc.autocast("cpu", policy=AS_FP32):
+                        assert formats() == (FP32, FP32)
+            assert formats() == (FP16, BF16)
+        assert formats() == (FP32, FP16)
+
+
+def test_lower_follows_the_innermost_region():
+    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="lower"))
+    with nc.autocast("cpu", policy=policy):
+        assert X.softmax(-1).dtype == BF16
+        with torch.autocast("cpu", FP16):
+            assert X.softmax(-1).dtype == FP16
+
+
+def test_one_region_object_in_itself_and_as_a_decorator():
+    region = nc.autocast("cpu", policy=AS_FP16)
+    with region, region:
+        assert formats() == (FP16, BF16)
+        with region:
+            assert formats() == (FP16, BF16)
+        assert formats() == (FP16, BF16)
+
+    @region
+    def decorated(depth):
+        return [formats(), *(decorated(depth - 1) if depth else [])]
+
+    assert decorated(2) == [(FP16, BF16)] * 3
+    assert is_outside()
+
+
+def test_regions_of_two_devices():
+    """Rules on one type of device are none on another."""
+    with nc.autocast("cpu", policy=AS_FP16), torch.autocast("cpu", BF16):
+        nc.casting.root_place(AS_FP32, "cuda", FP16)
+        assert formats() == (FP16, BF16)
+
+
+# ---- threads
+
+
+def in_threads(*works):
+    """Run them at once; returns what each returned."""
+    found, errors = [None] * len(works), []
+    start = threading.Barrier(len(works))
+
+    def run(index, work):
+        try:
+            start.wait(60)
+            found[index] = work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+def test_two_policies_and_none_at_once():
+    weight = nn.Parameter(torch.eye(4))
+
+    def under(policy):
+        found = set()
+        for _ in range(200):
+            with nc.autocast("cpu", policy=policy) if policy else contextlib.nullcontext():
+                found.add((X.softmax(-1).dtype, F.linear(X, weight).dtype))
+        return found
+
+    assert in_threads(lambda: under(AS_FP16), lambda: under(AS_FP32), lambda: under(None)) == [
+        {(FP16, BF16)},
+        {(FP32, FP32)},
+        {(FP32, FP32)},
+    ]
+
+
+def test_a_thread_started_inside_a_region_is_outside():
+    with nc.autocast("cpu", policy=AS_FP16):
+        assert in_threads(formats) == [(FP32, FP32)]
+
+
+def test_one_region_object_in_two_threads():
+    region = nc.autocast("cpu", policy=AS_FP16)
+
+    def work():
+        for _ in range(100):
+            with region:
+                assert formats() == (FP16, BF16)
+        return is_outside()
+
+    assert in_threads(work, work) == [True, True]
+
+
+def test_replicas_in_threads():
+    """As DataParallel does it: shallow copies that share hooks, each called in a thread of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)))
+    policy = nc.Policy(compute="bf16").with_rules(
+        rule.module("1", compute="fp16", output="fp32"), rule.module("1.0", op="linear", compute="fp32")
+    )
+
+    def replica_of(module):
+        replica = module._replicate_for_data_parallel()
+        for name, weight in module._parameters.items():
+            setattr(replica, name, weight.view_as(weight))
+        for name, child in module._modules.items():
+            replica._modules[name] = replica_of(child)
+        return replica
+
+    with nc.apply(model, policy):
+        expected = model(X)
+        assert expected.dtype == FP32
+        replicas = [replica_of(model) for _ in range(4)]
+        for found in in_threads(*(lambda one=one: [one(X) for _ in range(20)] for one in replicas)):
+            assert all(torch.equal(out, expected) for out in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+def test_data_parallel():
+    devices = list(range(torch.cuda.device_count()))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).cuda()
+    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
+    parallel = nn.DataParallel(model, devices * 2 if len(devices) == 1 else devices)
+    with nc.apply(model, policy):
+        out = parallel(torch.randn(8, 4, device="cuda"))
+    assert out.dtype == FP16
+    out.float().sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_backward_in_another_thread_of_a_custom_function():
+    seen = []
+
+    class Softmax(torch.autograd.Function):
+        @staticmethod
+        @nc.custom_fwd(device_type="cpu")
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.softmax(-1)
+
+        @staticmethod
+        @nc.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            seen.append(formats())
+            return gradient.float()
+
+    x = X.clone().requires_grad_()
+    with nc.autocast("cpu", policy=AS_FP16):
+        loss = Softmax.apply(x).float().sum()
+    in_threads(loss.backward)
+    assert seen == [(FP16, BF16)]
+
+
+def test_torchs_custom_bwd_keeps_the_region_and_loses_its_rules():
+    """It knows of no rules; nc.custom_bwd, on a forward of either's custom_fwd, does what it can."""
+    seen = []
+
+    def function(fwd, bwd):
+        class Function(torch.autograd.Function):
+            @staticmethod
+            @fwd(device_type="cpu")
+            def forward(ctx, x):
+                seen.append(formats())
+                return x * 2
+
+            @staticmethod
+            @bwd(device_type="cpu")
+            def backward(ctx, gradient):
+                seen.append(formats())
+                return gradient * 2
+
+        return Function
+
+    for fwd, bwd, backward in (
+        (nc.custom_fwd, nc.custom_bwd, (FP16, BF16)),
+        (nc.custom_fwd, torch.amp.custom_bwd, (FP32, BF16)),
+        (torch.amp.custom_fwd, nc.custom_bwd, (FP32, BF16)),
+        (torch.amp.custom_fwd, torch.amp.custom_bwd, (FP32, BF16)),
+    ):
+        seen.clear()
+        x = X.clone().requires_grad_()
+        with nc.autocast("cpu", policy=AS_FP16):
+            out = function(fwd, bwd).apply(x)
+        out.sum().backward()
+        assert seen == [(FP16, BF16), backward]
+
+
+# ---- exceptions
+
+
+class Boom(nn.Module):
+    """Raises where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.raises = None
+
+    def forward(self, x):
+        y = self.lin(x)
+        if self.raises is not None:
+            raise self.raises
+        return y
+
+
+RULES = nc.Policy(compute="bf16").with_rules(
+    rule.module("0", compute="fp16"),
+    rule.module("1", compute="fp32", output="bf16"),
+    rule.op("softmax", compute="fp16"),
+)
+
+
+@pytest.fixture
+def applied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Boom()))
+    with nc.apply(model, RULES):
+        yield model
+
+
+@pytest.mark.parametrize("where", ["forward", "pre-hook", "hook", "argument"])
+def test_an_exception_inside_a_module(applied, where):
+    if where == "forward":
+        applied[1][0].raises = ZeroDivisionError
+    elif where == "argument":
+        applied[0].register_forward_pre_hook(lambda *_: (X, X))
+    else:
+        kind = {"pre-hook": applied[1].register_forward_pre_hook, "hook": applied[1].register_forward_hook}[
+            where
+        ]
+        kind(lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises((ZeroDivisionError, TypeError)):
+            applied(X)
+        assert is_outside()
+
+
+def test_an_exception_that_the_model_catches(applied):
+    class Careful(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            with contextlib.suppress(ZeroDivisionError):
+                self.inner(x)
+            return x.softmax(-1).dtype, F.linear(x, x).dtype
+
+    model = Careful(Boom())
+    model.inner.raises = ZeroDivisionError
+    with nc.apply(model, nc.Policy(compute="bf16").with_rules(rule.module("inner", compute="fp16"))):
+        assert model(X) == (FP32, BF16)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_is_no_exception_closes_the_region_once_it_is_dropped(applied, kind):
+    """PyTorch calls no hook then: the regions end with the call's arguments."""
+    applied[1][0].raises = kind
+    with contextlib.suppress(kind):
+        applied(X)
+    assert is_outside()
+    applied[1][0].raises = None
+    assert applied(X).dtype == BF16
+
+
+def test_control_c(applied):
+    applied[1][0].lin.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    with contextlib.suppress(KeyboardInterrupt):
+        applied(X)
+    assert is_outside()
+
+
+def test_an_interrupt_that_is_kept_is_healed_by_the_next_call(applied):
+    """As a notebook does, which keeps the traceback for its debugger."""
+    kept = None
+    applied[1][0].raises = KeyboardInterrupt
+    try:
+        applied(X)
+    except KeyboardInterrupt as error:
+        kept = error
+    assert torch.is_autocast_enabled("cpu")
+    applied[1][0].raises = None
+    assert applied(X).dtype == BF16
+    assert is_outside()
+    assert kept is not None
+
+
+def test_an_interrupt_that_is_kept_is_healed_by_the_next_region(applied):
+    kept = None
+    applied[1][0].raises = KeyboardInterrupt
+    try:
+        applied(X)
+    except KeyboardInterrupt as error:
+        kept = error
+    with nc.autocast("cpu", policy=AS_FP16):
+        assert formats() == (FP16, BF16)
+    assert is_outside()
+    assert kept is not None
+
+
+def test_an_interrupt_in_a_region_around_the_model(applied):
+    applied[1][0].raises = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), nc.autocast("cpu", policy=AS_FP16):
+        applied(X)
+    assert is_outside()
+
+
+def test_a_generator_that_is_closed_inside_a_region():
+    def steps():
+        with nc.autocast("cpu", policy=AS_FP16):
+            while True:
+                yield formats()
+
+    running = steps()
+    assert next(running) == (FP16, BF16)
+    running.close()
+    assert is_outside()
+
+
+def test_an_error_in_a_ruled_operator():
+    with (
+        pytest.raises(RuntimeError, match=r"must match|shapes"),
+        nc.autocast("cpu", policy=AS_FP32),
+    ):
+        F.linear(X, torch.ones(3, 3))
+    assert is_outside()
+
+
+def test_a_rule_refused_in_the_middle_of_a_model():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    policy = nc.Policy(compute="bf16").with_rules(
+        rule.module("0", compute="fp16"), rule.op("softmax", compute="refuse")
+    )
+    with nc.apply(model, policy), pytest.raises(nc.NarrowcastError, match="softmax"):
+        model(X)
+    assert is_outside()

@@ -1,0 +1,228 @@
+"""Rules inside the transformations of torch.func: the formats of the plain call, under every layer.
+
+torch.vmap takes composites apart above autocast, and each layer switches autocast on again below it.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import narrowcast as nc
+from narrowcast.errors import UnsupportedError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+rule = nc.rule
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RULES = (
+    rule.op("softmax", compute="fp16"),
+    rule.op("linear", compute="fp32"),
+    rule.op("layer_norm", compute="fp16"),
+    rule.op("log_softmax", compute="fp16"),
+)
+
+
+def region(*rules, compute="bf16", **settings):
+    return nc.autocast("cpu", policy=nc.Policy(compute=compute, rules=rules, **settings))
+
+
+class Formats(TorchDispatchMode):
+    """The formats in which the kernels of a device compute, below every layer."""
+
+    only_looks_on = True
+
+    def __init__(self, *wanted):
+        super().__init__()
+        self.wanted = wanted
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op._schema.name.removeprefix("aten::") in self.wanted:
+            self.seen += [a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        return op(*args, **(kwargs or {}))
+
+
+def computed_in(function, *wanted):
+    with Formats(*wanted) as formats:
+        function()
+    assert formats.seen
+    return set(formats.seen)
+
+
+# A function of a vector, the kernels that matter, and the formats in which they compute in a plain call.
+X, W = torch.linspace(-2, 2, 32).reshape(4, 8), torch.linspace(-1, 1, 64).reshape(8, 8)
+TARGETS = torch.arange(4)
+FUNCTIONS = {
+    "a composite": (lambda t: torch.softmax(t, -1), ["_softmax"], {FP16}),
+    "a composite of what is listed": (lambda t: F.linear(t, W), ["mm", "addmm", "mv"], {FP32}),
+    "a composite that is no operator of Python's": (
+        lambda t: F.layer_norm(t, (8,)),
+        ["native_layer_norm"],
+        {FP16},
+    ),
+    "listed, without a rule": (lambda t: torch.matmul(t, W), ["mm", "addmm", "mv", "bmm"], {BF16}),
+    "a composite without a rule": (
+        lambda t: torch.einsum("j,jk->k", t, W) if t.dim() == 1 else torch.einsum("ij,jk->ik", t, W),
+        ["mm", "bmm"],
+        {BF16},
+    ),
+    "inside another one": (lambda t: F.cosine_similarity(t, torch.softmax(t, -1), -1), ["_softmax"], {FP16}),
+}
+LAYERS = {
+    "plain": lambda f: f(X),
+    "vmap": lambda f: vmap(f)(X),
+    "vmap of vmap": lambda f: vmap(vmap(f))(torch.stack([X, X])),
+    "grad": lambda f: grad(lambda t: f(t).float().sum())(X),
+    "vmap of grad": lambda f: vmap(grad(lambda t: f(t).float().sum()))(X),
+    "grad of vmap": lambda f: grad(lambda t: vmap(f)(t).float().sum())(X),
+    "jvp": lambda f: jvp(f, (X,), (X,)),
+    "vjp": lambda f: vjp(f, X)[0],
+    "jacrev": lambda f: jacrev(f)(X),
+    "jacfwd": lambda f: jacfwd(f)(X),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_region_inside_the_function(name, layer):
+    """As it should be written: what a transformation computes backward is outside of the region."""
+    function, wanted, formats = FUNCTIONS[name]
+
+    def with_region(t):
+        with region(*RULES):
+            return function(t)
+
+    assert computed_in(lambda: LAYERS[layer](with_region), *wanted) == formats
+
+
+@pytest.mark.parametrize("layer", ["plain", "vmap", "vmap of vmap", "jvp", "vjp"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_region_around_the_transformation(name, layer):
+    function, wanted, formats = FUNCTIONS[name]
+
+    def run():
+        with region(*RULES):
+            LAYERS[layer](function)
+
+    assert computed_in(run, *wanted) == formats
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_values_are_those_of_casts_by_hand(layer):
+    def ruled(t):
+        with region(*RULES):
+            return F.softmax(F.linear(t, W), -1)
+
+    def by_hand(t):
+        return F.softmax(F.linear(t, W).half(), -1)
+
+    ours, theirs = LAYERS[layer](ruled), LAYERS[layer](by_hand)
+    for a, b in zip(*((o if isinstance(o, tuple) else (o,)) for o in (ours, theirs)), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layer", ["plain", "vmap", "vmap of grad", "grad of vmap"])
+def test_a_rule_inside_a_composite_without_one(layer):
+    """torch.special.log_softmax calls log_softmax, one of CUDA's table that CPU's has calls nll_loss."""
+
+    def special(t):
+        with region(*RULES):
+            return torch.special.log_softmax(t, -1)
+
+    assert computed_in(lambda: LAYERS[layer](special), "_log_softmax") == {FP16}
+
+    def loss(t):
+        with region(rule.op("nll_loss", compute="bf16"), tables="cuda"):
+            return F.cross_entropy(t, TARGETS[0] if t.dim() == 1 else TARGETS[: t.shape[0]])
+
+    # vmap makes a gather of it.
+    assert computed_in(lambda: LAYERS[layer](loss), "nll_loss_forward", "gather") == {BF16}
+
+
+def test_per_sample_gradients_of_a_module():
+    """The recipe of torch.func's tutorial, against a loop over samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1))
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights, sample):
+        with region(*RULES):
+            out = functional_call(model, weights, (sample.unsqueeze(0),))
+        return out.float().square().sum()
+
+    together = vmap(grad(loss), in_dims=(None, 0))(weights, X)
+    for index, sample in enumerate(X):
+        model.zero_grad()
+        loss(dict(model.named_parameters()), sample).backward()
+        for name, weight in model.named_parameters():
+            # A batch of products sums in another order: 8 terms of fp16's 2**-11, relative to the largest.
+            assert torch.allclose(together[name][index], weight.grad, rtol=0.02, atol=2.0**-11)
+
+
+def test_a_module_with_rules_under_vmap():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+    policy = nc.Policy(compute="bf16").with_rules(rule.module("1", op="softmax", compute="fp16"))
+    with nc.apply(model, policy):
+        assert vmap(model)(X).dtype == FP16
+        assert computed_in(lambda: vmap(model)(X), "_softmax") == {FP16}
+        assert computed_in(lambda: grad(lambda t: model(t).float().sum())(X), "_softmax") == {FP16}
+
+
+def test_refusing_and_promoting():
+    mixed = (X.half(), X.bfloat16())
+    with region(rule.op("mul", compute="promote"), rule.op("softmax", compute="refuse")):
+        assert vmap(torch.mul)(*mixed).dtype == FP32
+        with pytest.raises(UnsupportedError, match=r"softmax\.int was called, which is refused here"):
+            vmap(lambda t: t.softmax(-1))(X)
+
+
+def test_where_vmap_would_pass_over_a_rule_it_is_an_error():
+    """A layer that calls the composite itself meets no kernel of ours in front of it."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+
+    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
+    with nc.autocast("cpu", policy=policy):
+        kernel = torch.library.get_kernel("aten::softmax.int", "FuncTorchBatched")
+
+    def called_by_a_layer(t):
+        return kernel.call_boxed(keys, t, -1)
+
+    with (
+        nc.autocast("cpu", policy=policy),
+        pytest.raises(UnsupportedError, match="passes over what is decided about it") as raised,
+    ):
+        vmap(called_by_a_layer)(X)
+    assert "softmax.int was called inside another operator under torch.vmap" in str(raised.value)
+    with torch.autocast("cpu", BF16):
+        assert vmap(called_by_a_layer)(X).dtype == FP32
+
+
+def test_without_rules_the_layers_are_torchs_own():
+    """Kernels stand in front of the layers for another thread's sake."""
+    policy = nc.Policy(compute="bf16", rules=RULES)
+    with nc.autocast("cpu", policy=policy):
+        pass
+    for function, _, _ in FUNCTIONS.values():
+        for layer in LAYERS.values():
+            with torch.autocast("cpu", BF16):
+                beside = layer(function)
+            outside = layer(function)
+            for a in beside if isinstance(beside, tuple) else (beside,):
+                assert a.dtype in (BF16, FP32)
+            for a in outside if isinstance(outside, tuple) else (outside,):
+                assert a.dtype == FP32
+
+
+def test_casts_of_weights_end_with_the_transformation():
+    weight = nn.Parameter(W.clone())
+    with region(rule.op("linear", compute="fp16")):
+        grad(lambda t: F.linear(t, weight).float().sum())(X)
+        vmap(lambda t: F.linear(t, weight))(X)
+        out = F.linear(X, weight)
+    out.float().square().sum().backward()
+    expected = nn.Parameter(W.clone())
+    F.linear(X.half(), expected.half()).float().square().sum().backward()
+    assert torch.equal(weight.grad, expected.grad)

@@ -1,0 +1,259 @@
+"""The private names of torch that regions and rules need: this fails loudly when one moves or changes.
+
+Those that graphs need are in ``test_graph_internals``.
+"""
+
+import inspect
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from narrowcast.casting import _torch_internals as internals
+from narrowcast.policy import autocast_key, operator
+
+ATEN = torch.ops.aten
+X = torch.randn(4, 4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "xla", "ipu"])
+def test_every_autocast_key_can_be_excluded_and_gone_below(device):
+    with internals.without_key(device)():
+        assert not torch.is_autocast_enabled(device)
+    below = internals.after_autocast(device)
+    assert below.has(torch._C.DispatchKey.AutogradCPU)
+    assert below.has(torch._C.DispatchKey.CPU)
+    assert not below.has(torch._C._parse_dispatch_key(autocast_key(device)))
+
+
+def test_a_key_that_is_excluded_is_autocast_off():
+    with torch.autocast("cpu", torch.bfloat16), internals.without_key("cpu")():
+        assert (X @ X).dtype == torch.float32
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_call_and_a_redispatch_are_the_operators():
+    assert torch.equal(internals.call_of(ATEN.softmax.int)(X, -1), X.softmax(-1))
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    assert torch.equal(internals.boxed_redispatch(ATEN.exp.default)(keys, X), X.exp())
+
+
+def test_what_takes_numbers_for_tensors():
+    assert internals.takes_numbers_for_tensors(ATEN.add.Tensor)
+    assert not internals.takes_numbers_for_tensors(ATEN.remainder.Tensor)
+    assert torch.equal(internals.call_of(ATEN.add.Tensor)(X, 1.5), X + 1.5)
+    with pytest.raises(RuntimeError, match="Expected a value of type 'Tensor'"):
+        internals.call_of(ATEN.remainder.Tensor)(X, 1.5)
+
+
+def run_in_a_new_process(script):
+    """PyTorch goes on calling a kernel under dispatch modes after it was taken away."""
+    imports = (
+        "import torch; from narrowcast.casting import _torch_internals as internals; X = torch.randn(4, 4)"
+    )
+    code = f"{imports}\n{textwrap.dedent(script)}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_python_is_given_numbers_that_are_tensors_in_c():
+    """What ``_calls`` is for: it fails here when PyTorch hands on the tensor."""
+    run_in_a_new_process("""
+        given = []
+        library = internals.make_library("aten")
+        library.impl("remainder.Tensor", lambda *args: given.append(args[1]) or args[0], "AutocastCPU")
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.take_along_dim(X, torch.zeros(4, 4, dtype=torch.int64), 0)
+        assert given == [4], given
+    """)
+
+
+def test_a_library_takes_its_kernels_away():
+    run_in_a_new_process("""
+        before = torch._C._dispatch_dump_table("aten::exp")
+        library = internals.make_library("aten")
+        library.impl("exp", lambda x: x, "AutocastCPU")
+        assert internals.has_kernel("aten::exp", "AutocastCPU")
+        assert torch._C._dispatch_dump_table("aten::exp") != before
+        library._destroy()
+        assert torch._C._dispatch_dump_table("aten::exp") == before
+        assert not internals.has_kernel("aten::exp", "AutocastCPU")
+    """)
+
+
+def test_modes_call_the_kernel_that_was_registered_last():
+    """What ``own_kernel`` and the end of a watch see to: it fails here when PyTorch forgets the kernel."""
+    run_in_a_new_process("""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                return func(*args, **(kwargs or {}))
+
+        called = []
+        first, second = internals.make_library("aten"), internals.make_library("aten")
+        first.impl("exp", lambda x: called.append(1) or x, "AutocastCPU")
+        second.impl("exp", lambda x: called.append(2) or x, "AutocastCPU", allow_override=True)
+        second._destroy()
+        with torch.autocast("cpu", torch.bfloat16):
+            X.exp()
+            with Mode():
+                X.exp()
+        assert called == [1, 2], called
+    """)
+
+
+def test_composites():
+    names = internals.names_of_composites()
+    assert {"einsum", "softmax.int", "linear", "layer_norm", "cross_entropy_loss"} <= set(names)
+    assert not {"exp", "mm", "softmax.int_out", "relu6_"} & set(names)
+    apart = internals.call_composite(operator("einsum"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert apart("ij,jk->ik", [X, X]).dtype == torch.bfloat16
+
+
+def test_the_keys_of_torch_func():
+    """A call enters the layers on one key, where there is a kernel to fetch; vmap takes composites apart."""
+    run_in_a_new_process("""
+        front = torch.library.get_kernel("aten::softmax.int", "FuncTorchDynamicLayerFrontMode")
+        assert "DynamicLayer" in repr(front)
+        assert internals.has_kernel("aten::softmax.int", "FuncTorchBatchedDecomposition")
+        assert not internals.has_kernel("aten::softmax.int", "FuncTorchDynamicLayerFrontMode")
+        assert internals.has_kernel("aten::where", "FuncTorchBatched")
+        assert not internals.is_transforming()
+        torch.vmap(lambda x: x if internals.is_transforming() else 1 / 0)(X)
+    """)
+
+
+def test_what_is_being_traced():
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    seen = []
+    make_fx(lambda x: seen.append(internals.is_proxy_tracing()) or x)(X)
+    make_fx(lambda x: seen.append(internals.is_proxy_tracing()) or x, pre_dispatch=True)(X)
+    with FakeTensorMode():
+        seen.append(internals.is_proxy_tracing())
+    assert seen == [True] * 3
+    assert not internals.is_proxy_tracing()
+    assert not internals.is_tracing()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_jit_traces():
+    seen = []
+    torch.jit.trace(lambda x: seen.append(internals.is_tracing()) or x * 2, X)
+    assert seen[0]
+
+
+def test_checkpoints_are_made_of_these_names():
+    from torch.utils import checkpoint
+
+    assert checkpoint in internals.checkpoint_modules()
+    for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator", "_get_autocast_kwargs"):
+        assert hasattr(checkpoint, name)
+        assert name in inspect.getsource(checkpoint), name
+    assert "CheckpointFunction.apply(function" in inspect.getsource(checkpoint.checkpoint)
+
+
+def test_state_dicts_record_what_they_loaded():
+    assert internals.current_loaded_keys() is internals.LoadedKeys
+    assert isinstance(nn.Linear(1, 1).load_state_dict(nn.Linear(1, 1).state_dict()), internals.LoadedKeys)
+
+
+def test_hooks_of_modules_are_kept_by_these_names():
+    module = nn.Linear(1, 1)
+    module.register_forward_pre_hook(lambda *_: None, prepend=True, with_kwargs=True)
+    module.register_forward_hook(lambda *_: None, always_call=True, with_kwargs=True)
+    for name in (
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+    ):
+        assert len(getattr(module, name)) == 1, name
+
+
+def test_hooks_are_not_called_after_an_interrupt():
+    """What ``_regions.close_abandoned`` is for: it fails here when PyTorch calls them."""
+    called = []
+
+    class Interrupted(nn.Module):
+        def forward(self):
+            raise KeyboardInterrupt
+
+    module = Interrupted()
+    module.register_forward_hook(lambda *_: called.append(1), always_call=True)
+    with pytest.raises(KeyboardInterrupt):
+        module()
+    assert called == []
+
+
+def test_devices():
+    assert internals.privateuse1_name() == "privateuseone"
+    assert internals.cuda_is_missing() is not torch.cuda.is_available()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_compiler_leaves_a_function_alone():
+    seen = []
+
+    @internals.unseen_by_the_compiler
+    def alone(x):
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return called_by_it(x)
+
+    def called_by_it(x):
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x + 1
+
+    torch._dynamo.reset()
+    graphs = []
+    compiled = torch.compile(
+        lambda x: alone(x * 2) * 3, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    assert torch.equal(compiled(X), (X * 2 + 1) * 3)
+    assert seen == [False, False]
+    assert len(graphs) == 2  # before and after it; nothing of it
+    torch._dynamo.reset()
+
+
+def test_the_settings_of_the_compiler_that_rules_change():
+    """In a process of its own, where nobody changed them yet."""
+    script = """
+import torch, torch._functorch.config, torch._dynamo.config
+from narrowcast.casting import _torch_internals as internals
+assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
+assert torch._dynamo.config.skip_nnmodule_hook_guards is True
+internals.trace_backward_outside_of_regions()
+internals.guard_hooks_of_modules()
+assert torch._functorch.config.backward_pass_autocast == "off"
+assert torch._dynamo.config.skip_nnmodule_hook_guards is False
+torch._functorch.config.backward_pass_autocast = [{"device_type": "cpu"}]
+internals.trace_backward_outside_of_regions()
+assert torch._functorch.config.backward_pass_autocast == [{"device_type": "cpu"}]
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_casting_does_not_import_the_compiler():
+    script = "import sys, narrowcast as nc; nc.autocast; nc.apply; assert 'torch._dynamo' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_marks_are_states_that_nothing_reads():
+    """Every format is a state of the device types that stand for rules."""
+    formats = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    for device in ("ipu", "hpu", "maia", "mtia", "xla"):
+        before = torch.get_autocast_dtype(device)
+        for dtype in formats:
+            torch.set_autocast_dtype(device, dtype)
+            assert torch.get_autocast_dtype(device) == dtype
+        torch.set_autocast_dtype(device, before)
+        assert not torch.is_autocast_enabled(device)

@@ -1,0 +1,266 @@
+"""Seeing every operator where autocast decides about it."""
+
+import gc
+import itertools
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dispatch_table import kernels, whole_table
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import narrowcast as nc
+from narrowcast.casting import ops_under_way, watch_ops
+
+rule = nc.rule
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+X = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def watched(function, region, **settings):
+    seen = []
+    with watch_ops(seen.append, **settings), region:
+        function()
+    return seen
+
+
+def named(seen, op):
+    return [call for call in seen if call.op == op]
+
+
+def test_what_is_told():
+    softmax = rule.op("softmax", compute="fp16")
+    policy = nc.Policy(compute="bf16").with_rules(softmax)
+    out = []
+    seen = watched(lambda: out.append((X @ X).softmax(-1)), nc.autocast("cpu", policy=policy))
+    product, ruled = named(seen, "matmul")[0], named(seen, "softmax.int")[0]
+    assert (product.dtype, product.rule, product.because) == (BF16, None, "PyTorch's table for cpu")
+    assert (ruled.dtype, ruled.rule, ruled.because) == (FP16, softmax, "softmax: fp16")
+    assert all(one is X for one in product.inputs)
+    assert ruled.inputs[0].dtype == BF16
+    assert ruled.outputs[0] is out[0]
+    assert (product.listed, product.composite, ruled.listed) == (True, False, True)
+    assert product.device_type == "cpu"
+    assert product.seconds > 0
+
+
+def test_composites_and_what_they_are_made_of():
+    seen = watched(lambda: torch.einsum("ij,jk->ik", X, X), nc.autocast("cpu", BF16))
+    einsum, product = named(seen, "einsum")[0], named(seen, "bmm")[0]
+    assert einsum.composite
+    assert not einsum.listed
+    assert einsum.because == "unlisted: in the formats that come"
+    assert (product.dtype, product.enclosing) == (BF16, ("einsum",))
+    assert seen[-1] is einsum
+    lstm = nn.LSTM(4, 4)
+    seen = watched(lambda: lstm(X), nc.autocast("cpu", BF16))
+    assert all(call.enclosing == ("lstm.input",) for call in named(seen, "linear"))
+    assert named(seen, "linear") or named(seen, "mkldnn_rnn_layer")
+
+
+def test_what_runs_inside_an_operator_that_was_cast_is_not_seen():
+    seen = watched(lambda: F.linear(X, X), nc.autocast("cpu", BF16))
+    assert [call.op for call in seen] == ["linear"]
+
+
+def test_operators_without_any_decision_are_seen():
+    seen = watched(lambda: X.add(1).relu(), nc.autocast("cpu", BF16))
+    assert [(call.op, call.dtype, call.listed) for call in seen] == [
+        ("add.Tensor", None, False),
+        ("relu", None, False),
+    ]
+
+
+def test_promotion_and_fp32():
+    seen = watched(lambda: torch.cat([X, X.half()]), nc.autocast("cpu", BF16))
+    assert named(seen, "cat")[0].dtype == FP32
+    seen = watched(lambda: X.half().prod(), nc.autocast("cpu", BF16))
+    assert named(seen, "prod")[0].dtype == FP32
+    policy = nc.Policy(compute="bf16", tables="cuda")
+    seen = watched(lambda: X.half().softmax(-1), nc.autocast("cpu", policy=policy))
+    assert named(seen, "softmax.int")[0].dtype == FP32
+    assert named(seen, "softmax.int")[0].because == "PyTorch's table for cuda"
+    seen = watched(lambda: F.cross_entropy(X, torch.arange(4)), nc.autocast("cpu", policy=policy))
+    assert named(seen, "cross_entropy_loss")[0].composite
+    assert named(seen, "nll_loss")[0].enclosing == ("cross_entropy_loss", "nll_loss_nd")
+
+
+def test_nothing_is_seen_outside_of_regions():
+    assert watched(lambda: X @ X, nc.autocast("cpu", BF16, enabled=False)) == []
+
+
+def composites():
+    torch.manual_seed(0)
+    layer, lstm = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0), nn.LSTM(4, 4, 2)
+    image = torch.randn(1, 2, 8, 8)
+    return {
+        "transformer": lambda: layer(X[None]),
+        "lstm": lambda: lstm(X)[0],
+        "cross_entropy": lambda: F.cross_entropy(X, torch.arange(4)),
+        "interpolate": lambda: F.interpolate(image, scale_factor=2.0, mode="bilinear"),
+        "sparse": lambda: torch.sparse.mm(X.to_sparse(), X),
+        "numbers": lambda: 1 + (X @ X) * 0.5,
+        "gradients": lambda: torch.autograd.grad((X @ (w := X.clone().requires_grad_())).float().sum(), w)[0],
+    }
+
+
+POLICIES = {
+    "none": nc.Policy(compute="bf16"),
+    "operators": nc.Policy(compute="bf16").with_rules(
+        rule.op("softmax", compute="fp16"), rule.op("mm", compute="fp32")
+    ),
+    "another table": nc.Policy(compute="bf16", tables="cuda"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", composites())
+def test_watching_changes_nothing(name, policy):
+    function = composites()[name]
+    with nc.autocast("cpu", policy=POLICIES[policy]):
+        expected = function()
+    seen, found = [], []
+    with watch_ops(seen.append), nc.autocast("cpu", policy=POLICIES[policy]):
+        found.append(function())
+    assert found[0].dtype == expected.dtype
+    assert torch.equal(found[0], expected)
+    assert seen
+
+
+def test_nothing_is_left_behind():
+    gc.collect()
+    nc.policy.every_operator()
+    before = whole_table()
+    with watch_ops(lambda call: None):
+        assert len(kernels()) > 1500
+    assert whole_table() == before
+
+
+def test_nothing_is_told_afterwards_under_a_mode():
+    """There PyTorch calls the kernel that was registered last, though it was taken away."""
+    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
+    with nc.autocast("cpu", policy=policy):
+        seen = watched(lambda: X.softmax(-1), Passing())
+        told = len(seen)
+        with Passing():
+            assert X.softmax(-1).dtype == FP16
+    assert len(seen) == told > 0
+
+
+def test_policies_come_and_go_meanwhile():
+    gc.collect()
+    before, seen = whole_table(), []
+    with watch_ops(seen.append):
+        for compute, expected in (("fp16", FP16), ("fp32", FP32), ("bf16", BF16)):
+            policy = nc.Policy(compute="bf16").with_rules(rule.op("erfinv", compute=compute))
+            with nc.autocast("cpu", policy=policy):
+                assert X.erfinv().dtype == expected
+            del policy
+            gc.collect()
+        with nc.autocast("cpu", BF16):
+            assert X.erfinv().dtype == FP32
+    assert [call.dtype for call in named(seen, "erfinv")] == [FP16, FP32, BF16, None]
+    assert whole_table() == before
+
+
+def test_two_watchers():
+    first, second = [], []
+    with watch_ops(first.append), nc.autocast("cpu", BF16):
+        X @ X
+        with watch_ops(second.append):
+            X @ X
+        X @ X
+    assert [call.op for call in first] == ["matmul"] * 3
+    assert [call.op for call in second] == ["matmul"]
+
+
+def test_an_exception_in_an_operator_is_no_call():
+    seen = []
+    with watch_ops(seen.append), nc.autocast("cpu", BF16):
+        with pytest.raises(RuntimeError):
+            torch.einsum("ij,jk->ik", X, torch.ones(3, 3))
+        assert ops_under_way() == ()
+        X @ X
+    assert [call.op for call in seen if call.op in ("einsum", "matmul")] == ["matmul"]
+
+
+def test_ops_under_way():
+    seen = []
+    with watch_ops(lambda call: seen.append((call.op, ops_under_way()))), nc.autocast("cpu", BF16):
+        torch.special.softmax(X, -1)
+    assert seen == [
+        ("_softmax", ("special_softmax", "softmax.int")),
+        ("softmax.int", ("special_softmax",)),
+        ("special_softmax", ()),
+    ]
+
+
+def test_what_a_kernel_calls_is_seen_where_it_is_cast():
+    """relu calls clamp_min, and a sparse product a dense one, which autocast casts."""
+    seen = watched(lambda: torch.sparse.mm(X.to_sparse(), X), nc.autocast("cpu", BF16))
+    assert [call.enclosing for call in named(seen, "addmm")] == [("_sparse_mm", "_sparse_addmm")]
+    assert not named(seen, "add.Tensor")
+
+
+def test_what_a_listener_computes_with_autocast_off_is_not_seen():
+    seen = []
+
+    def listener(call):
+        with torch.autocast("cpu", enabled=False):
+            seen.append(call.outputs[0].float().sum().item())
+
+    with watch_ops(listener), nc.autocast("cpu", BF16):
+        X @ X
+    assert len(seen) == 1
+
+
+def test_threads_are_seen_each_with_its_own_rules():
+    seen = []
+    policy = POLICIES["operators"]
+
+    def work():
+        with nc.autocast("cpu", policy=policy):
+            X.softmax(-1)
+
+    with watch_ops(seen.append):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        with nc.autocast("cpu", BF16):
+            X.softmax(-1)
+    assert [call.dtype for call in named(seen, "softmax.int")] == [FP16, None]
+
+
+def test_a_clock_of_ones_own():
+    ticks = itertools.count()
+    seen = watched(lambda: X @ X, nc.autocast("cpu", BF16), clock=lambda: next(ticks))
+    assert (seen[0].began, seen[0].ended, seen[0].seconds) == (0, 1, 1.0)
+
+
+def test_under_torch_func():
+    """Above all layers: what vmap would take apart is seen whole."""
+    seen = []
+    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
+    with watch_ops(seen.append), nc.autocast("cpu", policy=policy):
+        out = torch.vmap(lambda t: t.softmax(-1))(X)
+    assert out.dtype == FP16
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compiled_code_is_traced_as_without_it():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.einsum("ij,jk->ik", x, x).softmax(-1), backend="aot_eager")
+    policy = POLICIES["operators"]
+    seen = []
+    with watch_ops(seen.append), nc.autocast("cpu", policy=policy):
+        out = compiled(X)
+    assert out.dtype == FP16
+    torch._dynamo.reset()
