@@ -366,6 +366,11 @@ def row(format_name, speed, shape=(512, 512), kind="matmul"):
     return {"kind": kind, "shape": list(shape), "format": format_name, "speed_against_fp32": speed}
 
 
+def shaken(low, high):
+    """The middle half of the ratios of a row that was measured on a busy machine."""
+    return {"speed_against_fp32_low": low, "speed_against_fp32_high": high}
+
+
 @pytest.mark.parametrize(
     ("chosen", "rows", "agree", "speed", "faster"),
     [
@@ -381,6 +386,9 @@ def row(format_name, speed, shape=(512, 512), kind="matmul"):
         ("bf16", [row("bf16", 3.0), row("bf16", 0.2, kind="convolution")], True, 3.0, None),
         ("bf16", [row("bf16", None)], None, None, None),
         ("bf16", [], None, None, None),
+        # Noise is no opinion: neither of the choice nor of another format.
+        ("bf16", [row("bf16", 0.5) | shaken(0.1, 4.0), row("fp16", 17.0)], None, None, None),
+        ("bf16", [row("bf16", 3.0), row("fp16", 17.0) | shaken(0.5, 40.0)], True, 3.0, None),
     ],
 )
 def test_a_choice_is_held_against_the_rates_and_stays(chosen, rows, agree, speed, faster):

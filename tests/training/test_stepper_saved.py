@@ -276,7 +276,7 @@ def test_a_state_with_masters_does_not_load_without():
         o2.load_state_dict(plain.state_dict())
 
 
-def test_float16_weights_without_masters_are_refused_with_the_two_ways_out():
+def test_float16_weights_with_fp32_weights_are_refused_with_the_two_ways_out():
     model = nn.Linear(4, 1).half()
     stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
     with stepper.autocast():

@@ -27,7 +27,7 @@ from narrowcast.attach._stopping import Stopping
 from narrowcast.attach._watcher import Watcher
 from narrowcast.errors import RegionError
 from narrowcast.observe import CaptureWriter, start_event
-from narrowcast.policy import Policy, without_masters
+from narrowcast.policy import Policy, with_fp32_weights
 from narrowcast.scaling import Dynamic, LossScale, Off
 
 _attached: Attachment | None = None
@@ -74,7 +74,7 @@ class Attachment:
         watcher: Watcher | None = None,
         seed_shift: int = 0,
     ) -> None:
-        self.policy = without_masters(policy)
+        self.policy = with_fp32_weights(policy)
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.at_end: Callable[[], None] = lambda: None
@@ -161,7 +161,7 @@ class Attachment:
 
     def continue_in_fp32(self) -> None:
         """Open no region from now on, and scale no loss."""
-        self._regions.in_fp32 = True
+        self._regions.continue_in_fp32()
         self.scale.value = Off()
 
     def continue_at_scale(self, scale: float) -> None:

@@ -18,10 +18,11 @@ from torch.utils.data import get_worker_info
 from narrowcast.attach._ledger import Ledger, Reading, is_capturing
 from narrowcast.attach._patches import Patches
 from narrowcast.attach._recomputation import Recomputation
+from narrowcast.attach._rules import ModuleRules
 from narrowcast.attach._scale import RunningScale
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.attach._watcher import Watcher
-from narrowcast.casting import QuietRegion, autocast, cast_floating
+from narrowcast.casting import autocast, cast_floating, region_in
 from narrowcast.errors import UnsupportedError
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
 from narrowcast.policy import Policy, format_name, resolve
@@ -67,6 +68,7 @@ class Regions:
         self._dtypes: dict[str, torch.dtype | None] = {}
         self._trained: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._titles: Counter[str] = Counter()
+        self._rules = ModuleRules(policy)
         # Tracing may read what is known beforehand and set an attribute, and no more.
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         self._traceable_dtypes = {device: resolve(policy, device) for device in devices}
@@ -85,7 +87,14 @@ class Regions:
         patches.replace(torch.amp.GradScaler, "__init__", self._scaler_init(torch.amp.GradScaler.__init__))
 
     def uninstall(self) -> None:
+        for note in self._rules.remove():
+            self._ledger.note(note)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
+
+    def continue_in_fp32(self) -> None:
+        """Open no region from now on."""
+        self.in_fp32 = True
+        self._rules.remove()
 
     def parameter_names(self) -> dict[int, str]:
         """``id`` of each parameter of the modules that were called -> its name, with the module's class.
@@ -181,13 +190,13 @@ class Regions:
         if dtype is None:
             # Where other devices have regions, modules inside may open one; where none has, the modules
             # inside are as quick to call as in a region: FP32 is what mixed precision is timed against.
-            alone = self.in_fp32 or self._policy.compute == "fp32"
+            alone = self.in_fp32 or (self._policy.compute == "fp32" and self._policy.is_plain)
             thread.depth += alone
             try:
                 return original(module, *args, **kwargs)
             finally:
                 thread.depth -= alone
-        region = QuietRegion(device_type, dtype, enabled=True)
+        region = region_in(self._policy, device_type, dtype)
         thread.opening = True
         region.__enter__()
         thread.opening = False
@@ -206,6 +215,12 @@ class Regions:
         parameter = next(module.parameters(), None)
         if self.set_aside or parameter is None or torch.is_autocast_enabled(parameter.device.type):
             return original(module, *args, **kwargs)
+        if not self._policy.is_plain:
+            raise UnsupportedError(
+                f"a function that calls {type(module).__name__} is compiled as a whole, where the rules of a "
+                "policy could not be kept: compile the module itself, torch.compile(model), or use a preset "
+                "without rules"
+            )
         dtype = self._traceable_dtypes.get(parameter.device.type, torch.float32)
         if dtype == torch.float32:
             return original(module, *args, **kwargs)
@@ -244,7 +259,7 @@ class Regions:
         if dtype != torch.float32:
             # The fast path of nn.TransformerEncoder in evaluation fails on operands of two formats.
             torch.backends.mha.set_fastpath_enabled(False)
-        self._dtypes[device_type] = None if dtype == torch.float32 else dtype
+        self._dtypes[device_type] = None if dtype == torch.float32 and self._policy.is_plain else dtype
 
     def _meet(self, module: torch.nn.Module) -> None:
         """A module is called from outside for the first time.
@@ -255,6 +270,8 @@ class Regions:
         if self._scale.active:
             refuse_sharded(module)
         kind = type(module).__name__
+        if not self.in_fp32:
+            self._rules.meet(module)
         self._titles[kind] += 1  # also of modules that are gone, and of other classes of that name
         self._trained[module] = f"{kind}-{self._titles[kind]}" if self._titles[kind] > 1 else kind
 

@@ -10,6 +10,8 @@ from narrowcast.machine._instructions import Choice
 _AS_FAST = 1.1
 # How much faster another 16-bit format must be before it is named: the choice is also about range.
 _MUCH_FASTER = 1.25
+# Where the middle half of the ratios spans more than this share of them, something else was running.
+_STEADY = 0.25
 
 
 def agreement(choice: Choice, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -19,11 +21,12 @@ def agreement(choice: Choice, rows: list[dict[str, Any]]) -> dict[str, Any]:
     arithmetic decides and not the overhead of a call.
 
     Returns:
-        JSON-ready values: ``format``, ``because``; ``rates_agree``, null where nothing was measured;
+        JSON-ready values: ``format``, ``because``; ``rates_agree``, null where nothing was
+        measured on a quiet machine;
         ``judged_at`` (the shape); ``speed_against_fp32``; ``faster_format``, another 16-bit format that is
         faster by a quarter or more, or null.
     """
-    products = [row for row in rows if row["kind"] == "matmul" and row["speed_against_fp32"] is not None]
+    products = [row for row in rows if row["kind"] == "matmul" and _is_steady(row)]
     judged = [row for row in products if row["format"] == choice.format]
     found: dict[str, Any] = {
         "format": choice.format,
@@ -50,3 +53,10 @@ def agreement(choice: Choice, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "speed_against_fp32": mine["speed_against_fp32"],
         "faster_format": faster,
     }
+
+
+def _is_steady(row: dict[str, Any]) -> bool:
+    """Whether the speed of a row was measured, and is worth an opinion."""
+    speed = row["speed_against_fp32"]
+    low, high = row.get("speed_against_fp32_low"), row.get("speed_against_fp32_high")
+    return speed is not None and (low is None or high is None or high - low <= _STEADY * speed)

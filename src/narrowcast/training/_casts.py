@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from narrowcast.casting import drop_casts
 from narrowcast.errors import OrderError
 from narrowcast.gradients import nodes_below
 from narrowcast.training._torch_internals import run_casts_of_leaves_soon
@@ -65,7 +66,7 @@ class KeptCasts:
 
     def forget(self) -> None:
         """Forget every cast, and go on keeping new ones."""
-        torch.clear_autocast_cache()
+        drop_casts()
         self._new = True
 
 
@@ -88,4 +89,4 @@ class _Nesting:
 def _give_back(thread: int) -> None:
     if threading.get_ident() == thread:  # another thread's count cannot be reached
         torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()
+    drop_casts()

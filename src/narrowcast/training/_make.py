@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowcast.casting import Applied, applied_to, cast_floating
 from narrowcast.errors import PolicyError, SettingError
 from narrowcast.gradients import GradScaler, check_apart
 from narrowcast.policy import Policy, as_policy, resolve
-from narrowcast.scaling import Off
+from narrowcast.scaling import Off, Static
 from narrowcast.training._lane import Lane, check_settings
 from narrowcast.weights import held_by, hold, lower
 
@@ -28,8 +29,8 @@ def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.
     devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
     if not devices:
         raise SettingError(f"expected a model with parameters, got {type(model).__name__} without any")
-    formats = {device: resolve(wanted, device, master_weights=True) for device in devices}
-    if wanted.master_weights and wanted.compute == "auto":
+    formats = {device: resolve(wanted, device, low_weights=True) for device in devices}
+    if wanted.holds_low_weights and wanted.compute == "auto":
         # A model that is in a low format already says which.
         low = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
         if len(low) == 1:
@@ -40,7 +41,7 @@ def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.
 def make_lanes(
     model: torch.nn.Module,
     optimizer: Any,
-    policy: Policy | str,
+    policy: Policy,
     formats: Mapping[str, torch.dtype],
     *,
     accumulate: int,
@@ -57,13 +58,18 @@ def make_lanes(
     schedulers = _by_same_names("scheduler", scheduler, by_name)
     scalers = _by_same_names("scaler", scaler, by_name, shared=not isinstance(scaler, GradScaler))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if as_policy(policy).master_weights:
+    if policy.master_weights:
         names |= _hold_weights(model, by_name, formats, names)
+    if policy.low_weights:
+        _lower_weights(model, formats)
     lanes = {}
     for name, optimizers in by_name.items():
-        made = _scaler_for(scalers[name], formats, process_group)
+        made = _scaler_for(scalers[name], formats, process_group, low_weights=policy.low_weights)
         made.name_parameters(names)
-        _warn_of_low_weights(optimizers)
+        if policy.low_weights:
+            _warn_of_lost_eps(optimizers)
+        else:
+            _warn_of_low_weights(optimizers)
         lanes[name] = Lane(
             optimizers,
             made,
@@ -115,6 +121,22 @@ def _warn_of_low_weights(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
+def _warn_of_lost_eps(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """An ``eps`` that is 0 in fp16 divides 0 by 0 where a gradient is 0, and the weights are NaN."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            in_fp16 = any(parameter.dtype == torch.float16 for parameter in group["params"])
+            if in_fp16 and isinstance(eps, float) and 0 < eps <= 2.0**-25:
+                warnings.warn(
+                    f"{type(optimizer).__name__} keeps its state in fp16 with the weights, where its eps of "
+                    f'{eps} is 0 and weights become NaN: give it eps=1e-4, or use policy="O2"',
+                    UserWarning,
+                    stacklevel=4,
+                )
+                break
+
+
 def _as_list(one: Any) -> list[Any]:
     if one is None:
         return []
@@ -140,7 +162,9 @@ def _by_same_names(
     return dict.fromkeys(by_name, given)
 
 
-def _scaler_for(given: Any, formats: Mapping[str, torch.dtype], process_group: Any | None) -> GradScaler:
+def _scaler_for(
+    given: Any, formats: Mapping[str, torch.dtype], process_group: Any | None, *, low_weights: bool
+) -> GradScaler:
     if isinstance(given, GradScaler):
         if process_group is not None:
             raise SettingError("give process_group to the GradScaler, or leave the scaler to Stepper")
@@ -150,7 +174,57 @@ def _scaler_for(given: Any, formats: Mapping[str, torch.dtype], process_group: A
     schedule = given
     if schedule is None and torch.float16 not in formats.values():
         schedule = Off()
-    return GradScaler(schedule=schedule, process_group=process_group)
+    if schedule is None and low_weights:
+        schedule = Static(scale=1.0)  # apex's O3
+    return GradScaler(schedule=schedule, process_group=process_group, allow_fp16_gradients=low_weights)
+
+
+def place_rules(model: torch.nn.Module, policy: Policy) -> Applied | None:
+    """Have the modules that rules of ``policy`` name follow them inside the ``Stepper``'s regions.
+
+    Returns:
+        The handle that ends it; None where there are none, or ``nc.apply`` was called with the same policy.
+
+    Raises:
+        PolicyError: a rule names no module of ``model``, or another policy was applied to it.
+    """
+    if not policy.names_modules:
+        return None
+    return None if applied_to(model, policy) is not None else Applied(model, policy, opens=False)
+
+
+def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> Any:
+    """Have a model whose weights are low take its floating inputs in their format, inside a region.
+
+    As apex does: an operator on no table would meet fp32 inputs and low weights. Returns the hook's handle.
+    """
+
+    def hook(_model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        for device, dtype in formats.items():
+            if torch.is_autocast_enabled(device):
+                args = cast_floating(args, dtype, only=(torch.float32,))
+                kwargs = cast_floating(kwargs, dtype, only=(torch.float32,))
+        return args, kwargs
+
+    return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+
+def _lower_weights(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> None:
+    """Hold every weight in the low format, without masters; its optimizers keep the same parameters."""
+    dtypes = set(formats.values())
+    if len(dtypes) > 1:
+        raise PolicyError(f"policy 'O3' needs one format, and this model's devices have {dtypes}")
+    dtype = dtypes.pop()
+    if dtype == torch.float32:
+        return
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if wrapped and any(parameter.dtype != dtype for parameter in model.parameters()):
+        raise PolicyError(
+            "policy 'O3' casts the weights, and DistributedDataParallel has made its buckets for fp32: call "
+            f"narrowcast.weights.lower(model, {dtype}, keep_fp32=None), wrap the model, then make the Stepper"
+        )
+    if not wrapped:
+        lower(model, dtype, keep_fp32=None)
 
 
 def _hold_weights(

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting import autocast
+from narrowcast.casting import region_in
 from narrowcast.errors import OrderError, SettingError, near_names
 from narrowcast.gradients import GradScaler, StepResult
-from narrowcast.policy import Policy, format_name
+from narrowcast.policy import Policy, as_policy, format_name
 from narrowcast.training._casts import KeptCasts
 from narrowcast.training._guards import check_loss, check_state, claim, device_of, let_go, own, times
 from narrowcast.training._lane import Lane, Loss
-from narrowcast.training._make import formats_of, make_lanes
+from narrowcast.training._make import cast_inputs, formats_of, make_lanes, place_rules
 from narrowcast.training._random import RandomState
 from narrowcast.training._statistics import Statistics
 from narrowcast.training._synchronisation import Synchronisation
@@ -81,11 +81,12 @@ class Stepper:
         process_group: Any | None = None,
     ) -> None:
         self._statistics = Statistics(model, restore)
-        self._formats = formats_of(model, policy)
+        self._policy = as_policy(policy)
+        self._formats = formats_of(model, self._policy)
         self._lanes = make_lanes(
             model,
             optimizer,
-            policy,
+            self._policy,
             self._formats,
             accumulate=accumulate,
             max_norm=max_norm,
@@ -109,6 +110,12 @@ class Stepper:
             for one in lane.optimizers:
                 own(one, self, lane)
         weakref.finalize(self, let_go, list(self._lanes.values())).atexit = False
+        rules = place_rules(model, self._policy)
+        if rules is not None:
+            weakref.finalize(self, rules.remove).atexit = False
+        if self._policy.holds_low_weights:
+            inputs = cast_inputs(model, self._formats)
+            weakref.finalize(self, inputs.remove).atexit = False
 
     # ---- what a training loop calls
 
@@ -129,7 +136,7 @@ class Stepper:
                 if any(lane.accumulate > 1 for lane in lanes):
                     self._casts.keep()
             for device_type, dtype in self._formats.items():
-                regions.enter_context(autocast(device_type, dtype, enabled=dtype != torch.float32))
+                regions.enter_context(region_in(self._policy, device_type, dtype, audible=True))
             self._regions_open += 1
             try:
                 yield

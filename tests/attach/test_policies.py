@@ -1,0 +1,201 @@
+"""Rules under a script that nobody edited: by operator, by module, and where they cannot be kept."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import narrowcast as nc
+from narrowcast.attach import Attachment
+from narrowcast.errors import PolicyError, UnsupportedError
+from narrowcast.observe import CaptureWriter, read_capture, start_event
+
+rule = nc.rule
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Classifier(nn.Module):
+    """Tells in which format each of its parts handed on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
+        self.formats = {}
+        for name, part in self.named_children():
+            part.register_forward_hook(lambda _m, _a, out, name=name: self.formats.update({name: out.dtype}))
+
+    def forward(self, x):
+        scores = self.head(self.norm(self.body(x)))
+        chances = scores.softmax(-1)
+        self.formats["softmax"] = chances.dtype
+        return chances
+
+
+def policy(*rules):
+    return nc.Policy(compute="bf16").with_rules(*rules)
+
+
+def run(asked, model, *, scale=None, writer=None):
+    """One training step of a plain script; the gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment(asked, scale, writer=writer):
+        out = model(torch.ones(2, 8))
+        assert out.dtype == FP32
+        out.square().mean().backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    return gradients
+
+
+def test_rules_for_operators_and_modules():
+    model = Classifier()
+    run(
+        policy(rule.op("softmax", compute="fp16"), rule.module("head", compute="fp32", output="fp32")),
+        model,
+    )
+    assert model.formats == {"body": BF16, "norm": BF16, "head": FP32, "softmax": FP16}
+    assert model(torch.ones(2, 8)).dtype == FP32
+    assert set(model.formats.values()) == {FP32}
+    assert not model.head._forward_pre_hooks
+
+
+def test_the_preset_safe_computes_norms_wide_and_hands_them_on_narrow():
+    model = Classifier()
+    safe = {"rules": nc.Policy.preset("safe").rules}
+    run(nc.Policy(compute="bf16", **safe), model)
+    assert model.formats["norm"] == BF16
+
+
+def test_gradients_are_those_of_casts_by_hand():
+    asked = policy(rule.module("head", compute="fp32"))
+    model, plain = Classifier(), Classifier()
+    ours = run(asked, model)
+    x = torch.ones(2, 8, dtype=BF16)
+    hidden = F.linear(x, plain.body.weight.to(BF16), plain.body.bias.to(BF16))
+    out = plain.head(plain.norm(hidden).float()).softmax(-1)
+    out.square().mean().backward()
+    for gradient, parameter in zip(ours, plain.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)
+
+
+def test_a_scale_and_rules_together():
+    """fp32 inside fp16: true gradients, at whatever scale."""
+    asked = nc.Policy(compute="fp16").with_rules(rule.module("head", compute="fp32"))
+    scaled = run(asked, Classifier(), scale=nc.scaling.Static(scale=2.0**10))
+    plain = run(asked, Classifier(), scale=nc.scaling.Off())
+    for one, other in zip(scaled, plain, strict=True):
+        # Both are sums of rounded numbers; fp16 has 2**-11 a rounding and few terms add up here.
+        assert torch.allclose(one, other, rtol=2**-8, atol=2**-20)
+
+
+@pytest.mark.parametrize("part_first", [True, False])
+def test_paths_are_those_in_the_largest_module_that_the_script_calls(part_first):
+    model = nn.Sequential(Classifier(), nn.Linear(4, 4))
+    inner = model[0]
+    with Attachment(policy(rule.module("0.head", compute="fp32"))):
+        if part_first:
+            inner(torch.ones(2, 8))
+            assert inner.formats["head"] == BF16
+        model(torch.ones(2, 8))
+        assert inner.formats["head"] == FP32
+    assert not inner.head._forward_pre_hooks
+
+
+def test_a_rule_that_names_no_module_of_any_model_is_noted(tmp_path):
+    writer = CaptureWriter(tmp_path / "capture.jsonl")
+    writer.write(start_event(["train.py"], "bf16"))
+    missing = [rule.module(name, compute="fp32") for name in ("decoder.*", "haed")]
+    missing.append(rule.module_type("mine.Linaer", compute="fp32"))
+    asked = policy(rule.module("head", compute="fp32"), *missing)
+    with Attachment(asked, writer=writer):
+        Classifier()(torch.ones(2, 8))
+        nn.Linear(8, 8)(torch.ones(2, 8))
+    notes = [event["text"] for event in read_capture(writer.path).events if event["event"] == "note"]
+    assert notes == [
+        'the rule for modules "decoder.*" named no module of what the script called (Classifier, Linear)',
+        'the rule for modules "haed" named no module of what the script called (Classifier, Linear) '
+        '(did you mean "head"?)',
+        f"the rule for {missing[2].target} named no module of what the script called "
+        '(Classifier, Linear) (did you mean "Linear"?)',
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:fp8 is emulated")
+def test_layers_that_fp8_leaves_out_are_noted(tmp_path):
+    writer = CaptureWriter(tmp_path / "capture.jsonl")
+    writer.write(start_event(["train.py"], "bf16"))
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10))
+    with Attachment(policy(rule.op("linear", compute="fp8_tensorwise")), writer=writer):
+        model(torch.ones(2, 16)).sum().backward()
+    notes = [event["text"] for event in read_capture(writer.path).events if event["event"] == "note"]
+    assert (
+        "Sequential.1 does not multiply in fp8: has 32 in and 10 out features, and fp8 instructions take "
+        "multiples of 16"
+    ) in notes
+
+
+def test_checkpointed_parts_are_recomputed_under_the_rules():
+    class Checkpointed(Classifier):
+        def __init__(self, use_reentrant):
+            super().__init__()
+            self.use_reentrant = use_reentrant
+
+        def forward(self, x):
+            x = self.body(x)
+            return checkpoint(self.rest, x, use_reentrant=self.use_reentrant)
+
+        def rest(self, x):
+            return self.head(self.norm(x)).softmax(-1)
+
+    asked = policy(
+        rule.op("softmax", compute="fp16"),
+        rule.module("head", compute="fp32"),
+        rule.module_type(nn.LayerNorm, compute="fp32", output="bf16"),
+    )
+    plain = run(asked, Classifier())
+    for use_reentrant in (True, False):
+        for one, other in zip(run(asked, Checkpointed(use_reentrant)), plain, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("default")
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def _fresh_dynamo(self, monkeypatch):
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    def test_a_compiled_model_keeps_the_rules(self):
+        asked = policy(rule.op("softmax", compute="fp16"), rule.module("head", compute="fp32"))
+        model = Classifier()
+        plain = run(asked, model)
+        fresh = Classifier()
+        compiled = torch.compile(fresh, backend="aot_eager")
+        ours = run(asked, compiled)
+        assert fresh.formats == model.formats
+        for one, other in zip(ours, plain, strict=True):
+            assert torch.allclose(one, other, rtol=2**-7, atol=2**-12)
+
+    def test_a_function_compiled_as_a_whole_is_refused(self):
+        model = Classifier()
+        step = torch.compile(lambda x: model(x).sum(), backend="aot_eager")
+        with (
+            Attachment(policy(rule.op("softmax", compute="fp16"))),
+            pytest.raises(Exception, match="is compiled as a whole") as caught,
+        ):
+            step(torch.ones(2, 8))
+        assert isinstance(caught.value, UnsupportedError) or "UnsupportedError" in repr(caught.value)
+
+
+def test_a_policy_that_holds_low_weights_is_refused():
+    for name in ("O2", "O3"):
+        with pytest.raises(PolicyError, match=f"policy '{name}' holds the model's weights in a low format"):
+            Attachment(name)
