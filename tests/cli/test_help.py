@@ -13,7 +13,7 @@ PAGES = {
         "SCRIPT",
         "--policy",
         "-p",
-        "One of auto, bf16, fp16, fp32.",
+        "One of auto, bf16, fp16, fp32, safe, O0, O1, or a TOML file with rules.",
         "NARROWCAST_POLICY",
         "[default: auto]",
         "--loss-scale",
@@ -25,6 +25,7 @@ PAGES = {
         "--seed",
     ],
     ("compare", "-h"): ["SCRIPT", "--policy", "--loss-scale", "--module", "--run-dir", "--seed", "--json"],
+    ("explain", "-h"): ["SCRIPT", "--policy", "--against", "--lock", "--check", "--all", "--json", "--steps"],
     ("--version",): [narrowcast.__version__],
 }
 PROGRAM = """\

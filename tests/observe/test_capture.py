@@ -43,6 +43,7 @@ EXAMPLES = {
     "certificate": made_captures.certificate(3),
     "output": made_captures.output(),
     "finished": {"event": "finished", "wall_s": 1.0},
+    **{event["event"]: event for event in made_captures.explained_events()[1:]},
 }
 WRONG = (None, True, "words", 1.5, -1, 10**400, "nan", [], {}, [None], [[]], {"a": []}, {"a": {"b": 1}})
 

@@ -311,3 +311,122 @@ def picture(path, *, shade=80, size=48):
         + chunk(b"IEND", b"")
     )
     return path
+
+
+def site(path, op, inputs, computes, outputs, **changed):
+    """Calls of one operator, as ``narrowcast explain`` tells of them."""
+    return {
+        "event": "site",
+        "root": "Net" if path is not None else "",
+        "path": path or "",
+        "phase": "forward",
+        "op": op,
+        "within": [],
+        "kind": "product" if op in ("linear", "mm", "bmm") else "other",
+        "inputs": inputs.split("+") if inputs else [],
+        "computes": computes,
+        "outputs": outputs.split("+") if outputs else [],
+        "because": "PyTorch's table for cuda" if computes else "unlisted: in the formats that come",
+        "rule": None,
+        "listed": computes is not None,
+        "calls": 2,
+        "wanted_casts": 0,
+        "casts": 0,
+        "cast_bytes": 0,
+        "duration_s": 0.002,
+        **changed,
+    }
+
+
+def watched(**changed):
+    return {
+        "event": "watched",
+        "unit": "step",
+        "steps": 2,
+        "complete": True,
+        "device": "cuda",
+        "format": "bf16",
+        "rules": ["softmax: fp16", "mm: fp16", "conv2d: fp32"],
+        "versions": VERSIONS | {"gpu": "Some GPU"},
+        "ops": 800,
+        "casts": 96,
+        "moved_bytes": 64 * 2**20,
+        "cast_bytes": 8 * 2**20,
+        "duration_s": 0.1,
+        "cast_s": 0.012,
+        "product_s": 0.05,
+        "narrow_product_s": 0.049,
+        **changed,
+    }
+
+
+def explained_events(blocks=3, **changed):
+    """What ``narrowcast explain`` keeps of a small transformer on a GPU."""
+    start_of = start("explain", argv=["train.py", "--epochs", "3"])
+    sites = [site("emb", "embedding", "fp32", None, "fp32")]
+    for number in range(blocks):
+        path = f"blocks.{number}"
+        given = "fp32" if number == 0 else "fp32+bf16"
+        sites += [
+            site(f"{path}.norm", "layer_norm", given, "fp32", "fp32", casts=2, cast_bytes=1200),
+            site(
+                f"{path}.qkv", "linear", "fp32", "bf16", "bf16", casts=6, cast_bytes=300_000, duration_s=0.01
+            ),
+            site(path, "softmax.int", "bf16", "fp16", "fp16", rule="softmax: fp16", because="softmax: fp16"),
+            site(path, "view", "bf16", None, "bf16", kind="view"),
+            site(path, "bmm", "fp16", "bf16", "bf16", within=["einsum"], casts=2, cast_bytes=4096),
+        ]
+    outside = {"phase": "outside", "because": "outside of every region"}
+    sites += [
+        site(None, "_log_softmax", "fp32", None, "fp32", **outside),
+        site("head", "mm", "bf16", None, "bf16", phase="backward", because="backward", duration_s=0.02),
+        site(None, "addcdiv_", "fp32", None, "fp32", phase="optimizer", because="outside of every region"),
+    ]
+    first = {"root": "Net", "path": "blocks.0", "phase": "forward", "op": "softmax.int"}
+    second = {"root": "Net", "path": "head", "phase": "backward", "op": "_to_copy"}
+    trip = {"event": "round trip", "formats": ["fp32", "bf16", "fp32"], "first": first, "second": second}
+    shape = {"event": "odd shape", "kind": "matmul", "shape": [128, 50, 64], "format": "bf16", "multiple": 8}
+    shape |= {"sizes": ["N = 50"], "root": "Net", "path": "head", "calls": 2, "duration_s": 0.005}
+    why = "mm runs only inside linear, which is decided about as a whole: a rule for linear reaches it"
+    unreached = {"event": "unreached", "rule": "mm: fp16", "reason": why, "enclosing": ["linear"]}
+    uncalled = {"rule": "conv2d: fp32", "reason": "conv2d was not called", "enclosing": []}
+    return [
+        start_of,
+        *sites,
+        trip | {"count": 4, "moved_bytes": 8192},
+        shape,
+        unreached,
+        {**unreached, **uncalled},
+        watched(**changed),
+    ]
+
+
+def explained_run(folder, events=None):
+    """What ``narrowcast explain`` leaves: the capture of a short run, and what ran in which format."""
+    write_lines(Path(folder) / "capture.jsonl", *training(0, mixed=True, steps=3))
+    write_lines(Path(folder) / "explain.jsonl", *(explained_events() if events is None else events))
+    return Path(folder)
+
+
+def hostile_explanation(folder):
+    """Every text of it is an attack."""
+
+    def attack(value):
+        if isinstance(value, str):
+            return HOSTILE
+        if isinstance(value, list):
+            return [attack(item) for item in value]
+        return value
+
+    fixed = ("event", "phase", "kind", "unit", "schema", "first", "second", "versions")
+    events = [
+        {name: value if name in fixed else attack(value) for name, value in event.items()}
+        for event in explained_events()
+    ]
+    events[0]["kind"] = "explain"
+    for event in events:
+        if event["event"] == "odd shape":
+            event["kind"] = HOSTILE
+        if event["event"] == "round trip":
+            event["first"] = event["first"] | {"path": HOSTILE, "op": HOSTILE, "root": HOSTILE}
+    return explained_run(folder, [*events, note(HOSTILE)])

@@ -18,6 +18,7 @@ MAKES = {
     "hostile": made_captures.hostile,
     "one run": made_captures.one_run,
 }
+EXPLAINED = {"explained": made_captures.explained_run, "hostile": made_captures.hostile_explanation}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,25 @@ def test_a_page_draws_fits_and_does_nothing_else(browser, tmp_path, what):
             if what != "one run":
                 assert page.locator(".banner .word").is_visible()
                 assert page.locator(".banner .word").inner_text() in ("pass", "fail", "cannot tell")
+            assert opened.wrong == []
+
+
+@pytest.mark.parametrize("what", EXPLAINED)
+def test_a_page_of_formats_fits_searches_and_does_nothing_else(browser, tmp_path, what):
+    path = write_page(EXPLAINED[what](tmp_path))
+    for width in WIDTHS:
+        with Opened(browser, path, viewport={"width": width, "height": 900}) as opened:
+            page = opened.page
+            page.eval_on_selector_all("details", "all => all.forEach(one => one.open = true)")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate("typeof window.hacked") == "undefined"
+            assert page.locator("h1").count() == 1
+            if what == "explained":
+                page.fill(".find-rows", "blocks.1.qkv")
+                shown = page.locator("#every-site tbody:visible .module th").all_inner_texts()
+                assert shown == ["blocks.1.qkv"]
+                page.fill(".find-rows", "softmax")
+                assert page.locator("#every-site tbody:visible tr:visible th[scope=row]").count() == 4
             assert opened.wrong == []
 
 

@@ -124,6 +124,22 @@ def test_a_device_of_a_capture_from_elsewhere_is_shown_as_text():
 
 
 @pytest.mark.parametrize(
+    ("start", "because", "shown"),
+    [
+        ({"policy": "my.toml", "rules": 4}, "as asked", "bf16 on cpu, by my.toml (4 rules)"),
+        ({"policy": "a/\x1b[1mmy", "rules": 1}, "why", "bf16 on cpu (why), by a/my (1 rule)"),
+        ({"policy": "my.toml", "rules": 0}, "as asked", "bf16 on cpu, by my.toml (0 rules)"),
+        ({"policy": "safe", "rules": 31}, "as asked", "bf16 on cpu, by safe (31 rules)"),
+        ({"policy": "bf16", "rules": 0}, "as asked", "bf16 on cpu (as asked)"),
+        ({"policy": "bf16"}, "as asked", "bf16 on cpu (as asked)"),
+    ],
+)
+def test_the_policy_is_named_where_it_has_rules_or_is_a_file(start, because, shown):
+    block = run_block(Capture(events=(START | start, CPU | {"because": because}, end())))
+    assert block.splitlines()[0] == f"narrowcast: {shown}"
+
+
+@pytest.mark.parametrize(
     ("written", "shown"),
     [
         ("plain gr\u00fc\u00df \U0001f600", "plain gr\u00fc\u00df \U0001f600"),

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from narrowcast.cli._output import NOT_WRITTEN, show, talk
+from narrowcast.cli._progress import shown_progress
 from narrowcast.cli._signals import ended_by_signals
 from narrowcast.cli.run import (
     CacheDirOption,
@@ -25,7 +23,6 @@ from narrowcast.cli.run import (
 
 UNUSABLE = 1
 SCRIPT_FAILED = 3
-_SILENT_S = 2.0
 
 
 def doctor(
@@ -112,7 +109,7 @@ def _diagnose(
     name = f"doctor-{Path(asked['target'][0]).stem}"
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     try:
-        with _status() as progress, ended_by_signals():
+        with shown_progress() as progress, ended_by_signals():
             found = diagnose(DiagnosisSettings(**asked, folder=folder), examined["rates"], progress=progress)
     except ScriptError as error:
         talk(str(error))
@@ -125,35 +122,11 @@ def _diagnose(
     return 0 if show(text) else NOT_WRITTEN
 
 
-@contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """What shows a line of progress on a terminal, once two seconds have passed."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from narrowcast.report import printable
-
-    console, start = Console(stderr=True), time.monotonic()
-    with ExitStack() as stack:
-        status = console.status("")
-        shown = False
-
-        def progress(text: str) -> None:
-            nonlocal shown
-            if time.monotonic() - start > _SILENT_S and console.is_terminal:
-                status.update(Text(printable(text)[: console.width - 4]))
-                if not shown:
-                    shown = True
-                    stack.enter_context(status)
-
-        yield progress
-
-
 def _examine(settings: Any) -> dict[str, Any]:
     """Examine this machine, with progress on a terminal once it has taken two seconds."""
     from narrowcast.machine import examine
 
-    with _status() as progress:
+    with shown_progress() as progress:
         return examine(settings, progress=lambda text: progress(f"measuring {text}"))
 
 

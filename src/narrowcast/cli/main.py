@@ -11,6 +11,7 @@ from typer.exceptions import TyperException
 
 from narrowcast.cli.compare import compare
 from narrowcast.cli.doctor import doctor
+from narrowcast.cli.explain import explain
 from narrowcast.cli.report import report
 from narrowcast.cli.run import run
 from narrowcast.errors import NarrowcastError
@@ -53,6 +54,8 @@ def _root(
 
     Why a script is or is not faster:  narrowcast doctor train.py --its --own args
 
+    What ran in which format, and why:  narrowcast explain train.py --its --own args
+
     A capture as a page:  narrowcast report FOLDER
     """
 
@@ -60,6 +63,7 @@ def _root(
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command(context_settings=_SCRIPT_LAST)(compare)
 app.command(context_settings=_SCRIPT_LAST)(doctor)
+app.command(context_settings=_SCRIPT_LAST)(explain)
 app.command()(report)
 
 

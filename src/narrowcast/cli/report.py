@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from narrowcast.cli._output import NOT_WRITTEN, show, talk
+from narrowcast.errors import CaptureError
 
 
 def report(
@@ -32,10 +33,12 @@ def report(
         ),
     ] = None,
 ) -> int:
-    """Show again what compare or run found, and write it as a page that works offline."""
+    """Show again what compare, run or explain found, and write it as a page that works offline."""
     from narrowcast.observe import ComparisonCapture
     from narrowcast.report import (
         comparison_table,
+        explain_text,
+        explanation_of,
         find_capture,
         page_beside,
         page_of,
@@ -52,8 +55,17 @@ def report(
         text = "" if as_json else comparison_table(numbers, color=sys.stdout.isatty())
     else:
         run, path = found
-        numbers = run_summary(run) | {"report": str(page)}
-        text = "" if as_json else run_block(run, capture_path=str(path))
+        try:
+            watched = explanation_of(found)
+        except CaptureError as error:
+            watched = None
+            talk(str(error))
+        numbers = run_summary(run) | ({} if watched is None else {"explained": watched})
+        numbers["report"] = str(page)
+        if watched is None:
+            text = run_block(run, capture_path=str(path))
+        else:
+            text = explain_text(watched, color=sys.stdout.isatty())
     if not show(_json(numbers) if as_json else text):
         return NOT_WRITTEN
     talk(f"the page is {page}")

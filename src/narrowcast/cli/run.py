@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from narrowcast.errors import NarrowcastError, PolicyError
-from narrowcast.policy import PRESETS, Policy, without_masters
+from narrowcast.policy import PRESET_TABLE, with_fp32_weights
 from narrowcast.scaling import parse
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # What NumPy's seed takes; torch and Python take more.
 _LARGEST_SEED = 2**32 - 1
 
-_FOR_SCRIPTS = [name for name in PRESETS if not Policy.preset(name).master_weights]
+FOR_SCRIPTS = [name for name, preset in PRESET_TABLE.items() if preset.for_scripts]
 
 PolicyOption = Annotated[
     str,
@@ -30,8 +30,8 @@ PolicyOption = Annotated[
         "--policy",
         "-p",
         envvar="NARROWCAST_POLICY",
-        metavar="NAME",
-        help=f"One of {', '.join(_FOR_SCRIPTS)}.",
+        metavar="NAME|FILE",
+        help=f"One of {', '.join(FOR_SCRIPTS)}, or a TOML file with rules.",
     ),
 ]
 LossScaleOption = Annotated[
@@ -100,7 +100,8 @@ def run(
     if rank == 0:
         discard_captures(folder, from_rank=_world_size())
     writer = CaptureWriter(folder / ("capture.jsonl" if rank == 0 else f"capture-rank{rank}.jsonl"))
-    writer.write(start_event(found.argv, policy, loss_scale=loss_scale, rank=rank, seed=seed))
+    rules = len(with_fp32_weights(policy).rules)
+    writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
     shown = rank == 0
     attachment = Attachment(policy, scale, writer=writer, tell=_tell if shown else lambda _: None)
@@ -116,7 +117,7 @@ def _tell(text: str) -> None:
 def check_policy(policy: str) -> None:
     """Refuse a policy that does not exist, saying so where its name came from the environment."""
     try:
-        without_masters(policy)
+        with_fp32_weights(policy)
     except PolicyError as error:
         came = " (from NARROWCAST_POLICY)" if policy == os.environ.get("NARROWCAST_POLICY") else ""
         raise PolicyError(f"{error}{came}") from None

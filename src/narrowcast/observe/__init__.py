@@ -8,31 +8,65 @@ from typing import TYPE_CHECKING
 from narrowcast.observe._capture import Capture, CaptureWriter, read_capture, start_event
 from narrowcast.observe._comparison import COMPARISON, RUN, ComparisonCapture, TimedRun, read_comparison
 from narrowcast.observe._folder import discard_captures, make_run_folder
+from narrowcast.observe._op_trace_file import EXPLANATION, explained, read_explanation
+from narrowcast.observe._op_trace_rows import Group, OpRow, grouped, has_several_models, place_name, rules_of
+from narrowcast.observe._op_trace_text import (
+    count_text,
+    explained_lines,
+    odd_shapes_in_words,
+    percent,
+    round_trips_in_words,
+    size_text,
+    wrapped,
+)
 from narrowcast.observe._schema import SCHEMA
 
 if TYPE_CHECKING:
     from narrowcast.observe._host_reads import HostReads, as_sites
     from narrowcast.observe._live_tensors import LiveTensorBytes
+    from narrowcast.observe._op_trace import OpTrace
+    from narrowcast.observe._op_trace_events import together, trace_events
+    from narrowcast.observe._op_trace_rules import near_module
     from narrowcast.observe._profile import StepProfiler, summarize
 
 __all__ = [
     "COMPARISON",
+    "EXPLANATION",
     "RUN",
     "SCHEMA",
     "Capture",
     "CaptureWriter",
     "ComparisonCapture",
+    "Group",
     "HostReads",
     "LiveTensorBytes",
+    "OpRow",
+    "OpTrace",
     "StepProfiler",
     "TimedRun",
     "as_sites",
+    "count_text",
     "discard_captures",
+    "explained",
+    "explained_lines",
+    "grouped",
+    "has_several_models",
     "make_run_folder",
+    "near_module",
+    "odd_shapes_in_words",
+    "percent",
+    "place_name",
     "read_capture",
     "read_comparison",
+    "read_explanation",
+    "round_trips_in_words",
+    "rules_of",
+    "size_text",
     "start_event",
     "summarize",
+    "together",
+    "trace_events",
+    "wrapped",
 ]
 
 
@@ -40,9 +74,13 @@ __all__ = [
 _WITH_TORCH = {
     "HostReads": "_host_reads",
     "LiveTensorBytes": "_live_tensors",
+    "OpTrace": "_op_trace",
+    "near_module": "_op_trace_rules",
     "StepProfiler": "_profile",
     "as_sites": "_host_reads",
     "summarize": "_profile",
+    "together": "_op_trace_events",
+    "trace_events": "_op_trace_events",
 }
 
 

@@ -6,8 +6,8 @@ happened:
 ==========  ==================================================================================
 event       fields
 ==========  ==================================================================================
-start       schema, kind, argv, policy, started (seconds since 1970); of the script itself: loss_scale,
-            rank, seed; of a process that it started: process (its number)
+start       schema, kind, argv, policy, started (seconds since 1970); of the script itself: rules (how
+            many the policy has), loss_scale, rank, seed; of a process that it started: process (its number)
 device      device_type, format, because: the first region on a device type
 loss        time_s (since start), backward (its number, from 1), site (file and line that called it), value:
             the one number that an outermost ``backward`` started from
@@ -23,7 +23,8 @@ end         exit_code, stopped (as many steps were taken as were asked for), asi
             null elsewhere), settings (TF32 and the like), versions
 ==========  ==================================================================================
 
-A comparison's capture has ``"kind": "compare"`` and other events: see ``_comparison.py``.
+A comparison's capture has ``"kind": "compare"`` and other events: see ``_comparison.py``; that of what ran in
+which format ``"kind": "explain"``: see ``_op_trace_file.py``.
 """
 
 from __future__ import annotations

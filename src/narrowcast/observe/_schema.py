@@ -139,9 +139,12 @@ _PARAMETER = _object(
     }
 )
 
+_PHASE = _one_of("forward", "backward", "optimizer", "outside")
+_CALLED = _object({"root": _text, "path": _text, "phase": _PHASE, "op": _text})
+
 _EVENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "start": {
-        "kind": _one_of("run", "compare"),
+        "kind": _one_of("run", "compare", "explain"),
         "argv": _texts,
         "policy": _text,
         "started": _seconds,
@@ -208,6 +211,61 @@ _EVENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "reason": _text,
     },
     "finished": {"wall_s": _seconds},
+    "site": {
+        "root": _text,
+        "path": _text,
+        "phase": _PHASE,
+        "op": _text,
+        "within": _texts,
+        "kind": _one_of("product", "cast", "other", "view", "no floats"),
+        "inputs": _texts,
+        "computes": _text_or_null,
+        "outputs": _texts,
+        "because": _text,
+        "rule": _text_or_null,
+        "listed": _truth,
+        "calls": _count,
+        "wanted_casts": _count,
+        "casts": _count,
+        "cast_bytes": _count,
+        "duration_s": _seconds,
+    },
+    "round trip": {
+        "formats": _texts,
+        "first": _CALLED,
+        "second": _CALLED,
+        "count": _count,
+        "moved_bytes": _count,
+    },
+    "odd shape": {
+        "kind": _text,
+        "shape": _list_of(_count),
+        "format": _text,
+        "multiple": _count,
+        "sizes": _texts,
+        "root": _text,
+        "path": _text,
+        "calls": _count,
+        "duration_s": _seconds,
+    },
+    "unreached": {"rule": _text, "reason": _text, "enclosing": _texts},
+    "watched": {
+        "unit": _one_of("step", "call"),
+        "steps": _count,
+        "complete": _truth,
+        "device": _text,
+        "format": _text,
+        "rules": _texts,
+        "versions": _facts,
+        "ops": _count,
+        "casts": _count,
+        "moved_bytes": _count,
+        "cast_bytes": _count,
+        "duration_s": _seconds,
+        "cast_s": _seconds,
+        "product_s": _seconds,
+        "narrow_product_s": _seconds,
+    },
 }
 
 _COMPARE_STARTS = {

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from torch._C._autograd import _profiler_enabled
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._autograd import _get_sequence_nr, _profiler_enabled
+
+NO_GRAPH_TASK = -1
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward that this thread is in, or ``NO_GRAPH_TASK``."""
+
+backward_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node whose backward this thread is in, or None."""
+
+next_node_number: Callable[[], int] = _get_sequence_nr
+"""The number that autograd gives to the next node that this thread makes."""
 
 
 def profiler_is_on() -> bool:

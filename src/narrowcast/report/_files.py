@@ -5,9 +5,20 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from narrowcast.errors import CaptureError, RunFolderError
-from narrowcast.observe import COMPARISON, RUN, Capture, ComparisonCapture, read_capture, read_comparison
+from narrowcast.observe import (
+    COMPARISON,
+    EXPLANATION,
+    RUN,
+    Capture,
+    ComparisonCapture,
+    explained,
+    read_capture,
+    read_comparison,
+    read_explanation,
+)
 from narrowcast.report._page import comparison_page, run_page
 
 PAGE = "report.html"
@@ -51,6 +62,18 @@ def find_capture(path: Path) -> ComparisonCapture | tuple[Capture, Path]:
             f"be called {COMPARISON}"
         )
     return capture, path
+
+
+def explanation_of(found: ComparisonCapture | tuple[Capture, Path]) -> dict[str, Any] | None:
+    """What ``narrowcast explain`` found, of a run that it watched; None of any other.
+
+    Raises:
+        CaptureError: it was cut short, or cannot be read.
+    """
+    if isinstance(found, ComparisonCapture):
+        return None
+    path = found[1].parent / EXPLANATION
+    return explained(read_explanation(path)) if path.is_file() else None
 
 
 def page_of(found: ComparisonCapture | tuple[Capture, Path]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from narrowcast.observe import Capture, ComparisonCapture, TimedRun
 from narrowcast.report import _provenance
+from narrowcast.report._explain_panel import panel_of
 from narrowcast.report._gradients import dots
 from narrowcast.report._loss_plots import loss_plots
 from narrowcast.report._pictures import Pictures, pictures
@@ -77,6 +78,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         by_seed=_by_seed(runs) if losses else [],
         many_sites=sum(plot.name.startswith("plot-loss") for plot in losses) > 1,
         dots=dots(found["certificate"]) if found["certificate"] else None,
+        panel=panel_of(comparison.folder),
         pictures=_pairs(comparison),
         facts=_provenance.of_comparison(comparison),
         runs=[_run_row(run) for run in runs[:_MOST_RUNS]],
@@ -95,21 +97,26 @@ def run_page(capture: Capture, folder: Path) -> str:
     formats = {device["format"] for device in capture.of("device")}
     side = "fp32" if formats <= {"fp32"} else "mixed"
     run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
-    losses, more_sites = loss_plots([run])
+    panel = panel_of(folder)
+    verb = "run" if panel is None else "explain"
+    # Of a run that was watched, a few slowed steps: neither its losses nor its times say anything.
+    losses, more_sites = loss_plots([run]) if panel is None else ([], 0)
     trains = bool(capture.of("step") or capture.of("loss"))
     totals = capture.totals()
     return _render(
         "run.html",
-        [*losses, _times([run], "training" if trains else "inference"), scale_plot([run])],
+        [] if panel else [*losses, _times([run], "training" if trains else "inference"), scale_plot([run])],
         title=_script(capture.start["argv"]),
-        command=_provenance.command("run", capture.start),
+        verb=verb,
+        command=_provenance.command(verb, capture.start),
         ended=capture.end is not None,
         totals=totals,
         rows=_run_rows(capture),
         losses=losses,
         more_sites=more_sites,
+        panel=panel,
         pictures=pictures([("the run", folder)], folder),
-        facts=_provenance.of_run(capture),
+        facts=_provenance.of_run(capture, verb),
         notes=_shown_notes([note["text"] for note in capture.of("note")]),
     )
 

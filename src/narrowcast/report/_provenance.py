@@ -39,11 +39,11 @@ def of_comparison(comparison: ComparisonCapture) -> Facts:
     ]
 
 
-def of_run(capture: Capture) -> Facts:
+def of_run(capture: Capture, verb: str = "run") -> Facts:
     """What a run was made with, as names and words."""
     start, totals = capture.start, capture.totals()
     return [
-        ("command", command("run", start)),
+        ("command", command(verb, start)),
         ("started", when(start["started"])),
         ("took", seconds(totals["wall_s"]) if capture.end else "it did not end"),
         ("policy", shortened(start["policy"], _LONGEST)),

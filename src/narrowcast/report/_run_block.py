@@ -18,10 +18,12 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
     """
     totals = capture.totals()
     devices = capture.of("device")
-    places = [f"{d['format']} on {d['device_type']} ({d['because']})" for d in devices]
+    by = _by(capture)
+    places = [f"{d['format']} on {d['device_type']}{_because(d['because'], by)}" for d in devices]
     aside = totals["aside"] is not None
     nothing = "left to the script's own mixed precision" if aside else "nothing ran in mixed precision"
-    lines = _wrapped(f"narrowcast: {printable('; '.join(places)) or nothing}", "  ")
+    where = "; ".join(places) + (by if places else "")
+    lines = _wrapped(f"narrowcast: {printable(where) or nothing}", "  ")
     scale, steps, wall_s = totals["final_scale"], totals["steps"], totals["wall_s"]
     said = [
         f"{steps} optimizer step{'s' * (steps != 1)}{' before that' if aside else ''}",
@@ -38,6 +40,18 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
     if capture_path:
         lines.append(f"  capture: {capture_path}")
     return "\n".join(lines)
+
+
+def _by(capture: Capture) -> str:
+    """The policy, where its name is not the format alone: ``, by my.toml (4 rules)``."""
+    policy, rules = capture.start.get("policy", ""), capture.start.get("rules", 0)
+    if not rules and not policy.endswith(".toml") and "/" not in policy:
+        return ""
+    return f", by {policy} ({rules} rule{'s' * (rules != 1)})"
+
+
+def _because(why: str, by: str) -> str:
+    return "" if by and why == "as asked" else f" ({why})"
 
 
 def _lost_losses(capture: Capture) -> list[str]:

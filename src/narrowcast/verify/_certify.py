@@ -11,9 +11,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
-from narrowcast.casting import autocast, cast_floating
+from narrowcast.casting import Applied, cast_floating, region_in
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
-from narrowcast.policy import PRESETS, Policy, as_policy, format_name, resolve
+from narrowcast.policy import PRESETS, Policy, as_policy, format_name, name_of, resolve
 from narrowcast.scaling import Static
 from narrowcast.verify._certificate import Certificate
 from narrowcast.verify._certificate_sums import CertificateSums
@@ -106,13 +106,13 @@ def certify(
                 f"certify was called inside an autocast region on {device!r}, where FP32 is not FP32: call "
                 "it outside; it opens the region of its policy itself"
             )
-    name = policy if isinstance(policy, str) else wanted.compute
+    name = policy if isinstance(policy, str) else name_of(wanted) or wanted.compute
     with as_before(model), torch.inference_mode(False), torch.enable_grad():
-        passes = _Passes(model, loss_fn, formats)
+        passes = _Passes(model, loss_fn, wanted, formats)
         found = passes.certificate(batch, other_batch, name, scale)
         if passes.drew_in_attention:
             with sdpa_kernel(SDPBackend.MATH):
-                found = _Passes(model, loss_fn, formats, _WITHOUT_KERNEL).certificate(
+                found = _Passes(model, loss_fn, wanted, formats, _WITHOUT_KERNEL).certificate(
                     batch, other_batch, name, scale
                 )
         return found
@@ -125,9 +125,11 @@ class _Passes:
         self,
         model: torch.nn.Module,
         loss_fn: Callable[[Any, Any], torch.Tensor],
+        policy: Policy,
         formats: dict[str, torch.dtype],
         note: str | None = None,
     ) -> None:
+        self._policy = policy
         self._note = note
         self._model = model
         self._loss_fn = loss_fn
@@ -221,8 +223,10 @@ class _Passes:
     def _gradients(self, batch: Any, formats: dict[str, torch.dtype], scale: float | None) -> _Gradients:
         with self._draws:
             with ExitStack() as regions:
+                if formats and self._policy.names_modules:
+                    regions.enter_context(Applied(self._model, self._policy, opens=False))
                 for device, dtype in formats.items():
-                    regions.enter_context(autocast(device, dtype, enabled=dtype != torch.float32))
+                    regions.enter_context(region_in(self._policy, device, dtype))
                 loss = self._loss_fn(self._model, batch)
             _check_loss(loss)
             self._loss_is_finite = bool(loss.detach().isfinite().all())
@@ -249,7 +253,7 @@ class _Passes:
             notes.append(
                 "The weights are held in a narrow format: compared is with the same weights cast to FP32."
             )
-        elif all(dtype == torch.float32 for dtype in self._formats.values()):
+        elif self._policy.is_plain and all(dtype == torch.float32 for dtype in self._formats.values()):
             notes.append("The policy computes in FP32 here, so both sides are FP32.")
         return " ".join(notes) or None
 

@@ -21,6 +21,7 @@ from narrowcast.attach import Attachment, FileWatch, Script, Watcher, run_attach
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
 from narrowcast.observe import RUN, CaptureWriter, LiveTensorBytes, start_event
 from narrowcast.scaling import Dynamic, LossScale, parse
+from narrowcast.verify._explain_probe import ExplainProbe
 from narrowcast.verify._probes import GradientProbe, MemoryProbe, OutputProbe, write_result
 from narrowcast.verify._profile_probe import ProfileProbe
 
@@ -28,6 +29,7 @@ FILES = "files.jsonl"
 SETTINGS = "narrowcast-run.json"
 _PR_SET_PDEATHSIG = 1
 TIMED, MEMORY, GRADIENTS, OUTPUTS, PROFILE = "timed", "memory", "gradients", "outputs", "profile"
+EXPLAIN = "explain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class RunSettings:
     """How one run of a comparison is made.
 
     Attributes:
-        purpose: ``TIMED``, ``MEMORY``, ``GRADIENTS``, ``OUTPUTS`` or ``PROFILE``.
+        purpose: ``TIMED``, ``MEMORY``, ``GRADIENTS``, ``OUTPUTS``, ``PROFILE`` or ``EXPLAIN``.
         policy: what it runs in.
         loss_scale: in a command line's words; None: as ``run`` decides.
         seed: before the script starts.
@@ -48,6 +50,7 @@ class RunSettings:
         reference: folder of the reference of such a run.
         at_step: optimizer steps before such a run holds updates back.
         start_scale: loss scale with which such a run begins; None: as ``loss_scale`` says.
+        watched_steps: how many steps are watched to explain them.
     """
 
     purpose: str
@@ -63,6 +66,7 @@ class RunSettings:
     reference: str | None = None
     at_step: int = 0
     start_scale: float | None = None
+    watched_steps: int = 0
 
     def write(self) -> Path:
         """Write them into their folder; returns the file."""
@@ -96,7 +100,7 @@ def main(words: Sequence[str]) -> int:
         start_event(found.argv, settings.policy, loss_scale=settings.loss_scale, rank=0, seed=settings.seed)
     )
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
-    watcher, at_end = _watching(settings, folder)
+    watcher, at_end = _watching(settings, folder, found.argv)
     attachment = Attachment(
         settings.policy,
         _loss_scale(settings),
@@ -138,7 +142,9 @@ def _tensor_bytes(live: LiveTensorBytes, probe: MemoryProbe) -> dict[str, Any]:
     return {"peak_tensor_bytes": peak, "reason": reason}
 
 
-def _watching(settings: RunSettings, folder: Path) -> tuple[Watcher | None, Callable[[], None]]:
+def _watching(
+    settings: RunSettings, folder: Path, argv: Sequence[str]
+) -> tuple[Watcher | None, Callable[[], None]]:
     """Who looks on, and what is left to do when the script has ended."""
     if settings.purpose == MEMORY:
         live, memory_probe = LiveTensorBytes(), MemoryProbe()
@@ -147,6 +153,9 @@ def _watching(settings: RunSettings, folder: Path) -> tuple[Watcher | None, Call
     if settings.purpose == PROFILE:
         profiled = ProfileProbe(folder)
         return profiled, profiled.finish
+    if settings.purpose == EXPLAIN:
+        explaining = ExplainProbe(folder, settings.policy, argv, settings.watched_steps)
+        return explaining, explaining.finish
     if settings.purpose == GRADIENTS:
         assert settings.role is not None
         assert settings.reference is not None

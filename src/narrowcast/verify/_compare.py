@@ -33,6 +33,7 @@ from narrowcast.observe import (
     read_comparison,
     start_event,
 )
+from narrowcast.policy import as_policy
 from narrowcast.verify._certificate import CANNOT_TELL, FAIL
 from narrowcast.verify._certify_script import certify_script, no_certificate
 from narrowcast.verify._child import MEMORY, OUTPUTS, SETTINGS, TIMED, RunSettings
@@ -81,9 +82,10 @@ class ComparisonSettings:
 
 def stays_in_fp32(policy: str) -> str | None:
     """Why ``policy`` would change nothing on this machine, so that there is nothing to compare; else None."""
-    if policy == "fp32":
+    wanted = as_policy(policy)
+    if wanted.compute == "fp32" and wanted.is_plain:
         return "the policy is fp32"
-    if policy != "auto" or torch.cuda.is_available():
+    if wanted.compute != "auto" or not wanted.is_plain or torch.cuda.is_available():
         return None
     choice = best_format("cpu")
     return choice.because if choice.format == "fp32" else None

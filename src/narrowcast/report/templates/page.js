@@ -72,6 +72,19 @@
     });
   }
 
+  for (const find of document.querySelectorAll(".find-rows")) {
+    const groups = [...document.getElementById(find.getAttribute("aria-controls")).querySelectorAll("tbody")];
+    find.addEventListener("input", () => {
+      const wanted = find.value.toLowerCase();
+      for (const group of groups) {
+        const [head, ...rows] = group.rows;
+        const all = head.textContent.toLowerCase().includes(wanted);
+        for (const row of rows) row.hidden = !all && !row.textContent.toLowerCase().includes(wanted);
+        group.hidden = rows.every((row) => row.hidden);
+      }
+    });
+  }
+
   if (plots.length) {
     draw();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());

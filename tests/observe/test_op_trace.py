@@ -1,0 +1,394 @@
+"""What is told of each operator, against formats and casts seen without us, and bytes counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import narrowcast as nc
+from narrowcast.observe import OpTrace, together, trace_events
+from narrowcast.observe._op_trace_events import odd_sizes
+from narrowcast.policy import as_policy
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.softmax(self.up(self.norm(x)), -1))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Casts(TorchDispatchMode):
+    """The outside oracle: each cast between floating formats that torch makes, with the bytes moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point():
+            source = args[0]
+            if source.dtype != result.dtype:
+                self.seen.append(source.numel() * (source.itemsize + result.itemsize))
+        return result
+
+
+def watched(policy, compute, *models):
+    """The events of what ``compute`` does in a region of ``policy``."""
+    policy = as_policy(policy)
+    with OpTrace(policy) as trace:
+        for model in models:
+            trace.paths.meet(model)
+        with nc.autocast("cpu", policy=policy):
+            result = compute()
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.float().sum().backward()
+    return trace_events(together([trace.take()]), trace.unreached(), {"steps": 1})
+
+
+def sites(events, **wanted):
+    return [
+        event
+        for event in events
+        if event["event"] == "site" and all(event[name] == value for name, value in wanted.items())
+    ]
+
+
+def only(events, **wanted):
+    (found,) = sites(events, **wanted)
+    return found
+
+
+def of(events, kind):
+    return [event for event in events if event["event"] == kind]
+
+
+def plain(policy, rules=()):
+    return as_policy(policy).with_rules(*rules)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
+def test_formats_are_those_that_modules_hand_on_without_us(policy):
+    model, x = Net(), torch.randn(3, 16)
+    formats, names = {}, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    hooks = [
+        module.register_forward_hook(
+            lambda _m, given, out, path=path: formats.update({path: (given[0].dtype, out.dtype)})
+        )
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.LayerNorm)
+    ]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(policy)
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        expected = model(x)
+    for hook in hooks:
+        hook.remove()
+    results = []
+    events = watched(policy, lambda: results.append(model(x)) or results[0], model)
+    assert torch.equal(results[0], expected)
+    assert results[0].dtype == expected.dtype
+    for path, (given, out) in formats.items():
+        found = [site for site in sites(events, path=path, phase="forward") if site["kind"] != "view"]
+        assert len(found) == 1, path
+        assert names[given] in found[0]["inputs"]
+        assert found[0]["outputs"] == [names[out]]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "safe"])
+def test_casts_and_their_bytes_are_those_without_us(policy):
+    """Also under rules, whose casts of weights are kept for the next use as without a watch."""
+    model, x = Net(), torch.randn(3, 16)
+    policy = replace(as_policy("safe"), compute="bf16") if policy == "safe" else as_policy(policy)
+
+    def twice():
+        return model(x) + model(x)
+
+    with Casts() as casts:
+        with nc.autocast("cpu", policy=policy):
+            out = twice()
+        out.float().sum().backward()
+    model.zero_grad()
+    events = watched(policy, twice, model)
+    (totals,) = of(events, "watched")
+    assert (totals["casts"], totals["cast_bytes"]) == (len(casts.seen), sum(casts.seen))
+    assert sum(site["casts"] for site in sites(events)) == totals["casts"]
+    assert sum(site["cast_bytes"] for site in sites(events)) == totals["cast_bytes"]
+
+
+def test_the_cast_of_a_weight_under_a_rule_is_made_once_in_a_region():
+    layer, x = nn.Linear(16, 16, bias=False), torch.randn(3, 16)
+    policy = plain("bf16", [nc.rule.op("linear", compute="fp16")])
+    events = watched(policy, lambda: layer(x) + layer(x), layer)
+    site = only(events, op="linear")
+    assert (site["calls"], site["wanted_casts"], site["casts"]) == (2, 4, 3)
+    assert site["cast_bytes"] == 16 * 16 * 6 + 2 * x.numel() * 6
+    assert site["rule"] == "linear: fp16"
+
+
+def test_backward_belongs_to_the_modules_that_were_called():
+    model, x = Net(), torch.randn(3, 16)
+    events = watched("bf16", lambda: model(x), model)
+    products = {site["path"]: site["calls"] for site in sites(events, phase="backward", op="mm")}
+    # The gradients of weight and input of each layer.
+    assert products == {"blocks.0.up": 2, "blocks.0.down": 2, "blocks.1.up": 2, "blocks.1.down": 2, "head": 2}
+    assert only(events, phase="backward", path="blocks.1.norm", op="native_layer_norm_backward")
+    assert not sites(events, phase="backward", path="blocks.1", op="native_layer_norm_backward")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_recomputed_is_forward_again(reentrant):
+    block, x = Block(), torch.randn(3, 16, requires_grad=True)
+    events = watched("bf16", lambda: checkpoint(block, x, use_reentrant=reentrant), block)
+    assert only(events, path="up", op="linear", phase="forward")["calls"] == 2
+
+
+def test_a_composite_is_one_row_unless_something_inside_is_decided():
+    x = torch.randn(3, 4, 4)
+    events = watched("bf16", lambda: torch.einsum("abc,acd->abd", x, x))
+    product = only(events, kind="product")
+    assert (product["op"], product["within"], product["computes"]) == ("bmm", ["einsum"], "bf16")
+    dropout = watched("bf16", lambda: nn.functional.dropout(x, 0.5))
+    assert [site["op"] for site in sites(dropout) if site["kind"] == "other"] == ["dropout"]
+
+
+def test_paths_are_those_of_the_model_inside_wrappers():
+    model, x = Net(), torch.randn(3, 16)
+    wrapped = nn.DataParallel(model)
+    events = watched("bf16", lambda: wrapped(x), wrapped)
+    assert {site["path"] for site in sites(events, op="linear")} == {
+        "blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head",
+    }  # fmt: skip
+    assert {site["root"] for site in sites(events, op="linear")} == {"Net"}
+
+
+def test_two_models_are_told_apart_and_two_of_one_class_too():
+    first, second, other = nn.Linear(4, 4), nn.Linear(4, 4), Block(4)
+    events = watched("bf16", lambda: other(second(first(torch.randn(2, 4)))), first, second, other)
+    assert {site["root"] for site in sites(events, op="linear")} == {"Linear", "Linear-2", "Block"}
+
+
+def test_casts_by_a_rule_for_a_module_are_in_the_module():
+    model, x = Net(), torch.randn(3, 16)
+    policy = plain("bf16", [nc.rule.module("blocks.*.norm", compute="fp32", output="bf16")])
+    with OpTrace(policy) as trace, nc.apply(model, policy):
+        trace.paths.meet(model)
+        model(x)
+    events = trace_events(trace.take(), trace.unreached(), {})
+    made = only(events, path="blocks.1.norm", kind="cast")
+    assert (made["inputs"], made["outputs"]) == (["fp32"], ["bf16"])
+    assert not of(events, "unreached")
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_the_casts_at_the_border_of_a_module_are_told_by_its_rule(root):
+    """Also of the model itself, whose region has ended when what it returns is cast."""
+    layer = nn.Linear(16, 16)
+    model = layer if root else nn.Sequential(layer)
+    rule = nc.rule.module("" if root else "0", compute="fp16", output="fp32")
+    policy, x = plain("bf16", [rule]), torch.randn(3, 16)
+    with OpTrace(policy) as trace:
+        trace.paths.meet(model)
+        with nc.apply(model, policy):
+            model(x)
+        asked = x.bfloat16()  # by nobody's rule
+    events = trace_events(trace.take(), trace.unreached(), {})
+    borders = [site for site in sites(events, kind="cast") if site["rule"] == str(rule)]
+    assert [(site["inputs"], site["outputs"]) for site in borders] == [
+        (["fp32"], ["fp16"]),
+        (["fp16"], ["fp32"]),
+    ]
+    assert all(site["because"].startswith("a rule for the module casts") for site in borders)
+    assert only(events, outputs=["bf16"])["rule"] is None
+    assert asked.dtype == torch.bfloat16
+
+
+def test_an_operator_of_a_promote_rule_is_one_row_with_its_decision():
+    x = torch.randn(3, 16)
+    policy = plain("bf16", [nc.rule.op("add", compute="promote")])
+    events = watched(policy, lambda: x + x.bfloat16())
+    site = only(events, op="add.Tensor")
+    assert (site["rule"], site["kind"], site["inputs"]) == ("add: promote", "other", ["fp32", "bf16"])
+    assert (site["computes"], site["calls"], site["casts"]) == ("fp32", 1, 1)
+
+
+def test_marks_of_the_profiler_are_no_operators():
+    x = torch.randn(3, 16)
+
+    def marked():
+        with torch.profiler.record_function("mark"):
+            return x + x
+
+    assert {site["op"] for site in sites(watched("bf16", marked))} == {"add.Tensor"}
+
+
+def test_round_trips_are_casts_with_nothing_between():
+    x = torch.randn(8, 8)
+
+    def there_and_back():
+        lost = x.bfloat16().t().float()  # a view is nothing
+        kept = (x.bfloat16() * 2).float()
+        narrow = x.bfloat16()
+        narrow.add_(1)
+        written = narrow.float()
+        return lost + kept + written
+
+    events = watched("bf16", there_and_back)
+    trips = of(events, "round trip")
+    assert [(trip["formats"], trip["count"]) for trip in trips] == [(["fp32", "bf16", "fp32"], 1)]
+    assert trips[0]["moved_bytes"] == 2 * 64 * 6
+
+
+def test_an_exception_inside_leaves_no_hook_and_the_paths_are_right_after_it():
+    class Stops(nn.Module):
+        def forward(self, x):
+            raise ValueError("stop")
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stops, self.last = Stops(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with pytest.raises(ValueError, match="stop"):
+                self.stops(x)
+            return self.last(x.relu())
+
+    model = Catches()
+    events = watched("bf16", lambda: model(torch.randn(2, 4)), model)
+    assert only(events, op="relu")["path"] == ""
+    assert only(events, op="linear")["path"] == "last"
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (
+            nc.rule.op("mm", compute="fp16"),
+            "mm runs only inside linear, which is decided about as a whole: a rule for linear reaches it",
+        ),
+        (nc.rule.op("conv2d", compute="fp32"), "conv2d was not called"),
+        (nc.rule.module("no.*", compute="fp32"), "no module that was called is one that it names"),
+        (
+            nc.rule.module("haed", compute="fp32"),
+            'no module that was called is one that it names (did you mean "head"?)',
+        ),
+        (
+            nc.rule.module("head", op="softmax", compute="fp32"),
+            "softmax was called, but not in the modules that it names",
+        ),
+        (nc.rule.op("softmax.int", compute="bf16"), None),
+    ],
+)
+def test_rules_that_no_call_reached_and_why(rule, reason):
+    policy, model = plain("bf16", [rule]), Net()
+    region = plain("bf16", [] if rule.is_for_modules else [rule])
+    with OpTrace(policy) as trace:
+        trace.paths.meet(model)
+        with nc.autocast("cpu", policy=region):
+            model(torch.randn(3, 16))
+    assert [found["reason"] for found in trace.unreached()] == ([] if reason is None else [reason])
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "multiple", "odd"),
+    [
+        ("matmul", (8, 16, 24), 8, []),
+        ("matmul", (8, 16, 24), 16, ["M = 8", "K = 24"]),
+        ("matmul", (7, 16, 9), 8, ["M = 7", "K = 9"]),
+        ("batched matmul", (3, 8, 10, 8), 8, ["N = 10"]),
+        ("convolution", (4, 3, 32, 32, 64, 3, 3, 3), 8, ["channels in = 3"]),
+        ("convolution", (4, 16, 31, 64, 16, 3), 8, []),
+        ("attention", (2, 4, 128, 60, 2, 4, 128, 60), 8, ["size of a head = 60"]),
+        ("recurrent layer", (5, 2, 12), 8, ["input size = 12"]),
+        ("matmul", (), 8, []),
+    ],
+)
+def test_sizes_that_are_no_multiple(kind, shape, multiple, odd):
+    assert odd_sizes(kind, shape, multiple) == odd
+
+
+def test_odd_sizes_of_narrow_products_alone_are_told():
+    model, x = nn.Linear(16, 10), torch.randn(8, 16)
+    shapes = of(watched("bf16", lambda: model(x), model), "odd shape")
+    assert shapes
+    assert shapes[0]["path"] == ""
+    assert {tuple(shape["sizes"]) for shape in shapes} == {("N = 10",), ("M = 10",)}
+    assert not of(watched("fp32", lambda: model(x), model), "odd shape")
+
+
+def test_outside_of_a_region_only_what_ran_is_told():
+    model, x = nn.Linear(16, 8), torch.randn(8, 16)
+    with OpTrace(as_policy("bf16")) as trace:
+        trace.paths.meet(model)
+        model(x)
+    events = trace_events(trace.take(), [], {})
+    site = only(events, kind="product")
+    assert (site["op"], site["listed"], site["because"]) == ("addmm", False, "outside of every region")
+
+
+def test_parts_are_put_together_and_only_new_sites_of_another_are_added():
+    model, x = Net(), torch.randn(3, 16)
+    with OpTrace(as_policy("bf16")) as trace:
+        trace.paths.meet(model)
+        parts = []
+        for call in (lambda: model(x), lambda: model.head(x), lambda: model.head(x)):
+            with nc.autocast("cpu", policy="bf16"):
+                call()
+            parts.append(trace.take())
+    first, *others = parts
+    alone = trace_events(together(others), [], {})
+    assert only(alone, op="linear")["calls"] == 2
+    both = trace_events(together(others, also=first), [], {})
+    calls = {(site["path"], *site["inputs"]): site["calls"] for site in sites(both, op="linear")}
+    assert calls["head", "fp32"] == 2
+    assert calls["blocks.0.up", "fp32"] == 1
+
+
+def test_a_chain_of_casts_to_other_formats_is_no_round_trip():
+    x = torch.randn(8, 8)
+    events = watched("bf16", lambda: x.bfloat16().half())
+    assert not of(events, "round trip")
+    assert of(events, "watched")[0]["casts"] == 2
+
+
+def test_what_runs_before_an_operator_is_not_counted_with_it():
+    """A factory has no input that autocast could see."""
+    layer = nn.Linear(16, 8)
+    events = watched("bf16", lambda: layer(torch.zeros(8, 16)), layer)
+    assert only(events, op="zeros")["because"] == "it has no input to cast"
+
+
+def test_a_backward_inside_a_forward_is_backward():
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.autograd.grad(self.layer(x).float().sum(), x)[0]
+
+    model = Penalised()
+    events = watched("bf16", lambda: model(torch.randn(4, 8, requires_grad=True)), model)
+    assert only(events, op="mm")["phase"] == "backward"
+    assert only(events, op="mm")["path"] == "layer"

@@ -1,0 +1,167 @@
+"""What narrowcast explain says, to the letter, from captures made by hand."""
+
+import json
+
+import made_captures
+import pytest
+
+from narrowcast.errors import CaptureError
+from narrowcast.observe import explained, read_explanation
+from narrowcast.report import explain_text, write_page
+
+TEXT = """\
+train.py --epochs 3: bf16 on cuda, by the policy bf16
+Casts: 48 of 400 operations a step (12 %), 4.0 MiB of 32 MiB read and written
+  (12 %), 12 % of the time.
+Products: 50 % of the time, of which 98 % in a format narrower than fp32.
+
+module, operator        calls  in        as    out       by          casts time
+emb
+  embedding                 1  fp32            fp32      unlisted        -    2
+blocks.0.norm
+  layer_norm                1  fp32      fp32  fp32      table       600 B    2
+blocks.*.qkv  x 3
+  linear                    3  fp32      bf16  bf16      table     439 KiB   30
+blocks.*  x 3
+  softmax.int               3  bf16      fp16  fp16      rule 1          -    6
+  einsum > bmm              3  fp16      bf16  bf16      table     6.0 KiB    6
+blocks.{1-2}.norm  x 2
+  layer_norm                2  fp32+bf16 fp32  fp32      table     1.2 KiB    4
+outside of modules
+  _log_softmax              1  fp32            fp32      -               -    2
+backward
+  mm                        1  bf16            bf16      -               -   20
+optimizer
+  addcdiv_                  1  fp32            fp32      -               -    2
+
+rule 1: softmax: fp16
+
+Cast there and back again, a step
+  fp32 > bf16 > fp32: softmax.int in blocks.0, then _to_copy in the backward of
+    head: 2 times, 4.0 KiB
+
+Sizes that are no multiple of what tensor cores take: 10 % of the product time
+   10 %  matmul 128 x 50 x 64 in head: N = 50, not a multiple of 8
+
+Rules that no call reached
+  mm: fp16: mm runs only inside linear, which is decided about as a whole: a
+    rule for linear reaches it
+  their operator was not called: conv2d: fp32
+"""
+
+
+def found_in(folder, events):
+    made_captures.explained_run(folder, events)
+    return explained(read_explanation(folder / "explain.jsonl"))
+
+
+def test_the_table_to_the_letter(tmp_path):
+    text = explain_text(found_in(tmp_path, made_captures.explained_events()))
+    body, _, last = text.rpartition("\n\n")
+    assert f"{body}\n" == TEXT
+    assert last.startswith("Of a step, from 2 steps that were watched. in, out: ")
+    assert max(map(len, text.splitlines())) <= 79
+
+
+def test_every_site_is_shown_where_asked(tmp_path):
+    found = found_in(tmp_path, made_captures.explained_events(blocks=40))
+    lines = explain_text(found, every=True).splitlines()
+    assert sum(line.startswith("  ") and " view " in line for line in lines) == 40
+    assert "blocks.31.qkv" in lines
+    assert "backward of head" in lines
+    assert "blocks.*.qkv  x 40" in explain_text(found)
+
+
+def test_rows_that_took_the_least_are_left_out_of_a_long_table(tmp_path):
+    sites = [
+        made_captures.site(f"part_{name}", f"op_{number}", "fp32", None, "fp32", duration_s=number / 1e3)
+        for number, name in enumerate("abcdefghijklmnopqrstuvwxyz" * 3)
+    ]
+    events = made_captures.explained_events()
+    text = explain_text(found_in(tmp_path, [events[0], *sites, events[-1]]))
+    assert "op_77" in text
+    assert "op_17 " not in text
+    assert "and 18 more that took less time: --all" in text
+
+
+def test_json_has_every_site_and_shares_that_add_up(tmp_path):
+    found = found_in(tmp_path, made_captures.explained_events())
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert len(found["sites"]) == 19
+    linear = next(one for one in found["sites"] if one["op"] == "linear")
+    assert (linear["calls"], linear["casts"], linear["cast_bytes"]) == (1, 3, 150_000)
+    assert linear["time_share"] == pytest.approx(0.1)
+    assert found["totals"]["cast_share_of_ops"] == pytest.approx(0.12)
+    assert found["totals"]["narrow_share_of_product_time"] == pytest.approx(0.98)
+    assert found["odd_shapes"][0]["product_time_share"] == pytest.approx(0.1)
+    assert found["reasons"] == {}
+
+
+def test_each_number_that_is_missing_has_its_reason(tmp_path):
+    nothing = dict.fromkeys(("ops", "casts", "moved_bytes", "cast_bytes"), 0)
+    nothing |= dict.fromkeys(("duration_s", "cast_s", "product_s", "narrow_product_s"), 0.0)
+    found = found_in(tmp_path, made_captures.explained_events(**nothing))
+    missing = {f"totals.{name}" for name, value in found["totals"].items() if value is None}
+    missing |= {"sites[].time_share", "odd_shapes[].product_time_share"}
+    assert set(found["reasons"]) == missing
+    text = explain_text(found)
+    assert "Products: none that took time in 2 steps that were watched." in text
+
+
+def test_a_capture_of_something_else_or_cut_short_is_refused(tmp_path):
+    made_captures.one_run(tmp_path)
+    with pytest.raises(CaptureError, match="is no capture of what ran in which format"):
+        read_explanation(tmp_path / "capture.jsonl")
+    made_captures.explained_run(tmp_path, made_captures.explained_events()[:-1])
+    with pytest.raises(CaptureError, match="was cut short: run narrowcast explain again"):
+        read_explanation(tmp_path / "explain.jsonl")
+
+
+def test_a_page_has_the_panel_and_says_where_it_cannot(tmp_path):
+    page = write_page(made_captures.explained_run(tmp_path)).read_text()
+    assert "narrowcast explain train.py --epochs 3" in page
+    assert "plot-loss" not in page.partition("<script>")[0], "losses of slowed steps say nothing"
+    for words in ("What ran in which format", "einsum &gt; bmm", "rule 1", "blocks.*.qkv", "N = 50"):
+        assert words in page
+    for words in ("How to read this", "When not to trust this"):
+        assert words not in page, "it is about comparisons"
+    (tmp_path / "explain.jsonl").write_text("{}")
+    assert "does not begin with a start event" in write_page(tmp_path).read_text()
+
+
+def test_a_comparison_has_the_panel_where_its_folder_was_explained(tmp_path):
+    folder = made_captures.trained(tmp_path, steps=5)
+    assert 'id="formats"' not in write_page(folder).read_text()
+    made_captures.write_lines(folder / "explain.jsonl", *made_captures.explained_events())
+    assert 'id="formats"' in write_page(folder).read_text()
+
+
+def test_nothing_of_a_hostile_capture_reaches_a_terminal_or_a_page_as_it_is(tmp_path):
+    folder = made_captures.hostile_explanation(tmp_path)
+    text = explain_text(explained(read_explanation(folder / "explain.jsonl")))
+    assert not {"\x1b", "\x00", "\u202e"} & set(text)
+    page = write_page(folder).read_text()
+    assert made_captures.BREAKS_OUT not in page
+    assert made_captures.IMAGE not in page
+
+
+VALUES = (None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, "nan", "", [], {})
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_field_of_another_value_is_refused_or_shown(tmp_path, value):
+    events = made_captures.explained_events(blocks=1)
+    for kind in dict.fromkeys(event["event"] for event in events):
+        example = next(event for event in events if event["event"] == kind)
+        for field in example:
+            if field in ("event", "schema") or (kind, field) == ("start", "kind"):
+                continue
+            changed = [event | {field: value} if event["event"] == kind else event for event in events]
+            try:
+                found = found_in(tmp_path, changed)
+            except CaptureError:
+                continue
+            json.dumps(found, allow_nan=False)
+            for every in (False, True):
+                assert max(map(len, explain_text(found, every=every).splitlines())) <= 79
+            write_page(tmp_path)

@@ -1,0 +1,170 @@
+"""Lock files: the same decisions give the same text, other ones a readable difference."""
+
+import re
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import made_captures
+import pytest
+
+from narrowcast.errors import LockError
+from narrowcast.observe import explained, read_explanation
+from narrowcast.report import (
+    check_text,
+    decided_sites,
+    differences,
+    differences_text,
+    facts_changed,
+    lock_of,
+    policies_text,
+    read_lock,
+    write_lock,
+)
+
+SITE = made_captures.site
+
+
+def found_of(tmp_path, sites, **changed):
+    events = made_captures.explained_events(**changed)
+    made_captures.explained_run(tmp_path, [events[0], *sites, events[-1]])
+    return explained(read_explanation(tmp_path / "explain.jsonl"))
+
+
+def lock_from(tmp_path, sites, **changed):
+    return lock_of(found_of(tmp_path, sites, **changed))
+
+
+SITES = [
+    SITE("blocks.0.norm", "layer_norm", "fp32", None, "fp32"),
+    SITE("blocks.0", "bmm", "fp32+bf16", "bf16", "bf16", within=["einsum"]),
+    SITE("blocks.0", "bmm", "bf16", "bf16", "bf16", within=["einsum"], calls=3),
+    SITE('odd "name"\\', "softmax.int", "bf16", "fp16", "fp16", rule='modules "odd": fp16'),
+    SITE("blocks.0", "view", "bf16", None, "bf16", kind="view"),
+    SITE(None, "_to_copy", "bf16", None, "fp32", phase="outside", because="outside of every region"),
+    SITE("blocks.0", "mm", "bf16", None, "bf16", phase="backward", because="backward: as the forward"),
+]
+TEXT = """\
+# What ran in which format: narrowcast explain --lock wrote it, --check compares.
+version = 1
+policy = "bf16"
+torch = "2.13.0"
+device = "cuda: Some GPU"
+format = "bf16"
+sites = [
+  {module = "blocks.0.norm", op = "layer_norm", ordinal = 1, in = "fp32", as = "", out = "fp32", by = "unlisted", calls = 1},
+  {module = "blocks.0", op = "einsum > bmm", ordinal = 1, in = "fp32+bf16", as = "bf16", out = "bf16", by = "table", calls = 1},
+  {module = "blocks.0", op = "einsum > bmm", ordinal = 2, in = "bf16", as = "bf16", out = "bf16", by = "table", calls = 1.5},
+  {module = "odd \\"name\\"\\\\", op = "softmax.int", ordinal = 1, in = "bf16", as = "fp16", out = "fp16", by = "modules \\"odd\\": fp16", calls = 1},
+]
+"""  # noqa: E501
+
+
+def test_the_file_to_the_letter_and_back(tmp_path):
+    lock = lock_from(tmp_path, SITES)
+    path = tmp_path / "policy.lock"
+    write_lock(lock, path)
+    assert path.read_text() == TEXT
+    assert read_lock(path) == lock
+    assert tomllib.loads(TEXT)["sites"][3]["module"] == 'odd "name"\\'
+    assert not list(tmp_path.glob(".policy*"))
+
+
+def test_each_field_of_a_decision_is_a_difference(tmp_path):
+    (site, *_) = decided = decided_sites(found_of(tmp_path, SITES))
+    assert differences(decided, decided) == []
+    for field in fields(site):
+        value = site.calls + 1 if field.name == "calls" else "other"
+        changed = [replace(site, **{field.name: value}), *decided[1:]]
+        assert differences(decided, changed), field.name
+
+
+def test_differences_to_the_letter(tmp_path):
+    layers = [SITE(f"blocks.{n}.norm", "layer_norm", "fp32", None, "fp32") for n in range(3)]
+    ruled = [
+        one | {"computes": "fp32", "outputs": ["bf16"], "rule": "layer_norm: fp32, handed on in lower"}
+        for one in layers
+    ]
+    new = SITE("head.extra", "linear", "fp32", "bf16", "bf16", calls=4)
+    before, after = found_of(tmp_path, layers), found_of(tmp_path, [*ruled, new])
+    found = differences(decided_sites(before), decided_sites(after))
+    assert differences_text(found, "bf16", "safe") == (
+        "  blocks.*.norm  x 3: layer_norm\n"
+        "    bf16  fp32 -> fp32, unlisted\n"
+        "    safe  fp32 as fp32 -> bf16, by layer_norm: fp32, handed on in lower\n"
+        "  head.extra: linear\n"
+        "    bf16  not called\n"
+        "    safe  fp32 as bf16 -> bf16, by table, 2 calls"
+    )
+    assert differences_text(found, "bf16", "safe", every=True).count("layer_norm\n") == 3
+    assert [one.to_dict()["module"] for one in found] == [f"blocks.{n}.norm" for n in range(3)] + [
+        "head.extra"
+    ]
+    text = policies_text(before, after, found)
+    assert text.startswith("train.py --epochs 3: the policies bf16 and bf16 differ about 4 operators")
+    assert max(map(len, text.splitlines())) <= 79
+    assert "decide the same about every\n" in policies_text(before, before, [])
+
+
+def test_what_changed_around_equal_decisions_is_said(tmp_path):
+    before = lock_from(tmp_path, SITES)
+    after = replace(before, torch="2.14.0", device="cpu")
+    assert facts_changed(before, after) == ["torch 2.13.0 is now 2.14.0", "device cuda: Some GPU is now cpu"]
+    text = " ".join(check_text(before, after, [], "policy.lock", every=False).split())
+    assert text == (
+        "policy.lock: all 4 decisions are as they were (torch 2.13.0 is now 2.14.0; device cuda: Some GPU is "
+        "now cpu)."
+    )
+    found = differences(before.sites, before.sites[:-1])
+    text = check_text(before, before, found, "policy.lock", every=False)
+    assert text.startswith("policy.lock: 1 decision differs.\n\n  odd")
+    assert text.endswith("If this is meant: write the lock anew with narrowcast explain --lock.")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "is no lock file: "),
+        ("", "is no lock file: expected version, policy, torch, device, format and sites; write it anew"),
+        ("version = 2", "is of version 2, and this narrowcast reads up to 1: update narrowcast, or write it"),
+        (TEXT.replace('torch = "2.13.0"', "torch = 2.13"), "expected version, policy, torch"),
+        (TEXT.replace("version = 1", "version = 'x'"), "expected version, policy, torch"),
+        (TEXT.replace("ordinal = 1", "place = 1"), "has a site with a wrong or missing 'ordinal'"),
+        (TEXT.replace("calls = 1.5", "calls = '1'"), "has a site with a wrong or missing 'calls'"),
+        (TEXT.replace("sites = [", "sites = [1,"), "expected version, policy, torch"),
+    ],
+    ids=range(8),
+)
+def test_what_is_no_lock_file_is_one_clear_error(tmp_path, text, said):
+    path = tmp_path / "policy.lock"
+    path.write_text(text)
+    with pytest.raises(LockError, match=re.escape(said)):
+        read_lock(path)
+
+
+def test_a_file_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(LockError, match=r"cannot read the lock file .*absent.lock: No such file"):
+        read_lock(tmp_path / "absent.lock")
+    with pytest.raises(LockError, match=r"cannot write the lock file .*: No such file"):
+        write_lock(lock_from(tmp_path, SITES), tmp_path / "no folder" / "policy.lock")
+
+
+@pytest.mark.parametrize(
+    ("asked", "written"),
+    [
+        ("bf16", "bf16"),
+        ("rules.toml", "../rules.toml"),
+        ("locks/rules.toml", "rules.toml"),
+        ("./locks/rules", "./rules"),
+    ],
+)
+def test_a_policy_file_is_written_as_seen_from_the_lock(tmp_path, monkeypatch, asked, written):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "locks").mkdir()
+    lock = lock_from(tmp_path, SITES)
+    write_lock(replace(lock, policy=asked), Path("locks/policy.lock"))
+    path = tmp_path / "locks" / "policy.lock"
+    assert tomllib.loads(path.read_text())["policy"] == written
+    assert read_lock(path).policy == asked.removeprefix("./")
+    monkeypatch.chdir(tmp_path / "locks")
+    assert read_lock(Path("policy.lock")).policy == written
