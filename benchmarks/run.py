@@ -13,13 +13,27 @@ from pathlib import Path
 
 import torch
 
+from baked_inference import baked_inference
+from compiled_step import compiled_step
 from gradient_path import clipped_step, scaler_overhead, whole_step
+from linear_sizes import linear_sizes
 from narrowcast.machine import versions
 from overhead_of_run import overhead_of_run
 from region_entry import region_entry
+from rules import rules
 
 RESULTS = Path(__file__).parent / "results"
-BENCHMARKS = [overhead_of_run, region_entry, clipped_step, scaler_overhead, whole_step]
+BENCHMARKS = [
+    overhead_of_run,
+    region_entry,
+    rules,
+    baked_inference,
+    compiled_step,
+    clipped_step,
+    scaler_overhead,
+    whole_step,
+    linear_sizes,
+]
 
 
 def judged(row: dict[str, object]) -> tuple[str, bool]:
