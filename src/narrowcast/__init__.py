@@ -22,34 +22,40 @@ if TYPE_CHECKING:
         verify,
         weights,
     )
-    from narrowcast.casting import autocast, custom_bwd, custom_fwd
+    from narrowcast.casting import apply, autocast, bake, compile, custom_bwd, custom_fwd
     from narrowcast.errors import NarrowcastError
     from narrowcast.gradients import GradScaler, StepResult
-    from narrowcast.policy import Policy
+    from narrowcast.policy import Policy, rule
     from narrowcast.training import Stepper
-    from narrowcast.verify import Certificate, certify
+    from narrowcast.verify import Certificate, Explanation, certify, explain
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Certificate",
+    "Explanation",
     "GradScaler",
     "NarrowcastError",
     "Policy",
     "StepResult",
     "Stepper",
     "__version__",
+    "apply",
     "attach",
     "autocast",
+    "bake",
     "casting",
     "certify",
+    "compile",
     "custom_bwd",
     "custom_fwd",
+    "explain",
     "formats",
     "gradients",
     "machine",
     "observe",
     "policy",
+    "rule",
     "scaling",
     "training",
     "verify",
@@ -58,15 +64,21 @@ __all__ = [
 
 _HOME_OF = {
     "Certificate": "narrowcast.verify",
+    "Explanation": "narrowcast.verify",
     "GradScaler": "narrowcast.gradients",
     "NarrowcastError": "narrowcast.errors",
     "Policy": "narrowcast.policy",
     "StepResult": "narrowcast.gradients",
     "Stepper": "narrowcast.training",
+    "apply": "narrowcast.casting",
     "autocast": "narrowcast.casting",
+    "bake": "narrowcast.casting",
     "certify": "narrowcast.verify",
+    "compile": "narrowcast.casting",
     "custom_bwd": "narrowcast.casting",
     "custom_fwd": "narrowcast.casting",
+    "explain": "narrowcast.verify",
+    "rule": "narrowcast.policy",
 }
 _ROOMS = (
     "attach",
