@@ -132,6 +132,47 @@ def test_a_file_that_a_person_wrote(tmp_path, encode, newline):
     assert Policy.load(path) == as_policy(path) == as_policy(str(path)) == expected
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_base_alone_is_the_preset(tmp_path, name):
+    path = tmp_path / "policy.toml"
+    path.write_text(f'version = 1\nbase = "{name}"\n')
+    assert Policy.load(path) == as_policy(path) == Policy.preset(name)
+
+
+def test_the_rules_of_a_base_come_first(tmp_path):
+    """A rule for what the preset has a rule for replaces it; what else the file says replaces the fields."""
+    path = tmp_path / "policy.toml"
+    path.write_text(
+        'version = 1\nbase = "safe"\ncompute = "bf16"\n'
+        '[[rule]]\nop = "softmax"\ncompute = "fp16"\n'
+        '[[rule]]\nop = "layer_norm"\ncompute = "fp32"\n'
+    )
+    own = (rule.op("softmax", compute="fp16"), rule.op("layer_norm", compute="fp32"))
+    safe = Policy.preset("safe").rules
+    expected = Policy(compute="bf16", rules=(*(one for one in safe if one.op != "layer_norm"), *own))
+    found = Policy.load(path)
+    assert found == expected
+    assert found.rules[-2:] == own
+    found.save(path)
+    assert "base" not in path.read_text()
+    assert Policy.load(path) == expected
+
+
+def test_a_base_that_is_no_preset(tmp_path):
+    path = tmp_path / "policy.toml"
+    for name in ("saef", "float16", "other.toml"):
+        path.write_text(f'version = 1\nbase = "{name}"\n')
+        assert refusal(lambda: Policy.load(path)) == f"{path}: {refusal(lambda n=name: Policy.preset(n))}"
+    path.write_text('version = 1\nbase = "saef"\n')
+    assert "unknown policy 'saef'. Did you mean \"safe\"?" in refusal(lambda: Policy.load(path))
+    path.write_text("version = 1\nbase = 3\n")
+    assert refusal(lambda: Policy.load(path)).startswith(f"{path}: unknown policy 3. ")
+    path.write_text('version = 1\nbase = "O2"\ncompute = "fp32"\n')
+    assert refusal(lambda: Policy.load(path)) == (
+        f"{path}: master_weights is for weights in a low format: compute must not be 'fp32'"
+    )
+
+
 # ---- what cannot be read
 
 HEAD = 'version = 1\ncompute = "bf16"\n'
@@ -163,13 +204,13 @@ def refusal(make):
         ("{}", None),
         (
             HEAD + 'comptue = "fp16"',
-            ": unknown key 'comptue'. Did you mean \"compute\"? Known: compute, tables, master_weights, "
-            "low_weights, rule, version.",
+            ": unknown key 'comptue'. Did you mean \"compute\"? Known: base, compute, tables, "
+            "master_weights, low_weights, rule, version.",
         ),
         (
             HEAD + '[[rules]]\nop = "mm"',
-            ": unknown key 'rules'. Did you mean \"rule\"? Known: compute, tables, master_weights, "
-            "low_weights, rule, version.",
+            ": unknown key 'rules'. Did you mean \"rule\"? Known: base, compute, tables, "
+            "master_weights, low_weights, rule, version.",
         ),
         ('version = 1\ncompute = "bf61"', None),
         ('version = 1\ncompute = ["bf16"]', None),
@@ -345,3 +386,14 @@ def test_a_file_is_read_again_once_it_was_written(tmp_path):
     path.unlink()
     with pytest.raises(PolicyError, match="No such file"):
         as_policy(str(path))
+
+
+def test_a_file_of_the_same_size_and_time_is_read_again(tmp_path):
+    """As one that a version control, or an editor on a coarse clock, wrote."""
+    path = tmp_path / "policy.toml"
+    Policy(compute="bf16").save(path)
+    os.utime(path, ns=(0, 0))
+    assert as_policy(path) == Policy(compute="bf16")
+    Policy(compute="fp16").save(path)
+    os.utime(path, ns=(0, 0))
+    assert as_policy(path) == Policy(compute="fp16")

@@ -93,15 +93,13 @@ class Policy:
         """The policy in a TOML file that ``save`` or a person wrote.
 
         Raises:
-            PolicyError: no such file, no TOML, unknown keys, a newer version, or a policy that cannot hold.
+            PolicyError: no such file, no TOML, unknown keys, a base that is no preset, a newer version, or a
+                policy that cannot hold.
         """
         from narrowcast.policy import _toml
 
-        fields = _toml.read(_as_path(path))
-        try:
-            return cls(**fields)
-        except PolicyError as error:
-            raise PolicyError(f"{path}: {error}") from None
+        place = _as_path(path)
+        return _toml.parse(_toml.read(place), place)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a TOML file that ``load`` reads without loss; an older one at ``path`` is replaced whole.
@@ -237,20 +235,22 @@ def _named(name: str) -> Policy:
     return _by_name[name]
 
 
-_by_file: dict[str, tuple[tuple[int, int], Policy]] = {}
+_by_file: dict[str, tuple[bytes, Policy]] = {}
 
 
 def _in_file(path: str | os.PathLike[str]) -> Policy:
-    """One object for a file as long as it is not written, since a region may name it at each step."""
+    """One object for a file as long as it says the same, since a region may name it at each step.
+
+    What it says is compared, not when it was written: two versions may have one size and one time.
+    """
+    from narrowcast.policy import _toml
+
     place = os.path.abspath(path)
-    try:
-        status = os.stat(place)
-    except OSError:
-        return Policy.load(path)  # which says what is wrong
-    written = (status.st_mtime_ns, status.st_size)
-    if place not in _by_file or _by_file[place][0] != written:
-        _by_file[place] = (written, Policy.load(path))
-    return _by_file[place][1]
+    said = _toml.read(Path(path))
+    kept = _by_file.get(place)
+    if kept is None or kept[0] != said:
+        kept = _by_file[place] = (said, _toml.parse(said, Path(path)))
+    return kept[1]
 
 
 def with_fp32_weights(policy: Policy | str | os.PathLike[str]) -> Policy:

@@ -7,7 +7,9 @@
     op = "softmax"
     compute = "fp16"
 
-Every field of ``Policy`` and of ``Rule`` is a key of the same name; what is left out has its default.
+Every field of ``Policy`` and of ``Rule`` is a key of the same name; what is left out has its default, or with
+``base = "safe"`` what that preset has. The file's rules come after those of the preset, and replace what is
+for the same thing there. A file that ``save`` writes names no base: it says all of the policy.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import tomllib
 import uuid
 from contextlib import suppress
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +64,46 @@ def dumps(policy: Policy) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The fields of the ``Policy`` in the file at ``path``.
+def read(path: Path) -> bytes:
+    """What the file at ``path`` holds.
+
+    Raises:
+        PolicyError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"cannot read the policy {path}: {_reason(error)}{_neighbour(path)}") from error
+
+
+def parse(data: bytes, path: Path) -> Policy:
+    """The ``Policy`` that ``data`` says, the content of the file at ``path``.
 
     Raises:
         PolicyError: see ``Policy.load``.
     """
     try:
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"cannot read the policy {path}: {_reason(error)}{_neighbour(path)}") from error
-    try:
         found = tomllib.loads(data.decode("utf-8-sig"))  # some editors write a byte order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PolicyError(f"{path} is not TOML: {error}") from error
-    version = found.pop("version", None)
+    _check_version(found.pop("version", None), path)
+    rules = found.pop("rule", [])
+    known = [f.name for f in fields(Policy) if f.name != "rules"]
+    _check_keys(found, ["base", *known, "rule", "version"], str(path))
+    if "compute" not in found and "base" not in found:
+        raise PolicyError(f'{path} does not say what to compute in: write compute = "auto", or a format')
+    if not isinstance(rules, list) or not all(isinstance(one, dict) for one in rules):
+        raise PolicyError(f"{path}: expected each rule under a heading [[rule]]")
+    own = tuple(_rule(one, f"{path}, rule {n}") for n, one in enumerate(rules, 1))
+    try:
+        if "base" not in found:
+            return Policy(**found, rules=own)
+        return replace(Policy.preset(found.pop("base")), **found).with_rules(*own)
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from None
+
+
+def _check_version(version: Any, path: Path) -> None:
     if version is None:
         raise PolicyError(f'{path} does not say its version: write "version = {VERSION}" in its first line')
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
@@ -85,14 +112,6 @@ def read(path: Path) -> dict[str, Any]:
         raise PolicyError(
             f"{path} has version {version}, and this narrowcast reads up to {VERSION}: install a newer one"
         )
-    rules = found.pop("rule", [])
-    known = [f.name for f in fields(Policy) if f.name != "rules"]
-    _check_keys(found, [*known, "rule", "version"], str(path))
-    if "compute" not in found:
-        raise PolicyError(f'{path} does not say what to compute in: write compute = "auto", or a format')
-    if not isinstance(rules, list) or not all(isinstance(one, dict) for one in rules):
-        raise PolicyError(f"{path}: expected each rule under a heading [[rule]]")
-    return {**found, "rules": tuple(_rule(one, f"{path}, rule {n}") for n, one in enumerate(rules, 1))}
 
 
 def _rule(found: dict[str, Any], where: str) -> Rule:
