@@ -16,7 +16,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.casting import region_in
-from narrowcast.errors import PolicyError, UnsupportedError
+from narrowcast.errors import OrderError, PolicyError, UnsupportedError
 
 rule = nc.rule
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -520,3 +520,102 @@ def test_region_in_is_for_code_that_sees_to_modules_itself():
     policy = nc.Policy(compute="bf16").with_rules(rule.module("head", compute="fp32"))
     with region_in(policy, "cpu", BF16):
         assert nn.Linear(4, 4)(X).dtype == BF16
+
+
+WIDE_HEAD = nc.Policy(compute="bf16").with_rules(rule.module("head", compute="fp32"))
+
+
+class Headed(nn.Module):
+    """Returns the format of its head's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x)).dtype
+
+
+def replace(model):
+    model.head = nn.Linear(4, 4)
+
+
+def wrap(model):
+    model.head = nn.Sequential(model.head)
+
+
+def exchange(model):
+    model.body, model.head = model.head, model.body
+
+
+def add_and_take_away(model):
+    model.extra, model.head = nn.ReLU(), nn.Linear(4, 4)
+    del model.extra
+
+
+@pytest.mark.parametrize("change", [replace, wrap, exchange, add_and_take_away])
+@pytest.mark.parametrize("called_before", [True, False])
+def test_modules_that_come_later_have_their_rules(change, called_before):
+    model = Headed()
+    x = torch.randn(2, 4)
+    with nc.apply(model, WIDE_HEAD):
+        if called_before:
+            assert model(x) == FP32
+        change(model)
+        assert model(x) == FP32
+    with nc.autocast("cpu", BF16):
+        assert model(x) == BF16
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_a_module_that_stands_elsewhere_now_loses_the_rule():
+    model = Headed()
+    with nc.apply(model, WIDE_HEAD):
+        model.body, model.head = model.head, nn.Identity()  # hands on the body's bf16, and a rule casts it
+        model(torch.randn(2, 4))
+        assert not model.body._forward_hooks
+        assert model.head._forward_hooks
+
+
+def test_copies_follow_their_own_modules():
+    model = Headed()
+    with nc.apply(model, WIDE_HEAD):
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            replace(twin)
+            assert twin(torch.randn(2, 4)) == FP32
+            replace(twin)
+            assert twin(torch.randn(2, 4)) == FP32
+        assert model(torch.randn(2, 4)) == FP32
+
+
+def test_the_modules_of_a_stepper_may_be_replaced():
+    model = Headed()
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), WIDE_HEAD)
+    replace(model)
+    with stepper.autocast():
+        assert model(torch.randn(2, 4)) == FP32
+
+
+def test_a_module_with_another_policy_cannot_come():
+    model, other = Headed(), Headed()
+    with nc.apply(model, WIDE_HEAD), nc.apply(other, nc.Policy(compute="bf16")):
+        model.body = other
+        with pytest.raises(PolicyError, match="Headed 'body' in this model has another policy already"):
+            model(torch.randn(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*fp8:UserWarning")
+def test_a_new_layer_of_an_fp8_rule_is_an_error():
+    pytest.importorskip("torchao")
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    policy = nc.Policy(compute="bf16").with_rules(rule.module("1", compute="fp8_tensorwise"))
+    x = torch.randn(2, 16)
+    with nc.apply(model, policy):
+        copy.deepcopy(model)(x)
+        model[0] = nn.Linear(16, 16)
+        model(x)
+        model[1] = nn.Linear(16, 15)  # of no multiple of 16: it would be left out
+        model(x)
+        model[1] = nn.Linear(16, 16)
+        with pytest.raises(OrderError, match="a new one at '1' for which there is an fp8 rule"):
+            model(x)

@@ -146,6 +146,19 @@ def apply_fp8(
     return Fp8Handle({path: recipe for path, (_, recipe) in chosen.items()}, left_out, use, layers)
 
 
+def unconverted(model: torch.nn.Module, policy: Policy) -> dict[str, str | None]:
+    """Paths of the layers that fp8 rules of ``policy`` are for and that do not multiply in fp8.
+
+    Each with why it cannot; None: it could.
+    """
+    found = [site for site in sites(model, policy, with_fp8=True) if recipe_for(site) is not None]
+    return {
+        site.path: why_not(site.module, emulate=None)
+        for site in found
+        if not isinstance(site.module, Fp8Linear)
+    }
+
+
 def _warn(layers: list[torch.nn.Linear], left_out: dict[str, str]) -> None:
     devices = [layer.weight.device for layer in layers if layer.weight.device.type != "meta"]
     emulated = [device for device in devices if not has_fp8(device)]

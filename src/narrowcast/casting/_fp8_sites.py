@@ -35,18 +35,18 @@ class Site:
     winner: Rule | None
 
 
-def sites(model: torch.nn.Module, policy: Policy) -> list[Site]:
+def sites(model: torch.nn.Module, policy: Policy, *, with_fp8: bool = False) -> list[Site]:
     """Every module of ``model``.
 
     Raises:
-        PolicyError: one is an fp8 layer already.
+        PolicyError: one is an fp8 layer already, unless ``with_fp8``.
     """
     # Which rule wins does not depend on the device.
     root = resolved(policy, "cpu", "bf16").root
     places: dict[str, tuple[Scope, tuple[Rule, ...]]] = {}
     found = []
     for path, module in named_places(model):
-        if isinstance(module, Fp8Linear):
+        if isinstance(module, Fp8Linear) and not with_fp8:
             if not module.fp8_use.removed:
                 raise PolicyError(
                     f"{path!r} is an fp8 layer already: remove() the handle of its policy first"

@@ -145,6 +145,7 @@ class Hook:
     def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if self._shared.removed:
             return None
+        self._prepare(module)
         opened = _here.calls
         while opened and not _regions.is_running(opened[-1].caller):
             opened.pop()  # left by a KeyboardInterrupt, after which PyTorch calls no hook
@@ -171,6 +172,9 @@ class Hook:
         for device, dtype, rule in call.output:
             output = _cast_by(rule, output, dtype, device)
         return output
+
+    def _prepare(self, module: torch.nn.Module) -> None:
+        """What is to be done before each call."""
 
     def _devices(self) -> list[str]:
         """The device types on which a region of this policy is open in this thread."""

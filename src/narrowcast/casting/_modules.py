@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from narrowcast.casting._fp8 import apply_fp8
+from narrowcast.casting._fp8 import apply_fp8, unconverted
 from narrowcast.casting._module_hooks import Hook, Shared, calls_under_way, hooks_on
 from narrowcast.casting._paths import all_paths, is_wrapper
 from narrowcast.casting._places import here
+from narrowcast.casting._structure import Structure
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
-from narrowcast.errors import PolicyError, near_names
+from narrowcast.errors import OrderError, PolicyError, near_names
 from narrowcast.policy import (
     FP8_RECIPES,
     Policy,
@@ -37,6 +39,7 @@ _HOOK_DICTS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+_Place = tuple[tuple[str, ...], torch.nn.Module]  # every path of a module, and itself
 _applied: weakref.WeakKeyDictionary[torch.nn.Module, Applied] = weakref.WeakKeyDictionary()
 # The hooks that nc.apply made and nobody removed; those on copies of a model are not among them.
 _live: weakref.WeakSet[Hook] = weakref.WeakSet()
@@ -48,6 +51,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
     Its calls open the region themselves, rules for modules included; what it returns stays in the formats in
     which it comes out. Compute the loss inside the model or outside it, and go backward outside. The policy
     goes with the model into threads (``DataParallel``), through activation checkpointing, and into copies.
+    Modules that are added or replaced later have their rules from the model's next call on.
     Where a script turns autocast off inside the model, rules do not turn it on again.
 
     Args:
@@ -61,6 +65,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
     Raises:
         PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
             in a low format; or the model has a policy already.
+        OrderError: later, when a layer came for which there is an fp8 rule.
     """
     return Applied(model, with_fp32_weights(policy))
 
@@ -125,36 +130,31 @@ class Applied:
         _make_way(places, self.policy)
         self.fp8 = apply_fp8(model, self.policy, may_miss=may_miss)
         self._shared = Shared(self.policy, opens)
-        self._handles: list[Any] = []
-        self._hooks: list[Hook] = []
-        for paths, module in places:
-            wraps = is_wrapper(module)
-            rules = () if wraps else rules_at(self.policy, paths, class_names(type(module)))
-            opening = opens and (module is model or ("" in paths and not wraps))
-            if opening or rules:
-                self._hook(module, Hook(self._shared, rules, opening))
+        self._placed: list[_Placed] = []
+        self._place_hooks(places)
         _applied[model] = self
         guard_hooks_of_modules()
 
     @property
     def handles(self) -> list[Any]:
         """Those of the hooks; in a copy that is made along with the model, those of the copy's hooks."""
-        return list(self._handles)
+        return [handle for one in self._placed for handle in (one.before, one.after)]
 
     def remove(self, *, copies: bool = True) -> None:
         """Take the policy away, by default from copies of the model too; calls under way end in it."""
         self._shared.removed = copies
         self._shared.ended = True
         under_way = {id(call.hook): call for call in calls_under_way(self.policy)}
-        for hook, before, after in zip(self._hooks, self._handles[::2], self._handles[1::2], strict=True):
-            _live.discard(hook)
-            before.remove()
-            if id(hook) in under_way:
-                under_way[id(hook)].at_its_end.append(after)  # it closes what the call opened
+        for one in self._placed:
+            hook = one.hook()
+            if hook is not None:
+                _live.discard(hook)
+            one.before.remove()
+            if hook is not None and id(hook) in under_way:
+                under_way[id(hook)].at_its_end.append(one.after)  # it closes what the call opened
             else:
-                after.remove()
-        self._handles.clear()
-        self._hooks.clear()
+                one.after.remove()
+        self._placed.clear()
         self.fp8.remove()
         model = self._model()
         if model is not None and _applied.get(model) is self:
@@ -166,13 +166,81 @@ class Applied:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _hook(self, module: torch.nn.Module, hook: Hook) -> None:
-        # First before and last after every other hook, so that those run inside, as the model's own code.
-        self._hooks.append(hook)
-        _live.add(hook)
-        before = module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-        after = module.register_forward_hook(hook.after, always_call=True)
-        self._handles += [before, after]
+    def _place_hooks(self, places: list[_Place]) -> None:
+        model = places[0][1]
+        for paths, module in places:
+            rules = _rules_of(self.policy, paths, module)
+            if "" in paths and (self._shared.opens or self.policy.names_modules):
+                if module is model or not is_wrapper(module):
+                    self._placed.append(_place(module, _ModelHook(self._shared, rules, self._shared.opens)))
+            elif rules:
+                self._placed.append(_place(module, Hook(self._shared, rules, opening=False)))
+
+
+class _ModelHook(Hook):
+    """That of the model itself, which sees to it that parts that came later have theirs."""
+
+    _structure: Structure | None = None
+
+    def _prepare(self, module: torch.nn.Module) -> None:
+        if self.policy.names_modules and (self._structure is None or not self._structure.holds()):
+            _follow(module, self)
+            self._structure = Structure(module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_structure": None}
+
+
+def _follow(model: torch.nn.Module, hook: Hook) -> None:
+    """Give every part of ``model`` the rules that are for it now.
+
+    Raises:
+        OrderError: a layer came that fp8 rules are for, which are put in force where the policy is applied.
+        PolicyError: a part that came has another policy.
+    """
+    policy, shared = hook.policy, hook._shared
+    _refuse_new_fp8(model, policy)
+    applied = _applied.get(model)
+    for paths, module in all_paths(model):
+        there = [(key, one) for key, one in hooks_on(module) if one._shared is shared]
+        rules = _rules_of(policy, paths, module)
+        if not there:
+            _make_way([(paths, module)], policy)
+        if "" in paths or (there[0][1]._rules if there else ()) == rules:
+            continue
+        for key, _ in there:
+            _take_away(module, key)
+        if rules:
+            placed = _place(module, Hook(shared, rules, opening=False))
+            if applied is not None:
+                applied._placed.append(placed)
+
+
+def _refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
+    if not any(one.compute in FP8_RECIPES for one in policy.rules):
+        return
+    for path, why in unconverted(model, policy).items():
+        if why is None:
+            raise OrderError(
+                f"expected the layers that the model had when it got its policy, got a new one at {path!r} "
+                "for which there is an fp8 rule: call remove() on the handle, then nc.apply again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A hook on a module; the module holds it, and through it perhaps the model."""
+
+    hook: weakref.ref[Hook]
+    before: Any
+    after: Any
+
+
+def _place(module: torch.nn.Module, hook: Hook) -> _Placed:
+    # First before and last after every other hook, so that those run inside, as the module's own code.
+    _live.add(hook)
+    before = module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
+    return _Placed(weakref.ref(hook), before, module.register_forward_hook(hook.after, always_call=True))
 
 
 def rules_at(policy: Policy, paths: tuple[str, ...], names: tuple[str, ...]) -> tuple[Rule, ...]:
@@ -181,18 +249,26 @@ def rules_at(policy: Policy, paths: tuple[str, ...], names: tuple[str, ...]) -> 
     return tuple(one for one in policy.rules if one in named and one.compute not in FP8_RECIPES)
 
 
-def _make_way(places: list[tuple[tuple[str, ...], torch.nn.Module]], policy: Policy) -> None:
+def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
+    return () if is_wrapper(module) else rules_at(policy, paths, class_names(type(module)))
+
+
+def _make_way(places: list[_Place], policy: Policy) -> None:
     """Take away hooks that came with a copy of a model; refuse where a part has another policy."""
     for paths, module in places:
         for key, hook in hooks_on(module):
             if hook not in _live:
-                for kind in _HOOK_DICTS:
-                    getattr(module, kind).pop(key, None)
+                _take_away(module, key)
             elif hook.policy != policy:
                 raise PolicyError(
                     f"{type(module).__name__} {paths[0]!r} in this model has another policy already: call "
                     "remove() on the handle of its nc.apply first"
                 )
+
+
+def _take_away(module: torch.nn.Module, key: int) -> None:
+    for kind in _HOOK_DICTS:
+        getattr(module, kind).pop(key, None)
 
 
 def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
