@@ -392,3 +392,23 @@ def test_a_backward_inside_a_forward_is_backward():
     events = watched("bf16", lambda: model(torch.randn(4, 8, requires_grad=True)), model)
     assert only(events, op="mm")["phase"] == "backward"
     assert only(events, op="mm")["path"] == "layer"
+
+
+@pytest.mark.filterwarnings("ignore:fp8 is emulated:UserWarning")
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
+def test_the_backward_of_a_layer_in_fp8_is_one_row_by_its_rule(recipe):
+    """What torchao takes it apart into, to find scales and to round, is nobody's operator."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 10)), torch.randn(16, 16)
+    policy = plain("bf16", [nc.rule.op("linear", compute=recipe)])
+    with OpTrace(policy) as trace, nc.apply(model, policy):
+        trace.paths.meet(model)
+        hidden = model[0](model[0](x))
+        model[2](hidden).float().sum().backward()
+    events = trace_events(trace.take(), trace.unreached(), {})
+    found = only(events, path="0", phase="backward")
+    assert (found["op"], found["kind"], found["calls"]) == ("linear", "product", 2)
+    assert (found["inputs"], found["computes"], found["outputs"]) == (["fp32"], recipe, ["fp32"])
+    assert found["rule"] == f"linear: {recipe}"
+    assert found["because"] == "backward: through fp8, as the forward"
+    assert only(events, path="0", phase="forward")["calls"] == 2
+    assert only(events, path="2", phase="backward", op="mm")["rule"] is None

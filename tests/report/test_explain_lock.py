@@ -43,7 +43,11 @@ SITES = [
     SITE("blocks.0", "view", "bf16", None, "bf16", kind="view"),
     SITE(None, "_to_copy", "bf16", None, "fp32", phase="outside", because="outside of every region"),
     SITE("blocks.0", "mm", "bf16", None, "bf16", phase="backward", because="backward: as the forward"),
-]
+    SITE(
+        "fp8", "linear", "bf16", "fp8_rowwise", "fp32",
+        phase="backward", rule="linear: fp8_rowwise", because="backward: through fp8, as the forward",
+    ),
+]  # fmt: skip
 TEXT = """\
 # What ran in which format: narrowcast explain --lock wrote it, --check compares.
 version = 1

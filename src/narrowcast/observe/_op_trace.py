@@ -17,13 +17,14 @@ from typing import Any, Self
 import torch
 
 from narrowcast.casting import rule_that_casts, watch_ops
-from narrowcast.observe._op_trace_events import Collected
+from narrowcast.observe._op_trace_events import Collected, Site
 from narrowcast.observe._op_trace_leaves import Leaf, LeafWatch, formats_of
 from narrowcast.observe._op_trace_modules import BACKWARD, ModulePaths, Place
 from narrowcast.observe._op_trace_rules import RulesSeen
 from narrowcast.policy import Policy, format_name
 
 _AS_BACKWARD = "backward: in the formats of the forward"
+_AS_FP8_BACKWARD = "backward: through fp8, as the forward"
 _NO_REGION = "outside of every region"
 _NO_INPUT = "it has no input to cast"
 _BORDER = "a rule for the module casts what goes in, or what comes out"
@@ -45,6 +46,16 @@ class _Call:
 
     def decides_inside(self) -> bool:
         return any(call.decided or call.decides_inside() for call in self.inside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fp8Layer:
+    """A linear layer in fp8 that was called: its recipe and rule, and formats in its backward."""
+
+    recipe: str
+    rule: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 class _Thread(threading.local):
@@ -82,6 +93,7 @@ class OpTrace:
         self._lock = threading.Lock()
         self._collected = Collected()
         self._unclaimed: list[list[Leaf]] = []
+        self._fp8_layers: dict[tuple[str, str], _Fp8Layer] = {}  # by root and path
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -154,6 +166,13 @@ class OpTrace:
             site.leaves += mine
             for leaf in mine:
                 leaf.owner = site
+            # A gradient has the format of what it is of.
+            self._fp8_layers[place.root, place.path] = _Fp8Layer(
+                recipe=module.fp8_recipe,
+                rule=rule,
+                inputs=formats_of(made),
+                outputs=formats_of([one for one in given if one.requires_grad]),
+            )
 
     def _count_call(self, call: _Call) -> None:
         """Count an operator as a whole where nothing inside it was decided, else what is inside, too."""
@@ -177,20 +196,34 @@ class OpTrace:
         """Count what ran in no operator that was told of: backward, optimizers, code outside of regions."""
         with self._lock:
             for leaves in self._unclaimed:
+                # Each call of a module has a place of its own for its backward, equal to that of the others.
+                seen: set[int] = set()
                 for leaf in leaves:
-                    because = _NO_REGION if leaf.inputs else _NO_INPUT
-                    if leaf.place.phase == BACKWARD:
-                        because = _AS_BACKWARD
-                    elif leaf.rule is not None:
-                        because = _BORDER
-                    rule = None if leaf.rule is None else str(leaf.rule)
-                    site = self._collected.site(
-                        leaf.place, leaf.op, (), leaf.inputs, None, leaf.outputs, because, rule, False
-                    )
-                    site.calls += 1
+                    site = self._site_of(leaf)
+                    if site.computes is None or id(leaf.place) not in seen:
+                        site.calls += 1
+                    seen.add(id(leaf.place))
                     site.leaves.append(leaf)
                     leaf.owner = site
                 leaves.clear()
+
+    def _site_of(self, leaf: Leaf) -> Site:
+        """Where to count what ran in no operator: alone, or all of the backward of a linear layer in fp8."""
+        in_backward = leaf.place.phase == BACKWARD
+        layer = self._fp8_layers.get((leaf.place.root, leaf.place.path)) if in_backward else None
+        if layer is not None:
+            formats = layer.inputs, layer.recipe, layer.outputs
+            return self._collected.site(
+                leaf.place, "linear", (), *formats, _AS_FP8_BACKWARD, layer.rule, False
+            )
+        because = _NO_REGION if leaf.inputs else _NO_INPUT
+        if in_backward:
+            because = _AS_BACKWARD
+        elif leaf.rule is not None:
+            because = _BORDER
+        rule = None if leaf.rule is None else str(leaf.rule)
+        formats_alone = leaf.inputs, None, leaf.outputs
+        return self._collected.site(leaf.place, leaf.op, (), *formats_alone, because, rule, False)
 
     def unreached(self) -> list[dict[str, Any]]:
         """The rules of the policy that no call reached; see ``RulesSeen.unreached``."""

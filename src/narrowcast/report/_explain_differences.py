@@ -16,6 +16,7 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _MOST = 40
 _SILENT = ("view", "no floats")
 UNLISTED = "unlisted"
+_AS_FORWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ def decided_sites(found: Mapping[str, Any]) -> list[Decided]:
 
 
 def _is_decided(site: Mapping[str, Any]) -> bool:
+    if site["because"].startswith(_AS_FORWARD):
+        return False
     return bool(site["listed"] or site["rule"] is not None or site["because"].startswith(UNLISTED))
 
 
