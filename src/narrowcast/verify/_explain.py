@@ -34,7 +34,7 @@ class ExplainSettings:
         target: the script, or with ``is_module`` the module, and its arguments.
         is_module: whether ``target`` begins with the name of a module, as for ``python -m``.
         policy: the name or the file of what it runs in.
-        steps: how many are watched.
+        steps: how many are counted, after a first one that is not; times are their mean.
         seed: the run starts with it.
         folder: where all of it goes.
     """

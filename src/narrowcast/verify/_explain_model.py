@@ -67,9 +67,10 @@ def explain(
     """Say what ``policy`` means for ``model``; with example inputs, what a call of it ran in which format.
 
     Without inputs nothing is called: which rule is for which modules and operators, and what PyTorch's table
-    does with the rest. With inputs the model is called with them twice under the policy, and every operator
-    of the second call is watched: formats in and out, the rule that decided, casts, bytes, time. Gradients,
-    buffers, modes and random states are afterwards what they were. Only the forward is watched;
+    does with the rest. With inputs the model is called with them twice under the policy, both times watched,
+    and every operator of the second call is shown: formats in and out, the rule that decided, casts, bytes,
+    and the time that its operations took in that one call; what is set up in the first is not counted.
+    Gradients, buffers, modes and random states are afterwards what they were. Only the forward is watched;
     ``narrowcast explain script.py`` watches whole training steps.
 
     Args:
@@ -95,9 +96,11 @@ def explain(
             f"{path or type(model).__name__} does not multiply in fp8: {why}"
             for path, why in applied.fp8.left_out.items()
         ]
-        model(*example_args, **example_kwargs)
         with OpTrace(wanted, device) as trace:
             trace.paths.meet(model)
+            model(*example_args, **example_kwargs)  # in which PyTorch, the model and the watch set things up
+            trace.take()
+            trace.rules.forget()
             model(*example_args, **example_kwargs)
         facts = {
             "unit": "call",

@@ -23,14 +23,14 @@ class ExplainProbe(Watcher):
     """Watches every operator of a few steps, and stops the script.
 
     A step is what lies between two steps of the optimizer that stepped first; in a script that makes none,
-    what lies between two outermost calls of the module that was called twice first. The first step is left
-    out where there are others.
+    what lies between two outermost calls of the module that was called twice first. The first step, in which
+    much is set up, is left out where there are others; times are the mean of those that are counted.
 
     Args:
         folder: where to keep what was seen.
         policy: the name or the file of what is in force.
         argv: of the script.
-        steps: how many to watch.
+        steps: how many to count, after the first.
     """
 
     def __init__(self, folder: Path, policy: str, argv: Sequence[str], steps: int) -> None:
