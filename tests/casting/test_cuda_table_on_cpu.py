@@ -28,6 +28,8 @@ from op_lists import (
 )
 
 import narrowcast as nc
+from narrowcast.casting import _actions
+from narrowcast.policy import FP32_APPEND_DTYPE, TABLES
 from narrowcast.casting import watch_ops
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import native_table
@@ -313,3 +315,8 @@ def test_every_operator_of_the_table_was_called():
     table = {op for op in native_table("cuda") if "imname" not in op and op not in NEVER_ON_A_CPU}
     bases = {op.partition(".")[0] for op in called}
     assert {op for op in table if op not in called and op.partition(".")[0] not in bases} == set()
+
+
+def test_every_norm_of_a_table_has_an_overload_with_dtype():
+    norms = {op for table in TABLES.values() for op, kind in table.items() if kind == FP32_APPEND_DTYPE}
+    assert norms == set(_actions._APPENDED)

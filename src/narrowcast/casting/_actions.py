@@ -33,7 +33,11 @@ from narrowcast.policy import (
 Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """What a kernel calls: with its keyset, and the arguments of the operator."""
 _CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_APPENDED = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+_APPENDED = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",  # up to 2.12
+}
 
 
 def action_for(name: str, decision: Decision, place: Scope) -> Action:
