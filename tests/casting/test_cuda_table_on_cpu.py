@@ -28,11 +28,9 @@ from op_lists import (
 )
 
 import narrowcast as nc
-from narrowcast.casting import _actions
-from narrowcast.policy import FP32_APPEND_DTYPE, TABLES
-from narrowcast.casting import watch_ops
+from narrowcast.casting import _actions, watch_ops
 from narrowcast.errors import UnsupportedError
-from narrowcast.policy import native_table
+from narrowcast.policy import FP32_APPEND_DTYPE, TABLES, native_table
 
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 # What no CPU can run: cuDNN's and the fused kernels; torch's entry for einsum is malformed, ours is below.
