@@ -619,3 +619,19 @@ def test_a_new_layer_of_an_fp8_rule_is_an_error():
         model[1] = nn.Linear(16, 16)
         with pytest.raises(OrderError, match="a new one at '1' for which there is an fp8 rule"):
             model(x)
+
+
+def test_what_is_printed_of_a_handle(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    policy = nc.Policy.preset("bf16").with_rules(
+        rule.module("0", compute="fp32"), rule.op("mm", compute="fp32")
+    )
+    with nc.apply(model, policy) as handle:
+        assert repr(handle) == "Applied(Sequential, bf16 with 2 rules, 1 rule for modules)"
+    assert repr(handle) == "Applied(Sequential, bf16 with 2 rules, 1 rule for modules, removed)"
+    policy.save(tmp_path / "ours.toml")
+    with nc.apply(model, tmp_path / "ours.toml") as handle:
+        assert repr(handle) == f"Applied(Sequential, {tmp_path / 'ours.toml'}, 1 rule for modules)"
+    del model
+    gc.collect()
+    assert repr(handle) == f"Applied(no model, {tmp_path / 'ours.toml'}, 1 rule for modules, removed)"

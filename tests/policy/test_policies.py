@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from narrowcast.errors import PolicyError
-from narrowcast.policy import Policy, Rule, name_of, rule
+from narrowcast.policy import Policy, Rule, _policy, as_policy, policy_name, rule
 
 RULES = (
     rule.op("softmax", compute="fp16"),
@@ -174,13 +174,31 @@ def test_what_cannot_hold_is_refused(fields, message):
     assert str(refused.value) == message
 
 
-def test_the_name_of_a_policy():
-    assert name_of(Policy(compute="bf16")) == "bf16"
-    assert name_of(Policy.preset("safe")) == "safe"
-    assert name_of(Policy(compute="auto", rules=Policy.preset("safe").rules)) == "safe"
-    assert name_of(Policy.preset("safe").with_rules(rule.op("mm", compute="fp32"))) is None
-    assert name_of(Policy(compute="bf16", tables="cpu")) is None
-    assert name_of(Policy.preset("O0")) == "fp32"  # the same policy
+def test_the_name_of_a_policy(tmp_path):
+    assert policy_name(Policy(compute="bf16")) == "bf16"
+    assert policy_name(Policy.preset("safe")) == policy_name("safe") == "safe"
+    assert policy_name(Policy(compute="auto", rules=Policy.preset("safe").rules)) == "safe"
+    assert policy_name(Policy.preset("O0")) == "fp32"  # the same policy
+    assert policy_name(Policy(compute="bf16", tables="cpu")) == "bf16 with the table for cpu"
+    assert policy_name(Policy(compute="fp16", master_weights=True)) == "fp16 with fp32 master weights"
+    one = Policy(compute="fp16", low_weights=True, rules=(rule.op("mm", compute="fp32"),))
+    assert policy_name(one) == "fp16 with low weights and 1 rule"
+    several = Policy.preset("O1").with_rules(rule.op("mm", compute="fp32"))
+    assert policy_name(several) == "auto with the table for cuda and 8 rules"
+
+
+def test_a_policy_from_a_file_has_its_name(tmp_path):
+    path = tmp_path / "ours.toml"
+    Policy(compute="bf16").save(path)
+    found = Policy.load(path)
+    names = [policy_name(one) for one in (found, as_policy(path), as_policy(str(path)), path, str(path))]
+    assert names == [str(path)] * 5
+    changed = found.with_rules(rule.op("mm", compute="fp32"))
+    assert policy_name(changed) == "bf16 with 1 rule"
+    assert policy_name(Policy(compute="bf16")) == "bf16"  # an equal one from elsewhere
+    kept = len(_policy._files)
+    del found
+    assert len(_policy._files) == kept - 1
 
 
 def test_policies_without_rules_need_no_torch():

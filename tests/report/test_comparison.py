@@ -292,3 +292,13 @@ def test_a_very_long_line_is_cut():
     assert shown.endswith("word ...")
     assert len(shown) < 210
     assert max(map(len, table.splitlines())) <= 79
+
+
+def test_a_policy_that_the_format_does_not_tell_is_named():
+    mixed = made()["mixed"]
+    assert "policy" not in comparison_table(made())
+    table = comparison_table(made() | {"mixed": mixed | {"policy": "ours/policy.toml\x1b[31m"}})
+    assert table.splitlines()[0] == "mixed: by the policy ours/policy.toml"
+    assert "mixed: by the policy safe\n" in comparison_table(made() | {"mixed": mixed | {"policy": "safe"}})
+    long = comparison_table(made() | {"mixed": mixed | {"policy": f"{'x' * 200}.toml"}})
+    assert max(map(len, long.splitlines())) <= 79

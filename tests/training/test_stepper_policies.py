@@ -249,3 +249,15 @@ def test_a_policy_in_a_file(tmp_path):
     with stepper.autocast():
         out = model(x)
     assert torch.equal(out, by_hand(model, (BF16, FP16), x).float())
+
+
+def test_what_is_printed_names_the_policy_where_the_format_does_not(tmp_path):
+    path = tmp_path / "ours.toml"
+    WIDE_HEAD.save(path)
+    for policy, by in ((str(path), f" by {path}"), (nc.Policy.load(path), f" by {path}"), ("bf16", "")):
+        model = model_of()
+        stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), policy)
+        assert repr(stepper) == f"Stepper(Sequential, SGD, bf16 on cpu{by}, steps=0)"
+    model = model_of()
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), WIDE_HEAD)
+    assert repr(stepper) == "Stepper(Sequential, SGD, bf16 on cpu by bf16 with 1 rule, steps=0)"

@@ -506,3 +506,12 @@ def test_evaluation_mode_is_said():
     )
     assert "in evaluation mode" in loud
     assert "in evaluation mode" not in quiet
+
+
+def test_the_file_of_a_policy_is_named(tmp_path):
+    path = tmp_path / "ours.toml"
+    nc.Policy(compute="bf16", rules=(nc.rule.op("softmax", compute="fp16"),)).save(path)
+    for policy in (str(path), path, nc.Policy.load(path)):
+        found = certified(mlp(), policy)
+        assert found.policy == str(path)
+        assert "ours.toml (bf16)" in str(found)

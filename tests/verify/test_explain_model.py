@@ -37,7 +37,7 @@ def test_without_inputs_nothing_is_called_and_the_rules_name_their_modules():
     assert (ops["conv2d"]["computes"], ops["conv2d"]["rule"]) == ("bf16", None)
     assert ops["cat"]["computes"] == "promote"
     text = str(explanation)
-    assert text.startswith("Sequential: bf16 on this CPU, by the policy bf16 with rules\n")
+    assert text.startswith("Sequential: bf16 on this CPU, by the policy bf16 with 2 rules\n")
     assert "By PyTorch's table for cpu, where no rule decides" in text
     assert max(map(len, text.splitlines())) <= 79
     assert "class LayerNorm" in explanation._repr_html_()

@@ -28,6 +28,7 @@ from narrowcast.policy import (
     as_policy,
     class_names,
     names_module,
+    policy_name,
     rules_for,
     with_fp32_weights,
 )
@@ -159,6 +160,13 @@ class Applied:
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
+
+    def __repr__(self) -> str:
+        model, count = self._model(), sum(one.is_for_modules for one in self.policy.rules)
+        kind = "no model" if model is None else type(model).__name__
+        rules = f"{count} rule{'s' * (count != 1)} for modules"
+        ended = ", removed" * self._shared.ended
+        return f"Applied({kind}, {policy_name(self.policy)}, {rules}{ended})"
 
     def __enter__(self) -> Applied:
         return self

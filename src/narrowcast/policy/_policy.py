@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,7 +100,7 @@ class Policy:
         from narrowcast.policy import _toml
 
         place = _as_path(path)
-        return _toml.parse(_toml.read(place), place)
+        return _remembered(_toml.parse(_toml.read(place), place), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a TOML file that ``load`` reads without loss; an older one at ``path`` is replaced whole.
@@ -155,6 +156,40 @@ def name_of(policy: Policy) -> str | None:
         if len(preset.rules) == len(policy.rules) and Policy.preset(name) == policy:
             return name
     return None
+
+
+# By identity, since a policy that is equal need not be from there.
+_files: dict[int, tuple[weakref.ref[Policy], str]] = {}
+
+
+def _remembered(policy: Policy, path: str | os.PathLike[str]) -> Policy:
+    """``policy``, of which ``policy_name`` knows from now on that it is in the file at ``path``."""
+    key = id(policy)
+    _files[key] = (weakref.ref(policy, lambda _: _files.pop(key, None)), os.fspath(path))
+    return policy
+
+
+def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
+    """What a person calls it: the file that it came from, its preset, or its format and what it has besides.
+
+    >>> policy_name(Policy(compute="bf16", tables="cuda"))
+    'bf16 with the table for cuda'
+    """
+    if not isinstance(policy, Policy):
+        return os.fspath(policy)
+    if id(policy) in _files:
+        return _files[id(policy)][1]
+    name = name_of(policy)
+    if name is not None:
+        return name
+    besides = []
+    if policy.tables != "native":
+        besides.append(f"the table for {policy.tables}")
+    if policy.holds_low_weights:
+        besides.append("fp32 master weights" if policy.master_weights else "low weights")
+    if policy.rules:
+        besides.append(f"{len(policy.rules)} rule{'s' * (len(policy.rules) != 1)}")
+    return f"{policy.compute} with {' and '.join(besides)}"
 
 
 def _checked_rules(rules: object) -> tuple[Rule, ...]:
@@ -249,7 +284,7 @@ def _in_file(path: str | os.PathLike[str]) -> Policy:
     said = _toml.read(Path(path))
     kept = _by_file.get(place)
     if kept is None or kept[0] != said:
-        kept = _by_file[place] = (said, _toml.parse(said, Path(path)))
+        kept = _by_file[place] = (said, _remembered(_toml.parse(said, Path(path)), path))
     return kept[1]
 
 

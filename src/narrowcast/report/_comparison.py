@@ -17,6 +17,7 @@ from narrowcast.report._rows import UNKNOWN, Check, checks, rows, shortened
 
 _WIDTH = 79
 _LONGEST_LINE = 200
+_SAID_BY_THE_FORMAT = ("auto", "bf16", "fp16", "fp32")
 
 
 def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
@@ -40,6 +41,9 @@ def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
     )
     if not summary["finished"]:
         console.print(Text("This comparison was cut short: what follows is what it had."))
+    policy = summary["mixed"]["policy"]
+    if policy not in _SAID_BY_THE_FORMAT:
+        console.print(_wrapped(f"mixed: by the policy {printable(policy)}", "  "))
     console.print(table)
     bold = "bold" if color else ""
     for row in found:

@@ -13,7 +13,7 @@ import torch
 from narrowcast.casting import region_in
 from narrowcast.errors import OrderError, SettingError, near_names
 from narrowcast.gradients import GradScaler, StepResult
-from narrowcast.policy import Policy, as_policy, format_name
+from narrowcast.policy import Policy, as_policy, format_name, policy_name
 from narrowcast.training._casts import KeptCasts
 from narrowcast.training._guards import check_loss, check_state, claim, device_of, let_go, own, times
 from narrowcast.training._lane import Lane, Loss
@@ -289,7 +289,9 @@ class Stepper:
             for name, lane in self._lanes.items()
         ]
         formats = ", ".join(f"{format_name(dtype)} on {device}" for device, dtype in self._formats.items())
-        return f"Stepper({type(self.model).__name__}, {'; '.join(lanes)}, {formats}, steps={self.steps})"
+        name = policy_name(self._policy)
+        by = "" if name in map(format_name, self._formats.values()) else f" by {name}"
+        return f"Stepper({type(self.model).__name__}, {'; '.join(lanes)}, {formats}{by}, steps={self.steps})"
 
     # ---- one step
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from narrowcast.casting import Applied, cast_floating, region_in
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
-from narrowcast.policy import PRESETS, Policy, as_policy, format_name, name_of, resolve
+from narrowcast.policy import PRESETS, Policy, as_policy, format_name, policy_name, resolve
 from narrowcast.scaling import Static
 from narrowcast.verify._certificate import Certificate
 from narrowcast.verify._certificate_sums import CertificateSums
@@ -70,7 +70,7 @@ def certify(
         batch: whatever ``loss_fn`` takes. Left as it is.
         other_batch: another of the same kind; None: no noise is measured, and only an error of the size of
             rounding passes.
-        policy: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"fp32"`` or a ``Policy``.
+        policy: the name of a preset, a ``Policy``, or the path of one.
         loss_scale: that the loss is multiplied by in the mixed pass. By default in fp16 what a dynamic scale
             comes to, the first of 2**16, 2**15 ... whose gradients are finite, and none in other formats.
 
@@ -106,7 +106,7 @@ def certify(
                 f"certify was called inside an autocast region on {device!r}, where FP32 is not FP32: call "
                 "it outside; it opens the region of its policy itself"
             )
-    name = policy if isinstance(policy, str) else name_of(wanted) or wanted.compute
+    name = policy_name(policy)
     with as_before(model), torch.inference_mode(False), torch.enable_grad():
         passes = _Passes(model, loss_fn, wanted, formats)
         found = passes.certificate(batch, other_batch, name, scale)

@@ -21,7 +21,7 @@ from narrowcast.observe import (
     together,
     trace_events,
 )
-from narrowcast.policy import Policy, format_name, name_of, resolve, with_fp32_weights
+from narrowcast.policy import Policy, format_name, policy_name, resolve, with_fp32_weights
 from narrowcast.verify._explain_resolved import resolved_facts, resolved_lines
 from narrowcast.verify._model_state import as_before
 
@@ -86,11 +86,11 @@ def explain(
     if not isinstance(model, torch.nn.Module):
         raise PolicyError(f"expected a torch.nn.Module to explain, got {type(model).__name__}")
     wanted = with_fp32_weights(policy)
-    name = policy if isinstance(policy, str) else name_of(wanted) or f"{wanted.compute} with rules"
+    name = policy_name(policy)
     parameter = next(model.parameters(), None)
     device = "cpu" if parameter is None else parameter.device.type
     if not example_args and not example_kwargs:
-        return Explanation(ran=False, found=resolved_facts(model, wanted, str(name), device))
+        return Explanation(ran=False, found=resolved_facts(model, wanted, name, device))
     with as_before(model), apply(model, wanted) as applied:
         notes = [
             f"{path or type(model).__name__} does not multiply in fp8: {why}"
@@ -112,6 +112,6 @@ def explain(
             "versions": versions(),
         }
         events = trace_events(together([trace.take()]), trace.unreached(), facts)
-    start = start_event([type(model).__name__], str(name), kind="explain")
+    start = start_event([type(model).__name__], name, kind="explain")
     noted = ({"event": "note", "text": text} for text in notes)
     return Explanation(ran=True, found=explained(Capture(events=(start, *events, *noted))))
