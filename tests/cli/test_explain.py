@@ -228,6 +228,16 @@ def test_a_script_that_fails_is_3(workshop):
     assert "ValueError: no data" in ended.stderr
 
 
+def test_a_folder_that_run_uses_again_tells_of_the_newer_run_alone(trains):
+    assert trains.narrowcast("explain", "--run-dir", "kept", "train.py").code == 0
+    assert trains.narrowcast("report", "kept").stdout.startswith("train.py: bf16")
+    assert trains.narrowcast("run", "--policy", "fp16", "--run-dir", "kept", "train.py").code == 0
+    shown = trains.narrowcast("report", "kept")
+    assert shown.stdout.startswith("narrowcast: fp16 on cpu")
+    page = (trains.folder / "kept" / "report.html").read_text()
+    assert 'id="formats"' not in page
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -79,6 +79,7 @@ def test_what_an_earlier_run_left_is_deleted_and_nothing_else(tmp_path, from_ran
         "capture-rank2.jsonl",
         "capture-rank30.jsonl",
         "capture-process0.jsonl",
+        "explain.jsonl",
     ]
     for name in [*names, "capture-rankx.jsonl", "stdout.txt", "other.txt"]:
         (tmp_path / name).write_text("")

@@ -8,6 +8,7 @@ import pytest
 from narrowcast.errors import CaptureError
 from narrowcast.observe import explained, read_explanation
 from narrowcast.report import explain_text, write_page
+from narrowcast.report._provenance import when
 
 TEXT = """\
 train.py --epochs 3: bf16 on cuda, by the policy bf16
@@ -133,7 +134,9 @@ def test_a_comparison_has_the_panel_where_its_folder_was_explained(tmp_path):
     folder = made_captures.trained(tmp_path, steps=5)
     assert 'id="formats"' not in write_page(folder).read_text()
     made_captures.write_lines(folder / "explain.jsonl", *made_captures.explained_events())
-    assert 'id="formats"' in write_page(folder).read_text()
+    page = write_page(folder).read_text()
+    assert 'id="formats"' in page
+    assert f"2 steps watched, from {when(made_captures.explained_events()[0]['started'])} on." in page
 
 
 def test_nothing_of_a_hostile_capture_reaches_a_terminal_or_a_page_as_it_is(tmp_path):

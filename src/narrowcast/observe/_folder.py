@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from narrowcast.errors import RunFolderError
+from narrowcast.observe._op_trace_file import EXPLANATION
 
 # Characters of up to four bytes each, and a file system's names end at 255 bytes.
 _LONGEST_NAME = 40
@@ -40,8 +41,9 @@ def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None 
 
 
 def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
-    """Delete what an earlier run left in ``folder`` that was asked for again: captures, and what ``compare``
-    kept of the output. Results of two runs are never mixed; what the script itself wrote stays.
+    """Delete what an earlier run left in ``folder`` that was asked for again: captures, that of ``explain``
+    too, and what ``compare`` kept of the output. Results of two runs are never mixed; what the script itself
+    wrote stays.
 
     Args:
         folder: of a run that is about to start.
@@ -53,6 +55,7 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
     """
     stale = [path for path in folder.glob("capture-rank*.jsonl") if _rank_of(path) >= from_rank]
     stale += folder.glob("capture-process*.jsonl")
+    stale.append(folder / EXPLANATION)
     if from_rank == 0:
         stale += [folder / name for name in ("capture.jsonl", "stdout.txt", "stderr.txt")]
     for path in stale:

@@ -22,6 +22,7 @@ from narrowcast.observe import (
     rules_of,
     size_text,
 )
+from narrowcast.report._provenance import when
 from narrowcast.report._rows import shortened
 
 _MOST_SITES = 3_000
@@ -69,13 +70,17 @@ def panel_of(folder: Path) -> Panel | None:
     try:
         if not (folder / EXPLANATION).is_file():
             return None
-        return panel(explained(read_explanation(folder / EXPLANATION)))
+        capture = read_explanation(folder / EXPLANATION)
+        return panel(explained(capture), started=when(capture.start["started"]))
     except (CaptureError, OSError) as error:
         return Panel(problem=shortened(str(error), 400))
 
 
-def panel(found: Mapping[str, Any]) -> Panel:
-    """The panel of what ``observe.explained`` returned."""
+def panel(found: Mapping[str, Any], *, started: str) -> Panel:
+    """The panel of what ``observe.explained`` returned, of a script that was ``started`` then.
+
+    In the folder of a comparison it is of another run, which the date tells.
+    """
     if found["problem"] is not None:
         return Panel(problem=found["problem"])
     unit, totals = found["unit"], found["totals"]
@@ -89,7 +94,8 @@ def panel(found: Mapping[str, Any]) -> Panel:
     return Panel(
         sentence=(
             f"{found['format']} on {found['device']}, by the policy {shortened(found['policy'], 60)}; "
-            f"{found['steps']} {unit}{'s' * (found['steps'] != 1)} watched. Numbers are of one {unit}."
+            f"{found['steps']} {unit}{'s' * (found['steps'] != 1)} watched, "
+            f"from {started} on. Numbers are of one {unit}."
         ),
         tiles=(
             ("casts, of all operations", percent(totals["cast_share_of_ops"])),

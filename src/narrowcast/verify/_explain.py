@@ -66,7 +66,6 @@ def explain_script(
     """
     folder = make_run_folder("explain", asked=settings.folder)
     discard_captures(folder)
-    (folder / EXPLANATION).unlink(missing_ok=True)
     progress(f"watching it in {settings.policy}")
     run = RunSettings(
         purpose=EXPLAIN,
