@@ -15,6 +15,7 @@ from narrowcast.cli._output import NOT_WRITTEN, show, talk
 from narrowcast.cli._signals import ended_by_signals
 from narrowcast.cli.run import (
     CacheDirOption,
+    JsonOption,
     LossScaleOption,
     ModuleOption,
     PolicyOption,
@@ -58,7 +59,7 @@ def compare(
         bool,
         typer.Option("--strict", help='Exit with 1 on "cannot tell" too; for losses from --repeats 3 on.'),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
+    as_json: JsonOption = False,
     cache_dir: CacheDirOption = None,
 ) -> int:
     """Run a script in FP32 and in mixed precision, by turns, and show whether it is right and worth it.

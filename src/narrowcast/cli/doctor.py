@@ -14,6 +14,7 @@ from narrowcast.cli._progress import shown_progress
 from narrowcast.cli._signals import ended_by_signals
 from narrowcast.cli.run import (
     CacheDirOption,
+    JsonOption,
     ModuleOption,
     PolicyOption,
     RestArgument,
@@ -38,7 +39,7 @@ def doctor(
     policy: PolicyOption = "auto",
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the text.")] = False,
+    as_json: JsonOption = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again, even if rates are kept from an earlier time.")
     ] = False,

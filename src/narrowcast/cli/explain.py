@@ -17,6 +17,7 @@ from narrowcast.cli._signals import ended_by_signals
 from narrowcast.cli.run import (
     FOR_SCRIPTS,
     CacheDirOption,
+    JsonOption,
     ModuleOption,
     RestArgument,
     RunDirOption,
@@ -75,7 +76,7 @@ def explain(
     policy: _PolicyOption = None,
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
+    as_json: JsonOption = False,
     every: Annotated[
         bool, typer.Option("--all", help="Every call site, instead of repeated layers together.")
     ] = False,

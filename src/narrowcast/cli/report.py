@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from narrowcast.cli._output import NOT_WRITTEN, show, talk
+from narrowcast.cli.run import JsonOption
 from narrowcast.errors import CaptureError
 
 
@@ -21,7 +22,7 @@ def report(
             help="The folder of a comparison or of a run, or the capture file in it.",
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the text.")] = False,
+    as_json: JsonOption = False,
     output: Annotated[
         Path | None,
         typer.Option(

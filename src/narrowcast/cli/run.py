@@ -59,6 +59,7 @@ CacheDirOption = Annotated[
 ModuleOption = Annotated[
     bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as in python -m.")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the text.")]
 ScriptArgument = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")]
 RestArgument = Annotated[
     list[str] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from narrowcast.observe._capture import Capture, CaptureWriter, read_capture, start_event
+from narrowcast.observe._capture import Capture, CaptureWriter, json_ready, read_capture, start_event
 from narrowcast.observe._comparison import COMPARISON, RUN, ComparisonCapture, TimedRun, read_comparison
 from narrowcast.observe._folder import discard_captures, make_run_folder
 from narrowcast.observe._op_trace_file import EXPLANATION, explained, read_explanation
@@ -51,6 +51,7 @@ __all__ = [
     "explained_lines",
     "grouped",
     "has_several_models",
+    "json_ready",
     "make_run_folder",
     "near_module",
     "odd_shapes_in_words",

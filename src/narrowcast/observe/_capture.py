@@ -77,7 +77,7 @@ class CaptureWriter:
 
     def write(self, *events: Event) -> None:
         """Append ``events``, each a line."""
-        lines = [json.dumps(_plain(event)) for event in events]
+        lines = [json.dumps(json_ready(event)) for event in events]
         left = memoryview("".join(line + "\n" for line in lines).encode())
         with self._lock:
             try:
@@ -184,10 +184,10 @@ def _check_start(event: Any, path: Path) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
-    """``value`` without what JSON lacks: NaN and infinities as text."""
+def json_ready(value: Any) -> Any:
+    """``value`` without what JSON lacks: NaN and infinities as text, tuples as lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: json_ready(item) for key, item in value.items()}
+    return [json_ready(item) for item in value] if isinstance(value, list | tuple) else value

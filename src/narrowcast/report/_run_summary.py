@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from narrowcast.observe import Capture
+from narrowcast.observe import Capture, json_ready
 from narrowcast.report._statistics import final_loss, median_of_runs, step_times_s
 
 _TOTALS = (
@@ -51,7 +51,7 @@ def run_summary(capture: Capture) -> dict[str, Any]:
         "losses": {site: _of_site(values) for site, values in losses.items()},
         "notes": [note["text"] for note in capture.of("note")],
     }
-    ready: dict[str, Any] = _json_ready(found)
+    ready: dict[str, Any] = json_ready(found)
     return ready
 
 
@@ -63,11 +63,3 @@ def _of_site(values: list[float]) -> dict[str, Any]:
         "final": final_loss(values),
         "not_finite": sum(not math.isfinite(value) for value in values),
     }
-
-
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _json_ready(item) for key, item in value.items()}
-    return [_json_ready(item) for item in value] if isinstance(value, list) else value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from narrowcast.observe import ComparisonCapture, TimedRun
+from narrowcast.observe import ComparisonCapture, TimedRun, json_ready
 from narrowcast.report._doubts import doubts
 from narrowcast.report._statistics import (
     LossVerdict,
@@ -68,7 +67,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         "settings": mixed.told("settings") or fp32.told("settings"),
         "versions": mixed.told("versions") or fp32.told("versions"),
     }
-    ready: dict[str, Any] = _json_ready(result)
+    ready: dict[str, Any] = json_ready(result)
     return ready
 
 
@@ -340,11 +339,3 @@ def _notes(comparison: ComparisonCapture) -> list[str]:
     """What the runs and the comparison noted, each once."""
     mixed = [run.capture for run in comparison.runs if run.format == "mixed"]
     return list(dict.fromkeys(n["text"] for capture in [comparison.own, *mixed] for n in capture.of("note")))
-
-
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _json_ready(item) for key, item in value.items()}
-    return [_json_ready(item) for item in value] if isinstance(value, list | tuple) else value

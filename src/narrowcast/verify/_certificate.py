@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from narrowcast.observe import json_ready
 from narrowcast.verify._certificate_text import as_html, as_table
 
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
@@ -61,7 +61,7 @@ class ParameterResult:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: a number that is not finite as ``"inf"``, ``"-inf"`` or ``"nan"``."""
-        return {key: _json_ready(value) for key, value in asdict(self).items()}
+        return {key: json_ready(value) for key, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -110,10 +110,10 @@ class Certificate:
             "policy": self.policy,
             "format": self.format,
             "at_step": self.at_step,
-            "loss_scale": _json_ready(self.loss_scale),
-            "error_over_noise": _json_ready(self.error_over_noise),
-            "relative_error": _json_ready(self.relative_error),
-            "cosine": _json_ready(self.cosine),
+            "loss_scale": json_ready(self.loss_scale),
+            "error_over_noise": json_ready(self.error_over_noise),
+            "relative_error": json_ready(self.relative_error),
+            "cosine": json_ready(self.cosine),
             "worst_parameter": None if worst is None else {key: worst.to_dict()[key] for key in named},
             "parameters": [parameter.to_dict() for parameter in self.parameters],
             "verdict": self.verdict,
@@ -134,12 +134,6 @@ class Certificate:
 
     def _repr_html_(self) -> str:
         return as_html(self)
-
-
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _from_json(name: str, value: Any) -> Any:

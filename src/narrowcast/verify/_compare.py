@@ -41,6 +41,7 @@ from narrowcast.verify._from_probes import output_from_probes
 from narrowcast.verify._probes import TENSORS, read_result
 from narrowcast.verify._processes import in_short
 from narrowcast.verify._script_runs import ScriptRuns
+from narrowcast.verify._settings import ScriptSettings
 
 _FILES_NAMED = 5
 # The optimizer's state is there from the first step on, and the next backward meets it.
@@ -52,32 +53,22 @@ _CUT_SHORT = {"peak_tensor_bytes": None, "reason": "the run that counts tensors 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonSettings:
+class ComparisonSettings(ScriptSettings):
     """What to compare.
 
     Attributes:
-        target: the script, or with ``is_module`` the module, and its arguments.
-        is_module: whether ``target`` begins with the name of a module, as for ``python -m``.
-        policy: of the mixed runs.
         loss_scale: of the mixed runs in a command line's words; None: as ``run`` decides.
-        seed: every first run starts with it, the next repeat with the next number.
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: seeds, each run in both formats.
         at_step: optimizer steps in mixed precision before gradients are compared.
         options: the words that asked for all this, for the page to show.
-        folder: where all of it goes.
     """
 
-    target: tuple[str, ...]
-    is_module: bool = False
-    policy: str = "auto"
     loss_scale: str | None = None
-    seed: int = 0
     steps: int = 200
     repeats: int = 1
     at_step: int = 0
     options: tuple[str, ...] = ()
-    folder: Path
 
 
 def stays_in_fp32(policy: str) -> str | None:

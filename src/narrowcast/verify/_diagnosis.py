@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import CaptureError
 from narrowcast.observe import RUN, discard_captures, make_run_folder, read_capture
-from narrowcast.verify._child import PROFILE, RunSettings
+from narrowcast.verify._child import PROFILE
 from narrowcast.verify._compare import stays_in_fp32
 from narrowcast.verify._probes import read_result
 from narrowcast.verify._processes import run_process
+from narrowcast.verify._settings import ScriptSettings
 
 _SCHEMA = 1
 _SIZES = 6
@@ -23,23 +23,10 @@ _NEAR = 64
 _KINDS = {"matmul": "matmul", "batched matmul": "matmul", "convolution": "convolution"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiagnosisSettings:
-    """What to diagnose.
+class DiagnosisSettings(ScriptSettings):
+    """What to diagnose: a run in FP32 and one in the policy, both from the seed."""
 
-    Attributes:
-        target: the script, or with ``is_module`` the module, and its arguments.
-        is_module: whether ``target`` begins with the name of a module, as for ``python -m``.
-        policy: of the mixed run.
-        seed: both runs start with it.
-        folder: where all of it goes.
-    """
-
-    target: tuple[str, ...]
-    is_module: bool = False
-    policy: str = "auto"
-    seed: int = 0
-    folder: Path
+    __slots__ = ()
 
 
 def diagnose(
@@ -90,7 +77,9 @@ def diagnose(
         progress(f"profiling it in {name}")
         ended = run_process(
             f"its run {name}",
-            _run_settings(settings, name, own, earlier),
+            settings.whole_run(
+                PROFILE, own, "fp32" if name == "fp32" else settings.policy, earlier=dict(earlier)
+            ),
             settings.target,
             lambda line, name=name: progress(f"profiling it in {name}: {line}"),  # type: ignore[misc]
         )
@@ -105,22 +94,6 @@ def diagnose(
         reason = f"the mixed run too computed in FP32 on {found['device']}: there is nothing to compare"
         return found | {"problem": reason, "mixed": None}
     return found | {"together": side_by_side(found, rates)}
-
-
-def _run_settings(
-    settings: DiagnosisSettings, name: str, folder: Path, earlier: dict[str, str]
-) -> RunSettings:
-    return RunSettings(
-        purpose=PROFILE,
-        policy="fp32" if name == "fp32" else settings.policy,
-        loss_scale=None,
-        seed=settings.seed,
-        seed_shift=0,
-        steps=0,
-        is_module=settings.is_module,
-        folder=str(folder),
-        earlier=dict(earlier),
-    )
 
 
 def _facts_of(folder: Path) -> tuple[str | None, dict[str, Any]]:

@@ -20,31 +20,22 @@ from narrowcast.observe import (
     read_capture,
     read_explanation,
 )
-from narrowcast.verify._child import EXPLAIN, RunSettings
+from narrowcast.verify._child import EXPLAIN
 from narrowcast.verify._processes import run_process
+from narrowcast.verify._settings import ScriptSettings
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainSettings:
+class ExplainSettings(ScriptSettings):
     """What to explain.
 
     Attributes:
-        target: the script, or with ``is_module`` the module, and its arguments.
-        is_module: whether ``target`` begins with the name of a module, as for ``python -m``.
-        policy: the name or the file of what it runs in.
         steps: how many are counted, after a first one that is not; times are their mean.
-        seed: the run starts with it.
-        folder: where all of it goes.
     """
 
-    target: tuple[str, ...]
-    is_module: bool = False
-    policy: str = "auto"
     steps: int = 2
-    seed: int = 0
-    folder: Path
 
 
 def explain_script(
@@ -67,18 +58,7 @@ def explain_script(
     folder = make_run_folder("explain", asked=settings.folder)
     discard_captures(folder)
     progress(f"watching it in {settings.policy}")
-    run = RunSettings(
-        purpose=EXPLAIN,
-        policy=settings.policy,
-        loss_scale=None,
-        seed=settings.seed,
-        seed_shift=0,
-        steps=0,
-        is_module=settings.is_module,
-        folder=str(folder),
-        earlier={},
-        watched_steps=settings.steps,
-    )
+    run = settings.whole_run(EXPLAIN, folder, settings.policy, earlier={}, watched_steps=settings.steps)
     run_process(
         "the run that is watched", run, settings.target, lambda line: progress(f"watching it: {line}")
     )
