@@ -1,6 +1,7 @@
 """nc.compile: rules that graphs alone cannot follow, against nc.apply in eager code."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -174,6 +175,65 @@ def test_rules_for_modules_that_a_function_does_not_call():
         assert ours(X).dtype == FP32
     assert len(told) == 1
     ours(X)
+
+
+class ReadsFormats(nn.Module):
+    def forward(self, x):
+        return x.softmax(-1).to(x.dtype)
+
+
+def _calling(model):
+    class Holder:
+        parts = (model,)
+
+        def __init__(self):
+            self.held = {"inner": model}
+
+    holder, models = Holder(), [model]
+
+    def by_name(x):
+        return model(x)
+
+    def in_a_list(x):
+        return models[0](x)
+
+    def in_an_object(x):
+        return holder.held["inner"](x)
+
+    def handed(x, given=None):
+        return given(x)
+
+    def nowhere(x):
+        return Holder.parts[0](x)
+
+    return {
+        "by name": by_name,
+        "in a list": in_a_list,
+        "in an object": in_an_object,
+        "handed": functools.partial(handed, given=model),
+        "a bound method": model.forward,
+        "nowhere": nowhere,
+    }
+
+
+@pytest.mark.parametrize("how", ["by name", "in a list", "in an object", "handed", "a bound method"])
+def test_modules_that_a_function_calls_read_the_formats_of_their_rules(how):
+    model = nn.Sequential(nn.Linear(16, 16), ReadsFormats())
+    policy = rules(nc.rule.module("*1", compute="fp16", output="fp32"))
+    expected = eager(model, policy)
+    ours = compiled(_calling(model)[how], policy)
+    for _ in range(2):
+        assert_same(ours(X), expected)
+    del ours
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_modules_that_are_found_nowhere_are_refused():
+    model = nn.Sequential(nn.Linear(16, 16), ReadsFormats())
+    policy = rules(nc.rule.module_type(ReadsFormats, compute="fp16"))
+    with pytest.raises(UnsupportedError, match=r"which has a rule .* from nowhere where it can be found"):
+        compiled(_calling(model)["nowhere"], policy)(X)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize(

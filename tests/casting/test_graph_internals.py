@@ -69,7 +69,7 @@ def test_a_node_is_given_the_name_of_an_erased_one():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_modules_are_known_by_identity_and_variables_by_the_code_that_is_compiled():
+def test_modules_are_known_by_identity():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -78,19 +78,53 @@ def test_modules_are_known_by_identity_and_variables_by_the_code_that_is_compile
         def forward(self, x):
             return self.layers[1](self.layers[1](x))
 
-    model, stacks, found = Model(), [], []
+    model, stacks = Model(), []
 
     def backend(graph_module, example_inputs):
         nodes = [node for node in graph_module.graph.nodes if node.op == "call_function"]
         stacks.extend(list(node.meta["nn_module_stack"]) for node in nodes)
-        found.extend(internals.code_being_compiled())
         return graph_module
 
     torch.compile(model, backend=backend)(torch.randn(2, 3))
     torch._dynamo.reset()
     inner = str(id(model.layers[1]))
     assert [stack[-1] for stack in stacks] == [inner, f"{inner}@1"]
-    assert found[0] is model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_stands_in_graphs_is_called_once_a_trace_and_told_of_its_end(breaks):
+    events = []
+
+    def stands(x):
+        events.append("opened")
+        internals.when_tracing_ends(lambda: events.append("ended"))
+        return [x]
+
+    def inner(x):
+        x = stands(x)[0] + 1
+        if breaks:
+            torch._dynamo.graph_break()
+        return x
+
+    def function(x):
+        return inner(x) * 2
+
+    def backend(graph_module, example_inputs):
+        events.append([node.target is stands for node in graph_module.graph.nodes].count(True))
+        return lambda *args: (x,)
+
+    internals.stand_in_graphs(stands)
+    x = torch.ones(2)
+    with torch.no_grad():
+        if breaks:
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                torch.compile(function, backend=backend, fullgraph=True)(x)
+            assert events == ["opened", "ended"]
+        else:
+            torch.compile(function, backend=backend)(x)
+            assert events == ["opened", "ended", 1]
+    torch._dynamo.reset()
 
 
 def test_the_backend_of_inductor_takes_its_settings():

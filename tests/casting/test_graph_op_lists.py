@@ -10,7 +10,8 @@ from op_lists import BF16, FP16, MODULES, AutocastCPUTestLists, cpu_entries, hal
 from torch._subclasses import FakeTensorMode
 
 import narrowcast as nc
-from narrowcast.casting._graph import Writer, as_it_was
+from narrowcast.casting._graph import Writer
+from narrowcast.casting._graph_calls import as_it_was
 from narrowcast.casting._graph_places import Places
 from narrowcast.policy import format_name, resolved
 
@@ -59,7 +60,7 @@ def with_casts(graph_module, policy, dtype):
     with as_it_was():
         torch.set_autocast_enabled("cpu", True)
         torch.set_autocast_dtype("cpu", dtype)
-        Writer(root, Places(policy), example="example_value").write(graph_module, (), set())
+        Writer(root, Places(policy), example="example_value").write(graph_module, set())
     return graph_module
 
 

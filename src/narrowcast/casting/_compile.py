@@ -21,17 +21,18 @@ from typing import Any
 import torch
 
 from narrowcast.casting import _regions
-from narrowcast.casting._compile_hooks import Untraced
+from narrowcast.casting._compile_hooks import CompiledHooks
+from narrowcast.casting._compile_places import modules_in, variables_of
 from narrowcast.casting._fp8 import Fp8Handle, apply_fp8
 from narrowcast.casting._graph import Writer
+from narrowcast.casting._graph_calls import is_bound, nodes_of, path_at, rule_at, without_bounds
 from narrowcast.casting._graph_nodes import has_transforms, tensors_of
-from narrowcast.casting._graph_places import Call, Places
+from narrowcast.casting._graph_places import Places
 from narrowcast.casting._kernels import root_place
 from narrowcast.casting._module_hooks import device_types
 from narrowcast.casting._modules import applied_to, check_rules
 from narrowcast.casting._places import here
 from narrowcast.casting._torch_internals import (
-    code_being_compiled,
     inductor,
     without_autocast,
     without_cache_of_joint_graphs,
@@ -50,6 +51,8 @@ from narrowcast.policy import (
 
 # The fp8 layers of models, kept by what was compiled from each, with the policy.
 _fp8_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[_Fp8]] = weakref.WeakKeyDictionary()
+
+_IN_THE_GRAPH = Places(Policy(compute="fp32"))  # where modules are entered and left
 
 
 def compile(
@@ -98,15 +101,18 @@ def compile(
         check_rules(wanted, module)
     fp8 = _fp8(module, wanted)
     inner = _inner(backend, mode, options, settings.get("dynamic"))
-    ours = _Backend(wanted, module, inner)
+    places = Places(wanted)
+    hooks = CompiledHooks(wanted) if places.has_rules else None
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since 2.12
         settings.setdefault("isolate_recompiles", True)
-    compiled: Any = torch.compile(model, backend=ours, **settings)
+    compiled: Any = torch.compile(model, backend=_Backend(places, module, inner, hooks), **settings)
     if module is None:
-        return _telling_of_missed(_in_region(compiled, wanted, None), ours.places)
-    untraced = Untraced(module, wanted) if ours.places.has_rules else None
-    compiled.forward = _in_region(compiled.forward, wanted, module, untraced)
-    compiled.__dict__["_narrowcast_keeps"] = (fp8, untraced)
+        in_region = _in_region(compiled, wanted, None)
+        return in_region if hooks is None else _looking_for_modules(in_region, model, places, hooks)
+    if hooks is not None:
+        hooks.follow(module)
+    compiled.forward = _in_region(compiled.forward, wanted, module, hooks)
+    compiled.__dict__["_narrowcast_keeps"] = (fp8, hooks)
     return compiled
 
 
@@ -152,7 +158,7 @@ def _in_region(
     function: Callable[..., Any],
     policy: Policy,
     module: torch.nn.Module | None,
-    untraced: Untraced | None = None,
+    hooks: CompiledHooks | None = None,
 ) -> Any:
     owner = object()
 
@@ -160,8 +166,8 @@ def _in_region(
     def in_region(*args: Any, **kwargs: Any) -> Any:
         with _region(owner, policy, module, (args, kwargs)):
             try:
-                if untraced is not None and module is not None:
-                    return untraced.call(function, module, args, kwargs)
+                if hooks is not None and module is not None:
+                    return hooks.call(function, module, args, kwargs)
                 return function(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 raise _own_error(error) or error from None
@@ -169,14 +175,20 @@ def _in_region(
     return in_region
 
 
-def _telling_of_missed(function: Callable[..., Any], places: Places) -> Any:
-    """``function``, whose first call warns of rules for modules that its graphs did not come to."""
+def _looking_for_modules(
+    compiled: Callable[..., Any], function: Callable[..., Any], places: Places, hooks: CompiledHooks
+) -> Any:
+    """``compiled``, with hooks on the modules that ``function`` can come to before it is called.
+
+    The first call warns of rules for modules that it comes to none of.
+    """
     pending = list(places.rules)
 
-    @functools.wraps(function)
-    def telling(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        missed = [one for one in pending if one not in places.reached]
+    @functools.wraps(compiled)
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        hooks.put_on(modules_in(variables_of(function, args, kwargs)))
+        result = compiled(*args, **kwargs)
+        missed = [one for one in pending if one not in hooks.reached]
         pending.clear()
         for rule in missed:
             warnings.warn(
@@ -187,7 +199,7 @@ def _telling_of_missed(function: Callable[..., Any], places: Places) -> Any:
             )
         return result
 
-    return telling if pending else function
+    return looking
 
 
 def _own_error(error: BaseException) -> NarrowcastError | None:
@@ -226,18 +238,32 @@ def _inner(backend: Any, mode: str | None, options: Any, dynamic: Any) -> Callab
     return functools.partial(lookup_backend(backend), **given, **({"options": options} if options else {}))
 
 
+def _nothing() -> None:
+    """Where there are no hooks."""
+
+
 class _Backend:
     """The Dynamo backend of one ``nc.compile``."""
 
     compiler_name = "narrowcast"
 
-    def __init__(self, policy: Policy, module: torch.nn.Module | None, inner: Callable[..., Any]) -> None:
-        self.policy = policy
+    def __init__(
+        self,
+        places: Places,
+        module: torch.nn.Module | None,
+        inner: Callable[..., Any],
+        hooks: CompiledHooks | None,
+    ) -> None:
         self.inner = inner
-        self.places = Places(policy, module)
+        self.places = places
+        self._hooks = _nothing if hooks is None else weakref.ref(hooks)  # Dynamo keeps this
+        self._of_function = module is None
         self._state = set() if module is None else {id(t) for t in (*module.parameters(), *module.buffers())}
 
     def __call__(self, graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        hooks = self._hooks()
+        if self._of_function and hooks is not None:
+            self._refuse_modules_without_hooks(graph_module, hooks)
         if has_transforms(graph_module):
             # Operators inside torch.func's transforms are seen by the eager engine alone.
             self._refuse_rules_beside_transforms(graph_module)
@@ -249,11 +275,11 @@ class _Backend:
             for slot, given in zip(slots, example_inputs, strict=True)
             if id(given) in self._state or isinstance(given, torch.nn.Parameter)
         }
-        inside = self._inside()
         for device in sorted({t.device.type for t in tensors_of(graph_module, "example_value")}):
             root = self._root(device)
             if root is not None:
-                Writer(root, self.places, example="example_value").write(graph_module, inside, state)
+                Writer(root, _IN_THE_GRAPH, example="example_value").write(graph_module, state)
+        without_bounds(graph_module)
         with without_autocast():
             compiled = self.inner(graph_module, example_inputs)
 
@@ -264,13 +290,24 @@ class _Backend:
         return run
 
     def _refuse_rules_beside_transforms(self, graph_module: torch.fx.GraphModule) -> None:
-        for node in graph_module.graph.nodes:
-            for call in self.places.around(node):
+        for node in nodes_of(graph_module):
+            if is_bound(node):
                 raise UnsupportedError(
-                    f"module {call.path!r}, which has a rule ({call.rules[0]}), was traced into a graph with "
-                    "a transform of torch.func, beside which rules for modules cannot be followed: call the "
-                    "transform from a function under torch.compiler.disable, or use nc.apply"
+                    f"module {path_at(node)!r}, which has a rule ({rule_at(node)}), was traced into a graph "
+                    "with a transform of torch.func, beside which rules for modules cannot be followed: call "
+                    "the transform from a function under torch.compiler.disable, or use nc.apply"
                 )
+
+    def _refuse_modules_without_hooks(self, graph_module: torch.fx.GraphModule, hooks: CompiledHooks) -> None:
+        for node in nodes_of(graph_module):
+            for call in self.places.around(node):
+                identity = call.key.partition("@")[0]
+                if not (identity.isdecimal() and hooks.has(int(identity))):
+                    raise UnsupportedError(
+                        f"module {call.path!r}, which has a rule ({call.rules[0]}), is called by a compiled "
+                        "function that has it from nowhere where it can be found: expected it among the "
+                        "function's arguments or in the variables that it names; or compile the module"
+                    )
 
     def _root(self, device: str) -> Scope | None:
         """The place that the graph is called from, on ``device``; None: nothing is cast there."""
@@ -280,16 +317,6 @@ class _Backend:
             return here.places[device]
         lower = format_name(torch.get_autocast_dtype(device))
         return resolved(_plain(lower), device, lower).root
-
-    def _inside(self) -> tuple[Call, ...]:
-        """The calls of modules around the piece of code that the graph was made of."""
-        if not self.places.has_rules:
-            return ()
-        for value in code_being_compiled():
-            path = self.places.path_of(value)
-            if path is not None:
-                return self.places.enclosing(path)
-        return ()
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from narrowcast.casting._graph import Writer, as_it_was
+from narrowcast.casting._graph import Writer
+from narrowcast.casting._graph_calls import as_it_was
 from narrowcast.casting._graph_nodes import dtype_of_value, tensors_of
 from narrowcast.casting._graph_ops import CAST
 from narrowcast.casting._graph_places import Places
@@ -75,7 +76,7 @@ def cast_exported(program: ExportedProgram, policy: Policy | str) -> ExportedPro
             torch.set_autocast_dtype(device, dtype)
             root = resolved(wanted, device, format_name(dtype)).root
             writer = Writer(root, places, example=_EXAMPLE, shares=True)
-            writer.write(graph_module, (), state)
+            writer.write(graph_module, state)
     return _program_of(program, graph_module, formats)
 
 

@@ -9,9 +9,8 @@ autocast off. One cast of a value serves all its uses.
 from __future__ import annotations
 
 import operator
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from narrowcast.casting._graph_bounds import Bounds
+from narrowcast.casting._graph_calls import as_it_was, balanced, cross, is_bound
 from narrowcast.casting._graph_nodes import (
     attribute_of,
     callable_of,
@@ -32,8 +32,9 @@ from narrowcast.casting._graph_nodes import (
 )
 from narrowcast.casting._graph_ops import CAST, Caster
 from narrowcast.casting._graph_places import Call, Places, place_in
+from narrowcast.casting._places import here
 from narrowcast.casting._round_trips import RoundTrips
-from narrowcast.casting._torch_internals import HigherOrderOperator, rename_node, set_gradients
+from narrowcast.casting._torch_internals import HigherOrderOperator, rename_node
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import Scope
 
@@ -61,15 +62,12 @@ class Writer:
         self._example = example  # what the meta of a node calls the tensor without data
         self._caster = Caster(root)
 
-    def write(self, graph_module: GraphModule, inside: tuple[Call, ...], state: set[Node]) -> None:
-        """Write casts into ``graph_module``, whose code is that of the modules ``inside``.
-
-        ``state``: the placeholders that are parameters and buffers, which no module is handed.
-        """
+    def write(self, graph_module: GraphModule, state: set[Node]) -> None:
+        """Write casts into ``graph_module``; ``state``: the placeholders that are parameters and buffers."""
         slots = graph_module.graph.find_nodes(op="placeholder")
         inputs = [slot.meta.get(self._example) for slot in slots]
-        with as_it_was():
-            self._walk(graph_module, inputs, inside, state)
+        with as_it_was(), balanced():
+            self._walk(graph_module, inputs, (), state)
 
     def _walk(
         self, graph_module: GraphModule, inputs: list[Any], inside: tuple[Call, ...], state: set[Node]
@@ -79,25 +77,6 @@ class Writer:
         graph_module.graph.lint()
         graph_module.recompile()
         return result
-
-
-@contextmanager
-def as_it_was() -> Iterator[None]:
-    """Nodes that switch gradients or autocast do so while a graph is walked."""
-    devices = [d for d in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(d)]
-    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-    grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # given already, where the graph was made
-            yield
-    finally:
-        set_gradients(grad)
-        torch.set_autocast_cache_enabled(cache)
-        for device, enabled, dtype in before:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
 
 
 class _Walk:
@@ -116,7 +95,7 @@ class _Walk:
         self.device = self.root.resolved.device_type
         self.values: dict[Node, Any] = {}
         self.calls: dict[Node, tuple[Call, ...]] = {}
-        self.made: dict[tuple[Node, torch.dtype, int, bool, Call | None], Node] = {}
+        self.made: dict[tuple[Node, torch.dtype, int, bool, Any], Node] = {}
         self.differentiable: set[Node] = set()
         self.round_trips = RoundTrips(self.values, self.differentiable)
         self.bounds = Bounds(self)
@@ -176,6 +155,9 @@ class _Walk:
             self.spent.append(node)  # of what is several nodes now; its users have theirs
             return
         self.calls[node] = calls
+        if is_bound(node):
+            self._cross(node)
+            return
         self.bounds.enter(node, calls)
         if isinstance(target, HigherOrderOperator):
             self._visit_body(node)
@@ -190,12 +172,31 @@ class _Walk:
         if not torch.is_autocast_enabled(self.device):
             self._keep(node, call(*args, **kwargs))
             return
-        self.caster.place = place_in(self.root, calls)
+        self.caster.place = place_in(here.places.get(self.device, self.root), calls)
         result, seen = self.caster.run(call, args, kwargs)
         if any(seen.values()):
             self._replace(node, call, seen, calls, result)
         else:
             self._keep(node, result)
+
+    def _cross(self, node: Node) -> None:
+        """Enter or leave a module as its hooks did while it was traced.
+
+        Where tensors are on several types of device, the first of the walks casts all that is to be cast.
+        """
+        handed: Any = node.args[1:]
+        values = node.meta.setdefault("narrowcast_handed", self._value(handed))
+        found = iter(cross(node, [list(some) for some in values]))
+        result = []
+        with self.graph.inserting_before(node):
+            for group, some in enumerate(handed):
+                for one in some:
+                    dtype = next(found).dtype
+                    is_cast = dtype != self.values[one].dtype
+                    result.append(self.cast(one, dtype, node, (node, group)) if is_cast else one)
+        replace_uses(node, result)
+        node.args = node.args[:1]
+        self.values[node] = result
 
     def _assert_what_is(self, node: Node) -> None:
         """torch.export asserts the format of what the model's code casts, which is another one by now."""
@@ -293,7 +294,7 @@ class _Walk:
 
     # ---- casts
 
-    def cast(self, value: Node, dtype: torch.dtype, near: Node, call: Call | None = None) -> Node:
+    def cast(self, value: Node, dtype: torch.dtype, near: Node, call: Any = None) -> Node:
         """``value`` in ``dtype``: the cast of it that is there, or one made before the node ``near``.
 
         ``call``: the call of a module that it goes into or comes out of, at which it is cast once.

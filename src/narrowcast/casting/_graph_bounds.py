@@ -27,7 +27,7 @@ class Walk(Protocol):
     calls: dict[Node, tuple[Call, ...]]
     state: set[Node]
 
-    def cast(self, value: Node, dtype: torch.dtype, near: Node, call: Call | None = None) -> Node: ...
+    def cast(self, value: Node, dtype: torch.dtype, near: Node, call: Any = None) -> Node: ...
 
 
 class Bounds:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowcast.casting._paths import clean_path, is_wrapper, named_places
+from narrowcast.casting._paths import clean_path
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, Scope, class_names, rules_for
 
 _ROOTS = re.compile(r"^L\['\w+'\]\.?|^L__\w+?__")
@@ -29,13 +29,11 @@ class Call:
 class Places:
     """The rules for modules, as nodes of a graph ask for them."""
 
-    def __init__(self, policy: Policy, model: torch.nn.Module | None = None) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._calls: dict[tuple[str, str], Call | None] = {}
-        self._modules = {} if model is None else {id(m): (p, m) for p, m in named_places(model)}
         self.rules = [one for one in policy.rules if one.is_for_modules and one.compute not in FP8_RECIPES]
         self.has_rules = bool(self.rules)
-        self.reached: set[Rule] = set()
 
     def around(self, node: torch.fx.Node) -> tuple[Call, ...]:
         """The calls of modules with rules that ``node`` is made in, outermost first."""
@@ -45,23 +43,6 @@ class Places:
         found = (self._call(str(key), path, cls) for key, (path, cls) in stack.items())
         return tuple(one for one in found if one is not None)
 
-    def enclosing(self, path: str) -> tuple[Call, ...]:
-        """The calls around code of the module at ``path`` itself, as far as its path tells."""
-        calls = []
-        for own, module in self._modules.values():
-            around = own in ("", path) or path.startswith(f"{own}.")
-            if around and not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
-                calls.append((len(own.split(".")) if own else 0, own, module))
-        found = (
-            self._call(str(id(module)), own, type(module)) for _, own, module in sorted(calls, key=_depth)
-        )
-        return tuple(one for one in found if one is not None)
-
-    def path_of(self, module: object) -> str | None:
-        """Where ``module`` is in the model; None: nowhere."""
-        found = self._modules.get(id(module))
-        return None if found is None else found[0]
-
     def _call(self, key: str, path: str, cls: type | str) -> Call | None:
         if (key, path) not in self._calls:
             self._calls[key, path] = self._make(key, path, cls)
@@ -69,15 +50,8 @@ class Places:
 
     def _make(self, key: str, path: str, cls: type | str) -> Call | None:
         names = class_names(cls) if isinstance(cls, type) else (cls, *_bases(cls))
-        identity = key.partition("@")[0]
-        if identity.isdecimal() and int(identity) in self._modules:
-            path, module = self._modules[int(identity)]
-            if is_wrapper(module):
-                return None
-        else:
-            path = clean_path(_readable(path))
+        path = clean_path(_readable(path))
         rules = tuple(one for one in rules_for(self.policy, path, names) if one.compute not in FP8_RECIPES)
-        self.reached.update(rules)
         return Call(key, path, rules) if rules else None
 
 
@@ -92,10 +66,6 @@ def own_rule(call: Call, inside: Scope) -> Rule | None:
     """The rule for all of the module of ``call``; ``inside`` is the place in it."""
     plain = [one for one in call.rules if one.op is None]
     return inside.rule if plain else None
-
-
-def _depth(entry: tuple[int, str, torch.nn.Module]) -> int:
-    return entry[0]
 
 
 def _readable(path: str) -> str:

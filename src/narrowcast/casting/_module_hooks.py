@@ -231,19 +231,32 @@ class Hook:
         call.regions = 0
 
 
-class HookOutsideOfGraphs:
-    """Hooks that leave the casting to the graph in code that ``nc.compile`` traces."""
+class HookBesideGraphs:
+    """The two hooks of one module in a model that ``nc.compile`` compiles, where Python calls them.
 
-    def __init__(self, hook: Hook) -> None:
+    A subclass says what is done where Dynamo traces them.
+    """
+
+    def __init__(self, hook: Hook | None) -> None:
         self._hook = hook
 
     @not_compiled_alone
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if torch.compiler.is_compiling() else self._hook._before(module, args, kwargs)
+        if torch.compiler.is_compiling():
+            return self.traced_before(args, kwargs)
+        return None if self._hook is None else self._hook._before(module, args, kwargs)
 
     @not_compiled_alone
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        return None if torch.compiler.is_compiling() else self._hook._after(module, args, output)
+        if torch.compiler.is_compiling():
+            return self.traced_after(output)
+        return None if self._hook is None else self._hook._after(module, args, output)
+
+    def traced_before(self, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def traced_after(self, output: Any) -> Any:
+        raise NotImplementedError
 
 
 @unseen_by_the_compiler

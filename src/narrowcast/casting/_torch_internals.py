@@ -203,12 +203,21 @@ def guard_hooks_of_modules() -> None:
         dynamo.reset_code_caches()
 
 
-def code_being_compiled() -> list[Any]:
-    """The local variables of the code that Dynamo is compiling in this thread, its arguments first."""
+def stand_in_graphs(*functions: Callable[..., Any]) -> None:
+    """Have Dynamo call these with tensors without data and put the calls into its graphs as they are."""
+    import torch._dynamo
+
+    allow: Any = torch._dynamo.allow_in_graph
+    for function in functions:
+        allow(function)
+
+
+def when_tracing_ends(function: Callable[[], object]) -> None:
+    """Have Dynamo, which is tracing in this thread, call ``function`` once it stops, whatever stops it."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     translator = InstructionTranslator.current_tx()
-    return list(translator.f_locals.values())
+    translator.output.add_cleanup_hook(function)
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
