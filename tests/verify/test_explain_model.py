@@ -139,6 +139,21 @@ def test_layers_in_fp8_are_products_by_their_rule_and_others_say_why_not():
     ]
 
 
+def test_without_inputs_layers_that_cannot_multiply_in_fp8_are_told_too():
+    model = nn.Sequential(*(nn.Linear(32, 32 if n else 10) for n in range(2)), nn.MultiheadAttention(32, 2))
+    policy = nc.Policy.preset("bf16").with_rules(nc.rule.op("linear", compute="fp8_rowwise"))
+    explanation = nc.explain(model, policy)
+    why = "has 32 in and 10 out features, and fp8 instructions take multiples of 16"
+    assert explanation.found["notes"][0] == f"0 does not multiply in fp8: {why}"
+    assert [note.partition(" ")[0] for note in explanation.found["notes"]] == ["0", "2", "2.out_proj"]
+    assert "Note: 0 does not multiply in fp8: has 32 in and 10 out features" in str(explanation)
+    assert type(model[1]) is nn.Linear
+    many = nc.explain(nn.Sequential(*(nn.Linear(10, 10) for _ in range(11))), policy)
+    assert "and 3 more that do not multiply in fp8\n" in str(many)
+    assert max(map(len, str(many).splitlines())) <= 79
+    assert nc.explain(model, "bf16").found["notes"] == []
+
+
 def test_bad_input_is_one_clear_error():
     with pytest.raises(PolicyError, match=r"expected a torch.nn.Module to explain, got str"):
         nc.explain("model.pt")

@@ -12,6 +12,7 @@ from narrowcast.casting._bake_handle import Baked, baked
 from narrowcast.casting._compile import compile
 from narrowcast.casting._custom import custom_bwd, custom_fwd
 from narrowcast.casting._export import cast_exported
+from narrowcast.casting._fp8 import unconverted
 from narrowcast.casting._fp8_linear import Fp8Linear
 from narrowcast.casting._guards import forget_warnings
 from narrowcast.casting._kernels import root_place
@@ -46,5 +47,6 @@ __all__ = [
     "region_in",
     "root_place",
     "rule_that_casts",
+    "unconverted",
     "watch_ops",
 ]

@@ -22,7 +22,7 @@ from narrowcast.observe import (
     trace_events,
 )
 from narrowcast.policy import Policy, format_name, policy_name, resolve, with_fp32_weights
-from narrowcast.verify._explain_resolved import resolved_facts, resolved_lines
+from narrowcast.verify._explain_resolved import fp8_notes, resolved_facts, resolved_lines
 from narrowcast.verify._model_state import as_before
 
 
@@ -33,8 +33,9 @@ class Explanation:
     Attributes:
         ran: whether the model was called; False: this is what the policy means before any call.
         found: everything, JSON-ready. Of a call what ``narrowcast explain --json`` writes; else ``model``,
-            ``policy``, ``device``, ``format``, ``rules`` with the modules that each names, and ``ops``, what
-            becomes of each operator outside of modules with rules.
+            ``policy``, ``device``, ``format``, ``rules`` with the modules that each names, ``ops``, what
+            becomes of each operator outside of modules with rules, and ``notes``, as of layers that cannot
+            multiply in fp8.
     """
 
     ran: bool
@@ -92,10 +93,7 @@ def explain(
     if not example_args and not example_kwargs:
         return Explanation(ran=False, found=resolved_facts(model, wanted, name, device))
     with as_before(model), apply(model, wanted) as applied:
-        notes = [
-            f"{path or type(model).__name__} does not multiply in fp8: {why}"
-            for path, why in applied.fp8.left_out.items()
-        ]
+        notes = fp8_notes(model, applied.fp8.left_out)
         with OpTrace(wanted, device) as trace:
             trace.paths.meet(model)
             model(*example_args, **example_kwargs)  # in which PyTorch, the model and the watch set things up

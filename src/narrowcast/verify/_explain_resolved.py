@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from narrowcast.casting import named_places
+from narrowcast.casting import named_places, unconverted
 from narrowcast.observe import wrapped
 from narrowcast.policy import (
     FP32,
@@ -31,7 +31,7 @@ _MOST_PATHS, _MOST_OPS = 8, 24
 
 
 def resolved_facts(model: torch.nn.Module, policy: Policy, name: str, device: str) -> dict[str, Any]:
-    """JSON-ready: the rules with the modules that each names, and what becomes of each operator.
+    """JSON-ready: the rules with the modules that each names, what becomes of each operator, and notes.
 
     Args:
         model: any module; nothing is called.
@@ -81,7 +81,22 @@ def resolved_facts(model: torch.nn.Module, policy: Policy, name: str, device: st
         "table": on_device.table_name,
         "rules": rules,
         "ops": ops,
+        "notes": fp8_notes(model, unconverted(model, policy)),
     }
+
+
+def fp8_notes(model: torch.nn.Module, left_out: Mapping[str, str | None]) -> list[str]:
+    """A sentence for each layer that an fp8 rule is for and that cannot multiply in fp8.
+
+    Args:
+        model: of which the layers are parts.
+        left_out: path of each -> why not; None: it could.
+    """
+    return [
+        f"{path or type(model).__name__} does not multiply in fp8: {why}"
+        for path, why in left_out.items()
+        if why is not None
+    ]
 
 
 def _words(kind: str, lower: str) -> str:
@@ -107,6 +122,11 @@ def resolved_lines(facts: dict[str, Any]) -> list[str]:
         more = f" and {len(ops) - _MOST_OPS} more" if len(ops) > _MOST_OPS else ""
         named = f"{', '.join(ops[:_MOST_OPS])}{more}"
         lines += wrapped(f"{words.get(computes, computes)}: {named}", first="  ", then="    ")
+    notes = facts["notes"]
+    for note in notes[:_MOST_PATHS]:
+        lines += wrapped(f"Note: {note}.")
+    if len(notes) > _MOST_PATHS:
+        lines.append(f"and {len(notes) - _MOST_PATHS} more that do not multiply in fp8")
     lines += wrapped(
         "Any other operator computes in the formats that come. To see what a call runs: "
         "nc.explain(model, policy, example_input)."
