@@ -15,6 +15,15 @@ from narrowcast.observe import read_capture
 END_BLOCK = re.compile(r"^narrowcast: .*\n(?:  .*\n)*?  capture: (.*)\n", re.MULTILINE)
 
 
+# So wide that no message is wrapped: what it says is compared whole, how it is wrapped in test_output.py.
+_WIDE = "10000"
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", _WIDE)
+
+
 @dataclass(frozen=True)
 class Ended:
     """A process that ended: what it wrote, and the block that ``narrowcast run`` added, apart."""
@@ -39,8 +48,7 @@ class Workshop:
         self.cache = folder / "cache"
         self.folder.mkdir()
         outside = {k: v for k, v in os.environ.items() if not k.startswith(("NARROWCAST_", "PYTEST_"))}
-        # A width that no terminal here has, so that what is wrapped is wrapped alike.
-        self.environment = outside | {"NARROWCAST_CACHE_DIR": str(self.cache), "COLUMNS": "80"}
+        self.environment = outside | {"NARROWCAST_CACHE_DIR": str(self.cache), "COLUMNS": _WIDE}
 
     def write(self, name: str, *texts: str | bytes) -> Path:
         path = self.folder / name

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from narrowcast.cli import main
+from narrowcast.policy import PRESETS
 
 LARGEST_SEED = 2**32 - 1
 
@@ -32,7 +33,7 @@ def here(workshop, monkeypatch):
     sys.modules.pop("package", None)
 
 
-POLICIES = "Known: auto, bf16, fp16, fp32, O2."
+POLICIES = f"Known: {', '.join(PRESETS)}."
 CHOOSE = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
 IN_BOTH_VERBS = {
     ("missing.py",): "cannot run missing.py: No such file or directory",

@@ -150,7 +150,8 @@ def test_help_fits_eighty_columns_and_imports_no_torch(workshop):
         finally:
             print("torch" in sys.modules)
         """
-    ended = workshop.python(workshop.write("calls.py", textwrap.dedent(program)))
+    path = workshop.write("calls.py", textwrap.dedent(program))
+    ended = workshop.python(path, environment={"COLUMNS": "80"})
     assert ended.stderr == ""
     *page, imported = ended.stdout.splitlines()
     assert imported == "False"

@@ -1,5 +1,6 @@
 """Help and version: quick, since they import no torch, and narrow enough for any terminal."""
 
+import itertools
 import json
 
 import pytest
@@ -24,7 +25,16 @@ PAGES = {
         "NARROWCAST_CACHE_DIR",
         "--seed",
     ],
-    ("compare", "-h"): ["SCRIPT", "--policy", "--loss-scale", "--module", "--run-dir", "--seed", "--json"],
+    ("compare", "-h"): [
+        "a file that you need.",
+        "SCRIPT",
+        "--policy",
+        "--loss-scale",
+        "--module",
+        "--run-dir",
+        "--seed",
+        "--json",
+    ],
     ("explain", "-h"): ["SCRIPT", "--policy", "--against", "--lock", "--check", "--all", "--json", "--steps"],
     ("--version",): [narrowcast.__version__],
 }
@@ -41,7 +51,8 @@ PROGRAM = """\
 
 @pytest.mark.parametrize("words", PAGES, ids=" ".join)
 def test_help_fits_eighty_columns_and_imports_no_torch(workshop, words):
-    ended = workshop.python(workshop.write("calls.py", PROGRAM), *words)
+    program = workshop.write("calls.py", PROGRAM)
+    ended = workshop.python(program, *words, environment={"COLUMNS": "80"})
     assert ended.stderr == ""
     *page, last = ended.stdout.splitlines()
     assert json.loads(last) == [0, False]
@@ -49,6 +60,7 @@ def test_help_fits_eighty_columns_and_imports_no_torch(workshop, words):
     for word in PAGES[words]:
         assert " ".join(word.split()) in text
     assert max(map(len, page)) <= 80
+    assert "int range" not in text
     assert "cache-dir" not in text  # an environment setting, not an option
     if words == ("--version",):
         assert page == [narrowcast.__version__]
@@ -57,3 +69,12 @@ def test_help_fits_eighty_columns_and_imports_no_torch(workshop, words):
 def test_the_version_alone_is_on_stdout(workshop):
     ended = workshop.narrowcast("--version")
     assert (ended.code, ended.stdout, ended.stderr) == (0, f"{narrowcast.__version__}\n", "")
+
+
+def test_no_paragraph_of_a_help_is_broken_where_its_source_was(workshop):
+    for verb in ("run", "compare", "doctor", "explain", "report"):
+        page = workshop.narrowcast(verb, "--help", environment={"COLUMNS": "80"}).stdout
+        said = [line.strip() for line in page.partition("\u256d")[0].splitlines()]
+        for line, following in itertools.pairwise(said):
+            if line and following:
+                assert len(line) + 1 + len(following.split()[0]) > 78, line

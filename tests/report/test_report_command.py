@@ -36,6 +36,11 @@ def read_json(text):
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10000")  # messages are compared whole, not as they are wrapped
+
+
 @pytest.fixture
 def folder(tmp_path):
     return made_captures.trained(tmp_path / "kept", steps=30)

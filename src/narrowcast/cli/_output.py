@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 
 NOT_WRITTEN = 2
 """Exit code where the answer could not be written."""
@@ -26,11 +28,28 @@ def show(text: str) -> bool:
         # Python flushes once more as it ends, and would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            print(f"narrowcast: cannot write to stdout: {error.strerror}", file=sys.stderr)  # noqa: T201
+            talk(f"cannot write to stdout: {error.strerror}")
             return False
     return True
 
 
 def talk(text: str) -> None:
-    """A line on stderr, for a person."""
-    print(f"narrowcast: {text}", file=sys.stderr)  # noqa: T201
+    """A sentence on stderr, for a person; what follows its first line is shown as it is."""
+    first, newline, rest = text.partition("\n")
+    print(f"{_wrapped(f'narrowcast: {first}')}{newline}{rest}", file=sys.stderr)  # noqa: T201
+
+
+def _wrapped(line: str) -> str:
+    """``line`` in the terminal's width, further lines indented; paths and other words stay whole.
+
+    80 columns where there is no terminal; ``COLUMNS`` says otherwise, as for every command.
+    """
+    return "\n".join(
+        textwrap.wrap(
+            line,
+            shutil.get_terminal_size((80, 24)).columns,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )

@@ -38,23 +38,33 @@ _SEEDS_THAT_JUDGE = 3
 _CHECKED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 
 
+_StepsOption = Annotated[
+    int,
+    typer.Option(
+        "--steps", metavar="N", min=0, help="End each run after N optimizer steps; 0: run it whole."
+    ),
+]
+_RepeatsOption = Annotated[
+    int,
+    typer.Option("--repeats", metavar="N", min=1, help="Seeds to run both formats with; 3 judge the loss."),
+]
+_AtStepOption = Annotated[
+    int,
+    typer.Option("--at-step", metavar="N", min=0, help="Compare gradients after N steps of mixed training."),
+]
+
+
 def compare(
     script: ScriptArgument,
     arguments: RestArgument = None,
     policy: PolicyOption = "auto",
     loss_scale: LossScaleOption = None,
-    steps: Annotated[
-        int, typer.Option("--steps", min=0, help="End each run after N optimizer steps; 0: run it whole.")
-    ] = 200,
-    repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Seeds to run both formats with; 3 judge the loss.")
-    ] = 1,
-    at_step: Annotated[
-        int, typer.Option("--at-step", min=0, help="Compare gradients after N steps of mixed training.")
-    ] = 0,
+    steps: _StepsOption = 200,
+    repeats: _RepeatsOption = 1,
+    at_step: _AtStepOption = 0,
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Both formats start with it.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Both formats start with it.")] = 0,
     strict: Annotated[
         bool,
         typer.Option("--strict", help='Exit with 1 on "cannot tell" too; for losses from --repeats 3 on.'),

@@ -64,7 +64,7 @@ _CheckOption = Annotated[
     typer.Option(
         "--check",
         metavar="FILE",
-        help="Compare with a FILE of --lock, by its policy; exit code 1 where a decision differs.",
+        help="Compare with FILE, which --lock wrote; exit code 1 where a decision differs.",
         show_default=False,
     ),
 ]
@@ -78,12 +78,14 @@ def explain(
     run_dir: RunDirOption = None,
     as_json: JsonOption = False,
     every: Annotated[
-        bool, typer.Option("--all", help="Every call site, instead of repeated layers together.")
+        bool, typer.Option("--all", help="Show each call site alone, not repeated layers as one.")
     ] = False,
     against: _AgainstOption = None,
     lock: _LockOption = None,
     check: _CheckOption = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="How many steps to watch.")] = 2,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, help="How many steps to count, after the first.")
+    ] = 2,
     cache_dir: CacheDirOption = None,
 ) -> int:
     """Show what ran in which format: per module and operator, the rule that decided, casts and time.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import typer
 from typer.exceptions import TyperException
 
+from narrowcast.cli._output import talk
 from narrowcast.cli.compare import compare
 from narrowcast.cli.doctor import doctor
 from narrowcast.cli.explain import explain
@@ -60,17 +62,22 @@ def _root(
     """
 
 
-app.command(context_settings=_SCRIPT_LAST)(run)
-app.command(context_settings=_SCRIPT_LAST)(compare)
-app.command(context_settings=_SCRIPT_LAST)(doctor)
-app.command(context_settings=_SCRIPT_LAST)(explain)
-app.command()(report)
+def _paragraphs(verb: Callable[..., object]) -> str:
+    """The docstring of ``verb``, each paragraph in one line: typer would keep the breaks of all but one."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(verb.__doc__ or "").split("\n\n"))
+
+
+app.command(help=_paragraphs(run), context_settings=_SCRIPT_LAST)(run)
+app.command(help=_paragraphs(compare), context_settings=_SCRIPT_LAST)(compare)
+app.command(help=_paragraphs(doctor), context_settings=_SCRIPT_LAST)(doctor)
+app.command(help=_paragraphs(explain), context_settings=_SCRIPT_LAST)(explain)
+app.command(help=_paragraphs(report))(report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``argv`` (default: this process's) and return its exit code.
 
-    Wrong use is one line on stderr and 2. What a script raises under ``run`` comes out as it is.
+    Wrong use is one sentence on stderr and 2. What a script raises under ``run`` comes out as it is.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     hook = sys.excepthook
@@ -91,5 +98,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str, code: int) -> int:
-    print(f"narrowcast: {text}", file=sys.stderr)  # noqa: T201
+    talk(text)
     return code

@@ -39,7 +39,7 @@ LossScaleOption = Annotated[
     typer.Option(
         "--loss-scale",
         metavar="dynamic|off|N",
-        help="Default: dynamic in fp16, off otherwise. A number is a fixed scale.",
+        help="How the loss is scaled. Default: dynamic in fp16, else off. N is a fixed scale.",
         show_default=False,
     ),
 ]
@@ -78,13 +78,17 @@ def run(
         int | None,
         typer.Option(
             "--seed",
+            metavar="N",
             help="Seed Python, NumPy and torch before the script starts.",
             show_default=False,
         ),
     ] = None,
     cache_dir: CacheDirOption = None,
 ) -> Callable[[], int]:
-    """Run an unmodified FP32 script in mixed precision."""
+    """Run an unmodified FP32 script in mixed precision.
+
+    It ends as under plain Python, with its own exit code; then a few lines on stderr say what happened.
+    """
     check_policy(policy)
     check_seed(seed)
     scale = None if loss_scale is None else parse(loss_scale)
