@@ -613,6 +613,11 @@ def test_unknown_modules_are_refused_at_once():
         nc.compile(Block(), policy)
 
 
+def test_unknown_policies_are_refused():
+    with pytest.raises(PolicyError, match="bf17"):
+        nc.compile(Block(), "bf17")
+
+
 def test_what_cannot_be_called_is_refused():
     with pytest.raises(PolicyError, match="expected a module or a function to compile, got int"):
         nc.compile(3, "bf16")

@@ -382,3 +382,10 @@ def test_an_exception_that_leaves_a_module_and_is_caught_is_refused():
     with pytest.raises(UnsupportedError, match=r"module 'inside'.* was left by an exception"):
         nc.compile(model, policy, backend="aot_eager")(X)
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_trace_that_the_rules_were_not_in_force_in_is_refused(monkeypatch):
+    monkeypatch.setattr(_graph_calls, "is_tracing_for", lambda _backend: False)
+    model = nn.Sequential(linear(), Norm())
+    with pytest.raises(UnsupportedError, match=r"'1'.* what its rule casts in torch.float32, got"):
+        nc.compile(model, rules(rule("1", compute="fp32")), backend="aot_eager")(X)

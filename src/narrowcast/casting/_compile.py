@@ -25,7 +25,7 @@ from narrowcast.casting._compile_hooks import CompiledHooks
 from narrowcast.casting._compile_places import modules_in, variables_of
 from narrowcast.casting._fp8 import Fp8Handle, apply_fp8
 from narrowcast.casting._graph import Writer
-from narrowcast.casting._graph_calls import is_bound, nodes_of, path_at, rule_at, without_bounds
+from narrowcast.casting._graph_calls import Backend, is_bound, nodes_of, path_at, rule_at, without_bounds
 from narrowcast.casting._graph_nodes import has_transforms, tensors_of
 from narrowcast.casting._graph_places import Places
 from narrowcast.casting._kernels import root_place
@@ -34,6 +34,7 @@ from narrowcast.casting._modules import applied_to, check_rules
 from narrowcast.casting._places import here
 from narrowcast.casting._torch_internals import (
     inductor,
+    splitting_by_buckets,
     without_autocast,
     without_cache_of_joint_graphs,
 )
@@ -76,7 +77,9 @@ def compile(
     Code that Dynamo does not trace is cast as eager code is.
 
     Args:
-        model: a module or a function. A module's ``state_dict`` is that of ``torch.compile``.
+        model: a module or a function. A module's ``state_dict`` is that of ``torch.compile``. Rules for
+            modules hold in those that a function has as arguments or in variables that it names, in lists,
+            dicts and attributes of objects too; by their paths in there, with or without the variable's name.
         policy: the name of a preset, a ``Policy``, or the path of one. It holds on the types of device that
             the model's parameters are on; without parameters, on those of its inputs.
         backend: who compiles the graph with casts: a name of ``torch.compiler.list_backends()``, or a
@@ -88,10 +91,12 @@ def compile(
         As ``torch.compile`` does: a module around ``model``, whose weights it shares, or a function.
 
     Raises:
-        PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
-            in a low format.
+        PolicyError: ``model`` cannot be called; or the policy does not exist, names modules that the model
+            does not have, or needs weights in a low format.
         UnsupportedError: a function was given with an fp8 rule; in a call, where a rule refuses what is
-            called.
+            called, or a module with a rule is in a graph with a transform of ``torch.func``, was left by an
+            exception that traced code caught, or is called by a function that has it from nowhere where it
+            can be found.
     """
     if not callable(model):
         raise PolicyError(f"expected a module or a function to compile, got {type(model).__name__}")
@@ -113,7 +118,16 @@ def compile(
         hooks.follow(module)
     compiled.forward = _in_region(compiled.forward, wanted, module, hooks)
     compiled.__dict__["_narrowcast_keeps"] = (fp8, hooks)
+    made_of = (module, wanted, backend, mode, options, settings)
+    compiled.__dict__["__reduce_ex__"] = lambda _protocol: (_compile_again, made_of)
     return compiled
+
+
+def _compile_again(
+    model: torch.nn.Module, policy: Policy, backend: Any, mode: Any, options: Any, settings: dict[str, Any]
+) -> Any:
+    """A copy of what was compiled, or what comes out of a pickle: the same of a model of its own."""
+    return compile(model, policy, backend=backend, mode=mode, options=options, **settings)
 
 
 class _Fp8:
@@ -122,16 +136,6 @@ class _Fp8:
     def __init__(self, policy: Policy, handle: Fp8Handle) -> None:
         self.policy = policy
         weakref.finalize(self, handle.remove).atexit = False
-
-    def __deepcopy__(self, _memo: object) -> _Fp8:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _no_fp8, ()
-
-
-def _no_fp8() -> None:
-    """What a pickled model holds in another process, where its layers stay what they are."""
 
 
 def _fp8(module: torch.nn.Module | None, policy: Policy) -> _Fp8 | None:
@@ -242,7 +246,7 @@ def _nothing() -> None:
     """Where there are no hooks."""
 
 
-class _Backend:
+class _Backend(Backend):
     """The Dynamo backend of one ``nc.compile``."""
 
     compiler_name = "narrowcast"
@@ -281,7 +285,7 @@ class _Backend:
                 Writer(root, _IN_THE_GRAPH, example="example_value").write(graph_module, state)
         without_bounds(graph_module)
         with without_autocast():
-            compiled = self.inner(graph_module, example_inputs)
+            compiled = splitting_by_buckets(self.inner)(graph_module, example_inputs)
 
         def run(*args: Any) -> Any:
             with without_autocast():

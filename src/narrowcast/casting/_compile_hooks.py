@@ -19,7 +19,11 @@ from narrowcast.casting._graph_calls import CASTABLE, HookInGraphs, come_out, go
 from narrowcast.casting._module_hooks import Hook, HookBesideGraphs, Shared
 from narrowcast.casting._modules import rules_at
 from narrowcast.casting._paths import all_paths, is_wrapper
-from narrowcast.casting._torch_internals import guard_hooks_of_modules, stand_in_graphs
+from narrowcast.casting._torch_internals import (
+    guard_hooks_of_modules,
+    stand_in_graphs,
+    whole_graphs_under_ddp,
+)
 from narrowcast.policy import Policy, Rule, class_names
 
 _Places = Iterable[tuple[tuple[str, ...], torch.nn.Module]]
@@ -76,11 +80,13 @@ class CompiledHooks:
     def call(self, function: Callable[..., Any], model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` as the call of ``model`` itself, whose bounds no graph has."""
         if self._root is None:
-            return function(*args, **kwargs)
+            with whole_graphs_under_ddp():
+                return function(*args, **kwargs)
         output = None
         args, kwargs = self._root._before(model, args, kwargs) or (args, kwargs)
         try:
-            output = function(*args, **kwargs)
+            with whole_graphs_under_ddp():
+                output = function(*args, **kwargs)
         finally:
             output = self._root._after(model, args, output)
         return output
@@ -89,12 +95,6 @@ class CompiledHooks:
         rules = rules_at(self._policy, paths, class_names(type(module)))
         self.reached.update(rules)
         return rules
-
-    def __deepcopy__(self, _memo: object) -> CompiledHooks:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
 
 
 class _ModuleHook(HookBesideGraphs):
@@ -189,7 +189,3 @@ def _names_of_fields(value: Any) -> list[str]:
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _nothing() -> None:
-    """What a pickled model holds in another process."""

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from narrowcast.casting._graph_bounds import Bounds
-from narrowcast.casting._graph_calls import as_it_was, balanced, cross, is_bound
+from narrowcast.casting._graph_calls import as_it_was, balanced, cross, is_bound, path_at
 from narrowcast.casting._graph_nodes import (
     attribute_of,
     callable_of,
@@ -187,12 +187,15 @@ class _Walk:
         handed: Any = node.args[1:]
         values = node.meta.setdefault("narrowcast_handed", self._value(handed))
         found = iter(cross(node, [list(some) for some in values]))
+        traced = iter(node.meta[self.writer._example])
         result = []
         with self.graph.inserting_before(node):
             for group, some in enumerate(handed):
                 for one in some:
-                    dtype = next(found).dtype
+                    dtype, seen = next(found).dtype, next(traced).dtype
                     is_cast = dtype != self.values[one].dtype
+                    if is_cast and seen != dtype:
+                        raise UnsupportedError(_TRACED_OTHERWISE.format(path_at(node), dtype, seen))
                     result.append(self.cast(one, dtype, node, (node, group)) if is_cast else one)
         replace_uses(node, result)
         node.args = node.args[:1]
@@ -384,6 +387,10 @@ def _grad_in_body(node: Node, name: str) -> bool:
     return torch.is_grad_enabled()
 
 
+_TRACED_OTHERWISE = (
+    "expected module {!r}, which has a rule, to be traced with what its rule casts in {}, got it in {}, "
+    "so that code which reads formats would read others than in eager code: use nc.apply"
+)
 _HAS_REGIONS = (
     "expected a program that was exported outside of every autocast region, got one with regions of its own: "
     "export the model without them, and say in the policy what they said"

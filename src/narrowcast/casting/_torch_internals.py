@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -214,10 +214,55 @@ def stand_in_graphs(*functions: Callable[..., Any]) -> None:
 
 def when_tracing_ends(function: Callable[[], object]) -> None:
     """Have Dynamo, which is tracing in this thread, call ``function`` once it stops, whatever stops it."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    _tracer().output.add_cleanup_hook(function)
 
-    translator = InstructionTranslator.current_tx()
-    translator.output.add_cleanup_hook(function)
+
+def is_tracing_for(backend: type) -> bool:
+    """Whether Dynamo is tracing in this thread, for a backend of that class."""
+    translator = _tracer()
+    found = None if translator is None else translator.output.compiler_fn
+    while found is not None and not isinstance(found, backend):
+        found = getattr(found, "_torchdynamo_orig_backend", None) or getattr(found, "compiler_fn", None)
+    return found is not None
+
+
+@contextmanager
+def whole_graphs_under_ddp() -> Iterator[None]:
+    """Inside, Dynamo hands over graphs that it would split by the buckets of DDP's gradients."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        yield
+        return
+    dynamo: Any = torch._dynamo
+    before = dynamo.config.optimize_ddp
+    if dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer":
+        dynamo.config.optimize_ddp = _SPLIT_LATER
+    try:
+        yield
+    finally:
+        dynamo.config.optimize_ddp = before
+
+
+_SPLIT_LATER = "no_optimization"  # which a person says as False
+
+
+def splitting_by_buckets(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``backend``, given those pieces of a graph that was handed over whole."""
+    dynamo: Any = torch._dynamo
+    ddp = None
+    if dynamo.config.optimize_ddp == _SPLIT_LATER:
+        active: Any = torch.nn.parallel.DistributedDataParallel
+        ddp = active._get_active_ddp_module()
+    if ddp is None:
+        return backend
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    splitting: Callable[..., Any] = DDPOptimizer(ddp.bucket_bytes_cap, backend).compile_fn
+    return splitting
+
+
+def _tracer() -> Any:
+    convert: Any = sys.modules.get("torch._dynamo.symbolic_convert")
+    return None if convert is None else getattr(convert.tls, "current_tx", None)
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
