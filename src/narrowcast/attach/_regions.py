@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from narrowcast.attach._watcher import Watcher
 from narrowcast.casting import autocast, cast_floating, region_in
 from narrowcast.errors import UnsupportedError
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
+from narrowcast.observe import seconds_between, stamp
 from narrowcast.policy import Policy, format_name, resolve
 from narrowcast.scaling import Dynamic, LossScale
 
@@ -151,10 +151,10 @@ class Regions:
             if self.in_fp32:
                 dtype = None
             timed = not self._ledger.backwards and not is_capturing()
-            ended = _stopwatch(device_type) if timed else None
+            began = stamp(device_type) if timed else None
             output = self._in_region(original, module, args, kwargs, device_type, dtype)
-            if ended is not None:
-                self._ledger.saw_forward(ended(), training=module.training)
+            if began is not None:
+                self._ledger.saw_forward(_lasted(began, stamp(device_type)), training=module.training)
             self._watcher.returned(module, output)
         finally:
             self._thread.watched = False
@@ -350,28 +350,11 @@ def refuse_sharded(module: torch.nn.Module) -> None:
         )
 
 
-def _stopwatch(device_type: str) -> Callable[[], Reading]:
-    """Start timing; the function returned ends it, and returns the seconds.
-
-    On CUDA events of the stream tell them, later and without waiting here.
-    """
-    if device_type == "cuda":
-        began: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        began.record()
-
-        def stop_events() -> Reading:
-            ended.record()
-            return lambda: _seconds_between(began, ended)
-
-        return stop_events
-    started = time.perf_counter()
-    return lambda: time.perf_counter() - started
-
-
-def _seconds_between(began: Any, ended: Any) -> float:
-    ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1e3
+def _lasted(began: Any, ended: Any) -> Reading:
+    """Seconds; those of a GPU are read later, without waiting here."""
+    if isinstance(began, float):
+        return seconds_between(began, ended)
+    return lambda: seconds_between(began, ended)
 
 
 def _is_on(region: Any) -> bool:

@@ -22,6 +22,7 @@ from narrowcast.observe._op_trace_text import (
 from narrowcast.observe._schema import SCHEMA
 
 if TYPE_CHECKING:
+    from narrowcast.observe._device_time import seconds_between, stamp
     from narrowcast.observe._host_reads import HostReads, as_sites
     from narrowcast.observe._live_tensors import LiveTensorBytes
     from narrowcast.observe._op_trace import OpTrace
@@ -62,7 +63,9 @@ __all__ = [
     "read_explanation",
     "round_trips_in_words",
     "rules_of",
+    "seconds_between",
     "size_text",
+    "stamp",
     "start_event",
     "summarize",
     "together",
@@ -79,6 +82,8 @@ _WITH_TORCH = {
     "near_module": "_op_trace_rules",
     "StepProfiler": "_profile",
     "as_sites": "_host_reads",
+    "seconds_between": "_device_time",
+    "stamp": "_device_time",
     "summarize": "_profile",
     "together": "_op_trace_events",
     "trace_events": "_op_trace_events",

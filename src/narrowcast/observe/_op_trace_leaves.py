@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.casting import ops_under_way, rule_that_casts
+from narrowcast.observe._device_time import seconds_between, stamp
 from narrowcast.observe._op_trace_modules import Place
 from narrowcast.observe._profile_ops import Op, Operand, is_product, product_size
 from narrowcast.policy import Rule, format_name
@@ -65,9 +65,7 @@ class Leaf:
         """Seconds; of a GPU's only once its work has come so far."""
         if self.seconds is None:
             assert self.events is not None
-            before, after = self.events
-            after.synchronize()
-            self.seconds = float(before.elapsed_time(after)) / 1e3
+            self.seconds = seconds_between(*self.events)
             self.events = None
         return self.seconds
 
@@ -98,22 +96,19 @@ class LeafWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         given = list(_tensors(args)) + list(_tensors(tuple(kwargs.values())))
         place = self._here()
-        events = _events() if any(tensor.is_cuda for tensor in given) and not _is_capturing() else None
-        if events is not None:
-            events[0].record()
-        began = time.perf_counter()
+        by_events = any(tensor.is_cuda for tensor in given) and not _is_capturing()
+        clock = "cuda" if by_events else "cpu"
+        began = stamp(clock)
         result = func(*args, **kwargs)
-        ended = time.perf_counter()
-        if events is not None:
-            events[1].record()
+        ended = stamp(clock)
         made = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
         view = _is_view(func)
         leaf = Leaf(
             op=name.removeprefix("aten::"),
             place=place,
             depth=len(ops_under_way()),
-            seconds=ended - began if events is None else None,
-            events=events,
+            seconds=None if by_events else ended - began,
+            events=(began, ended) if by_events else None,
             moved_bytes=0 if view else sum(_bytes(tensor) for tensor in (*given, *made)),
             view=view,
             inputs=formats_of(given),
@@ -223,8 +218,3 @@ def _product(
 def _is_capturing() -> bool:
     """Whether work is being recorded into a CUDA graph, which takes no events that tell the time."""
     return bool(torch.cuda.is_current_stream_capturing())
-
-
-def _events() -> tuple[Any, Any]:
-    made: Any = torch.cuda.Event
-    return made(enable_timing=True), made(enable_timing=True)

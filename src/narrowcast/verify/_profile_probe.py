@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.attach import Attached, Watcher, call_site
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe import HostReads, StepProfiler, as_sites, summarize
+from narrowcast.observe import HostReads, StepProfiler, as_sites, seconds_between, stamp, summarize
 from narrowcast.verify._probes import write_result
 
 
@@ -121,7 +121,7 @@ class ProfileProbe(Watcher):
         self._evaluates = False
         if self._profiler is not None:
             self._profiler.mark()
-        self._stamps.append(_stamp(self._device))
+        self._stamps.append(stamp(self._device))
         if not self._is_over(self._phases[self._at]):
             return
         self._leave()
@@ -152,7 +152,7 @@ class ProfileProbe(Watcher):
             self._reads = HostReads(call_site)
             self._reads.__enter__()
         self._begun = time.perf_counter()
-        self._stamps = [_stamp(self._device)]
+        self._stamps = [stamp(self._device)]
 
     def _leave(self) -> None:
         """End the phase that is on, and keep what it showed; it may have come to no step."""
@@ -172,7 +172,7 @@ class ProfileProbe(Watcher):
                 self._facts["reads"] = {"steps": len(usual), "sites": sites}
 
     def _plain(self) -> dict[str, Any]:
-        lasted = [_seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]
+        lasted = [seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]
         usual = [s for s, evaluates in zip(lasted, self._flags, strict=False) if not evaluates] or lasted
         low, middle, high = statistics.quantiles([*usual, *usual], n=4, method="inclusive")
         return {"steps": len(usual), "step_s": middle, "step_s_low": low, "step_s_high": high}
@@ -227,19 +227,3 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool | None:
     if "fused" not in optimizer.defaults:
         return None
     return all(bool(group.get("fused")) for group in optimizer.param_groups)
-
-
-def _stamp(device: str) -> Any:
-    """Now; on a GPU an event that tells later when its work had come so far."""
-    if device != "cuda":
-        return time.perf_counter()
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _seconds_between(earlier: Any, later: Any) -> float:
-    if isinstance(earlier, float):
-        return float(later) - earlier
-    later.synchronize()
-    return float(earlier.elapsed_time(later)) / 1e3
