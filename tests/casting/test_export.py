@@ -313,3 +313,113 @@ def test_refusing_rules():
     with pytest.raises(UnsupportedError, match=r"softmax.int was called, which is refused here"):
         cast_exported(export(Model()), policy)
     assert not torch.is_autocast_enabled("cpu")
+
+
+# ---- modules with rules, where the program shows less than a model
+
+
+class Handed(nn.Module):
+    def forward(self, x, weight):
+        return x.sin() * weight
+
+
+class HandsParameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.inside, self.own = nn.Linear(8, 8), Handed(), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return self.inside(self.linear(x), self.own)
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp32", "promote", "as-is"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_parameters_handed_to_modules_with_rules(compute, strict):
+    model = HandsParameters()
+    policy = nc.Policy(compute="bf16", rules=(nc.rule.module("inside", compute=compute),))
+    ours = cast_exported(torch.export.export(model, (X,), strict=strict), policy).module()(X)
+    with nc.apply(model, policy):
+        expected = model(X)
+    assert ours.dtype == expected.dtype
+    assert torch.equal(ours, expected)
+
+
+class OwnWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_parameters_of_a_module_itself_are_handed_to_nobody():
+    model = nn.Sequential(nn.Linear(8, 8), OwnWeight())
+    policy = nc.Policy(compute="bf16", rules=(nc.rule.module("1", compute="fp16"),))
+    ours = cast_exported(torch.export.export(model, (X,)), policy).module()(X)
+    with nc.apply(model, policy):
+        expected = model(X)
+    assert ours.dtype == expected.dtype == torch.float32
+    assert torch.equal(ours, expected)
+
+
+class SharesLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = self.first
+
+    def forward(self, x):
+        return self.second(self.first(x).sin())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_rules_for_one_path_of_a_shared_module_are_refused(strict):
+    model = SharesLayers()
+    program = torch.export.export(model, (X,), strict=strict)
+    one = nc.Policy(compute="bf16", rules=(nc.rule.module("first", compute="fp32"),))
+    with pytest.raises(UnsupportedError, match="same rules for 'first' and 'second', which share all"):
+        cast_exported(program, one)
+    every = nc.Policy(compute="bf16", rules=(nc.rule.module_type(nn.Linear, compute="fp32"),))
+    ours = cast_exported(program, every).module()(X)
+    with nc.apply(model, every):
+        expected = model(X)
+    assert torch.equal(ours, expected)
+
+
+def test_modules_of_which_the_program_has_nothing_are_told_of():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.ReLU())
+    program = torch.export.export(model, (X,))
+    policy = nc.Policy(compute="bf16", rules=(nc.rule.module("[12]", compute="fp32"),))
+    with pytest.warns(UserWarning, match="nothing from module '1', which has a rule"):
+        cast_exported(program, policy)
+
+
+class ReadsFormats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x.float().softmax(-1).to(x.dtype)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_code_that_read_a_format_when_it_was_exported_is_told_of(strict):
+    program = torch.export.export(ReadsFormats(), (X,), strict=strict)
+    with pytest.warns(UserWarning, match=r"test_export.py:\d+: return x.float\(\).softmax.*\(x.dtype\)"):
+        cast_exported(program, "bf16")
+    cast_exported(program, "fp32")
+
+
+def test_classes_that_cannot_be_found_are_told_of(monkeypatch):
+    class Local(OwnNorm):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 8), OwnNorm(8), Local(8))
+    program = torch.export.export(model, (X,))
+    policy = nc.Policy(compute="bf16", rules=(nc.rule.module_type(nn.LayerNorm, compute="fp32"),))
+    with pytest.warns(UserWarning, match=r"the class .*Local of module '2' cannot be found") as told:
+        cast_exported(program, policy)
+    assert len(told) == 1

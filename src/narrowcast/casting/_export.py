@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
+from narrowcast.casting._export_places import (
+    check_modules,
+    graph_modules,
+    owners_of,
+    warn_of_formats_that_were_read,
+)
 from narrowcast.casting._graph import Writer
 from narrowcast.casting._graph_calls import as_it_was
 from narrowcast.casting._graph_nodes import dtype_of_value, tensors_of
 from narrowcast.casting._graph_ops import CAST
 from narrowcast.casting._graph_places import Places
 from narrowcast.casting._torch_internals import rename_node
-from narrowcast.errors import PolicyError, UnsupportedError
+from narrowcast.errors import UnsupportedError
 from narrowcast.policy import FP8_RECIPES, Policy, format_name, resolve, resolved, with_fp32_weights
 
 if TYPE_CHECKING:
@@ -35,8 +40,8 @@ def cast_exported(program: ExportedProgram, policy: Policy | str) -> ExportedPro
     again are left out. Parameters and buffers stay in fp32, and what a program writes to a buffer has the
     buffer's format. Outputs come in the formats in which they are computed. Rules for modules hold inside the
     modules that the program was exported from, by the paths by which it calls them. Formats that the model's
-    code asked for (``x.dtype``) are those of the export: export in ``nc.autocast`` is refused, since such a
-    program has regions of its own.
+    code asked for (``x.dtype``) are those of the export, of which a warning tells where the program shows
+    it; export in ``nc.autocast`` is refused, since such a program has regions of its own.
 
     Args:
         program: as ``torch.export.export`` returns it. It stays as it is; weights are shared with it.
@@ -50,7 +55,7 @@ def cast_exported(program: ExportedProgram, policy: Policy | str) -> ExportedPro
         PolicyError: the policy does not exist, a rule names a module from which the program has no operator,
             or it needs weights in a low format.
         UnsupportedError: the policy has an fp8 rule, or the program was decomposed, has regions of its own,
-            or calls what a rule refuses.
+            calls what a rule refuses, or has different rules for paths of what may be one shared module.
     """
     wanted = with_fp32_weights(policy)
     if program.dialect != _TRAINING:
@@ -65,7 +70,9 @@ def cast_exported(program: ExportedProgram, policy: Policy | str) -> ExportedPro
             "the casts of a program: leave it out with policy.without_rules, or use nc.compile(model, policy)"
         )
     places = Places(wanted)
-    _check_rules(wanted, program, places)
+    check_modules(wanted, program, places)
+    if _casts(wanted, program):
+        warn_of_formats_that_were_read(program)
     graph_module = _copied_graphs(program.graph_module)
     formats = [dtype_of_value(_value_of(one)) for one in _outputs(graph_module)]
     state = _state_of(program, graph_module)
@@ -75,7 +82,8 @@ def cast_exported(program: ExportedProgram, policy: Policy | str) -> ExportedPro
             torch.set_autocast_enabled(device, True)
             torch.set_autocast_dtype(device, dtype)
             root = resolved(wanted, device, format_name(dtype)).root
-            writer = Writer(root, places, example=_EXAMPLE, shares=True)
+            owners = owners_of(program, graph_module)
+            writer = Writer(root, places, example=_EXAMPLE, shares=True, owners=owners)
             writer.write(graph_module, state)
     return _program_of(program, graph_module, formats)
 
@@ -116,25 +124,9 @@ def _program_of(
     )
 
 
-def _check_rules(policy: Policy, program: ExportedProgram, places: Places) -> None:
-    """Refuse a rule for modules from which the program has nothing."""
-    reached = {
-        rule
-        for module in _graph_modules(program.graph_module)
-        for node in module.graph.nodes
-        for call in places.around(node)
-        for rule in call.rules
-    }
-    for rule in places.rules:
-        if rule not in reached:
-            raise PolicyError(
-                f"the exported program has nothing from {rule.target}: expected a rule for modules by their "
-                "paths in the exported model"
-            )
-
-
-def _graph_modules(graph_module: torch.fx.GraphModule) -> Iterable[torch.fx.GraphModule]:
-    return (one for one in graph_module.modules() if isinstance(one, torch.fx.GraphModule))
+def _casts(policy: Policy, program: ExportedProgram) -> bool:
+    """Whether anything has another format under ``policy`` than in the program."""
+    return bool(policy.rules) or any(resolve(policy, one) != torch.float32 for one in _device_types(program))
 
 
 def _state_of(program: ExportedProgram, graph_module: torch.fx.GraphModule) -> set[Node]:
@@ -152,7 +144,7 @@ def _device_types(program: ExportedProgram) -> list[str]:
 
 def _copied_graphs(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     copied: torch.fx.GraphModule = _copied(graph_module)
-    for given, made in zip(_graph_modules(graph_module), _graph_modules(copied), strict=True):
+    for given, made in zip(graph_modules(graph_module), graph_modules(copied), strict=True):
         for node, its_copy in zip(given.graph.nodes, made.graph.nodes, strict=True):
             if its_copy.name != node.name:  # of a name that Python has, as ``input``
                 rename_node(its_copy, node.name)

@@ -22,8 +22,10 @@ from narrowcast.casting._graph_calls import as_it_was, balanced, cross, is_bound
 from narrowcast.casting._graph_nodes import (
     attribute_of,
     callable_of,
+    constant_in,
     dtype_of_value,
     fake_mode_of,
+    grad_in_body,
     name_of,
     replace_uses,
     results_of,
@@ -53,10 +55,20 @@ class Writer:
 
     Attributes:
         shares: whether one cast serves all uses of an activation, whose gradients then meet in its format.
+        owners: the names in the model of parameters and buffers, by which it shows that they are handed.
     """
 
-    def __init__(self, root: Scope, places: Places, *, example: str, shares: bool = False) -> None:
+    def __init__(
+        self,
+        root: Scope,
+        places: Places,
+        *,
+        example: str,
+        shares: bool = False,
+        owners: Mapping[Node, tuple[str, ...]] | None = None,
+    ) -> None:
         self.shares = shares
+        self.owners = dict(owners or {})
         self._root = root
         self._places = places
         self._example = example  # what the meta of a node calls the tensor without data
@@ -92,6 +104,7 @@ class _Walk:
         self.graph = graph_module.graph
         self.inside = inside
         self.state = state
+        self.owners = writer.owners
         self.device = self.root.resolved.device_type
         self.values: dict[Node, Any] = {}
         self.calls: dict[Node, tuple[Call, ...]] = {}
@@ -261,7 +274,7 @@ class _Walk:
                 known[one] = self.cast(known[one.args[0]], one.kwargs["dtype"], node)
                 continue
             elif one.op == "get_attr":
-                known[one] = self._constant(attribute_of(inner, one.target))
+                known[one] = constant_in(self.graph_module, attribute_of(inner, one.target))
             else:
                 known[one] = self.graph.node_copy(one, known.__getitem__)
             if one.op != "placeholder":
@@ -277,16 +290,6 @@ class _Walk:
         elif isinstance(result, list | tuple):
             for one, part in zip(result, value, strict=True):
                 self._settle(one, part)
-
-    def _constant(self, value: Any) -> Node:
-        name = "_narrowcast_constant0"
-        while hasattr(self.graph_module, name):
-            name = f"_narrowcast_constant{int(name.removeprefix('_narrowcast_constant')) + 1}"
-        if isinstance(value, torch.Tensor):
-            self.graph_module.register_buffer(name, value, persistent=False)
-        else:
-            setattr(self.graph_module, name, value)
-        return self.graph.get_attr(name)
 
     def _describe(self, new: Node, value: Any, node: Node) -> None:
         self.values[new] = value
@@ -347,9 +350,12 @@ class _Walk:
                 operands = [one for one in nodes if one not in bodies]
                 if len(operands) == len(slots):
                     inputs = [self._as_operand(one) for one in operands]
-                    state = {slot for slot, one in zip(slots, operands, strict=True) if one in self.state}
+                    pairs = list(zip(slots, operands, strict=True))
+                    state = {slot for slot, one in pairs if one in self.state}
+                    owners = self.owners
+                    owners |= {slot: owners[one] for slot, one in pairs if one in owners}
             formats = [dtype_of_value(one.meta.get(example)) for one in results_of(module)]
-            with torch.set_grad_enabled(_grad_in_body(node, name)):
+            with torch.set_grad_enabled(grad_in_body(node, name)):
                 found = self.writer._walk(module, inputs, calls, state)
             if name in _TRANSPARENT:
                 result = found
@@ -379,12 +385,6 @@ class _Walk:
 
     def _value(self, argument: Any) -> Any:
         return map_arg(argument, self.values.__getitem__)
-
-
-def _grad_in_body(node: Node, name: str) -> bool:
-    if name == "wrap_with_set_grad_enabled":
-        return bool(node.args[0])
-    return torch.is_grad_enabled()
 
 
 _TRACED_OTHERWISE = (

@@ -26,6 +26,7 @@ class Walk(Protocol):
     values: dict[Node, Any]
     calls: dict[Node, tuple[Call, ...]]
     state: set[Node]
+    owners: dict[Node, tuple[str, ...]]
 
     def cast(self, value: Node, dtype: torch.dtype, near: Node, call: Any = None) -> Node: ...
 
@@ -57,7 +58,7 @@ class Bounds:
         with walk.graph.inserting_before(node):
             for one in node.all_input_nodes:
                 if self._is_handed_on(one):
-                    new = self._carry(one, walk.calls.get(one, ()), calls, node)
+                    new = self._carry(one, self._made_in(one, calls), calls, node)
                     if new is not one:
                         moved[one] = new
         if moved:
@@ -65,8 +66,23 @@ class Bounds:
             node.kwargs = map_arg(node.kwargs, lambda one: moved.get(one, one))
 
     def _is_handed_on(self, node: Node) -> bool:
-        """Whether ``node`` is a value that modules hand to each other, and none that they hold."""
-        return node not in self._walk.state and isinstance(self._walk.values.get(node), torch.Tensor)
+        """Whether ``node`` is a value that modules may hand to each other."""
+        walk = self._walk
+        return (node not in walk.state or node in walk.owners) and isinstance(
+            walk.values.get(node), torch.Tensor
+        )
+
+    def _made_in(self, value: Node, used_in: tuple[Call, ...]) -> tuple[Call, ...]:
+        """The calls that ``value`` was made in; of a parameter that is used there, those that have it."""
+        names = self._walk.owners.get(value)
+        if names is None:
+            return self._walk.calls.get(value, ())
+        having = [
+            depth
+            for depth, call in enumerate(used_in, 1)
+            if not call.path or any(name.startswith(f"{call.path}.") for name in names)
+        ]
+        return used_in[: max(having, default=0)]
 
     def _carry(self, value: Node, made_in: tuple[Call, ...], used_in: tuple[Call, ...], node: Node) -> Node:
         """``value``, made in the calls ``made_in``, as it comes to ``node``, which is in ``used_in``."""
@@ -101,9 +117,11 @@ class Bounds:
         """The values from outside of ``call`` that its nodes take, ``node`` and those after it."""
         walk = self._walk
         while node.op != "output":
-            if call in (*walk.inside, *walk.places.around(node)):
+            around = (*walk.inside, *walk.places.around(node))
+            if call in around:
                 for one in node.all_input_nodes:
-                    if self._is_handed_on(one) and call not in walk.calls.get(one, (call,)):
+                    is_known = one in walk.calls or one in walk.owners
+                    if is_known and self._is_handed_on(one) and call not in self._made_in(one, around):
                         yield walk.values[one]
             node = node.next
 

@@ -65,6 +65,25 @@ def fake_mode_of(values: list[Any]) -> Any:
     return None
 
 
+def constant_in(graph_module: GraphModule, value: Any) -> Node:
+    """A node for ``value``, which ``graph_module`` holds from now on."""
+    name = "_narrowcast_constant0"
+    while hasattr(graph_module, name):
+        name = f"_narrowcast_constant{int(name.removeprefix('_narrowcast_constant')) + 1}"
+    if isinstance(value, torch.Tensor):
+        graph_module.register_buffer(name, value, persistent=False)
+    else:
+        setattr(graph_module, name, value)
+    return graph_module.graph.get_attr(name)
+
+
+def grad_in_body(node: Node, name: str) -> bool:
+    """Whether gradients are recorded in the body of the operator called ``name`` at ``node``."""
+    if name == "wrap_with_set_grad_enabled":
+        return bool(node.args[0])
+    return torch.is_grad_enabled()
+
+
 def replace_uses(node: Node, result: Any) -> None:
     """Have every user of ``node`` use ``result``, which may be several nodes in tuples."""
     for user in list(node.users):

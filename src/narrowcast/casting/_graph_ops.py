@@ -176,12 +176,12 @@ class _Recording:
     def __init__(self, caster: Caster, seen: dict[Any, bool]) -> None:
         self._caster = caster
         self._seen = seen
-        self._acting = False
+        self._acting: Any = None  # the operator that is being cast, which is recorded whole
 
     def of(self, op: Any) -> Callable[..., Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:
             caster = self._caster
-            if op is _aten.to.dtype and self._acting and not caster.is_off():
+            if op is _aten.to.dtype and self._acting not in (None, op):
                 return caster.plainly(CAST, args[:1], {"dtype": args[1]})
             if caster.is_off():
                 return NotImplemented  # record it
@@ -190,10 +190,10 @@ class _Recording:
                 return caster.plainly(op, args, kwargs)
             if action is _DECOMPOSE:
                 return op.decompose(*args, **kwargs)
-            self._acting = True
+            self._acting = op
             try:
                 return action(None, args, kwargs)  # type: ignore[operator]
             finally:
-                self._acting = False
+                self._acting = None
 
         return instead

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class Places:
         self._calls: dict[tuple[str, str], Call | None] = {}
         self.rules = [one for one in policy.rules if one.is_for_modules and one.compute not in FP8_RECIPES]
         self.has_rules = bool(self.rules)
+        self._unknown: set[str] = set()
 
     def around(self, node: torch.fx.Node) -> tuple[Call, ...]:
         """The calls of modules with rules that ``node`` is made in, outermost first."""
@@ -49,10 +51,23 @@ class Places:
         return self._calls[key, path]
 
     def _make(self, key: str, path: str, cls: type | str) -> Call | None:
-        names = class_names(cls) if isinstance(cls, type) else (cls, *_bases(cls))
-        path = clean_path(_readable(path))
+        names = class_names(cls) if isinstance(cls, type) else names_of_class(cls)
+        path = readable_path(path)
+        if names == (cls,) and any(one.module_type is not None for one in self.rules):
+            self._tell_of_unknown(path, str(cls))
         rules = tuple(one for one in rules_for(self.policy, path, names) if one.compute not in FP8_RECIPES)
         return Call(key, path, rules) if rules else None
+
+    def _tell_of_unknown(self, path: str, cls: str) -> None:
+        if cls not in self._unknown:
+            self._unknown.add(cls)
+            warnings.warn(
+                f"the class {cls} of module {path!r} cannot be found in what is imported, so that rules for "
+                "classes that it is made from do not reach it: import its module first, or name the class "
+                "itself in a rule",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def place_in(root: Scope, calls: Iterable[Call]) -> Scope:
@@ -68,17 +83,19 @@ def own_rule(call: Call, inside: Scope) -> Rule | None:
     return inside.rule if plain else None
 
 
-def _readable(path: str) -> str:
+def readable_path(path: str) -> str:
     """``"L['self'].blocks[0].norm"`` as ``"blocks.0.norm"``."""
     path = _ENTRY.sub(lambda found: f".{found[1] or found[2]}", _ROOTS.sub("", path))
-    return path.strip(".")
+    return clean_path(path.strip("."))
 
 
-def _bases(name: str) -> tuple[str, ...]:
-    """The full names of the classes below the one called ``name``, as far as it can be found."""
-    module, _, cls = name.rpartition(".")
-    found = sys.modules.get(module)
-    try:
-        return class_names(getattr(found, cls))[1:]
-    except AttributeError:
-        return ()
+def names_of_class(name: str) -> tuple[str, ...]:
+    """The full names of the class called ``name`` and of those below it, as far as it can be found."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        found: object = sys.modules.get(".".join(parts[:count]))
+        for part in parts[count:] if found is not None else ():
+            found = getattr(found, part, None)
+        if isinstance(found, type):
+            return (name, *class_names(found)[1:])
+    return (name,)
