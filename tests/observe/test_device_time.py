@@ -29,7 +29,7 @@ def test_of_events_the_later_one_is_waited_for():
     assert not earlier.waited
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_on_cuda():
     before = stamp("cuda")
     torch.cuda._sleep(10_000_000)
