@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.casting import _weight_casts, drop_casts
+from narrowcast.casting import _weight_casts, drop_casts, region_in
 
 rule = nc.rule
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -321,15 +324,58 @@ def test_drop_casts_reaches_every_thread(layer):
     assert torch.equal(found[0], by_hand(layer))
 
 
-def test_a_plain_region_does_not_see_other_writes(layer):
-    """PyTorch's cache asks no weight whether it was written; optimizers, states and backward are watched."""
+def test_a_plain_region_does_not_see_other_writes():
+    """PyTorch's cache asks no weight whether it was written; optimizers, states and backward are watched.
+
+    In a process of its own, where no kernel of ours stands in front of it.
+    """
+    script = """
+import torch, narrowcast as nc
+layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+with nc.autocast("cpu", torch.float16):
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert torch.equal(layer(x), before)
+    nc.casting.drop_casts()
+    assert not torch.equal(layer(x), before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def kernel_for_nobody():
+    """A kernel of ours on ``linear``, whose rule is in force nowhere."""
+    policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("elsewhere", op="linear", compute="fp32"))
+    region_in(policy, "cpu", BF16)
+    yield
+    del policy
+
+
+@pytest.mark.usefixtures("kernel_for_nobody")
+def test_a_plain_region_sees_them_where_the_operator_has_a_kernel(layer):
     with nc.autocast("cpu", FP16):
-        before = layer(X)
+        layer(X)
         with torch.no_grad():
             layer.weight.add_(1)
-        assert torch.equal(layer(X), before)
-        drop_casts()
         assert torch.equal(layer(X), by_hand(layer))
+
+
+@pytest.mark.usefixtures("kernel_for_nobody")
+@pytest.mark.parametrize("region", [torch.autocast, nc.autocast])
+def test_a_weight_is_cast_once_in_our_region_and_nothing_is_kept_after_any(layer, region):
+    with Casts(layer.weight.shape) as casts, region("cpu", FP16):
+        found = [layer(X) for _ in range(3)]
+    assert casts.count == (1 if region is nc.autocast else 3)
+    assert all(torch.equal(one, by_hand(layer)) for one in found)
+    assert not _weight_casts._here.casts
+
+
+def test_no_thread_waits_for_a_cache_with_pythons_lock():
+    script = Path(__file__).parent / "scripts" / "threads_that_clear.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- other weights

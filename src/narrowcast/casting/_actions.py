@@ -57,6 +57,16 @@ def action_for(name: str, decision: Decision, place: Scope) -> Action:
     return run if decision.output is None else _handing_on(run, decision.output, device, place)
 
 
+def native_action(name: str, kind: str, device: str) -> Action:
+    """What PyTorch's own kernel of operator ``name`` does, which is of ``kind`` on its table."""
+    op = operator(name)
+    if kind == FP32_SET_DTYPE:
+        return _setting_dtype(op, device)
+    if kind == LOWER:
+        return _running(op, device, lambda a, k: _cast_all(a, k, torch.get_autocast_dtype(device), device))
+    return _running(op, device, lambda args, kwargs: _cast_all(args, kwargs, torch.float32, device))
+
+
 def is_eligible(tensor: torch.Tensor, device: str) -> bool:
     """Whether autocast may cast ``tensor`` at all."""
     if tensor.dtype not in _CASTABLE:
@@ -86,8 +96,8 @@ def _running(op: Any, device: str, casts: Callable[[Any, Any], tuple[Any, Any]] 
         return run_as_is
 
     def run(_keyset: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = casts(args, kwargs)
-        with off():
+        with off():  # around the casts too, which nothing is to decide about or to watch
+            args, kwargs = casts(args, kwargs)
             return call(*args, **kwargs)
 
     return run

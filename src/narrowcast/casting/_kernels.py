@@ -26,8 +26,9 @@ from torch.compiler import is_exporting
 from narrowcast.casting import _actions
 from narrowcast.casting._calls import pass_by
 from narrowcast.casting._layers import Front
+from narrowcast.casting._native import native_kernel
 from narrowcast.casting._places import here
-from narrowcast.casting._torch_internals import has_kernel, make_library, unseen_by_the_compiler
+from narrowcast.casting._torch_internals import make_library, unseen_by_the_compiler
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
     Policy,
@@ -56,11 +57,10 @@ class _Library:
     def add(self, op: str) -> None:
         qualified = op if "::" in op else f"aten::{op}"
         namespace, _, word = qualified.partition("::")
-        if has_kernel(qualified, self.key):
-            native = self.native[op] = torch.library.get_kernel(qualified, self.key).call_boxed
-        else:
-            native = pass_by(operator(op), self.device_type)
-        kernel = _kernel(op, self.device_type, native)
+        native = native_kernel(op, self.device_type)
+        if native is not None:
+            self.native[op] = native
+        kernel = _kernel(op, self.device_type, native or pass_by(operator(op), self.device_type))
         library = self.libraries[op] = make_library(namespace)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
@@ -166,6 +166,9 @@ def release(device_type: str, ops: tuple[str, ...]) -> None:
                     library.drop(op)
         if not any(one.users for one in _libraries.values()):
             _front.uncover()
+        else:
+            elsewhere = {op for one in _libraries.values() for op in one.installed}
+            _front.uncover([op for op in unneeded if op not in elsewhere])
 
 
 def _native_of(op: str, device_type: str) -> Callable[..., Any] | None:
@@ -173,11 +176,7 @@ def _native_of(op: str, device_type: str) -> Callable[..., Any] | None:
     library = _libraries[device_type]
     if op in library.installed:
         return library.native.get(op)
-    qualified = op if "::" in op else f"aten::{op}"
-    if not has_kernel(qualified, library.key):
-        return None
-    call: Callable[..., Any] = torch.library.get_kernel(qualified, library.key).call_boxed
-    return call
+    return native_kernel(op, device_type)
 
 
 _front = Front(_native_of)

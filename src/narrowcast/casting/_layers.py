@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from narrowcast.casting import _actions
+from narrowcast.casting._native import without_waiting
 from narrowcast.casting._places import here
 from narrowcast.casting._torch_internals import (
     call_composite,
@@ -46,38 +47,44 @@ class Front:
 
     def __init__(self, native_of: Callable[[str, str], _Kernel | None]) -> None:
         self._native_of = native_of
-        self._libraries: dict[str, Any] = {}
-        self._covered: set[tuple[str, str]] = set()
+        self._covered: dict[tuple[str, str], Any] = {}  # operator and key -> the library of its kernel
+        self._of_rules: dict[str, list[tuple[str, str]]] = {}  # what is there for a ruled operator alone
 
     def cover(self, ruled: Iterable[str], listed: Iterable[str]) -> None:
         """See to operators with kernels of ours, those on PyTorch's table, and every composite."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for op in (*ruled, *listed, *(() if self._covered else names_of_composites())):
-                self._add(op, _FRONT, self._kernel_in_front)
+            for op in (*listed, *(() if self._covered else names_of_composites())):
+                if not self._add(op, _FRONT, self._kernel_in_front) and op in self._of_rules:
+                    self._of_rules[op] = [one for one in self._of_rules[op] if one != (op, _FRONT)]
             for op in ruled:
-                if has_kernel(_qualified(op), _TAKEN_APART):
-                    self._add(op, _BATCHED, self._kernel_inside)
+                alone = self._of_rules.setdefault(op, [])
+                if self._add(op, _FRONT, self._kernel_in_front):
+                    alone.append((op, _FRONT))
+                if has_kernel(_qualified(op), _TAKEN_APART) and self._add(op, _BATCHED, self._kernel_inside):
+                    alone.append((op, _BATCHED))
 
-    def uncover(self) -> None:
-        """Take every kernel away."""
-        for library in self._libraries.values():
-            library._destroy()
-        self._libraries.clear()
-        self._covered.clear()
+    def uncover(self, ruled: Iterable[str] | None = None) -> None:
+        """Take away the kernels that only these operators needed; by default every one."""
+        if ruled is None:
+            gone = list(self._covered)
+            self._of_rules.clear()
+        else:
+            gone = [one for op in ruled for one in self._of_rules.pop(op, ())]
+        for one in gone:
+            self._covered.pop(one)._destroy()
 
-    def _add(self, op: str, key: str, make: Callable[[str, _Kernel, bool], _Kernel]) -> None:
+    def _add(self, op: str, key: str, make: Callable[[str, _Kernel, bool], _Kernel]) -> bool:
         if (op, key) in self._covered:
-            return
-        self._covered.add((op, key))
+            return False
         qualified = _qualified(op)
         namespace, _, word = qualified.partition("::")
-        if namespace not in self._libraries:
-            self._libraries[namespace] = make_library(namespace)
-        below = torch.library.get_kernel(qualified, key).call_boxed
+        library = self._covered[op, key] = make_library(namespace)
+        below = without_waiting(torch.library.get_kernel(qualified, key).call_boxed)
         of_its_own = has_kernel(qualified, key) or has_kernel(qualified, _BATCHED)
         kernel = make(op, below, of_its_own)
-        self._libraries[namespace].impl(word, kernel, key, with_keyset=True)
+        library.impl(word, kernel, key, with_keyset=True)
+        return True
 
     def _kernel_in_front(self, op: str, below: _Kernel, of_its_own: bool) -> _Kernel:
         """Casts above all layers, where rules are in force.

@@ -18,9 +18,8 @@ from types import FrameType
 
 import torch
 
-from narrowcast.casting import _guards
+from narrowcast.casting import _guards, _weight_casts
 from narrowcast.casting._places import here, move_to
-from narrowcast.casting._weight_casts import forget_here
 from narrowcast.errors import RegionError
 from narrowcast.policy import Scope
 
@@ -209,7 +208,7 @@ def _bring_back(frame: _Frame) -> None:
         move_to(frame.place_before, frame.device)
     outermost = torch.autocast_decrement_nesting() == 0
     if outermost:
-        forget_here()
+        _weight_casts.forget_here()
     _process.close(frame, drop=outermost)
 
 
@@ -244,7 +243,7 @@ def _take_from_below(frame: _Frame, above: list[_Frame]) -> None:
         torch.set_autocast_enabled(frame.device, frame.enabled_before)
         torch.set_autocast_dtype(frame.device, frame.dtype_before)
     torch.autocast_decrement_nesting()
-    forget_here()
+    _weight_casts.forget_here()
     _process.close(frame, drop=True)
 
 
@@ -278,4 +277,10 @@ def is_on_here() -> bool:
     return any(frame.audible and torch.is_autocast_enabled(frame.device) for frame in _here.frames)
 
 
+def is_in_region() -> bool:
+    """Whether this thread is in a region of ours, audible or not."""
+    return bool(_here.frames)
+
+
+_weight_casts.ask(is_in_region=is_in_region)
 _guards.ask(is_open_here=is_open_here, is_on_here=is_on_here)

@@ -21,6 +21,7 @@ import torch
 
 from narrowcast.casting import _actions, _kernels
 from narrowcast.casting._calls import pass_by
+from narrowcast.casting._native import native_kernel
 from narrowcast.casting._places import here, lower_dtype
 from narrowcast.casting._torch_internals import has_kernel, make_library, unseen_by_the_compiler
 from narrowcast.policy import (
@@ -141,7 +142,7 @@ class _Watch:
                 namespace, _, word = (op if "::" in op else f"aten::{op}").partition("::")
                 if namespace not in self._libraries:
                     self._libraries[namespace] = make_library(namespace)
-                below = self._below(op, f"{namespace}::{word}", key)
+                below = self._below(op)
                 watched = self.kernels[op] = _watched(
                     op, below, self._device_type, self._listener, self._clock, self
                 )
@@ -151,7 +152,7 @@ class _Watch:
         """Whether there is a kernel of this watcher now."""
         return device_type == self._device_type and op in self.kernels
 
-    def _below(self, op: str, qualified: str, key: str) -> Callable[..., Any]:
+    def _below(self, op: str) -> Callable[..., Any]:
         """What a call would reach without this watcher; in Python by itself, as ``own_kernel`` says."""
         others = [one for one in _kernels.overlays if isinstance(one, _Watch) and one is not self]
         beneath = [one.kernels[op] for one in others if one.watches(self._device_type, op)]
@@ -160,10 +161,7 @@ class _Watch:
         own = _kernels.own_kernel(op, self._device_type)
         if own is not None:
             return own
-        if has_kernel(qualified, key):
-            call: Callable[..., Any] = torch.library.get_kernel(qualified, key).call_boxed
-            return call
-        return pass_by(operator(op), self._device_type)
+        return native_kernel(op, self._device_type) or pass_by(operator(op), self._device_type)
 
     def end(self) -> None:
         for library in self._libraries.values():

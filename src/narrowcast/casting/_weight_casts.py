@@ -1,14 +1,15 @@
-"""Casts of weights that rules made, kept until the outermost region of the thread ends.
+"""Casts of weights that kernels of ours made, kept until the outermost region of the thread ends.
 
-PyTorch keeps the casts of its own table, by weight alone. Those of rules are kept here, each thread its own,
-by weight, format and whether its gradients are recorded. A cast whose weight was written since is not used,
-but for writes through ``.data``, which leave no trace.
+PyTorch keeps those of its own kernels by weight alone. Here each thread keeps its own, by weight, format and
+whether its gradients are recorded, in regions of ours, whose end it knows of. A cast whose weight was written
+since is not used, but for writes through ``.data``, which leave no trace.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -24,8 +25,15 @@ class _Thread(threading.local):
 
 
 _here = _Thread()
+# Whether the calling thread is in a region of ours; set by the file of regions, which this one cannot import.
+_is_in_region: list[Callable[[], bool]] = [bool]
 # Raised by whatever writes weights, in any thread: a thread's casts are of one generation.
 _generation = [0]
+
+
+def ask(*, is_in_region: Callable[[], bool]) -> None:
+    """Hand over who knows whether the calling thread is in a region, at whose end its casts are forgotten."""
+    _is_in_region[0] = is_in_region
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -48,6 +56,7 @@ def may_be_kept(tensor: torch.nn.Parameter) -> bool:
     """Whether a cast of ``tensor``, a parameter, may be used again: it can be told to be old."""
     return (
         tensor.is_leaf
+        and _is_in_region[0]()
         and not tensor.is_inference()
         and not torch.is_inference_mode_enabled()
         and torch.is_autocast_cache_enabled()
