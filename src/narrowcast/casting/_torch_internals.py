@@ -110,6 +110,11 @@ def has_kernel(qualified: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key))
 
 
+def is_of_pytorch(kernel: Any) -> bool:
+    """Whether a kernel that ``torch.library.get_kernel`` gave is one of those that come with PyTorch."""
+    return "autocast_mode.cpp" in repr(kernel)
+
+
 def is_proxy_tracing() -> bool:
     """Whether calls are recorded by ``make_fx`` or ``torch.export``, or computed of fake tensors.
 
