@@ -154,6 +154,16 @@ def test_modules_that_dynamo_leaves_to_python(name):
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
+def test_modules_that_python_calls_while_another_thread_compiles(monkeypatch):
+    make, given = LEFT_TO_PYTHON["inside a disabled part"]
+    model, policy = make(), rules(*given)
+    expected = eager(model, policy)
+    ours = compiled(model, policy)
+    ours(X)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # of the whole process
+    assert_same(ours(X), expected)
+
+
 def test_rules_for_modules_beside_transforms_are_refused():
     policy = rules(nc.rule.module("inner", compute="fp32"))
     with pytest.raises(

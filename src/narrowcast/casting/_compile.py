@@ -249,7 +249,7 @@ def _nothing() -> None:
 class _Backend(Backend):
     """The Dynamo backend of one ``nc.compile``."""
 
-    compiler_name = "narrowcast"
+    __name__ = "narrowcast"  # in messages of Dynamo
 
     def __init__(
         self,

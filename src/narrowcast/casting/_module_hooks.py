@@ -234,7 +234,8 @@ class Hook:
 class HookBesideGraphs:
     """The two hooks of one module in a model that ``nc.compile`` compiles, where Python calls them.
 
-    A subclass says what is done where Dynamo traces them.
+    A subclass says what is done where Dynamo traces them. That something is compiled somewhere says nothing
+    of it: another thread may do so.
     """
 
     def __init__(self, hook: Hook | None) -> None:
@@ -242,13 +243,13 @@ class HookBesideGraphs:
 
     @not_compiled_alone
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.traced_before(args, kwargs)
         return None if self._hook is None else self._hook._before(module, args, kwargs)
 
     @not_compiled_alone
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.traced_after(output)
         return None if self._hook is None else self._hook._after(module, args, output)
 
