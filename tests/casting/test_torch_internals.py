@@ -257,3 +257,13 @@ def test_marks_are_states_that_nothing_reads():
             assert torch.get_autocast_dtype(device) == dtype
         torch.set_autocast_dtype(device, before)
         assert not torch.is_autocast_enabled(device)
+
+
+def test_kernels_of_pytorch_are_known():
+    run_in_a_new_process("""
+        fetch = lambda: torch.library.get_kernel("aten::linear", "AutocastCPU")
+        assert internals.is_of_pytorch(fetch())
+        library = internals.make_library("aten")
+        library.impl("linear", lambda *args: args, "AutocastCPU", allow_override=True)
+        assert not internals.is_of_pytorch(fetch())
+    """)

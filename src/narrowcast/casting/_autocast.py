@@ -37,8 +37,6 @@ class autocast:  # noqa: N801 (torch's spelling)
         device_type: type of device whose ops are cast, as ``"cuda"`` or ``"cpu"``.
         dtype: format of the ops that gain by a narrow one: ``torch.float16``, ``torch.bfloat16``, or
             ``torch.float32``: then all ops of torch's list compute in fp32, fp16 and bf16 inputs cast up.
-            Activation checkpointing recomputes such a region with casting off where torch has none (CPU):
-            open it inside the checkpointed function, not around the checkpoint.
             By default ``torch.get_autocast_dtype(device_type)``.
         enabled: False turns casting off inside.
         cache_enabled: whether the cast of a weight is kept until the outermost region ends; by default as it
