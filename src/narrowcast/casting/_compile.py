@@ -22,7 +22,7 @@ import torch
 
 from narrowcast.casting import _regions
 from narrowcast.casting._compile_hooks import CompiledHooks
-from narrowcast.casting._compile_places import modules_in, variables_of
+from narrowcast.casting._compile_places import models_in, modules_of, variables_of
 from narrowcast.casting._fp8 import Fp8Handle, apply_fp8
 from narrowcast.casting._graph import Writer
 from narrowcast.casting._graph_calls import Backend, is_bound, nodes_of, path_at, rule_at, without_bounds
@@ -190,7 +190,9 @@ def _looking_for_modules(
 
     @functools.wraps(compiled)
     def looking(*args: Any, **kwargs: Any) -> Any:
-        hooks.put_on(modules_in(variables_of(function, args, kwargs)))
+        models = models_in(variables_of(function, args, kwargs))
+        if not hooks.know(model for _, _, model in models):
+            hooks.put_on(modules_of(models))
         result = compiled(*args, **kwargs)
         missed = [one for one in pending if one not in hooks.reached]
         pending.clear()

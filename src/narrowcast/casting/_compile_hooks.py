@@ -42,7 +42,7 @@ class CompiledHooks:
         self._shared = Shared(policy, opens=False)
         self._handles: list[Any] = []
         self._root: Hook | None = None
-        self._hooked: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._hooked: dict[int, Callable[[], torch.nn.Module | None]] = {}  # weak references
         self.reached: set[Rule] = set()
         guard_hooks_of_modules()
         stand_in_graphs(go_inside, come_out)
@@ -60,8 +60,7 @@ class CompiledHooks:
     def put_on(self, places: _Places) -> None:
         """Put hooks on modules with their paths."""
         for paths, module in places:
-            known = self._hooked.get(id(module))
-            if known is not None and known() is module:
+            if self.know((module,)):
                 continue
             self._hooked[id(module)] = weakref.ref(module)
             rules = () if is_wrapper(module) else self._rules(paths, module)
@@ -72,10 +71,13 @@ class CompiledHooks:
                     module.register_forward_hook(hook.after, always_call=True),
                 ]
 
+    def know(self, modules: Iterable[torch.nn.Module]) -> bool:
+        """Whether all of these were looked at."""
+        return all(self._hooked.get(id(module), _nothing)() is module for module in modules)
+
     def has(self, identity: int) -> bool:
         """Whether the module with that ``id`` was looked at."""
-        known = self._hooked.get(identity)
-        return known is not None and known() is not None
+        return self._hooked.get(identity, _nothing)() is not None
 
     def call(self, function: Callable[..., Any], model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` as the call of ``model`` itself, whose bounds no graph has."""
@@ -184,6 +186,10 @@ def _parts(value: Any) -> list[Any]:
 
 def _names_of_fields(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value)]
+
+
+def _nothing() -> None:
+    """Where there is no reference."""
 
 
 def _remove(handles: list[Any]) -> None:

@@ -12,6 +12,7 @@ import torch
 from narrowcast.casting._paths import all_paths
 
 _DEPTH = 3  # of containers and objects between a variable and a module
+_MOST_ENTRIES = 1000  # of a container that is looked into, at each call
 
 
 def variables_of(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -38,26 +39,36 @@ def variables_of(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[s
     return {**found, **(function.__kwdefaults__ or {}), **given, **kwargs}
 
 
-def modules_in(variables: dict[str, Any]) -> list[tuple[tuple[str, ...], torch.nn.Module]]:
-    """Every module in some variables, by its paths with and without the name of the variable."""
+def models_in(variables: dict[str, Any]) -> list[tuple[str, str, torch.nn.Module]]:
+    """The modules that are found in some variables: the variable, the path to them in it, and they."""
+    return [
+        (variable, path, model)
+        for variable, value in variables.items()
+        for path, model in _models("", value, _DEPTH)
+    ]
+
+
+def modules_of(
+    models: list[tuple[str, str, torch.nn.Module]],
+) -> list[tuple[tuple[str, ...], torch.nn.Module]]:
+    """Every module inside ``models``, by its paths with and without the name of the variable."""
     paths_of: dict[int, tuple[dict[str, None], torch.nn.Module]] = {}
-    for variable, value in variables.items():
-        for name, model in _models("", value, _DEPTH):
-            for paths, module in all_paths(model):
-                known, _ = paths_of.setdefault(id(module), ({}, module))
-                for path in paths:
-                    inside = ".".join(part for part in (name, path) if part)
-                    known[inside] = known[f"{variable}.{inside}".rstrip(".")] = None
+    for variable, name, model in models:
+        for paths, module in all_paths(model):
+            known, _ = paths_of.setdefault(id(module), ({}, module))
+            for path in paths:
+                inside = ".".join(part for part in (name, path) if part)
+                known[inside] = known[f"{variable}.{inside}".rstrip(".")] = None
     return [(tuple(paths), module) for paths, module in paths_of.values()]
 
 
 def _models(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.nn.Module]]:
     if isinstance(value, torch.nn.Module):
         yield path, value
-    elif depth and isinstance(value, list | tuple):
+    elif depth and isinstance(value, list | tuple) and len(value) <= _MOST_ENTRIES:
         for index, part in enumerate(value):
             yield from _models(f"{path}.{index}".strip("."), part, depth - 1)
-    elif depth and isinstance(value, dict):
+    elif depth and isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
         for key, part in value.items():
             yield from _models(f"{path}.{key}".strip("."), part, depth - 1)
     elif depth and _is_own(value):
