@@ -80,6 +80,24 @@ def test_a_copy_of_what_was_compiled_computes_by_the_policy(again, policy):
     assert_same(ours(X), expected)
 
 
+@pytest.mark.filterwarnings("ignore:fp8 is emulated:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Enum subclass.*")
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled], ids=["copy", "pickle"])
+def test_a_copy_of_what_was_compiled_has_fp8_layers_of_its_own(again):
+    pytest.importorskip("torchao")
+    model = made()
+    policy = nc.Policy(compute="bf16", rules=(nc.rule.module("0", compute="fp8_tensorwise"),))
+    ours = compiled(model, policy)
+    expected = ours(X)
+    other = again(ours)
+    del ours
+    assert type(model[0]) is nn.Linear
+    assert_same(other(X), expected)
+    inside = other._orig_mod
+    del other
+    assert type(inside[0]) is nn.Linear
+
+
 def test_the_model_can_be_compiled_and_exported_plainly_meanwhile():
     model = made()
     ours = compiled(model)

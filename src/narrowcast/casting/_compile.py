@@ -24,6 +24,7 @@ from narrowcast.casting import _regions
 from narrowcast.casting._compile_hooks import CompiledHooks
 from narrowcast.casting._compile_places import models_in, modules_of, variables_of
 from narrowcast.casting._fp8 import Fp8Handle, apply_fp8
+from narrowcast.casting._fp8_linear import Fp8Linear, turn_back
 from narrowcast.casting._graph import Writer
 from narrowcast.casting._graph_calls import Backend, is_bound, nodes_of, path_at, rule_at, without_bounds
 from narrowcast.casting._graph_nodes import has_transforms, tensors_of
@@ -127,6 +128,9 @@ def _compile_again(
     model: torch.nn.Module, policy: Policy, backend: Any, mode: Any, options: Any, settings: dict[str, Any]
 ) -> Any:
     """A copy of what was compiled, or what comes out of a pickle: the same of a model of its own."""
+    for part in model.modules():
+        if isinstance(part, Fp8Linear):
+            turn_back(part)
     return compile(model, policy, backend=backend, mode=mode, options=options, **settings)
 
 
