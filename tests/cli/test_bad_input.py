@@ -173,3 +173,13 @@ def test_where_mixed_precision_stays_in_fp32_nothing_is_compared(here, capsys, m
     assert main(["compare", "--policy", policy, "good.py"]) == 0
     assert capsys.readouterr().out == ""
     assert not here.cache.exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "explain"])
+def test_a_setting_behind_the_script_is_said_to_be_the_scripts(verb, workshop):
+    workshop.write("shows.py", "import sys; print(sys.argv[1:])")
+    said = " ".join(workshop.narrowcast(verb, "shows.py", "--policy=fp16", "--seed", "3").stderr.split())
+    note = "--policy went to shows.py; before the name of the script it would be for narrowcast"
+    assert f"narrowcast: note: {note}" in said
+    assert "--seed went" not in said
+    assert "went to" not in workshop.narrowcast(verb, "--policy", "bf16", "shows.py", "--seed", "3").stderr

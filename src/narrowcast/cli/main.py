@@ -6,8 +6,10 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from narrowcast.cli._output import talk
@@ -20,6 +22,8 @@ from narrowcast.errors import NarrowcastError
 
 WRONG_USE = 2
 INTERRUPTED = 130
+# Settings without which a run is another one, and of which few scripts have one of that name.
+_TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict")
 # Everything after the script's name belongs to the script.
 _SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
@@ -67,10 +71,21 @@ def _paragraphs(verb: Callable[..., object]) -> str:
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(verb.__doc__ or "").split("\n\n"))
 
 
-app.command(help=_paragraphs(run), context_settings=_SCRIPT_LAST)(run)
-app.command(help=_paragraphs(compare), context_settings=_SCRIPT_LAST)(compare)
-app.command(help=_paragraphs(doctor), context_settings=_SCRIPT_LAST)(doctor)
-app.command(help=_paragraphs(explain), context_settings=_SCRIPT_LAST)(explain)
+class _VerbOfScript(TyperCommand):
+    """A verb that says so where a setting of its own stands behind the script, whose it is there."""
+
+    def invoke(self, ctx: Any) -> object:
+        own = [name for option in self.params for name in option.opts if name in _TELLING]
+        given = [word.partition("=")[0] for word in ctx.params.get("arguments") or ()]
+        if behind := [name for name in own if name in given]:
+            names, script = " and ".join(behind), ctx.params["script"]
+            talk(f"note: {names} went to {script}; before the name of the script it would be for narrowcast")
+        result: object = super().invoke(ctx)
+        return result
+
+
+for _verb in (run, compare, doctor, explain):
+    app.command(help=_paragraphs(_verb), context_settings=_SCRIPT_LAST, cls=_VerbOfScript)(_verb)
 app.command(help=_paragraphs(report))(report)
 
 
