@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.casting import _graph_calls, _regions
-from narrowcast.errors import UnsupportedError
+from narrowcast.errors import OrderError, UnsupportedError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDTH = 8
@@ -389,3 +389,46 @@ def test_a_trace_that_the_rules_were_not_in_force_in_is_refused(monkeypatch):
     model = nn.Sequential(linear(), Norm())
     with pytest.raises(UnsupportedError, match=r"'1'.* what its rule casts in torch.float32, got"):
         nc.compile(model, rules(rule("1", compute="fp32")), backend="aot_eager")(X)
+
+
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("called_before", [True, False])
+def test_modules_that_come_later_have_their_rules(called_before):
+    model = Headed()
+    policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("head", compute="fp32"))
+    compiled = nc.compile(model, policy, backend="eager")
+    x = torch.randn(2, 4)
+    if called_before:
+        assert compiled(x).dtype == torch.float32
+    for change in (
+        lambda: setattr(model, "head", nn.Linear(4, 4)),
+        lambda: vars(model)["_modules"].update(body=model.head, head=model.body),
+        lambda: setattr(model, "head", nn.Sequential(model.head)),
+    ):
+        change()
+        out = compiled(x)
+        eager = copy.deepcopy(model)
+        with nc.apply(eager, policy):
+            assert torch.equal(out, eager(x))
+        assert out.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:.*fp8:UserWarning")
+def test_a_new_layer_of_an_fp8_rule_is_an_error():
+    pytest.importorskip("torchao")
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("1", compute="fp8_tensorwise"))
+    compiled = nc.compile(model, policy, backend="eager")
+    model[0] = nn.Linear(16, 16)
+    compiled(torch.randn(2, 16))
+    model[1] = nn.Linear(16, 16)
+    with pytest.raises(OrderError, match="a new one at '1' for which there is an fp8 rule"):
+        compiled(torch.randn(2, 16))

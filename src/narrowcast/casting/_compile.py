@@ -31,8 +31,9 @@ from narrowcast.casting._graph_nodes import has_transforms, tensors_of
 from narrowcast.casting._graph_places import Places
 from narrowcast.casting._kernels import root_place
 from narrowcast.casting._module_hooks import device_types
-from narrowcast.casting._modules import applied_to, check_rules
+from narrowcast.casting._modules import applied_to, check_rules, refuse_new_fp8
 from narrowcast.casting._places import here
+from narrowcast.casting._structure import Structure
 from narrowcast.casting._torch_internals import (
     inductor,
     splitting_by_buckets,
@@ -98,6 +99,7 @@ def compile(
             called, or a module with a rule is in a graph with a transform of ``torch.func``, was left by an
             exception that traced code caught, or is called by a function that has it from nowhere where it
             can be found.
+        OrderError: in a call, where a layer came since for which there is an fp8 rule.
     """
     if not callable(model):
         raise PolicyError(f"expected a module or a function to compile, got {type(model).__name__}")
@@ -117,7 +119,7 @@ def compile(
         return in_region if hooks is None else _looking_for_modules(in_region, model, places, hooks)
     if hooks is not None:
         hooks.follow(module)
-    compiled.forward = _in_region(compiled.forward, wanted, module, hooks)
+    compiled.forward = _in_region(compiled.forward, wanted, module, hooks, fp8)
     compiled.__dict__["_narrowcast_keeps"] = (fp8, hooks)
     made_of = (module, wanted, backend, mode, options, settings)
     compiled.__dict__["__reduce_ex__"] = lambda _protocol: (_compile_again, made_of)
@@ -137,9 +139,16 @@ def _compile_again(
 class _Fp8:
     """The layers of one model that multiply in fp8, for as long as something compiled from it lives."""
 
-    def __init__(self, policy: Policy, handle: Fp8Handle) -> None:
+    def __init__(self, policy: Policy, handle: Fp8Handle, model: torch.nn.Module) -> None:
         self.policy = policy
+        self._structure = Structure(model)
         weakref.finalize(self, handle.remove).atexit = False
+
+    def check(self, model: torch.nn.Module) -> None:
+        """See that no layer came for which there is an fp8 rule."""
+        if not self._structure.holds():
+            refuse_new_fp8(model, self.policy)
+            self._structure = Structure(model)
 
 
 def _fp8(module: torch.nn.Module | None, policy: Policy) -> _Fp8 | None:
@@ -157,7 +166,7 @@ def _fp8(module: torch.nn.Module | None, policy: Policy) -> _Fp8 | None:
     known = _fp8_of.get(module)
     found = known() if known is not None else None
     if found is None or found.policy != policy:
-        found = _Fp8(policy, apply_fp8(module, policy))
+        found = _Fp8(policy, apply_fp8(module, policy), module)
         _fp8_of[module] = weakref.ref(found)
     return found
 
@@ -167,11 +176,14 @@ def _in_region(
     policy: Policy,
     module: torch.nn.Module | None,
     hooks: CompiledHooks | None = None,
+    fp8: _Fp8 | None = None,
 ) -> Any:
     owner = object()
 
     @functools.wraps(function)
     def in_region(*args: Any, **kwargs: Any) -> Any:
+        if fp8 is not None and module is not None:
+            fp8.check(module)
         with _region(owner, policy, module, (args, kwargs)):
             try:
                 if hooks is not None and module is not None:

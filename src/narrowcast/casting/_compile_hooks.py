@@ -19,6 +19,7 @@ from narrowcast.casting._graph_calls import CASTABLE, HookInGraphs, come_out, go
 from narrowcast.casting._module_hooks import Hook, HookBesideGraphs, Shared
 from narrowcast.casting._modules import rules_at
 from narrowcast.casting._paths import all_paths, is_wrapper
+from narrowcast.casting._structure import Structure
 from narrowcast.casting._torch_internals import (
     guard_hooks_of_modules,
     stand_in_graphs,
@@ -44,12 +45,20 @@ class CompiledHooks:
         self._root: Hook | None = None
         self._hooked: dict[int, Callable[[], torch.nn.Module | None]] = {}  # weak references
         self.reached: set[Rule] = set()
+        self._structure: Structure | None = None
         guard_hooks_of_modules()
         stand_in_graphs(go_inside, come_out)
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Put hooks on the parts of a model that is compiled as a whole."""
+        """Put hooks on the parts that a model has now, which is compiled as a whole."""
+        if self._structure is not None:
+            if self._structure.holds():
+                return
+            _remove(self._handles)
+            self._handles.clear()
+            self._hooked.clear()
+        self._structure = Structure(model)
         places = all_paths(model)
         for paths, module in places:
             if "" in paths and not is_wrapper(module):
@@ -81,6 +90,7 @@ class CompiledHooks:
 
     def call(self, function: Callable[..., Any], model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """``function(*args, **kwargs)`` as the call of ``model`` itself, whose bounds no graph has."""
+        self.follow(model)
         if self._root is None:
             with whole_graphs_under_ddp():
                 return function(*args, **kwargs)

@@ -207,7 +207,7 @@ def _follow(model: torch.nn.Module, hook: Hook) -> None:
         PolicyError: a part that came has another policy.
     """
     policy, shared = hook.policy, hook._shared
-    _refuse_new_fp8(model, policy)
+    refuse_new_fp8(model, policy)
     applied = _applied.get(model)
     for paths, module in all_paths(model):
         there = [(key, one) for key, one in hooks_on(module) if one._shared is shared]
@@ -224,14 +224,16 @@ def _follow(model: torch.nn.Module, hook: Hook) -> None:
                 applied._placed.append(placed)
 
 
-def _refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
+def refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
+    """Refuse layers that came after fp8 rules for them were put in force."""
     if not any(one.compute in FP8_RECIPES for one in policy.rules):
         return
     for path, why in unconverted(model, policy).items():
         if why is None:
             raise OrderError(
                 f"expected the layers that the model had when it got its policy, got a new one at {path!r} "
-                "for which there is an fp8 rule: call remove() on the handle, then nc.apply again"
+                "for which there is an fp8 rule: apply the policy again after the change (nc.apply: call "
+                "remove() on the handle first)"
             )
 
 
