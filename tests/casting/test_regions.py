@@ -290,6 +290,7 @@ def _nested_formats(autocast, formats, layer, x):
         return [before, *inner, layer(x)]
 
 
+@pytest.mark.usefixtures("torch_alone")
 @pytest.mark.parametrize("formats", [(BF16, FP16), (FP16, BF16)])
 def test_torch_mixes_the_casts_of_nested_formats(formats, put_back):
     layer, x = nn.Linear(8, 8), torch.randn(2, 8)
@@ -427,6 +428,7 @@ def _two_threads(autocast, layer, x):
     return results
 
 
+@pytest.mark.usefixtures("torch_alone")
 def test_torch_mixes_the_casts_of_threads():
     # If this no longer raises, torch's cache is safe between threads, and ours need not be off there.
     with pytest.raises(RuntimeError, match="must have the same dtype"):

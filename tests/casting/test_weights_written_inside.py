@@ -53,6 +53,7 @@ def warned_already():
     forget_warnings()
 
 
+@pytest.mark.usefixtures("torch_alone")
 @pytest.mark.parametrize(("optimizer", "settings"), OPTIMIZERS)
 def test_training_inside_a_region_freezes_under_torch_and_not_under_ours(
     optimizer, settings, warned_already, without_our_hook
@@ -110,6 +111,7 @@ def loads(autocast, **how):
         return torch.equal(inside, other(x)), result
 
 
+@pytest.mark.usefixtures("torch_alone")
 def test_loaded_weights_take_effect_inside_a_region():
     assert loads(torch.autocast)[0] is False, "torch drops stale casts on loading now"
     right, result = loads(nc.autocast)
