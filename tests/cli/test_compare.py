@@ -199,6 +199,8 @@ def test_a_run_ends_after_as_many_steps_as_were_asked_for_and_that_is_said(train
 
 def test_talk_is_on_stderr_and_says_what_nobody_could_tell(trained, kept):
     assert trained.stderr.splitlines() == [
+        "narrowcast: note: --policy went to trains.py; before the name of the script it would be for "
+        "narrowcast",
         f"narrowcast: the page of this comparison: {kept / 'report.html'}",
         "narrowcast: warning: cannot tell from the losses: 1 seed cannot tell what other seeds change: use "
         "--repeats 3 or more",
