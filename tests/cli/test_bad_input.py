@@ -175,7 +175,7 @@ def test_where_mixed_precision_stays_in_fp32_nothing_is_compared(here, capsys, m
     assert not here.cache.exists()
 
 
-@pytest.mark.parametrize("verb", ["run", "explain"])
+@pytest.mark.parametrize("verb", ["compare", "explain"])
 def test_a_setting_behind_the_script_is_said_to_be_the_scripts(verb, workshop):
     workshop.write("shows.py", "import sys; print(sys.argv[1:])")
     said = " ".join(workshop.narrowcast(verb, "shows.py", "--policy=fp16", "--seed", "3").stderr.split())

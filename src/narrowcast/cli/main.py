@@ -84,7 +84,9 @@ class _VerbOfScript(TyperCommand):
         return result
 
 
-for _verb in (run, compare, doctor, explain):
+# What a script writes under run is what it writes under plain Python, and at the end it is said what was run.
+app.command(help=_paragraphs(run), context_settings=_SCRIPT_LAST)(run)
+for _verb in (compare, doctor, explain):
     app.command(help=_paragraphs(_verb), context_settings=_SCRIPT_LAST, cls=_VerbOfScript)(_verb)
 app.command(help=_paragraphs(report))(report)
 
