@@ -66,6 +66,7 @@ def _global_state() -> dict[str, object]:
             "checkpoint": sys.modules["torch.utils.checkpoint"].checkpoint,
             "clip_grad_norm_": torch.nn.utils.clip_grad_norm_,
         },
+        "open regions": _open_regions(),
         "module hooks": [
             len(getattr(module, name)) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
         ],
@@ -80,6 +81,15 @@ def _global_state() -> dict[str, object]:
             k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST" and "TORCHINDUCTOR" not in k
         },
     }
+
+
+def _open_regions() -> tuple[int, ...]:
+    """Of all threads: one that a thread leaves open as it ends would keep others from keeping casts."""
+    regions = sys.modules.get("narrowcast.casting._regions")
+    if regions is None:
+        return (0, 0, 0)
+    process = regions._process
+    return len(process.caching), process.audible_regions, process.travelling_regions
 
 
 def _autocast_nesting() -> int:

@@ -47,6 +47,7 @@ def losses(autocast, optimizer_class, settings):
 @pytest.fixture
 def warned_already():
     """These loops call backward inside the region, which is the point."""
+    forget_warnings()
     with nc.autocast("cpu"), pytest.warns(UserWarning, match="backward was called inside"):
         torch.ones(1, requires_grad=True).backward()
     yield
