@@ -20,7 +20,7 @@ BUDGET_S = defaultdict(
     lambda: 60.0,
     {
         "attach": 900.0,
-        "casting": 480.0,
+        "casting": 900.0,
         "house": 240.0,
         "weights": 120.0,
         "verify": 900.0,

@@ -10,7 +10,7 @@ from narrowcast.policy import base_of, canonical_op, every_operator, operator, o
 @pytest.fixture
 def own_library():
     """A library with one operator of two overloads."""
-    library = torch.library.Library("narrowcast_tests", "DEF")
+    library = torch.library.Library("narrowcast_names", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     library.define("twice.more(Tensor x, int n) -> Tensor")
     library.define("stamp_(Tensor(a!) x) -> Tensor(a!)")
@@ -72,20 +72,20 @@ def test_forms_that_write_to_an_argument_are_left_out():
 
 
 def test_operators_of_other_libraries(own_library):
-    assert canonical_op("narrowcast_tests::twice") == "narrowcast_tests::twice"
-    assert canonical_op("torch.ops.narrowcast_tests.twice.more") == "narrowcast_tests::twice.more"
-    assert overloads_of("narrowcast_tests::twice") == (
-        "narrowcast_tests::twice",
-        "narrowcast_tests::twice.more",
+    assert canonical_op("narrowcast_names::twice") == "narrowcast_names::twice"
+    assert canonical_op("torch.ops.narrowcast_names.twice.more") == "narrowcast_names::twice.more"
+    assert overloads_of("narrowcast_names::twice") == (
+        "narrowcast_names::twice",
+        "narrowcast_names::twice.more",
     )
-    assert operator("narrowcast_tests::twice.more") is torch.ops.narrowcast_tests.twice.more
-    assert "narrowcast_tests::twice" in every_operator()
+    assert operator("narrowcast_names::twice.more") is torch.ops.narrowcast_names.twice.more
+    assert "narrowcast_names::twice" in every_operator()
     own_library.define("thrice(Tensor x) -> Tensor")  # after the names were read
-    assert canonical_op("narrowcast_tests::thrice") == "narrowcast_tests::thrice"
+    assert canonical_op("narrowcast_names::thrice") == "narrowcast_names::thrice"
     own_library.define("thrice.more(Tensor x, int n) -> Tensor")
-    assert len(overloads_of("narrowcast_tests::thrice")) == 2
+    assert len(overloads_of("narrowcast_names::thrice")) == 2
     with pytest.raises(PolicyError, match=r"which writes to an argument and is never cast$"):
-        canonical_op("narrowcast_tests::stamp_")
+        canonical_op("narrowcast_names::stamp_")
 
 
 @pytest.mark.parametrize(
