@@ -30,3 +30,19 @@ def test_a_profiler_is_noticed():
     assert not internals.profiler_is_on()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert internals.profiler_is_on()
+
+
+def test_what_waits_for_the_end_of_a_backward_pass_goes_in_the_order_asked():
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+
+    def ask(_):
+        internals.at_the_end_of_backward(
+            lambda: internals.at_the_end_of_backward(lambda: seen.append("last"))
+        )
+        internals.at_the_end_of_backward(lambda: seen.append(x.grad.tolist()))
+
+    y = x * 3
+    y.register_hook(ask)
+    y.sum().backward()
+    assert seen == [[3.0, 3.0], "last"]

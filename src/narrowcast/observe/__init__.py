@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from narrowcast.observe._op_trace_events import together, trace_events
     from narrowcast.observe._op_trace_rules import near_module
     from narrowcast.observe._profile import StepProfiler, summarize
+    from narrowcast.observe._step_trace import StepTrace, trace_step
+    from narrowcast.observe._step_trace_stages import Stage
 
 __all__ = [
     "COMPARISON",
@@ -43,7 +45,9 @@ __all__ = [
     "LiveTensorBytes",
     "OpRow",
     "OpTrace",
+    "Stage",
     "StepProfiler",
+    "StepTrace",
     "TimedRun",
     "as_sites",
     "count_text",
@@ -70,6 +74,7 @@ __all__ = [
     "summarize",
     "together",
     "trace_events",
+    "trace_step",
     "wrapped",
 ]
 
@@ -80,13 +85,16 @@ _WITH_TORCH = {
     "LiveTensorBytes": "_live_tensors",
     "OpTrace": "_op_trace",
     "near_module": "_op_trace_rules",
+    "Stage": "_step_trace_stages",
     "StepProfiler": "_profile",
+    "StepTrace": "_step_trace",
     "as_sites": "_host_reads",
     "seconds_between": "_device_time",
     "stamp": "_device_time",
     "summarize": "_profile",
     "together": "_op_trace_events",
     "trace_events": "_op_trace_events",
+    "trace_step": "_step_trace",
 }
 
 

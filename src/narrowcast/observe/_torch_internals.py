@@ -15,6 +15,11 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 backward_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node whose backward this thread is in, or None."""
 
+at_the_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Inside a backward pass: call this when it has ended, and after what was asked for earlier."""
+
 next_node_number: Callable[[], int] = _get_sequence_nr
 """The number that autograd gives to the next node that this thread makes."""
 

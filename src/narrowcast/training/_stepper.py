@@ -279,6 +279,11 @@ class Stepper:
         return {name: lane.scaler for name, lane in self._lanes.items()}
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Every optimizer, in the order given."""
+        return [optimizer for lane in self._lanes.values() for optimizer in lane.optimizers]
+
+    @property
     def formats(self) -> dict[str, torch.dtype]:
         """What is computed in, by device type."""
         return dict(self._formats)

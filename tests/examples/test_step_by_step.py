@@ -1,0 +1,110 @@
+"""The example prints every stage of four steps, with the numbers that one can check by hand, and as JSON."""
+
+import json
+import re
+
+import pytest
+import torch
+from example_runs import run, succeeded
+
+PLAIN, SCALED, INFINITE, FIRST = (
+    "FP32",
+    "fp16, loss scale 4096",
+    "fp16, an infinite loss",
+    "fp16, unscaled before the step",
+)
+# Weight and bias, and their gradients, with seed 47: published figures of this experiment.
+FP32_STEP = {
+    "forward": [("-0.8939", "none"), ("-0.9002", "none")],
+    "backward": [("-0.8939", "-0.0591"), ("-0.9002", "1.0000")],
+    "step": [("-0.8348", "-0.0591"), ("-1.9002", "1.0000")],
+    "zeroed": [("-0.8348", "none"), ("-1.9002", "none")],
+}
+FP16_STEP = {
+    "forward": [("-0.8348", "none"), ("-1.9002", "none")],
+    "backward": [("-0.8348", "-242.2500"), ("-1.9002", "4096.0000")],
+    "unscale": [("-0.8348", "-0.0591"), ("-1.9002", "1.0000")],
+    "step": [("-0.7756", "-0.0591"), ("-2.9002", "1.0000")],
+    "zeroed": [("-0.7756", "none"), ("-2.9002", "none")],
+}
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What it says, cut into the steps, and what it writes."""
+    folder = tmp_path_factory.mktemp("step_by_step")
+    lines = succeeded(
+        run("step_by_step.py", "--device", "cpu", "--json", "a folder/steps.json", folder=folder)
+    )
+    blocks = [block.splitlines() for block in "\n".join(lines).strip().split("\n\n")]
+    return {block[0]: block[1:] for block in blocks}, json.loads(
+        (folder / "a folder" / "steps.json").read_text()
+    )
+
+
+def table(lines):
+    """Weight and gradient of both parameters, by stage."""
+    stages, stage = {}, None
+    for line in lines[lines.index(next(line for line in lines if line.startswith("----"))) + 1 :]:
+        if line[:8].strip() not in ("", "skipped"):
+            stage = stages.setdefault(line[:8].strip(), [])
+        stage.append(tuple(re.split(r"\s+", line[33:].strip())))
+    return stages
+
+
+def test_the_step_in_fp32(printed):
+    lines = printed[0][PLAIN]
+    assert lines[:3] == [
+        "one step of OneByOne: taken",
+        "input  float32 1x1  -0.0591",
+        "output  float32 1x1  -0.8473",
+    ]
+    assert table(lines) == FP32_STEP
+
+
+@pytest.mark.parametrize("title", [SCALED, FIRST])
+def test_the_step_in_fp16(printed, title):
+    lines = printed[0][title]
+    assert lines[0] == "one step of OneByOne: taken, loss scale 4096"
+    assert lines[2] == "output  float16 1x1  -1.8506"
+    assert table(lines) == FP16_STEP
+
+
+def test_an_infinity_skips_the_step(printed):
+    lines = printed[0][INFINITE]
+    assert lines[0] == "one step of OneByOne: skipped, loss scale 4096"
+    weights = {tuple(weight for weight, _ in rows) for rows in table(lines).values()}
+    assert weights == {("-0.7756", "-2.9002")}
+    assert [gradient for _, gradient in table(lines)["backward"]] == ["-inf", "inf"]
+
+
+def test_unscaling_first_changes_nothing(printed):
+    assert list(printed[0])[-1] == "unscaled before the step or in it: the same weights"
+
+
+def test_json_has_the_same_numbers_exactly(printed):
+    told = printed[1]
+    assert list(told) == [PLAIN, SCALED, INFINITE, FIRST]
+    assert {trace["schema"] for trace in told.values()} == {1}
+    assert [trace["skipped"] for trace in told.values()] == [False, False, True, False]
+    stages = {s["stage"]: s["parameters"]["linear.weight"] for s in told[SCALED]["stages"]}
+    values = {name: {k: v and v["values"][0][0] for k, v in told.items()} for name, told in stages.items()}
+    torch.manual_seed(47)
+    start, x = torch.nn.Linear(1, 1).weight.item(), torch.randn(1, 1)
+    half = x.half().item()  # the gradient in fp16, which 4096, a power of two, scales exactly
+    assert values["backward"]["gradient"] == 4096 * half == -242.25
+    assert values["unscale"]["gradient"] == half
+    after_fp32 = (torch.tensor(start) - x).item()
+    assert values["forward"]["weight"] == after_fp32
+    assert values["step"]["weight"] == (torch.tensor(after_fp32) - half).item()
+    assert round(values["step"]["weight"], 4) == -0.7756
+    assert told[SCALED]["outputs"]["output"]["dtype"] == "float16"
+    assert round(told[SCALED]["outputs"]["output"]["values"][0][0], 4) == -1.8506
+    assert told[INFINITE]["stages"][1]["parameters"]["linear.bias"]["gradient"]["values"] == ["inf"]
+
+
+def test_a_scale_that_is_none_is_refused(tmp_path):
+    done = run("step_by_step.py", "--scale", "0", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith("argument --scale: expected a number above 0, not 0\n")
+    assert "Traceback" not in done.stderr
