@@ -17,6 +17,7 @@
     ├── ResumedRunError (RuntimeError)    a run of a comparison that reads what an earlier one wrote
     ├── RunFolderError (OSError)          a folder that cannot be written
     ├── LockError (ValueError)            a lock file that cannot be read or written
+    ├── CheckpointError (ValueError)      a checkpoint that cannot be written, read, or does not fit
     └── CaptureError (ValueError)         a capture file that cannot be read
 
 A message says what was expected, what came, and how to fix it.
@@ -94,6 +95,10 @@ class RunFolderError(NarrowcastError, OSError):
 
 class LockError(NarrowcastError, ValueError):
     """A lock file of decisions that cannot be read or written."""
+
+
+class CheckpointError(NarrowcastError, ValueError):
+    """A checkpoint that cannot be written or read, or that does not fit what it is loaded into."""
 
 
 class CaptureError(NarrowcastError, ValueError):

@@ -34,6 +34,8 @@ from narrowcast.policy._tables import (
     autocast_key,
     native_table,
 )
+from narrowcast.policy._toml import dumps as policy_text
+from narrowcast.policy._toml import parse as policy_in
 
 __all__ = [
     "COMPUTES",
@@ -67,7 +69,9 @@ __all__ = [
     "native_table",
     "operator",
     "overloads_of",
+    "policy_in",
     "policy_name",
+    "policy_text",
     "resolve",
     "resolved",
     "rule",

@@ -1,5 +1,6 @@
 """Parameters held in a low format, what keeps their updates, and a meter of those that are swallowed."""
 
+from narrowcast.weights._fits import check_state
 from narrowcast.weights._held import HeldWeights, held_by, hold
 from narrowcast.weights._lower import is_batch_or_instance_norm, lower
 from narrowcast.weights._meter import SurvivingUpdates, UpdateMeter
@@ -9,6 +10,7 @@ __all__ = [
     "HeldWeights",
     "SurvivingUpdates",
     "UpdateMeter",
+    "check_state",
     "held_by",
     "hold",
     "is_batch_or_instance_norm",

@@ -37,7 +37,7 @@ def _kept(keeper: Keeper, pairs: Sequence[Pair]) -> list[torch.Tensor]:
 
 def load(keeper: Keeper, pairs: Sequence[Pair], state: dict[str, Any]) -> None:
     """Copy ``state`` in, after all of it was checked."""
-    _check(keeper, pairs, state)
+    check(keeper, pairs, state)
     for pair in pairs:
         if pair.opened and keeper.releases:
             release(pair)
@@ -54,7 +54,7 @@ def load(keeper: Keeper, pairs: Sequence[Pair], state: dict[str, Any]) -> None:
             keeper.generators[device].set_state(generator_state.cpu())
 
 
-def _check(keeper: Keeper, pairs: Sequence[Pair], state: dict[str, Any]) -> None:
+def check(keeper: Keeper, pairs: Sequence[Pair], state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or set(state) != _KEYS:
         came = ", ".join(sorted(map(str, state))) if isinstance(state, dict) else type(state).__name__
         raise _mismatch("a dict of " + ", ".join(sorted(_KEYS)), came or "an empty dict")

@@ -1,0 +1,170 @@
+"""``save_checkpoint`` and ``load_checkpoint``: everything that a run needs to go on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowcast.errors import CheckpointError, PolicyError
+from narrowcast.policy import Policy, as_policy, policy_in, policy_name, policy_text
+from narrowcast.training import _checkpoint_file as one_file
+from narrowcast.training._checkpoint_groups import Fit
+from narrowcast.training._checkpoint_parts import Parts, carry_out
+from narrowcast.training._checkpoint_tree import Encoder, decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What ``load_checkpoint`` found beside what it loaded.
+
+    Attributes:
+        position: what ``save_checkpoint`` was given as position; None where nothing was.
+        policy: the policy that the run was saved under; None where it was saved without one.
+        notes: sentences, one for each thing that was converted, left out or not found. Empty where the run
+            goes on bit for bit.
+        ranks: how many ranks wrote it.
+        versions: of narrowcast, torch and Python that wrote it, by name; empty of a foreign file.
+    """
+
+    position: Any
+    policy: Policy | None
+    notes: tuple[str, ...]
+    ranks: int
+    versions: Mapping[str, str]
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    *,
+    stepper: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    held: Any = None,
+    policy: Any = None,
+    position: Any = None,
+) -> None:
+    """Save everything that a run needs to go on bit for bit, whole or not at all.
+
+    It holds the model, optimizers, schedulers and scalers, what ``nc.weights.hold`` keeps (of optimizers that
+    are held, also without ``held``), the state of a ``Stepper``, the policy, the random states of torch (CPU
+    and every device in use), Python and NumPy, and ``position``. What was at ``path`` before is there until
+    the new one is complete and on the disk; a process that is killed loses nothing.
+
+    Args:
+        path: of a file, in a folder that exists.
+        model: the module; perhaps wrapped in DDP or compiled, which its names do not show.
+        optimizer: one, several in a list, or a dict of them; not needed for those of ``stepper``.
+        stepper: a ``nc.Stepper``.
+        scheduler: one, a list or a dict, of those that ``stepper`` does not move.
+        scaler: a ``nc.GradScaler`` or ``torch.amp.GradScaler``, a list or a dict.
+        held: what ``nc.weights.hold`` returned, where its optimizer is not given.
+        policy: a ``Policy``, a preset's name or a TOML file; a Stepper has its own.
+        position: where in the data the run is: dicts, lists, tuples, strings, numbers, booleans, None, bytes
+            and tensors, nested. NumPy's numbers come back as Python's. A loader's own generators belong here.
+
+    Raises:
+        CheckpointError: something cannot be saved, or the file cannot be written.
+        OrderError: in the middle of a Stepper's window, whose gradients would be lost.
+    """
+    parts = Parts(model, optimizer, stepper, scheduler, scaler, held)
+    kept = _policy_of(stepper, policy)
+    tree = parts.tree() | {
+        "policy": None if kept is None else policy_text(kept),
+        "position": position,
+        "ranks": 1,
+        "versions": _versions(),
+    }
+    encoder = Encoder()
+    state = encoder.encode(tree, ())
+    place = Path(path)
+    try:
+        one_file.write(place, state, encoder.tensors)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the checkpoint {place}: {error.strerror or error}. What was there is as before"
+        ) from error
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    *,
+    stepper: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    held: Any = None,
+    policy: Any = None,
+    strict: bool = True,
+) -> Checkpoint:
+    """Load what ``save_checkpoint`` saved; no code in the file is run.
+
+    Everything is read and compared with what was given before anything is changed.
+
+    Args:
+        path: of a checkpoint.
+        model, optimizer, stepper, scheduler, scaler, held, policy: as for ``save_checkpoint``. With the model
+            alone, as to evaluate it, the rest of the checkpoint is left out.
+        strict: refuse what differs. False: load what fits, and say in ``notes`` what does not.
+
+    Returns:
+        Position, policy and notes.
+
+    Raises:
+        CheckpointError: the file is truncated, altered, of a newer version or another kind, or does not fit.
+    """
+    parts = Parts(model, optimizer, stepper, scheduler, scaler, held)
+    wanted = _policy_of(stepper, policy)
+    place = Path(path)
+    fit = Fit(place, strict)
+    try:
+        if not one_file.is_one(place):
+            raise CheckpointError(f"{place} is no checkpoint of narrowcast")
+        state, tensors = one_file.read(place)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {place}: {error.strerror or error}") from error
+    tree = decode(state, lambda node: one_file.tensor_for(node, tensors))
+    saved = None if tree["policy"] is None else policy_in(tree["policy"].encode(), place)
+    _check_policy(fit, saved, wanted)
+    carry_out(parts.check(fit, tree), place)
+    return Checkpoint(
+        position=tree["position"],
+        policy=saved,
+        notes=tuple(fit.notes),
+        ranks=tree["ranks"],
+        versions=tree["versions"],
+    )
+
+
+def _policy_of(stepper: Any, policy: Any) -> Policy | None:
+    given = None if policy is None else as_policy(policy)
+    of_stepper: Policy | None = getattr(stepper, "_policy", None)
+    if given is not None and of_stepper is not None and given != of_stepper:
+        raise PolicyError(
+            f"the Stepper has the policy {policy_name(of_stepper)}, and {policy_name(given)} was given: "
+            "leave policy out"
+        )
+    return given or of_stepper
+
+
+def _check_policy(fit: Fit, saved: Policy | None, wanted: Policy | None) -> None:
+    if saved is not None and wanted is not None and saved != wanted:
+        fit.unless_strict(
+            f"it was saved under the policy {policy_name(saved)}, and here is {policy_name(wanted)}",
+            "Go on under the policy that it was saved under",
+            "the run goes on under the new one",
+        )
+
+
+def _versions() -> dict[str, str]:
+    from narrowcast import __version__
+
+    return {"narrowcast": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
