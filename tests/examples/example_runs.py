@@ -1,28 +1,82 @@
 """Examples run as a stranger would run them: in a process of their own, in any folder, warnings as errors."""
 
+import contextlib
+import importlib.util
+import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(script: str, *options: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, *options: str, folder: Path, processes: int = 1, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``examples/SCRIPT`` with ``folder`` as current folder; as several processes by torchrun.
+
+    A test that would hang kills them all, and raises subprocess.TimeoutExpired.
+    """
     outside = {
         k: v for k, v in os.environ.items() if k not in ("NARROWCAST_RUN_DIR", "MPLBACKEND", "DISPLAY")
     }
-    return subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / script, *options],
+    command = [sys.executable, "-W", "error", str(EXAMPLES / script), *options]
+    if processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+        command = [*launcher, "--nproc-per-node", str(processes), *command]
+        outside |= {"OMP_NUM_THREADS": "1"}  # where it is not set torchrun sets it, and says so
+    launched = subprocess.Popen(
+        command,
         cwd=folder,
         env=outside | environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
-        check=False,
+        start_new_session=True,  # so that the ranks can be killed with their launcher
     )
+    try:
+        out, err = launched.communicate(timeout=120)
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launched.pid, signal.SIGKILL)
+        launched.communicate()
+        raise
+    return subprocess.CompletedProcess(command, launched.returncode, out, err)
 
 
 def succeeded(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
+
+
+def load(script: str) -> ModuleType:
+    """Import ``examples/SCRIPT`` without running its main(); the modules beside it are its own alone."""
+    path = EXAMPLES / script
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    before = set(sys.modules)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+        for name in set(sys.modules) - before:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(path.parent)):
+                del sys.modules[name]
+    return module
+
+
+def refused(script: str, *options: str) -> str:
+    """The one line that ``examples/SCRIPT`` says of bad options before it ends with exit code 2."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ending:
+        load(script).parse_arguments(list(options))
+    assert ending.value.code == 2
+    lines = said.getvalue().splitlines()
+    assert lines[0].startswith("usage: ")
+    return lines[-1].partition(": error: ")[2]
