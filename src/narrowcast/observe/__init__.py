@@ -22,6 +22,7 @@ from narrowcast.observe._op_trace_text import (
 from narrowcast.observe._schema import SCHEMA
 
 if TYPE_CHECKING:
+    from narrowcast.observe._block_profile import Profile, profile
     from narrowcast.observe._device_time import seconds_between, stamp
     from narrowcast.observe._host_reads import HostReads, as_sites
     from narrowcast.observe._live_tensors import LiveTensorBytes
@@ -45,6 +46,7 @@ __all__ = [
     "LiveTensorBytes",
     "OpRow",
     "OpTrace",
+    "Profile",
     "Stage",
     "StepProfiler",
     "StepTrace",
@@ -62,6 +64,7 @@ __all__ = [
     "odd_shapes_in_words",
     "percent",
     "place_name",
+    "profile",
     "read_capture",
     "read_comparison",
     "read_explanation",
@@ -84,11 +87,13 @@ _WITH_TORCH = {
     "HostReads": "_host_reads",
     "LiveTensorBytes": "_live_tensors",
     "OpTrace": "_op_trace",
+    "Profile": "_block_profile",
     "near_module": "_op_trace_rules",
     "Stage": "_step_trace_stages",
     "StepProfiler": "_profile",
     "StepTrace": "_step_trace",
     "as_sites": "_host_reads",
+    "profile": "_block_profile",
     "seconds_between": "_device_time",
     "stamp": "_device_time",
     "summarize": "_profile",

@@ -10,7 +10,8 @@ kernel need not touch all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,22 +37,36 @@ class LiveTensorBytes:
     and other devices, and meta tensors, which take none; memory that torch did not allocate (of numpy, of a
     mapped file, shared with workers of a DataLoader, scratch of oneDNN and BLAS); what other threads do.
 
-    torch's profiler does the recording and keeps every event: for a few training steps, not for a day.
-    Another profiler in this thread takes the record away, which is noticed.
+    Blocks may be nested. torch's profiler does the recording, once for all of a thread that are open, and
+    keeps every event: for a few training steps, not for a day. Another profiler in this thread takes the
+    record away, which is noticed.
 
     Raises:
-        OrderError: when read before anything was recorded.
+        OrderError: when read before anything was recorded, or entered while it is open.
         UnsupportedError: on leaving or reading, where another profiler ran meanwhile.
     """
 
     def __init__(self) -> None:
-        self._recording: profile | None = None
+        self._thread: _Thread | None = None
         self._sums: tuple[int, int] | None = None
+        self._is_cut_short = False
 
     def __enter__(self) -> Self:
-        self._sums = None
-        self._recording = profile(use_cpu=True, profile_memory=True)
-        self._recording.__enter__()  # type: ignore[no-untyped-call]
+        if self._thread is not None:
+            raise OrderError("this recording is open already: leave its block before it is entered again")
+        self._sums, self._is_cut_short = None, False
+        self._alive: dict[int, int] = {}
+        self._total = self._peak = 0
+        thread = _thread()
+        thread.pause()
+        thread.open.append(self)
+        self._thread = thread
+        try:
+            thread.go_on()
+        except BaseException:
+            thread.open.remove(self)
+            self._thread = None
+            raise
         return self
 
     def __exit__(
@@ -69,37 +84,81 @@ class LiveTensorBytes:
         """What was alive in the end; ends the recording as ``peak_bytes`` does."""
         return self._stop()[1]
 
+    def end(self) -> None:
+        """End the recording, as leaving the block does; what is wrong with it is said on reading."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.pause()
+            thread.open.remove(self)
+            thread.go_on()
+            self._sums = self._peak, self._total
+
     def _stop(self) -> tuple[int, int]:
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu")
-            recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            results = recording.kineto_results
-            self._sums = _peak_and_end(() if results is None else results.experimental_event_tree())
+        self.end()
+        if self._is_cut_short:
+            raise UnsupportedError(
+                "the memory of CPU tensors is recorded by torch's profiler, and another profiler ran in this "
+                "thread meanwhile: switch that one off"
+            )
         if self._sums is None:
             raise OrderError('nothing was recorded yet: write "with LiveTensorBytes() as tensors:" first')
         return self._sums
 
+    def follow(self, changes: Sequence[tuple[int, int, int]] | None) -> None:
+        """A part of the recording, in order of time; None where it was cut short."""
+        if changes is None:
+            self._is_cut_short = True
+            return
+        for _, address, size in changes:
+            before = self._alive.pop(address, 0)  # freed and there is none: it was there before the block
+            if size > 0:
+                self._alive[address] = size
+            self._total += max(size, 0) - before
+            self._peak = max(self._peak, self._total)
 
-def _peak_and_end(tops: Iterable[Any]) -> tuple[int, int]:
-    """Of the running sum over blocks that were allocated, and of those the ones that were freed."""
+
+class _Thread:
+    """The recordings that are open in one thread, innermost last, and the one profiler that serves them."""
+
+    def __init__(self) -> None:
+        self.open: list[LiveTensorBytes] = []
+        self._recording: profile | None = None
+
+    def go_on(self) -> None:
+        """Record, if any is open."""
+        if self.open:
+            recording = profile(use_cpu=True, profile_memory=True)
+            recording.__enter__()  # type: ignore[no-untyped-call]
+            self._recording = recording
+
+    def pause(self) -> None:
+        """Stop the profiler, and tell what it has seen to all that are open."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu")
+        recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        results = recording.kineto_results
+        changes = _until_the_mark(() if results is None else results.experimental_event_tree())
+        for block in self.open:
+            block.follow(changes)
+
+
+_here = threading.local()
+
+
+def _thread() -> _Thread:
+    if not hasattr(_here, "thread"):
+        _here.thread = _Thread()
+    thread: _Thread = _here.thread
+    return thread
+
+
+def _until_the_mark(tops: Iterable[Any]) -> list[tuple[int, int, int]] | None:
+    """Blocks that were allocated or freed, in order; None where the record was cut short before its mark."""
     changes = sorted(_allocations(tops), key=lambda change: change[0])
     marks = [position for position, (_, _, size) in enumerate(changes) if size == _MARK_BYTES]
-    if not marks:
-        raise UnsupportedError(
-            "the memory of CPU tensors is recorded by torch's profiler, and another profiler ran in this "
-            "thread meanwhile: switch that one off"
-        )
-    alive: dict[int, int] = {}
-    total = peak = 0
-    for _, address, size in changes[: marks[-1]]:
-        if size > 0:
-            alive[address] = size
-            total += size
-            peak = max(peak, total)
-        else:
-            total -= alive.pop(address, 0)  # 0: it was there before
-    return peak, total
+    return changes[: marks[-1]] if marks else None
 
 
 def _allocations(tops: Iterable[Any]) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,145 @@
+"""Time and memory of a block: sizes known by hand, nesting, errors, and the one public name."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from narrowcast import observe
+from narrowcast.errors import DeviceError, OrderError, SettingError, UnsupportedError
+
+KIB = 1024
+
+
+def test_seconds_and_bytes_of_a_block():
+    with observe.profile("cpu") as profile:
+        a = torch.empty(100 * KIB, dtype=torch.uint8)
+        del a
+        b = torch.empty(60 * KIB, dtype=torch.uint8)
+        time.sleep(0.05)
+    assert profile.peak_bytes == profile.added_bytes == 100 * KIB
+    # The clock that sleeps is the clock that is read; how much longer it takes is the machine's affair.
+    assert profile.duration_s >= 0.05
+    assert re.fullmatch(r"0\.\d+ s, peak 100 KiB \(cpu\)", str(profile)) or profile.duration_s >= 1
+    assert profile.as_json() == {
+        "device": "cpu",
+        "duration_s": profile.duration_s,
+        "peak_bytes": 100 * KIB,
+        "added_bytes": 100 * KIB,
+    }
+    del b
+
+
+def test_time_alone():
+    with observe.profile("cpu", memory=False) as profile:
+        torch.empty(KIB)
+    assert profile.peak_bytes is profile.added_bytes is None
+    assert "peak" not in str(profile)
+
+
+def test_blocks_may_be_nested():
+    with observe.profile("cpu") as outer:
+        kept = torch.empty(10 * KIB, dtype=torch.uint8)
+        with observe.profile("cpu") as first:
+            a = torch.empty(100 * KIB, dtype=torch.uint8)
+        assert first.peak_bytes == 100 * KIB
+        with observe.profile("cpu") as second:
+            with observe.profile("cpu") as inner:
+                del a, kept  # neither is of this block
+                b = torch.empty(30 * KIB, dtype=torch.uint8)
+            c = torch.empty(30 * KIB, dtype=torch.uint8)
+        del b, c
+    assert (inner.peak_bytes, second.peak_bytes, outer.peak_bytes) == (30 * KIB, 60 * KIB, 110 * KIB)
+    assert outer.duration_s >= first.duration_s + second.duration_s
+    assert second.duration_s >= inner.duration_s
+
+
+def test_blocks_that_overlap_without_nesting():
+    first, second = observe.LiveTensorBytes().__enter__(), observe.LiveTensorBytes()
+    a = torch.empty(10 * KIB, dtype=torch.uint8)
+    second.__enter__()
+    b = torch.empty(20 * KIB, dtype=torch.uint8)
+    assert first.peak_bytes == 30 * KIB
+    c = torch.empty(40 * KIB, dtype=torch.uint8)
+    assert (first.peak_bytes, second.peak_bytes) == (30 * KIB, 60 * KIB)
+    del a, b, c
+
+
+def test_an_exception_ends_a_block_and_goes_on():
+    outer, inner = observe.profile("cpu"), observe.profile("cpu")
+    kept = []
+
+    def fail():
+        with outer, inner:
+            kept.append(torch.empty(KIB))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert outer.peak_bytes == inner.peak_bytes == 4 * KIB
+    with outer as again:  # and it begins anew
+        pass
+    assert again.peak_bytes == 0
+
+
+def test_numbers_are_there_when_the_block_has_ended():
+    profile = observe.profile("cpu")
+    assert str(profile) == "not ended (cpu)"
+    for name in ("duration_s", "peak_bytes", "added_bytes"):
+        with pytest.raises(OrderError, match="the block has not ended"):
+            getattr(profile, name)
+    with profile:
+        with pytest.raises(OrderError, match="the block has not ended"):
+            _ = profile.peak_bytes
+        with pytest.raises(OrderError, match="open already"):
+            profile.__enter__()
+
+
+def test_another_profiler_takes_the_memory_and_leaves_the_time():
+    with observe.profile("cpu") as profile, torch.profiler.profile():
+        torch.empty(KIB)
+    assert profile.duration_s > 0
+    with pytest.raises(UnsupportedError, match="another profiler ran in this thread"):
+        _ = profile.peak_bytes
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(DeviceError, match='expected "cpu" or "cuda" to profile, got "meta"'):
+        observe.profile("meta")
+    with pytest.raises(DeviceError, match="expected a device, got 'gpu'"):
+        observe.profile("gpu")
+    with pytest.raises(DeviceError, match=r'CUDA devices of this machine, got "cuda:99"'):
+        observe.profile("cuda:99")
+    with pytest.raises(SettingError, match="expected memory to be True or False, got 1"):
+        observe.profile("cpu", memory=1)
+
+
+def test_no_import_takes_the_name_away():
+    """A file of the room has it as its own name, and importing that sets nothing here."""
+    program = (
+        "import narrowcast as nc, narrowcast.observe._profile, importlib\n"
+        "importlib.import_module('narrowcast.observe._block_profile')\n"
+        "from narrowcast.observe import profile\n"
+        "print(nc.observe.profile is profile, type(profile).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "function"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocator_is_asked():
+    kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    before = torch.cuda.memory_allocated()
+    with observe.profile() as outer:
+        a = torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
+        del a
+        with observe.profile() as inner:
+            b = torch.empty(4 << 20, dtype=torch.uint8, device="cuda")
+        del b
+    assert (outer.peak_bytes, inner.peak_bytes) == (before + (8 << 20), before + (4 << 20))
+    assert (outer.added_bytes, inner.added_bytes) == (8 << 20, 4 << 20)
+    assert "of it added (cuda:0)" in str(outer)
+    del kept
