@@ -12,7 +12,7 @@ READY := $(STAMP)
 RUN := $(VENV)/bin/python
 endif
 
-.PHONY: help install demo test test-long check bench clean
+.PHONY: help install demo examples docs test test-long check bench clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
@@ -25,6 +25,13 @@ install: $(READY)  ## create .venv and install the pinned dependencies
 
 demo: $(READY)  ## compare FP32 and mixed precision on real handwritten digits
 	$(RUN) -m narrowcast compare examples/digits.py
+
+examples: $(READY)  ## run every example at full size for this machine; pictures go to docs/gallery/
+	$(RUN) docs/make_gallery.py
+
+docs: $(READY)  ## build the documentation, strictly, into build/docs/
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
+	@echo "open build/docs/index.html"
 
 test: $(READY)  ## run every test
 	$(RUN) -m pytest

@@ -86,7 +86,8 @@ def compile(
             the model's parameters are on; without parameters, on those of its inputs.
         backend: who compiles the graph with casts: a name of ``torch.compiler.list_backends()``, or a
             function of a graph module and its example inputs.
-        mode, options: as for ``torch.compile``.
+        mode: as for ``torch.compile``.
+        options: as for ``torch.compile``.
         settings: ``fullgraph``, ``dynamic`` and what else ``torch.compile`` takes.
 
     Returns:

@@ -172,7 +172,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         The check sees gradients as they were: one that was infinite still skips the step.
 
         Raises:
-            As ``clip_grad_norm_``.
+            OrderError: and whatever else ``clip_grad_norm_`` raises.
         """
         _settings.check_not_negative("value", value)
         if self._enabled:
@@ -218,7 +218,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             A result for each, all skipped or none; ``nonfinite`` holds each one's own parameters.
 
         Raises:
-            As ``step``.
+            OrderError: and whatever else ``step`` raises.
         """
         every = list(optimizers)
         if not self._enabled or not every:

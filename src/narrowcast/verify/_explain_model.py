@@ -77,8 +77,9 @@ def explain(
     Args:
         model: any module; on the device of its first parameter.
         policy: the name of a preset, a ``Policy``, or the path of one.
-        example_args, example_kwargs: what the model is called with. Watching adds some tens of microseconds
-            to each operation, which are not counted as its time.
+        *example_args: what the model is called with. Watching adds some tens of microseconds to each
+            operation, which are not counted as its time.
+        **example_kwargs: the same by name.
 
     Raises:
         PolicyError: the policy does not exist, names modules that the model does not have, or the model has
