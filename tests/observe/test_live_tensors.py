@@ -209,6 +209,20 @@ def test_other_threads_are_not_seen():
     assert tensors.peak_bytes == 0
 
 
+def test_stderr_is_left_to_others():
+    """torch's profiler says there when it starts and stops."""
+    program = (
+        "import os, torch\n"
+        "from narrowcast.observe import LiveTensorBytes\n"
+        "for _ in range(2):\n"
+        "    with LiveTensorBytes():\n"
+        "        torch.ones(3)\n"
+        "print('KINETO_LOG_LEVEL' in os.environ)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_reading_captures_does_not_import_torch():
     program = "import sys, narrowcast.observe; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

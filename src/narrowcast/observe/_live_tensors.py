@@ -19,6 +19,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from narrowcast.errors import OrderError, UnsupportedError
+from narrowcast.observe._torch_internals import without_markers_on_stderr
 
 # Bytes that are allocated last of all, so that a record without them is known to have been cut short.
 _MARK_BYTES = 12_289
@@ -128,7 +129,8 @@ class _Thread:
         """Record, if any is open."""
         if self.open:
             recording = profile(use_cpu=True, profile_memory=True)
-            recording.__enter__()  # type: ignore[no-untyped-call]
+            with without_markers_on_stderr():
+                recording.__enter__()  # type: ignore[no-untyped-call]
             self._recording = recording
 
     def pause(self) -> None:

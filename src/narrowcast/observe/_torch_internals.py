@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,26 @@ at_the_end_of_backward: Callable[[Callable[[], None]], None] = (
 
 next_node_number: Callable[[], int] = _get_sequence_nr
 """The number that autograd gives to the next node that this thread makes."""
+
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+@contextmanager
+def without_markers_on_stderr() -> Iterator[None]:
+    """Around the start of a profiler: torch 2.13's writes two lines to stderr each time it runs, else.
+
+    The library below it reads the environment as it first starts; 6 is above each of its levels. A level of
+    the user's own is left to them.
+    """
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "6"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
 
 
 def profiler_is_on() -> bool:
