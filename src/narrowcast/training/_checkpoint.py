@@ -14,8 +14,11 @@ import torch
 from narrowcast.errors import CheckpointError, PolicyError
 from narrowcast.policy import Policy, as_policy, policy_in, policy_name, policy_text
 from narrowcast.training import _checkpoint_file as one_file
-from narrowcast.training._checkpoint_groups import Fit
+from narrowcast.training import _checkpoint_foreign as foreign
+from narrowcast.training import _checkpoint_ranks as of_ranks
+from narrowcast.training._checkpoint_groups import Fit, Write
 from narrowcast.training._checkpoint_parts import Parts, carry_out
+from narrowcast.training._checkpoint_ranks import Ranks
 from narrowcast.training._checkpoint_tree import Encoder, decode
 
 
@@ -74,19 +77,28 @@ def save_checkpoint(
         CheckpointError: something cannot be saved, or the file cannot be written.
         OrderError: in the middle of a Stepper's window, whose gradients would be lost.
     """
+    ranks = Ranks()
+    place = Path(path)
     parts = Parts(model, optimizer, stepper, scheduler, scaler, held)
     kept = _policy_of(stepper, policy)
-    tree = parts.tree() | {
-        "policy": None if kept is None else policy_text(kept),
-        "position": position,
-        "ranks": 1,
-        "versions": _versions(),
-    }
-    encoder = Encoder()
-    state = encoder.encode(tree, ())
-    place = Path(path)
+    folder = ranks.together or place.is_dir()
+
+    def encoded() -> tuple[Any, Encoder]:
+        encoder = Encoder(sharded=ranks.together)
+        tree = parts.tree() | {
+            "policy": None if kept is None else policy_text(kept),
+            "position": position,
+            "ranks": ranks.count,
+            "versions": _versions(),
+        }
+        return {key: encoder.encode(value, (key,)) for key, value in tree.items()}, encoder
+
+    state, encoder = ranks.agreed(encoded)
     try:
-        one_file.write(place, state, encoder.tensors)
+        if folder:
+            of_ranks.write(place, state, encoder.tensors, ranks)
+        else:
+            one_file.write(place, state, encoder.tensors)
     except OSError as error:
         raise CheckpointError(
             f"cannot write the checkpoint {place}: {error.strerror or error}. What was there is as before"
@@ -121,20 +133,23 @@ def load_checkpoint(
     Raises:
         CheckpointError: the file is truncated, altered, of a newer version or another kind, or does not fit.
     """
+    ranks = Ranks()
+    place = Path(path)
     parts = Parts(model, optimizer, stepper, scheduler, scaler, held)
     wanted = _policy_of(stepper, policy)
-    place = Path(path)
     fit = Fit(place, strict)
     try:
-        if not one_file.is_one(place):
-            raise CheckpointError(f"{place} is no checkpoint of narrowcast")
-        state, tensors = one_file.read(place)
+        tree = _read(place, parts, fit, ranks)
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {place}: {error.strerror or error}") from error
-    tree = decode(state, lambda node: one_file.tensor_for(node, tensors))
-    saved = None if tree["policy"] is None else policy_in(tree["policy"].encode(), place)
-    _check_policy(fit, saved, wanted)
-    carry_out(parts.check(fit, tree), place)
+
+    def checked() -> tuple[Policy | None, list[Write]]:
+        saved = None if tree["policy"] is None else policy_in(tree["policy"].encode(), place)
+        _check_policy(fit, saved, wanted)
+        return saved, parts.check(fit, tree)
+
+    saved, writes = ranks.agreed(checked)
+    carry_out(writes, place)
     return Checkpoint(
         position=tree["position"],
         policy=saved,
@@ -142,6 +157,31 @@ def load_checkpoint(
         ranks=tree["ranks"],
         versions=tree["versions"],
     )
+
+
+def _read(place: Path, parts: Parts, fit: Fit, ranks: Ranks) -> dict[str, Any]:
+    """Everything in the checkpoint, in memory."""
+    layouts = parts.layouts()
+    if of_ranks.is_one(place):
+        body, data = of_ranks.read(place, ranks)
+        state = of_ranks.state_for(body, ranks, fit)
+        tensors = ranks.agreed(lambda: of_ranks.read_tensors(data, state, layouts))
+    elif ranks.agreed(lambda: one_file.is_one(place)):
+        state, tensors = ranks.agreed(lambda: one_file.read(place))
+    elif foreign.is_one(place):
+        tree, notes = ranks.agreed(lambda: foreign.read(place, ranks.rank, ranks.count))
+        fit.notes, fit.foreign = notes, True
+        return tree
+    else:
+        raise CheckpointError(
+            f"{place} is no checkpoint: expected what save_checkpoint or torch.save wrote, and it begins "
+            "otherwise; perhaps it was cut off or overwritten"
+        )
+
+    def tensor_of(at: tuple[str, ...], node: dict[str, Any]) -> torch.Tensor:
+        return of_ranks.distributed(one_file.tensor_for(node, tensors), at, node, layouts)
+
+    return {key: decode(value, tensor_of, (key,)) for key, value in state.items()}
 
 
 def _policy_of(stepper: Any, policy: Any) -> Policy | None:

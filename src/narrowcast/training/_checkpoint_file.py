@@ -61,7 +61,7 @@ def write(path: Path, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
             digest.update(chunk)
             file.write(chunk)
         for tensor in tensors.values():
-            chunk = _bytes_of(tensor)
+            chunk = bytes_of(tensor)
             digest.update(chunk)
             file.write(chunk)
         file.seek(8 + text.index(_NO_DIGEST.encode()))
@@ -139,7 +139,7 @@ def _read_tensors(file: IO[bytes], header: dict[str, Any], room: int, digest: An
             raise ValueError(f"{name} does not stand where the file has it")
         end = stop
         tensors[name] = torch.empty(entry["shape"], dtype=dtype)
-        chunk = _bytes_of(tensors[name])
+        chunk = bytes_of(tensors[name])
         if file.readinto(chunk) != stop - start:  # type: ignore[attr-defined]
             raise ValueError(f"{name} is cut off")
         digest.update(chunk)
@@ -148,7 +148,7 @@ def _read_tensors(file: IO[bytes], header: dict[str, Any], room: int, digest: An
     return tensors
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
+def bytes_of(tensor: torch.Tensor) -> Any:
     """The memory of a tensor, of which a new contiguous one on the CPU is made where it is another."""
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = dense.numel() * dense.element_size()
@@ -211,6 +211,8 @@ def _lock(file: IO[bytes]) -> None:
 def tensor_for(node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The tensor that an encoded value names, in its own dtype, shape and order of dimensions."""
     tensor = tensors[node["tensor"]]
+    if node.get("sharded"):
+        return tensor
     dtype = dtype_named(node["dtype"])
     if tensor.dtype != dtype:
         tensor = tensor.view(dtype).reshape(node["shape"])

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from narrowcast.errors import CheckpointError, WeightsError
+from narrowcast.scaling import Off
 from narrowcast.weights import HeldWeights, check_state, held_by
 
 KINDS = ("optimizers", "held", "schedulers", "scalers")
@@ -24,6 +25,7 @@ class Fit:
 
     path: Any
     strict: bool
+    foreign: bool = False
     notes: list[str] = field(default_factory=list)
 
     def refuse(self, problem: str, fix: str) -> NoReturn:
@@ -98,13 +100,16 @@ class Group:
         for name, one in self.schedulers.items():
             if name in saved["schedulers"]:
                 _check_kind(fit, "scheduler", name, one, saved["schedulers"][name])
+        for name, one in self.scalers.items():
+            if name in saved["scalers"]:
+                _check_scaler(fit, name, one, saved["scalers"][name])
 
     def _check_names(self, fit: Fit, kind: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         one = {"optimizers": "optimizer", "held": "held weights", "schedulers": "scheduler"}.get(
             kind, "scaler"
         )
-        for name in mine:
-            if name not in theirs:
+        for name, live in mine.items():
+            if name not in theirs and not isinstance(getattr(live, "schedule", None), Off):
                 fit.unless_strict(
                     f"the checkpoint holds no {one} {name!r} (it has {', '.join(theirs) or 'none'})",
                     "Save it too, or load without it",
@@ -218,6 +223,17 @@ def _check_kind(fit: Fit, what: str, name: str, one: Any, saved: Mapping[str, An
             f"Make the {what} that was saved",
             "its state was loaded all the same",
         )
+
+
+def _check_scaler(fit: Fit, name: str, one: Any, saved: Mapping[str, Any]) -> None:
+    if saved["kind"] is None or saved["kind"] == kind_of(one):
+        return
+    if kind_of(one).startswith("torch.") and "scale" not in saved["state"]:
+        fit.refuse(
+            f"scaler {name!r} is torch's, and the checkpoint holds a loss scale that it cannot follow",
+            "Use nc.GradScaler",
+        )
+    fit.notes.append(f"scaler {name!r} is a {kind_of(one)}, and the state was that of a {saved['kind']}")
 
 
 def _check_optimizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -101,6 +102,9 @@ class Parts:
         self._meet(fit, tree)
         self._check_model(fit, tree)
         stepper = tree["stepper"]
+        if fit.foreign or not fit.strict:
+            for group, saved in self._pairs(tree):
+                self._make_masters(fit, group, saved, tree["model"])
         if stepper is not None and self.stepper is not None:
             self._check_lanes(fit, stepper)
         self.loose.check(fit, tree["loose"], self.names)
@@ -140,22 +144,41 @@ class Parts:
                     "the checkpoint is of a Stepper: its states were loaded into what was given instead"
                 )
 
+    def _pairs(self, tree: Mapping[str, Any]) -> list[tuple[Group, dict[str, Any]]]:
+        """Each group with what was saved of it."""
+        lanes = tree["stepper"]["lanes"] if self.stepper is not None and tree["stepper"] is not None else {}
+        found = [(group, lanes[name]) for name, group in self.lanes.items() if name in lanes]
+        return [*found, (self.loose, tree["loose"])]
+
     def _check_lanes(self, fit: Fit, saved: Mapping[str, Any]) -> None:
         if set(saved["lanes"]) != set(self.lanes):
             came, here = (", ".join(map(repr, sorted(one))) for one in (saved["lanes"], self.lanes))
             fit.refuse(
                 f"it is of a Stepper with optimizers {came}, and here they are {here}", "Name them alike"
             )
+        for device, format_ in (self.stepper.formats if self.stepper is not None else {}).items():
+            was = (saved["formats"] or {}).get(device)
+            if was is not None and was != format_name(format_):
+                fit.unless_strict(
+                    f"the Stepper computes in {format_name(format_)} on {device}, and the saved one in {was}",
+                    "Make it with the policy that was saved",
+                    "the run goes on in the new format",
+                )
         for name, group in self.lanes.items():
-            theirs = saved["lanes"][name]
-            for kind in ("optimizers", "held", "schedulers"):
-                if len(getattr(group, kind)) != len(theirs[kind]):
-                    fit.refuse(
-                        f"the Stepper has {len(getattr(group, kind))} {kind}, and the checkpoint "
-                        f"{len(theirs[kind])}",
-                        "Make the Stepper with the arguments of the one that was saved",
-                    )
-            group.check(fit, theirs, self.names)
+            group.check(fit, saved["lanes"][name], self.names)
+
+    def _make_masters(self, fit: Fit, group: Group, saved: dict[str, Any], model: Mapping[str, Any]) -> None:
+        """Masters from fp32 weights, where the checkpoint has none and the weights here have some."""
+        for name, held in group.held.items():
+            lows = [low for low, _ in held.parameters]
+            kept = [model.get(self.names.get(id(low), "")) for low in lows]
+            wide = all(
+                isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (torch.float32, low.shape)
+                for low, value in zip(lows, kept, strict=True)
+            )
+            if wide and name not in saved["held"] and held.updates == "masters":
+                saved["held"][name] = {**held.state_dict(), "kept": kept}
+                fit.notes.append("the fp32 masters were made from the fp32 weights in the checkpoint")
 
     def _check_model(self, fit: Fit, tree: dict[str, Any]) -> None:
         mine = {name: value for name, (_, value) in self.model_state().items()}
@@ -181,7 +204,10 @@ class Parts:
                 )
                 if not both:
                     fit.refuse(problem, same)
-                fit.unless_strict(problem, same, "converted, rounded to nearest")
+                if fit.foreign:
+                    fit.notes.append(f"{problem}: converted, rounded to nearest")
+                else:
+                    fit.unless_strict(problem, same, "converted, rounded to nearest")
 
     def _writes(self, fit: Fit, tree: dict[str, Any]) -> Iterator[Write]:
         """In this order: what can be taken back, then what was checked and goes well."""
@@ -194,16 +220,21 @@ class Parts:
 
     def _stepper_writes(self, stepper: Stepper, saved: Mapping[str, Any]) -> Iterator[Write]:
         steps = stepper.steps
-        lanes = {name: _lane_state(self.lanes[name], saved["lanes"][name]) for name in self.lanes}
+        lanes = {
+            name: _lane_state(group, saved["lanes"][name], group.state(self.names))
+            for name, group in self.lanes.items()
+        }
         for name, group in self.lanes.items():
-            small = Group(group.optimizers, {}, group.schedulers, group.scalers)
-            yield from small.writes(saved["lanes"][name])
+            # Schedulers and scalers may refuse a state, so they go first.
+            yield from Group({}, {}, group.schedulers, group.scalers).writes(saved["lanes"][name])
+            for one in group.optimizers.values():
+                yield Write(lambda: None, functools.partial(one.load_state_dict, one.state_dict()))
 
         def load() -> None:
             stepper.load_state_dict({"steps": saved["steps"], "lanes": lanes})
             for name, group in self.lanes.items():
-                for index, one in group.optimizers.items():
-                    exact(one, saved["lanes"][name]["optimizers"][index])
+                for index, theirs in saved["lanes"][name]["optimizers"].items():
+                    exact(group.optimizers[index], theirs)
 
         yield Write(load, lambda: setattr(stepper, "steps", steps))
 
@@ -245,13 +276,17 @@ def _is_wrapper(module: torch.nn.Module, part: str) -> bool:
     return part != "module" or isinstance(module, parallel)
 
 
-def _lane_state(group: Group, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A lane's state as ``Stepper.state_dict`` gives it."""
+def _lane_state(group: Group, saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A lane's state as ``Stepper.state_dict`` gives it; what was not saved is as it is ``now``."""
+
+    def each(kind: str) -> list[Any]:
+        return [saved[kind].get(name, now[kind][name]) for name in getattr(group, kind)]
+
     return {
-        "optimizers": [saved["optimizers"][name]["state"] for name in group.optimizers],
-        "masters": [saved["held"][name] for name in group.held],
-        "schedulers": [saved["schedulers"][name]["state"] for name in group.schedulers],
-        "scaler": saved["scalers"]["0"]["state"],
+        "optimizers": [one["state"] for one in each("optimizers")],
+        "masters": each("held"),
+        "schedulers": [one["state"] for one in each("schedulers")],
+        "scaler": each("scalers")[0]["state"],
     }
 
 

@@ -21,10 +21,12 @@ _ALLOWED = "dicts, lists, tuples, strings, numbers, booleans, None, bytes and de
 class Encoder:
     """Turns values into JSON; ``tensors`` gathers what is too large for it, by name.
 
-    A tensor that comes twice, as a tied weight does, is kept once.
+    A tensor that comes twice, as a tied weight does, is kept once. DTensors stay what they are where
+    ``sharded``, and are made whole where not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sharded: bool = False) -> None:
+        self._sharded = sharded
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
@@ -62,10 +64,14 @@ class Encoder:
                 f"a checkpoint holds plain tensors and DTensors, and {_place(path)} is a "
                 f"{type(tensor).__name__}: save what it is made from"
             )
+        if is_dtensor and not self._sharded:
+            tensor = whole(tensor)
         node: dict[str, Any] = {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
         }
+        if is_dtensor and self._sharded:
+            node["sharded"] = True
         if plain and _is_permuted(tensor):
             node["stride"] = list(tensor.stride())
         key = _identity(tensor) if plain else None
@@ -98,23 +104,27 @@ def _leaf(value: Any, path: Path) -> Any:
     )
 
 
-def decode(node: Any, tensor_of: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    """What ``Encoder`` encoded; ``tensor_of`` gives the tensor that a node stands for.
+def decode(node: Any, tensor_of: Callable[[Path, dict[str, Any]], torch.Tensor], path: Path = ()) -> Any:
+    """What ``Encoder`` encoded; ``tensor_of`` gives the tensor of a place and the node there.
 
     Raises:
         CheckpointError: a node that this version does not know.
     """
     if isinstance(node, list):
-        return [decode(item, tensor_of) for item in node]
+        return [decode(item, tensor_of, (*path, str(index))) for index, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     if "tensor" in node:
-        return tensor_of(node)
+        return tensor_of(path, node)
     ((tag, content),) = node.items()
     if tag == "tuple":
-        return tuple(decode(item, tensor_of) for item in content)
+        return tuple(decode(content, tensor_of, path))
     if tag in _KINDS:
-        return _KINDS[tag]({decode(k, tensor_of): decode(item, tensor_of) for k, item in content})
+        keys = [decode(key, tensor_of, path) for key, _ in content]
+        items = [
+            decode(item, tensor_of, (*path, str(key))) for key, (_, item) in zip(keys, content, strict=True)
+        ]
+        return _KINDS[tag](dict(zip(keys, items, strict=True)))
     if tag not in _LEAVES:
         raise CheckpointError(f"a value of an unknown kind {tag!r} is in this checkpoint")
     return _LEAVES[tag](content)
@@ -134,6 +144,12 @@ def tensor_nodes(node: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, A
         elif tag in _KINDS:
             for key, item in content:
                 yield from tensor_nodes(item, (*path, str(key)))
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """A DTensor of this process alone as a plain tensor."""
+    full: torch.Tensor = tensor.full_tensor()
+    return full
 
 
 def dtype_named(name: str) -> torch.dtype:

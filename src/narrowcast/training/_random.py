@@ -43,7 +43,8 @@ def random_states() -> dict[str, Any]:
 
 def check_random_states(states: dict[str, Any]) -> None:
     """Raises an exception of torch, Python or NumPy for a state that ``set_random_states`` could not set."""
-    torch.Generator().set_state(states["torch"])
+    if states["torch"] is not None:
+        torch.Generator().set_state(states["torch"])
     for name, state in states["devices"].items():
         if _is_here(name):
             torch.Generator(name).set_state(state)
@@ -59,7 +60,10 @@ def check_random_states(states: dict[str, Any]) -> None:
 def set_random_states(states: dict[str, Any]) -> list[str]:
     """Go on from ``states``; what could not be set, in sentences."""
     notes = []
-    torch.set_rng_state(states["torch"])
+    if states["torch"] is None:
+        notes.append("the checkpoint holds no random state of torch on the CPU: it is as it was")
+    else:
+        torch.set_rng_state(states["torch"])
     for name, state in states["devices"].items():
         if _is_here(name):
             kind, _, index = name.partition(":")
