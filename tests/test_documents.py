@@ -3,12 +3,16 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+
+from narrowcast.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -141,9 +145,72 @@ def test_the_readmes_difference_is_six_lines_and_changes_no_weight_by_more_than_
     assert (weights["-"] - weights["+"]).abs().max() <= 1e-6
 
 
+COMMANDS = sorted(
+    {
+        (str(path.relative_to(ROOT)), line.split(" #")[0].strip())
+        for path in DOCUMENTS
+        for block in blocks(path, "sh")
+        for line in block.splitlines()
+    }
+)
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS)
+def test_commands_are_commands(document, command):
+    """Its options are those of narrowcast's verbs, its examples and targets exist, its scripts are shown."""
+    program, *words = shlex.split(command.removeprefix(".venv/bin/"))
+    if program == "torchrun":
+        assert words[:2] == ["--nproc-per-node", "2"]
+        program, *words = ["narrowcast", *words[4:]] if words[2] == "-m" else ["python", *words[2:]]
+    if program == "narrowcast":
+        verb, *options = words
+        command = typer.main.get_command(app).commands[verb]
+        with command.make_context(verb, options) as parsed:
+            options = parsed.params.get("arguments") or []
+            words = [word for word in (parsed.params.get("script"), *options) if word]
+    if program in ("narrowcast", "python") and words and words[0].startswith("examples/"):
+        assert (ROOT / words[0]).is_file()
+        text = (ROOT / words[0]).read_text(encoding="utf-8")
+        assert [word for word in words[1:] if word.startswith("--") and f'"{word}"' not in text] == []
+    elif program == "make":
+        assert f"\n{words[0]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    else:
+        assert program in ("narrowcast", "python", "python3", "pip", "source", "tensorboard")
+
+
+def test_a_wrong_command_is_found_out():
+    with pytest.raises(typer.exceptions.TyperException):
+        test_commands_are_commands("a document", "narrowcast compare --repaets 3 train.py")
+
+
+@pytest.mark.parametrize(
+    ("document", "command", "says"),
+    [
+        ("docs/several-gpus.md", "torchrun --nproc-per-node 2 train_ddp.py", "4 steps on 2 ranks, loss 0."),
+        ("docs/index.md", "narrowcast run train.py", "loss 0.0"),
+    ],
+)
+def test_what_a_page_shows_runs_by_its_command(document, command, says, tmp_path):
+    assert (document, command) in COMMANDS
+    for name, text in files(ROOT / document).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    program, *words = command.split()
+    module = {"torchrun": "torch.distributed.run"}.get(program, program)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"NARROWCAST_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+
+
 def test_files_that_documents_point_at_exist():
     for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+        for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{path.name} points at {target}"
 
 
