@@ -24,6 +24,7 @@ from narrowcast.observe._schema import SCHEMA
 if TYPE_CHECKING:
     from narrowcast.observe._block_profile import Profile, profile
     from narrowcast.observe._device_time import seconds_between, stamp
+    from narrowcast.observe._exponent_histogram import CastCounts, ExponentHistogram
     from narrowcast.observe._host_reads import HostReads, as_sites
     from narrowcast.observe._live_tensors import LiveTensorBytes
     from narrowcast.observe._op_trace import OpTrace
@@ -40,7 +41,9 @@ __all__ = [
     "SCHEMA",
     "Capture",
     "CaptureWriter",
+    "CastCounts",
     "ComparisonCapture",
+    "ExponentHistogram",
     "Group",
     "HostReads",
     "LiveTensorBytes",
@@ -84,6 +87,8 @@ __all__ = [
 
 # Names that need torch, which reading a capture does not.
 _WITH_TORCH = {
+    "CastCounts": "_exponent_histogram",
+    "ExponentHistogram": "_exponent_histogram",
     "HostReads": "_host_reads",
     "LiveTensorBytes": "_live_tensors",
     "OpTrace": "_op_trace",

@@ -1,0 +1,326 @@
+"""``nc.observe.ExponentHistogram``: how large numbers are, and what a cast to a format would make of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.errors import ScaleError, SettingError
+from narrowcast.formats import Format, round_to
+
+# Exponents of float32, subnormals included, and in each binade the significands 1.m by how many leading bits
+# of m are ones (0 to 23) and what follows the first zero of m: nothing, less than half, half, or more. The
+# numbers at which rounding to nearest even changes its outcome lie between such bins or have one to
+# themselves: 2**e, 2**e * (1.1...1), and half a unit past a largest number of 1.1...10.
+_LOWEST, _HIGHEST = -149, 127
+_BITS = 23
+_RUNS, _RESTS = _BITS + 1, 4
+_BINS = (_HIGHEST - _LOWEST + 1) * _RUNS * _RESTS
+_ZERO, _INFINITE, _NAN = _BINS, _BINS + 1, _BINS + 2
+_FRACTION = (1 << _BITS) - 1
+_INFINITY = 0xFF << _BITS
+_CHUNK = 1 << 22
+_LARGEST_SHIFT = 500
+_WIDEST = (torch.float64, torch.complex128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastCounts:
+    """What casting the numbers of a histogram to a format makes of them; counts of numbers.
+
+    Attributes:
+        format: the name of the format.
+        scale: what each number was multiplied by before, exactly.
+        zeros: were zero before.
+        flushed: became zero, and were not.
+        subnormal: became smaller than the format's smallest normal number, and kept part of their digits.
+        normal: became normal numbers.
+        overflowed: went past the largest number (an infinity, NaN, or the largest number where conversions
+            saturate).
+        infinities: were infinite before.
+        nans: were NaN before.
+
+    The shares are those of the numbers that are finite and not zero; None where there are none.
+    """
+
+    format: str
+    scale: float
+    zeros: int
+    flushed: int
+    subnormal: int
+    normal: int
+    overflowed: int
+    infinities: int
+    nans: int
+
+    @property
+    def total(self) -> int:
+        """Every number, NaN included."""
+        return self.zeros + self.nonzero + self.infinities + self.nans
+
+    @property
+    def nonzero(self) -> int:
+        """Numbers that are finite and not zero."""
+        return self.flushed + self.subnormal + self.normal + self.overflowed
+
+    @property
+    def flushed_share(self) -> float | None:
+        """Of finite non-zero numbers, those that became zero."""
+        return self._share(self.flushed)
+
+    @property
+    def subnormal_share(self) -> float | None:
+        """Of finite non-zero numbers, those that became subnormal."""
+        return self._share(self.subnormal)
+
+    @property
+    def normal_share(self) -> float | None:
+        """Of finite non-zero numbers, those that became normal."""
+        return self._share(self.normal)
+
+    @property
+    def overflowed_share(self) -> float | None:
+        """Of finite non-zero numbers, those that went past the largest number."""
+        return self._share(self.overflowed)
+
+    def _share(self, count: int) -> float | None:
+        return count / self.nonzero if self.nonzero else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Every count and share."""
+        names = ("flushed", "subnormal", "normal", "overflowed")
+        return asdict(self) | {f"{name}_share": self._share(getattr(self, name)) for name in names}
+
+    def __str__(self) -> str:
+        if not self.nonzero:
+            return f"{self.format} at scale {self.scale:g}: no finite number but zero"
+        parts = ((self.flushed, "flushed to zero"), (self.subnormal, "subnormal"), (self.normal, "normal"))
+        shares = [
+            f"{_percent(count, self.nonzero)} {what}"
+            for count, what in (*parts, (self.overflowed, "overflow"))
+        ]
+        return f"{self.format} at scale {self.scale:g}: {', '.join(shares)}"
+
+
+class ExponentHistogram:
+    """Counts numbers by their exponent, tensor after tensor, without waiting for the device::
+
+        histogram = nc.observe.ExponentHistogram()
+        activation.register_hook(histogram.add)  # its gradient
+        loss.backward()
+        print(histogram.cast_to(nc.formats.FLOAT16, scale=1024))
+
+    What a cast would flush to zero, make subnormal or overflow is exact, as if each number had been
+    multiplied and cast (nearest, ties to even), for every format and every power of two. Counts are int64,
+    208 KiB a device; adding takes about thirty passes over the tensor.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, torch.Tensor] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the numbers of a tensor; returns nothing, so that it is a hook for gradients.
+
+        Args:
+            tensor: any shape and device; float32, float16, bfloat16, fp8 or complex64 (two numbers each). Of
+                a sparse tensor the stored numbers count, of a DTensor those of this rank.
+
+        Raises:
+            SettingError: no tensor, or of another dtype. float64 has exponents that are not counted here.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise SettingError(f"expected a tensor, got {type(tensor).__name__}")
+        if tensor.dtype in _WIDEST or not (tensor.is_floating_point() or tensor.is_complex()):
+            raise SettingError(
+                f"expected a tensor in float32 or a narrower floating-point format, got {tensor.dtype}: "
+                "make it one by x.float()"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            values = tensor.detach()
+            values = values.to_local() if hasattr(values, "to_local") else values
+            values = values.coalesce().values() if values.layout == torch.sparse_coo else values
+            values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+            for part in values.reshape(-1).split(_CHUNK):
+                self._count(_bins_of(part.float()))
+
+    def _count(self, bins: torch.Tensor) -> None:
+        counts = self._counts.get(bins.device)
+        if counts is None:
+            counts = self._counts[bins.device] = torch.zeros(_NAN + 1, dtype=torch.int64, device=bins.device)
+        if bins.device.type == "cpu":
+            counts += torch.bincount(bins, minlength=_NAN + 1)
+        else:  # bincount asks the device for the largest
+            counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
+
+    def clear(self) -> None:
+        """Forget every number."""
+        self._counts.clear()
+
+    # ---- reading, which waits for the devices
+
+    def _read(self) -> Counter[int]:
+        """Counts by bin, in rising order, of those that have any."""
+        total = torch.zeros(_NAN + 1, dtype=torch.int64)
+        for counts in self._counts.values():
+            total += counts.cpu()
+        there = total.nonzero().flatten()
+        return Counter(dict(zip(there.tolist(), total[there].tolist(), strict=True)))
+
+    @property
+    def total(self) -> int:
+        """Every number that was added, NaN included."""
+        return self._read().total()
+
+    @property
+    def zeros(self) -> int:
+        """Zeros of either sign."""
+        return self._read()[_ZERO]
+
+    @property
+    def infinities(self) -> int:
+        """Infinities of either sign."""
+        return self._read()[_INFINITE]
+
+    @property
+    def nans(self) -> int:
+        """NaNs."""
+        return self._read()[_NAN]
+
+    @property
+    def exponents(self) -> dict[int, int]:
+        """How many numbers x have 2**e <= abs(x) < 2**(e + 1), by e, rising; those that occur.
+
+        Subnormals of float32 are counted like all others, down to -149.
+        """
+        found: dict[int, int] = {}
+        for index, count in self._read().items():
+            if index < _BINS:
+                exponent = index // (_RUNS * _RESTS) + _LOWEST
+                found[exponent] = found.get(exponent, 0) + count
+        return found
+
+    def cast_to(self, format: Format, *, scale: float = 1.0) -> CastCounts:
+        """What multiplying by ``scale`` and then casting to ``format`` would make of the numbers, exact.
+
+        Raises:
+            SettingError: ``format`` is none of ``nc.formats``.
+            ScaleError: a scale that is no power of two from 2**-500 to 2**500.
+        """
+        _check_format(format)
+        shift = _shift_of(scale)
+        read = self._read()
+        outcomes = dict.fromkeys(("flushed", "subnormal", "normal", "overflowed"), 0)
+        for index, count in read.items():
+            if index < _BINS:
+                outcomes[_outcome(format, index, shift)] += count
+        return CastCounts(
+            format=format.name,
+            scale=float(scale),
+            zeros=read[_ZERO],
+            infinities=read[_INFINITE],
+            nans=read[_NAN],
+            **outcomes,
+        )
+
+    def largest_scale(self, format: Format) -> float | None:
+        """The largest power of two with which no finite number of these overflows ``format``.
+
+        None where all are zero. What the numbers of the next step need is another matter.
+        """
+        _check_format(format)
+        there = [index for index in self._read() if index < _BINS]
+        if not there:
+            return None
+        top = max(there, key=lambda index: _ends(index)[1])
+        shift = format.max_exponent - (top // (_RUNS * _RESTS) + _LOWEST)
+        while _outcome(format, top, shift) == "overflowed":
+            shift -= 1
+        return 2.0**shift
+
+    def as_json(self) -> dict[str, Any]:
+        """``total``, ``zeros``, ``infinities``, ``nans``, and ``exponents`` with their counts."""
+        read = self._read()
+        return {
+            "total": read.total(),
+            "zeros": read[_ZERO],
+            "infinities": read[_INFINITE],
+            "nans": read[_NAN],
+            "exponents": {str(exponent): count for exponent, count in self.exponents.items()},
+        }
+
+    def __str__(self) -> str:
+        read, exponents = self._read(), list(self.exponents)
+        span = f"exponents {exponents[0]} to {exponents[-1]}" if exponents else "no exponent"
+        counts = f"{read[_ZERO]} zeros, {read[_INFINITE]} infinities, {read[_NAN]} NaN"
+        return f"{read.total()} numbers: {counts}, {span}"
+
+
+def _bins_of(values: torch.Tensor) -> torch.Tensor:
+    """The bin of each float32 number, int32; integer arithmetic alone, so that no mode flushes subnormals."""
+    magnitude = values.view(torch.int32) & 0x7FFFFFFF
+    # A subnormal is a whole number of 2**-149, and such a number as a float has its exponent and fraction.
+    whole = magnitude.float().view(torch.int32)
+    is_subnormal = magnitude >> _BITS == 0
+    exponent = torch.where(is_subnormal, (whole >> _BITS) - 127, (magnitude >> _BITS) - 127 - _LOWEST)
+    fraction = torch.where(is_subnormal, whole, magnitude) & _FRACTION
+    zeros = fraction ^ _FRACTION
+    first_zero = ((zeros.float().view(torch.int32) >> _BITS) - 127).clamp(min=0)
+    run = torch.where(zeros == 0, _BITS, _BITS - 1 - first_zero)
+    unit = torch.ones_like(first_zero) << first_zero
+    rest, half = fraction & (unit - 1), unit >> 1
+    kind = (rest > 0).int() + ((rest >= half) & (rest > 0)).int() + (rest > half).int()
+    bins = (exponent * _RUNS + run) * _RESTS + kind
+    bins = torch.where(magnitude == 0, _ZERO, bins)
+    bins = torch.where(magnitude == _INFINITY, _INFINITE, bins)
+    return torch.where(magnitude > _INFINITY, _NAN, bins)
+
+
+def _ends(index: int) -> tuple[float, float]:
+    """The smallest and the largest number of a bin, exact."""
+    exponent, place = divmod(index, _RUNS * _RESTS)
+    run, kind = divmod(place, _RESTS)
+    whole = (2 << _BITS) - (1 << (_BITS - run))
+    if run == _BITS:
+        whole = (2 << _BITS) - 1
+        first = last = 0
+    else:
+        unit = 1 << (_BITS - 1 - run)
+        first, last = ((0, 0), (1, unit // 2 - 1), (unit // 2, unit // 2), (unit // 2 + 1, unit - 1))[kind]
+    shift = exponent + _LOWEST - _BITS
+    return math.ldexp(whole + first, shift), math.ldexp(whole + last, shift)
+
+
+def _outcome(format: Format, index: int, shift: int) -> str:
+    """What becomes of the numbers of a bin: rounding keeps their order, so that the ends speak for all."""
+    first, last = (_what_is(format, round_to(format, math.ldexp(end, shift))) for end in _ends(index))
+    assert first == last, f"{format.name} changes its outcome within a bin"
+    return first
+
+
+def _what_is(format: Format, value: float) -> str:
+    if not math.isfinite(value):
+        return "overflowed"
+    if value == 0:
+        return "flushed"
+    return "subnormal" if value < format.smallest_normal else "normal"
+
+
+def _check_format(format: Format) -> None:
+    if not isinstance(format, Format):
+        raise SettingError(f"expected a format, as nc.formats.FLOAT16, got {format!r}")
+
+
+def _shift_of(scale: float) -> int:
+    ok = isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0 and math.isfinite(scale)
+    fraction, exponent = math.frexp(scale) if ok else (0.0, 0)
+    if fraction != 0.5 or abs(exponent - 1) > _LARGEST_SHIFT:
+        raise ScaleError(f"expected a power of two from 2**-500 to 2**500 as scale, got {scale!r}")
+    return exponent - 1
+
+
+def _percent(count: int, total: int) -> str:
+    return f"{100 * count / total:.2f} %"

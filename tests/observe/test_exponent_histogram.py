@@ -1,0 +1,244 @@
+"""What a cast makes of numbers, from counts alone: equal to casting them, at every edge, for every format."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from narrowcast import formats
+from narrowcast.errors import ScaleError, SettingError
+from narrowcast.formats import FLOAT16, FORMATS, OCP_E4M3, Format, Specials, round_to, torch_dtype
+from narrowcast.observe import ExponentHistogram, _exponent_histogram
+
+STORED = [format for format in FORMATS if format.name != "TF32"]
+OUTCOMES = ("flushed", "subnormal", "normal", "overflowed")
+
+
+def histogram_of(*tensors):
+    histogram = ExponentHistogram()
+    for tensor in tensors:
+        histogram.add(tensor)
+    return histogram
+
+
+def by_casting(x, format):
+    """The outcomes of torch's own cast, counted; x is float32, finite and not zero."""
+    y = x.to(torch_dtype(format)).double().abs()
+    # Half a unit past the largest number is where rounding leaves the format; E4M3 keeps the tie itself, and
+    # torch's conversion saturates, so that what it returns does not tell.
+    past = x.double().abs() > format.overflow_threshold
+    overflowed = past if format == OCP_E4M3 else ~y.isfinite()
+    flushed, subnormal = y == 0, (y > 0) & (y < format.smallest_normal)
+    counts = [int(mask.sum()) for mask in (flushed, subnormal & ~overflowed, overflowed)]
+    return dict(zip(("flushed", "subnormal", "overflowed"), counts, strict=True)) | {
+        "normal": x.numel() - sum(counts)
+    }
+
+
+def outcomes(counts):
+    return {name: getattr(counts, name) for name in OUTCOMES}
+
+
+@pytest.fixture(scope="module")
+def every_rounding():
+    """Whatever rounding to eleven bits or fewer can depend on: exponents around the limits of formats, each
+    start of 11 bits of a fraction, and after it nothing, a bit, half, or all."""
+    fields = [*range(8), *range(80, 152), *range(248, 255)]
+    exponents = torch.tensor(fields, dtype=torch.int32)[:, None, None] << 23
+    starts = torch.arange(1 << 11, dtype=torch.int32)[None, :, None] << 12
+    ends = torch.tensor([0, 1, 1 << 11, (1 << 12) - 1], dtype=torch.int32)
+    numbers = (exponents + starts + ends).flatten().view(torch.float32)
+    return numbers[numbers != 0]
+
+
+@pytest.fixture(scope="module")
+def its_histogram(every_rounding):
+    return histogram_of(every_rounding)
+
+
+@pytest.mark.parametrize("format", STORED, ids=lambda format: format.name)
+def test_a_cast_is_foretold_exactly(every_rounding, its_histogram, format):
+    assert outcomes(its_histogram.cast_to(format)) == by_casting(every_rounding, format)
+
+
+@pytest.mark.parametrize("shift", [-13, 3, 24])
+@pytest.mark.parametrize("format", [FLOAT16, formats.BFLOAT16, OCP_E4M3], ids=lambda format: format.name)
+def test_a_scale_is_foretold_exactly(every_rounding, format, shift):
+    there = (every_rounding * 2.0**shift).double() == every_rounding.double() * 2.0**shift  # float32 holds it
+    x = every_rounding[there]
+    told = histogram_of(x).cast_to(format, scale=2.0**shift)
+    assert outcomes(told) == by_casting(x * 2.0**shift, format)
+    assert told.scale == 2.0**shift
+
+
+ODD = Format(
+    name="ODD",
+    standard="an invented one",
+    storage_bits=16,
+    exponent_bits=5,
+    significand_bits=9,
+    bias=20,
+    specials=Specials.NAN_ALL_ONES,
+)
+
+
+@pytest.mark.parametrize("format", [formats.TF32, ODD, *STORED], ids=lambda format: format.name)
+def test_around_the_limits_of_a_format(format):
+    """One number at a time, against the slow reference, with scales that float32 could not hold."""
+    limits = [
+        format.flush_threshold,
+        format.smallest_normal - format.smallest_subnormal / 2,
+        format.smallest_normal,
+        format.max,
+        format.overflow_threshold,
+    ]
+    for limit in limits:
+        shift = math.frexp(limit)[1]
+        near = torch.tensor(math.ldexp(limit, -shift), dtype=torch.float32)
+        for _ in range(3):
+            near = torch.nextafter(near, torch.tensor(0.0))
+        for _ in range(7):
+            y = abs(round_to(format, math.ldexp(near.item(), shift)))
+            expected = (
+                "overflowed"
+                if not math.isfinite(y)
+                else "flushed"
+                if y == 0
+                else "subnormal"
+                if y < format.smallest_normal
+                else "normal"
+            )
+            told = histogram_of(near).cast_to(format, scale=2.0**shift)
+            assert outcomes(told) == dict.fromkeys(OUTCOMES, 0) | {expected: 1}, (limit, near.item())
+            near = torch.nextafter(near, torch.tensor(math.inf))
+
+
+def test_the_tie_goes_to_zero_and_its_neighbour_does_not():
+    tie = torch.tensor(2.0**-25)
+    above = torch.nextafter(tie, torch.tensor(1.0))
+    assert histogram_of(tie, -tie).cast_to(FLOAT16).flushed == 2
+    assert histogram_of(above).cast_to(FLOAT16).subnormal == 1
+    assert above.half().item() == 2.0**-24
+    last = torch.nextafter(torch.tensor(65520.0), torch.tensor(0.0))
+    assert histogram_of(last, torch.tensor(65520.0)).cast_to(FLOAT16).overflowed == 1
+
+
+@pytest.mark.parametrize(
+    ("shift", "flushed"), [(-24, 0.3829), (-23, 0.1974), (-22, 0.0995), (-20, 0.0249), (-18, 0.0062)]
+)
+def test_normal_deviates(shift, flushed):
+    """Of N(0, s^2) erf(2**-25 / (s sqrt 2)) is flushed, and erf(2**-14 / (s sqrt 2)) is below normal."""
+    n, s = 1 << 18, 2.0**shift
+    histogram = histogram_of(s * torch.randn(n))
+    told = histogram.cast_to(FLOAT16)
+    exact, below = (math.erf(limit / (s * math.sqrt(2))) for limit in (2.0**-25, 2.0**-14))
+    assert exact == pytest.approx(flushed, abs=5e-5)  # the published four digits
+    sigma = math.sqrt(0.25 / n)  # of a share, at most
+    assert told.flushed_share == pytest.approx(exact, abs=5 * sigma)
+    # What rounds up to 2**-14 is normal: half a unit of 2**-24, far less than sigma for any of these.
+    assert told.flushed_share + told.subnormal_share == pytest.approx(below, abs=5 * sigma)
+    saved = histogram.cast_to(FLOAT16, scale=2.0**-shift)
+    assert saved.flushed_share == pytest.approx(0, abs=1e-5)
+
+
+def test_normal_deviates_that_overflow():
+    n = 1 << 18
+    told = histogram_of(torch.randn(n)).cast_to(FLOAT16, scale=2.0**15)
+    exact = 1 - math.erf(65520 / 2.0**15 / math.sqrt(2))
+    assert exact == pytest.approx(0.0455, abs=1e-4)
+    assert told.overflowed_share == pytest.approx(exact, abs=5 * math.sqrt(exact / n))
+
+
+def test_every_half_of_two_formats_keeps_its_exponent():
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = bits.view(dtype)
+        histogram = histogram_of(x)
+        wide = x.double()
+        assert histogram.total == 1 << 16
+        assert (histogram.zeros, histogram.infinities) == (2, 2)
+        assert histogram.nans == int(wide.isnan().sum())
+        finite = wide[wide.isfinite() & (wide != 0)]
+        found, counts = (torch.frexp(finite).exponent - 1).unique(return_counts=True)
+        assert histogram.exponents == dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def test_counts_add_up_over_tensors_and_parts(monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(5, 41, 3).transpose(0, 1)
+    whole = histogram_of(x)
+    monkeypatch.setattr(_exponent_histogram, "_CHUNK", 7)
+    parts = histogram_of(x[:10], x[10:], torch.empty(0))
+    assert parts._read() == whole._read()
+    assert whole.total == x.numel()
+    parts.clear()
+    assert (parts.total, parts.exponents) == (0, {})
+
+
+def test_zeros_and_what_is_not_finite_are_apart():
+    told = histogram_of(torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1e-20])).cast_to(
+        FLOAT16
+    )
+    assert (told.zeros, told.infinities, told.nans, told.flushed, told.normal) == (2, 2, 1, 1, 1)
+    assert (told.total, told.nonzero, told.flushed_share, told.overflowed_share) == (7, 2, 0.5, 0.0)
+    assert str(told) == (
+        "FLOAT16 at scale 1: 50.00 % flushed to zero, 0.00 % subnormal, 50.00 % normal, 0.00 % overflow"
+    )
+    none = histogram_of(torch.zeros(3)).cast_to(FLOAT16)
+    assert none.flushed_share is None
+    assert str(none) == "FLOAT16 at scale 1: no finite number but zero"
+    assert json.loads(json.dumps(told.as_json()))["flushed_share"] == 0.5
+
+
+def test_the_largest_scale_without_overflow():
+    assert histogram_of(torch.tensor([65519.0])).largest_scale(FLOAT16) == 1.0
+    assert histogram_of(torch.tensor([65520.0])).largest_scale(FLOAT16) == 0.5
+    assert histogram_of(torch.tensor([1.0, 3e-6])).largest_scale(FLOAT16) == 2.0**15
+    assert histogram_of(torch.tensor([2.0**-149])).largest_scale(FLOAT16) == 2.0**164
+    assert histogram_of(torch.tensor([math.inf, 0.0])).largest_scale(FLOAT16) is None
+
+
+def test_it_is_a_hook_for_gradients_whatever_they_are():
+    histogram = ExponentHistogram()
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(histogram.add)
+    (y * 0.25).sum().backward()
+    assert histogram.exponents == {-2: 3}
+    assert x.grad.tolist() == [0.5] * 3
+    histogram.clear()
+    with torch.inference_mode():
+        histogram.add(torch.ones(2))
+    histogram.add(torch.tensor([1 + 4j]).conj())
+    histogram.add(torch.tensor([1.0]).to(torch.float8_e5m2))
+    histogram.add(torch.sparse_coo_tensor([[0, 0]], [1.0, 1.0], (4,), check_invariants=True))
+    assert histogram.exponents == {0: 4, 1: 1, 2: 1}
+    assert str(histogram) == "6 numbers: 0 zeros, 0 infinities, 0 NaN, exponents 0 to 2"
+    assert json.loads(json.dumps(histogram.as_json()))["exponents"] == {"0": 4, "1": 1, "2": 1}
+
+
+def test_what_cannot_be_counted_is_refused():
+    histogram = ExponentHistogram()
+    for wrong in (torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.int64)):
+        with pytest.raises(SettingError, match=rf"got {wrong.dtype}: make it one by x\.float\(\)"):
+            histogram.add(wrong)
+    with pytest.raises(SettingError, match="expected a tensor, got float"):
+        histogram.add(1.0)
+    for scale in (0.0, 3.0, -2.0, math.inf, math.nan, True, "2", 2.0**501):
+        with pytest.raises(ScaleError, match=r"expected a power of two from 2\*\*-500 to 2\*\*500"):
+            histogram.cast_to(FLOAT16, scale=scale)
+    with pytest.raises(SettingError, match=r"expected a format, as nc\.formats\.FLOAT16, got 'fp16'"):
+        histogram.cast_to("fp16")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits(every_rounding):
+    x = every_rounding.cuda()
+    histogram = histogram_of(x[:8])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        histogram.add(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert histogram._read() == histogram_of(every_rounding[:8], every_rounding)._read()
