@@ -9,6 +9,7 @@ from narrowcast.observe import near_module
 from narrowcast.policy import Policy, Rule, class_names
 
 NAMED_NOTHING = "named no module of what the script called"
+"""Ending of the note on a rule that was for no module."""
 _SHOWN = 3  # layers, in a sentence
 
 

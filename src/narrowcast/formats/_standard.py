@@ -13,6 +13,7 @@ FLOAT32 = Format(
     bias=127,
     specials=Specials.IEEE,
 )
+"""IEEE 754 single precision."""
 
 # The whitepaper does not say how a float32 is rounded to it, and hardware differs: PTX has a conversion with
 # ties away from zero (cvt.rna.tf32.f32, sm_80) and one with ties to even (cvt.rn.tf32.f32, sm_90).
@@ -25,6 +26,7 @@ TF32 = Format(
     bias=127,
     specials=Specials.IEEE,
 )
+"""NVIDIA's TensorFloat-32: the range of float32 with the precision of float16."""
 
 # Intel's document asks for no subnormals in arithmetic; PyTorch's conversions keep them, as round_to does.
 BFLOAT16 = Format(
@@ -36,6 +38,7 @@ BFLOAT16 = Format(
     bias=127,
     specials=Specials.IEEE,
 )
+"""The range of float32 with 8 significant bits."""
 
 FLOAT16 = Format(
     name="FLOAT16",
@@ -46,6 +49,7 @@ FLOAT16 = Format(
     bias=15,
     specials=Specials.IEEE,
 )
+"""IEEE 754 half precision."""
 
 OCP_E4M3 = Format(
     name="OCP_E4M3",
@@ -56,6 +60,7 @@ OCP_E4M3 = Format(
     bias=7,
     specials=Specials.NAN_ALL_ONES,
 )
+"""fp8 of the Open Compute Project with NaN and no infinities; up to 448."""
 
 OCP_E5M2 = Format(
     name="OCP_E5M2",
@@ -66,6 +71,7 @@ OCP_E5M2 = Format(
     bias=15,
     specials=Specials.IEEE,
 )
+"""fp8 of the Open Compute Project with NaN and infinities; up to 57344."""
 
 E4M3FNUZ = Format(
     name="E4M3FNUZ",
@@ -76,6 +82,7 @@ E4M3FNUZ = Format(
     bias=8,
     specials=Specials.NAN_NEGATIVE_ZERO,
 )
+"""fp8 without infinities and negative zero; up to 240."""
 
 E5M2FNUZ = Format(
     name="E5M2FNUZ",
@@ -86,5 +93,7 @@ E5M2FNUZ = Format(
     bias=16,
     specials=Specials.NAN_NEGATIVE_ZERO,
 )
+"""fp8 without infinities and negative zero; up to 57344."""
 
 FORMATS = (FLOAT32, TF32, BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ)
+"""All of them."""

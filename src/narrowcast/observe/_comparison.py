@@ -29,7 +29,9 @@ from narrowcast.errors import CaptureError
 from narrowcast.observe._capture import Capture, read_capture
 
 COMPARISON = "comparison.jsonl"
+"""Name of the capture of a comparison in its folder."""
 RUN = "capture.jsonl"
+"""Name of the capture of a run in its folder."""
 
 # A capture names its runs' captures; a name that leads elsewhere is not followed.
 _WITHIN = re.compile(r"[\w-]+(/[\w-]+)*\.jsonl")

@@ -35,6 +35,7 @@ from narrowcast.errors import CaptureError
 from narrowcast.observe._capture import Capture, read_capture
 
 EXPLANATION = "explain.jsonl"
+"""Name of the file of what ran in which format, in the folder of a run."""
 _SCHEMA = 1
 
 

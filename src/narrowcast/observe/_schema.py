@@ -13,6 +13,7 @@ from typing import Any
 from narrowcast.errors import CaptureError
 
 SCHEMA = 2
+"""Version of the events of a capture that is written and read."""
 
 _LONGEST_TEXT = 1_000_000
 _LARGEST_COUNT = 2**63 - 1

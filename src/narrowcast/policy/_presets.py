@@ -106,6 +106,7 @@ ALL: dict[str, Preset] = {
         for_scripts=False,
     ),
 }
+"""Preset name -> what it stands for."""
 
 PRESETS = {name: preset.meaning for name, preset in ALL.items()}
 """Preset name -> one line for a person."""

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     import torch
 
 FORMATS = ("fp32", "bf16", "fp16", "lower")
+"""Words for a format in a rule."""
 FP8_RECIPES = ("fp8_tensorwise", "fp8_rowwise")
+"""Words for fp8 in a rule."""
 COMPUTES = (*FORMATS, "promote", "as-is", "refuse", *FP8_RECIPES)
+"""Every word that ``compute`` of a rule may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

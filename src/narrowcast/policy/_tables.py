@@ -13,13 +13,17 @@ from types import MappingProxyType
 from narrowcast.policy._torch_internals import has_torchs_own_kernel, operator_names
 
 LOWER = "lower"
+"""Computed in the region's format."""
 FP32 = "fp32"
+"""Computed in fp32."""
 FP32_SET_DTYPE = "fp32 by dtype="
 """Computed with the op's own optional ``dtype`` set to fp32, where the caller left it unset."""
 FP32_APPEND_DTYPE = "fp32 by the overload with dtype"
 """``norm``, handed on to the overload that takes a ``dtype``."""
 PROMOTE = "promote"
+"""Computed in the widest format among the inputs."""
 REFUSE = "refuse"
+"""An error."""
 
 _CUDA_BASE = {
     LOWER: """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d

@@ -17,6 +17,7 @@ from narrowcast.scaling._range import (
 )
 
 RULES = ("torch", "apex", "megatron", "deepspeed", "deepspeed_consecutive")
+"""Names of the rules by which a ``Dynamic`` scale moves."""
 _DEEPSPEED = ("deepspeed", "deepspeed_consecutive")
 # With these an overflow is forgiven by the good step after it; with the others only by a growth.
 _RESTORED_BY_A_GOOD_STEP = ("apex", "deepspeed_consecutive")

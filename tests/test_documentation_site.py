@@ -1,0 +1,99 @@
+"""The documentation builds without a warning, has every public name, and opens without a network."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import narrowcast
+
+ROOT = Path(__file__).parents[1]
+WIDTHS = (1280, 400)
+ROOMS = sorted(path.stem for path in (ROOT / "docs" / "reference").glob("*.md") if path.stem != "narrowcast")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason="docs: mkdocs is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    return folder
+
+
+def pages(site):
+    return sorted(path for path in site.rglob("*.html") if path.name != "404.html")
+
+
+def test_every_document_is_a_page_that_can_be_reached(site):
+    documents = {p.relative_to(ROOT / "docs").with_suffix("") for p in (ROOT / "docs").rglob("*.md")}
+    assert {path.relative_to(site).with_suffix("") for path in pages(site)} == documents
+    start = (site / "index.html").read_text(encoding="utf-8")
+    for document in documents - {Path("index")}:
+        assert f'href="{document.as_posix()}.html"' in start, document
+    assert not list(site.rglob("*.py"))
+
+
+def test_every_public_name_is_in_the_reference(site):
+    text = (site / "reference" / "narrowcast.html").read_text(encoding="utf-8")
+    shown = set(re.findall(r'id="narrowcast\.(\w+)"', text))
+    # ``rule`` is a module of three functions.
+    assert set(narrowcast.__all__) - shown - set(ROOMS) == {"__version__", "rule"}
+    rules = (site / "reference" / "policy.html").read_text(encoding="utf-8")
+    assert all(f'id="narrowcast.policy._rule.{name}"' in rules for name in ("op", "module", "module_type"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_of_a_room_is_in_the_reference(room, site):
+    text = (site / "reference" / f"{room}.html").read_text(encoding="utf-8")
+    shown = set(re.findall(rf'id="narrowcast\.{room}\.(\w+)"', text))
+    module = importlib.import_module(f"narrowcast.{room}")
+    public = getattr(module, "__all__", None) or [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+    ]
+    assert set(public) - {"rule"} <= shown
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for path in [*pages(site), *site.rglob("*.css")]:
+        text = path.read_text(encoding="utf-8")
+        assert re.findall(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//[^"]*"', text) == []
+        assert re.findall(r"(?:@import|url\()[\s'\"]*(?:https?:)?//[^)]*", text) == []
+
+
+def test_pages_fit_any_window_and_fetch_nothing(site):
+    sync_api = pytest.importorskip("playwright.sync_api", reason="browser: playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("browser: there is no chromium on this machine (Debian: apt-get install chromium)")
+    wrong = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        page = browser.new_page()
+        page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
+        page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or wrong.append(asked.url))
+        for path in pages(site):
+            page.goto(path.as_uri())
+            for width in WIDTHS:
+                page.set_viewport_size({"width": width, "height": 900})
+                if page.evaluate("document.documentElement.scrollWidth") > width:
+                    wrong.append(f"{path.name} is wider than {width}")
+            broken = "all => all.filter(one => one.complete && !one.naturalWidth).length"
+            if page.eval_on_selector_all("img", broken):
+                wrong.append(f"{path.name} has a broken picture")
+        browser.close()
+    assert wrong == []
