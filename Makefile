@@ -31,7 +31,7 @@ examples: $(READY)  ## run every example at full size for this machine; pictures
 
 docs: $(READY)  ## build the documentation, strictly, into build/docs/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
-	@echo "open build/docs/index.html"
+	@echo "open build/docs/index.html; to search it: python -m http.server -d build/docs"
 
 test: $(READY)  ## run every test
 	$(RUN) -m pytest
