@@ -24,7 +24,7 @@ BUDGET_S = defaultdict(
         "house": 240.0,
         "weights": 120.0,
         "verify": 900.0,
-        "examples": 600.0,
+        "examples": 1200.0,
         "cli": 900.0,
         "gradients": 240.0,
         "policy": 180.0,
