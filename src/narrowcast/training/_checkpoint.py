@@ -81,7 +81,6 @@ def save_checkpoint(
     place = Path(path)
     parts = Parts(model, optimizer, stepper, scheduler, scaler, held)
     kept = _policy_of(stepper, policy)
-    folder = ranks.together or place.is_dir()
 
     def encoded() -> tuple[Any, Encoder]:
         encoder = Encoder(sharded=ranks.together)
@@ -95,7 +94,7 @@ def save_checkpoint(
 
     state, encoder = ranks.agreed(encoded)
     try:
-        if folder:
+        if ranks.together or place.is_dir():
             of_ranks.write(place, state, encoder.tensors, ranks)
         else:
             one_file.write(place, state, encoder.tensors)
@@ -166,7 +165,12 @@ def _read(place: Path, parts: Parts, fit: Fit, ranks: Ranks) -> dict[str, Any]:
         body, data = of_ranks.read(place, ranks)
         state = of_ranks.state_for(body, ranks, fit)
         tensors = ranks.agreed(lambda: of_ranks.read_tensors(data, state, layouts))
-    elif ranks.agreed(lambda: one_file.is_one(place)):
+    elif place.is_dir():
+        raise CheckpointError(
+            f"the folder {place} holds no complete checkpoint: {of_ranks.MARKER} is missing, as after a "
+            "first save that was killed"
+        )
+    elif one_file.is_one(place):
         state, tensors = ranks.agreed(lambda: one_file.read(place))
     elif foreign.is_one(place):
         tree, notes = ranks.agreed(lambda: foreign.read(place, ranks.rank, ranks.count))

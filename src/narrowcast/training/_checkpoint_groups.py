@@ -318,3 +318,9 @@ def exact(optimizer: Any, saved: Mapping[str, Any]) -> None:
             both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
             if both and key != "step" and now.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.to(now.device)
+
+
+def few(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -11,7 +11,7 @@ import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError
 from narrowcast.policy import format_name
-from narrowcast.training._checkpoint_groups import Fit, Group, Write, exact, loose_group
+from narrowcast.training._checkpoint_groups import Fit, Group, Write, exact, few, loose_group
 from narrowcast.training._random import check_random_states, random_states, set_random_states
 from narrowcast.training._stepper import Stepper
 from narrowcast.weights import held_by
@@ -29,6 +29,11 @@ class Parts:
             raise CheckpointError(
                 f"expected the model, a torch.nn.Module, got {type(model).__name__}; several models are one "
                 'as torch.nn.ModuleDict({"g": generator, "d": discriminator})'
+            )
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise CheckpointError(
+                "FullyShardedDataParallel keeps flat pieces that fit no other number of ranks: shard the "
+                "model with torch.distributed.fsdp.fully_shard"
             )
         if stepper is not None and not isinstance(stepper, Stepper):
             raise CheckpointError(f"expected stepper to be a nc.Stepper, got {type(stepper).__name__}")
@@ -186,9 +191,9 @@ class Parts:
         same = "Make the model that was saved"
         missing, unknown = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
         if missing:
-            fit.unless_strict(f"the checkpoint lacks {_few(missing)}", same, "left as they are")
+            fit.unless_strict(f"the checkpoint lacks {few(missing)}", same, "left as they are")
         if unknown:
-            fit.unless_strict(f"the model has no {_few(unknown)}", same, "not loaded")
+            fit.unless_strict(f"the model has no {few(unknown)}", same, "not loaded")
         for name, here in mine.items():
             there = theirs.get(name)
             if not isinstance(here, torch.Tensor) or name not in theirs:
@@ -288,8 +293,3 @@ def _lane_state(group: Group, saved: Mapping[str, Any], now: Mapping[str, Any]) 
         "schedulers": [one["state"] for one in each("schedulers")],
         "scaler": each("scalers")[0]["state"],
     }
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -16,7 +16,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from narrowcast.errors import CheckpointError
 from narrowcast.training._checkpoint_file import VERSION, bytes_of, damaged, newer, replaced, sync_folder
-from narrowcast.training._checkpoint_groups import Fit
+from narrowcast.training._checkpoint_groups import Fit, few
 from narrowcast.training._checkpoint_tree import dtype_named, tensor_nodes
 from narrowcast.training._torch_internals import read_metadata_of_tensors
 
@@ -74,7 +74,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
 
-def write(path: Path, state: Any, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+def write(path: Path, state: dict[str, Any], tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
     """Make the folder at ``path`` hold this checkpoint instead of an earlier one; every rank calls it.
 
     Raises:
@@ -169,19 +169,17 @@ def _check_differing(fit: Fit, key: str, of_rank: Mapping[str, Any]) -> None:
     states = sorted(place for place in places if key != "model" and "/generators/" not in place)
     if states:
         fit.unless_strict(
-            f"ranks had different values of {states[0]} and {len(states) - 1} more",
+            f"ranks had different values of {few(states)}",
             "Load it with as many ranks as it was saved with",
             "every rank goes on from those of rank 0",
         )
     if places - set(states):
-        fit.notes.append(
-            f"ranks had different values of {min(places - set(states))} and {len(places) - len(states) - 1} "
-            "more: every rank goes on from those of rank 0"
-        )
+        others = few(sorted(places - set(states)))
+        fit.notes.append(f"ranks had different values of {others}: every rank goes on from those of rank 0")
 
 
 def read_tensors(
-    data: Path, state: Any, layouts: Mapping[tuple[str, ...], torch.Tensor]
+    data: Path, state: Mapping[str, Any], layouts: Mapping[tuple[str, ...], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The tensors that ``state`` names: DTensors where ``layouts`` has one, else whole and on the CPU."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -193,7 +191,7 @@ def read_tensors(
                 return read_metadata_of_tensors(file)
 
     wanted: dict[str, Any] = {}
-    for place, node in tensor_nodes(state):
+    for place, node in _nodes(state):
         like = _like(place, node, layouts)
         dtype = dtype_named(node["dtype"])
         if like is not None and list(like.shape) == node["shape"]:
@@ -219,6 +217,11 @@ def distributed(
     placements = like.placements if like.shape == tensor.shape else [Replicate()] * like.device_mesh.ndim
     cut: torch.Tensor = distribute_tensor(tensor, like.device_mesh, placements, src_data_rank=None)
     return cut
+
+
+def _nodes(state: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    for key, value in state.items():
+        yield from tensor_nodes(value, (key,))
 
 
 def _like(place: tuple[str, ...], node: Mapping[str, Any], layouts: Mapping[Any, Any]) -> Any:
@@ -266,8 +269,8 @@ def _sum_of(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def _renamed(state: Any, own: set[str], rank: int) -> Any:
-    for _, node in tensor_nodes(state):
+def _renamed(state: dict[str, Any], own: set[str], rank: int) -> dict[str, Any]:
+    for _, node in _nodes(state):
         if node["tensor"] in own:
             node["tensor"] = _name_of(rank, node["tensor"])
     return state

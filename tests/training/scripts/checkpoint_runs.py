@@ -1,12 +1,13 @@
 """Runs that are saved at their fifth step, and go on in a process of their own, to the bit.
 
-    python checkpoint_runs.py save FOLDER      the whole runs, and their checkpoints
-    python checkpoint_runs.py resume FOLDER    from the checkpoints to the end
-    python checkpoint_runs.py full FOLDER      a disk that is full
+python checkpoint_runs.py save FOLDER      the whole runs, and their checkpoints
+python checkpoint_runs.py resume FOLDER    from the checkpoints to the end
+python checkpoint_runs.py full FOLDER      a disk that is full
 """
 
 import contextlib
 import random
+import resource
 import sys
 from pathlib import Path
 
@@ -145,11 +146,10 @@ def resume(folder):
         run.position = found.position
         run.train(HALF, STEPS)
         torch.save(run.ending(), folder / f"{case}.resumed.pt")
+    full(folder)
 
 
 def full(folder):
-    import resource
-
     path = folder / "full.ckpt"
     model = nn.Linear(100, 100)
     nc.training.save_checkpoint(path, model, position="good")
@@ -164,4 +164,4 @@ def full(folder):
 
 
 if __name__ == "__main__":
-    {"save": save, "resume": resume, "full": full}[sys.argv[1]](Path(sys.argv[2]))
+    {"save": save, "resume": resume}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,311 @@
+"""One checkpoint in one file: what it holds comes back to the bit, and what is not whole is refused."""
+
+import collections
+import json
+import math
+import os
+import random
+import struct
+
+import hypothesis.strategies as st
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.errors import CheckpointError
+from narrowcast.training import _checkpoint_file, load_checkpoint, save_checkpoint
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def same(one, other):
+    """Alike to the bit: types, signs of zero, tensors with their dtypes and order of dimensions."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        return alike and bytes_of(one) == bytes_of(other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return repr(one) == repr(other)
+
+
+def bytes_of(tensor):
+    return tensor.contiguous().flatten().view(torch.uint8).tolist()
+
+
+def round_trip(path, position):
+    save_checkpoint(path, nn.Linear(1, 1), position=position)
+    found = load_checkpoint(path, nn.Linear(1, 1))
+    assert found.notes == ()
+    return found.position
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.binary(max_size=9)
+nested = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=5) | st.integers() | st.booleans(), inner, max_size=3)
+    ),
+    max_leaves=9,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(position=nested)
+def test_any_position_comes_back(tmp_path_factory, position):
+    path = tmp_path_factory.mktemp("position") / "one.ckpt"
+    assert same(round_trip(path, position), position)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_and_order_come_back(tmp_path, dtype):
+    bits = torch.arange(2 * 3 * 4 * 16, dtype=torch.int64).to(torch.uint8)
+    if dtype == torch.bool:
+        bits = bits & 1
+    values = bits.view(dtype).flatten()[:24].reshape(2, 3, 4)
+    position = {
+        "whole": values,
+        "permuted": values.permute(2, 0, 1),
+        "of one": values.reshape(-1)[0],
+        "empty": values[:0],
+        "part": values[:, 1:2],
+    }
+    found = round_trip(tmp_path / "one.ckpt", position)
+    assert all(same(found[name], position[name]) for name in ("whole", "permuted", "of one", "empty"))
+    assert torch.equal(found["part"].view(torch.uint8), position["part"].contiguous().view(torch.uint8))
+
+
+def test_numbers_of_numpy_and_other_values_that_states_hold(tmp_path):
+    position = {
+        "numpy": [numpy.float64(0.1), numpy.float32(0.1), numpy.int64(-3), numpy.bool_(True)],
+        "counter": collections.Counter({3: 2}),
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda:1"),
+        "size": torch.Size([2, 3]),
+    }
+    found = round_trip(tmp_path / "one.ckpt", position)
+    assert found.pop("numpy") == [0.1, float(numpy.float32(0.1)), -3, True]
+    position.pop("numpy")
+    assert found.pop("size") == tuple(position.pop("size"))
+    assert same(found, position)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            print,
+            "position/a/1 is a builtin_function_or_method: leave it out, and make it again before loading",
+        ),
+        (numpy.zeros(2), r"position/a/1 is a numpy.ndarray: save torch.from_numpy\(array\)"),
+        ({1, 2}, r"position/a/1 is a set: save tuple\(value\)"),
+        (collections.defaultdict(int), r"is a collections.defaultdict: save dict\(value\)"),
+        (torch.zeros(2).to_sparse(), "is a tensor on cpu with layout sparse_coo: make it dense"),
+        (torch.zeros(2, device="meta"), "is a tensor on meta"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, value, message):
+    path = tmp_path / "one.ckpt"
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(path, nn.Linear(1, 1), position={"a": [0, value]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tied_weights_are_there_once_and_safetensors_reads_them(tmp_path):
+    path = tmp_path / "one.ckpt"
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+    model[1].weight = model[0].weight
+    save_checkpoint(path, model)
+    assert path.stat().st_size < 2 * 4 * 128 * 128
+    found = load_file(path)
+    assert torch.equal(found["model/0.weight"], model[0].weight)
+    assert "model/1.weight" not in found
+    other = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+    load_checkpoint(path, other)
+    assert torch.equal(other[1].weight, model[0].weight)
+
+
+# ---- a file that is not as it was written
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "one.ckpt"
+    model = nn.Linear(3, 2)
+    save_checkpoint(path, model, torch.optim.SGD(model.parameters(), 0.1), position=7)
+    return path, path.read_bytes()
+
+
+def refused(path, model):
+    """The error of loading, after which nothing has changed."""
+    before, drawn = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(path, model)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    return str(error.value)
+
+
+def test_any_byte_that_was_altered_is_found(saved):
+    path, whole = saved
+    model = nn.Linear(3, 2)
+    places = {*range(160), *range(160, len(whole), 61), *range(len(whole) - 40, len(whole))}
+    for place in sorted(places):
+        for bit in (0x01, 0x20, 0x80):  # 0x20 is the case of a letter
+            altered = bytearray(whole)
+            altered[place] ^= bit
+            path.write_bytes(altered)
+            refused(path, model)
+
+
+def test_a_file_that_was_cut_off_or_went_on_is_found(saved):
+    path, whole = saved
+    model = nn.Linear(3, 2)
+    for length in {*range(0, 300, 7), *range(300, len(whole), 301), len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        refused(path, model)
+    path.write_bytes(whole + b"\0")
+    assert "is truncated or was altered" in refused(path, model)
+    path.write_bytes(whole)
+    assert load_checkpoint(path, model).position == 7
+
+
+def test_a_newer_version_says_so(saved):
+    path, whole = saved
+    path.write_bytes(whole.replace(b'"version":"1"', b'"version":"2"', 1))
+    assert refused(path, nn.Linear(3, 2)) == (
+        f"{path} is a checkpoint of version 2, and this narrowcast reads up to 1: install a newer narrowcast"
+    )
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("step 7: loss 0.3")
+    assert f"{path} is no checkpoint: expected what save_checkpoint or torch.save wrote" in refused(
+        path, nn.Linear(3, 2)
+    )
+    path.write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert "is no checkpoint" in refused(path, nn.Linear(3, 2))
+    assert "No such file or directory" in refused(tmp_path / "missing.ckpt", nn.Linear(3, 2))
+
+
+def test_a_header_that_lies_about_sizes_allocates_nothing(saved):
+    path, _ = saved
+    entry = {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}
+    metadata = {"format": _checkpoint_file.FORMAT, "version": "1", "sha256": "0" * 64, "state": "{}"}
+    text = json.dumps({"__metadata__": metadata, "a": entry}, separators=(",", ":")).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 8)
+    assert "does not stand where the file has it" in refused(path, nn.Linear(3, 2))
+
+
+# ---- writing
+
+
+@pytest.mark.parametrize("place", ["missing/one.ckpt", "file/one.ckpt", "x" * 300])
+def test_a_path_that_cannot_be_written_is_one_clear_error(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*What was there is as before"):
+        save_checkpoint(tmp_path / place, nn.Linear(1, 1))
+
+
+def test_a_read_only_folder_is_one_clear_error(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_checkpoint(folder / "one.ckpt", nn.Linear(1, 1), position="first")
+    folder.chmod(0o500)
+    # Nothing is read-only for root but what the kernel itself holds.
+    path = folder / "one.ckpt" if os.geteuid() else "/proc/one.ckpt"
+    try:
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint"):
+            save_checkpoint(path, nn.Linear(1, 1), position="second")
+    finally:
+        folder.chmod(0o700)
+    assert load_checkpoint(folder / "one.ckpt", nn.Linear(1, 1)).position == "first"
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+    calls = []
+    sync, rename = os.fsync, os.replace
+
+    def kind(descriptor):
+        return "folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file"
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(f"sync {kind(fd)}"), sync(fd)))
+    monkeypatch.setattr(os, "replace", lambda *names: (calls.append("rename"), rename(*names)))
+    save_checkpoint(tmp_path / "one.ckpt", nn.Linear(1, 1))
+    assert calls == ["sync file", "rename", "sync folder"]
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp_path):
+    left = tmp_path / f".one.ckpt.{'a' * 32}.part"
+    left.write_bytes(b"half")
+    others = [tmp_path / ".one.ckpt.mine.part", tmp_path / f".two.ckpt.{'a' * 32}.part"]
+    for other in others:
+        other.write_bytes(b"not of this path")
+    with _checkpoint_file.replaced(tmp_path / "one.ckpt") as file:
+        file.write(b"slowly")
+        save_checkpoint(tmp_path / "one.ckpt", nn.Linear(1, 1), position="fast")
+        assert not left.exists()
+        assert len(list(tmp_path.iterdir())) == 4
+        assert load_checkpoint(tmp_path / "one.ckpt", nn.Linear(1, 1)).position == "fast"
+    assert (tmp_path / "one.ckpt").read_bytes() == b"slowly"
+    assert all(other.exists() for other in others)
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "last.ckpt").symlink_to("seven.ckpt")
+    save_checkpoint(tmp_path / "last.ckpt", nn.Linear(1, 1), position=7)
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert load_checkpoint(tmp_path / "seven.ckpt", nn.Linear(1, 1)).position == 7
+
+
+# ---- random states
+
+
+def test_every_random_state_is_as_it_was(tmp_path):
+    path = tmp_path / "one.ckpt"
+    random.gauss(0, 1)
+    numpy.random.standard_normal()  # both keep the second of a pair
+    save_checkpoint(path, nn.Linear(1, 1))
+
+    def draws():
+        return (
+            torch.rand(3).tolist(), torch.randn(1).item(), random.random(), random.gauss(0, 1),
+            numpy.random.rand(), numpy.random.standard_normal(),
+        )  # fmt: skip
+
+    expected = draws()
+    model = nn.Linear(1, 1)
+    assert load_checkpoint(path, model).notes == ()
+    assert draws() == expected
+    assert math.isfinite(expected[0][0])
+
+
+def test_a_random_state_that_cannot_be_set_changes_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "one.ckpt"
+    monkeypatch.setattr(torch, "get_rng_state", lambda: torch.zeros(7, dtype=torch.uint8))
+    save_checkpoint(path, nn.Linear(1, 1))
+    monkeypatch.undo()
+    assert "a random state in it cannot be set" in refused(path, nn.Linear(1, 1))
+
+
+def test_the_version_of_what_wrote_it_is_kept(tmp_path):
+    save_checkpoint(tmp_path / "one.ckpt", nn.Linear(1, 1), policy="bf16")
+    found = load_checkpoint(tmp_path / "one.ckpt", nn.Linear(1, 1))
+    assert found.versions["narrowcast"] == nc.__version__
+    assert found.versions["torch"] == torch.__version__
+    assert (found.ranks, found.position, found.policy) == (1, None, nc.Policy.preset("bf16"))

@@ -1,0 +1,189 @@
+"""Checkpoints of several processes on gloo, in DDP and ``fully_shard``, loaded by as many and by others."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+from checkpoint_launches import facts_of
+
+from narrowcast.errors import CheckpointError
+from narrowcast.training import load_checkpoint, save_checkpoint
+
+CASES = ["ddp fp16", "ddp masters", "fsdp bf16", "fsdp O2", "fsdp kahan", "fsdp stochastic"]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+def by_case(facts):
+    return {one["case"]: one for one in facts}
+
+
+@pytest.fixture(scope="module")
+def saved(folder):
+    return by_case(facts_of("checkpoint_ranks.py", "save", folder, processes=2))
+
+
+@pytest.fixture(scope="module")
+def resumed(folder, saved):
+    """By the number of processes."""
+    return {
+        count: by_case(facts_of("checkpoint_ranks.py", "resume", folder, processes=count))
+        for count in (None, 2, 4)
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_many_ranks_go_on_to_the_bit(saved, resumed, case):
+    found = resumed[2][case]
+    assert found["ends"] == saved[case]["ends"], "weights, statistics, random numbers and rates of each rank"
+    assert found["notes"] == []
+    assert found["exact"][0]
+    assert found["positions"] == [[0, [0, 1, 2]], [1, [1, 2, 3]]]
+
+
+@pytest.mark.parametrize("count", [None, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_another_number_of_ranks_has_the_same_weights_and_states(resumed, case, count):
+    found = resumed[count][case]
+    assert found["exact"] == [True] * (count or 1)
+    here = "4 ranks" if count else "1 rank"
+    of_random = (
+        "random states: ranks from 2 on have none in it, and go on from where they are"
+        if count
+        else "random states: those of ranks from 1 on are not used"
+    )
+    expected = [f"the checkpoint is of 2 ranks, and was loaded by {here}", of_random]
+    expected.append("positions differ by rank: each rank takes its own, and new ranks that of rank 0")
+    if case.startswith("ddp"):
+        what = "model/1.running_mean, model/1.running_var"
+        expected.append(f"ranks had different values of {what}: every rank goes on from those of rank 0")
+    if case == "fsdp stochastic":
+        what = "loose/held/0/generators/cpu"
+        expected.append(f"ranks had different values of {what}: every rank goes on from those of rank 0")
+    assert found["notes"] == expected
+    positions = [[0, [0, 1, 2]], [1, [1, 2, 3]], [0, [0, 1, 2]], [0, [0, 1, 2]]]
+    assert found["positions"] == positions[: count or 1]
+
+
+def test_new_ranks_do_not_draw_what_others_draw(resumed):
+    draws = [end[2] for end in resumed[4]["fsdp bf16"]["ends"]]
+    assert len(set(map(tuple, draws))) == 4
+
+
+def test_several_ranks_load_what_one_process_saved(resumed):
+    found = resumed[4]["alone fsdp bf16"]
+    assert found["exact"] == [True] * 4
+    assert found["positions"] == [[7, [0.0]]] * 4
+    assert found["notes"] == [
+        "the checkpoint is of 1 rank, and was loaded by 4 ranks",
+        "random states: ranks from 1 on have none in it, and go on from where they are",
+    ]
+
+
+def test_what_one_rank_cannot_do_stops_all_and_changes_nothing(saved):
+    found = saved["refused"]
+    (other_save, load), (own_save, other_load) = found["told"]
+    assert own_save.startswith("a checkpoint holds dicts, lists")
+    assert "position is a object" in own_save
+    assert other_save == f"rank 1 could not go on: CheckpointError: {own_save}"
+    assert "the checkpoint holds no scheduler '0'" in load
+    assert other_load == f"rank 0 could not go on: CheckpointError: {load}"
+    assert found["unchanged"]
+    assert found["folders"] == 2, "the marker and the data"
+
+
+# ---- a folder, in one process
+
+
+@pytest.fixture
+def one(tmp_path):
+    """A folder that one process has saved into."""
+    path = tmp_path / "folder.ckpt"
+    path.mkdir()
+    model = torch.nn.Linear(3, 2)
+    save_checkpoint(path, model, position="here")
+    return path, model
+
+
+def test_one_process_saves_into_a_folder_that_is_there(one):
+    path, model = one
+    other = torch.nn.Linear(3, 2)
+    assert load_checkpoint(path, other).position == "here"
+    assert torch.equal(other.weight, model.weight)
+    assert (path / "checkpoint.narrowcast").is_file()
+
+
+def test_an_altered_or_missing_byte_of_a_folder_is_found(one):
+    path, model = one
+    before = model.weight.detach().clone()
+    for file in sorted(one for one in path.rglob("*") if one.is_file()):
+        whole = file.read_bytes()
+        for place in {0, 9, 30, 31, 40, 99, len(whole) // 2, len(whole) - 1}:
+            altered = bytearray(whole)
+            altered[place] ^= 0x01
+            file.write_bytes(altered)
+            with pytest.raises(CheckpointError):
+                load_checkpoint(path, model)
+            file.write_bytes(whole[:place])
+            with pytest.raises(CheckpointError):
+                load_checkpoint(path, model)
+        file.unlink()
+        with pytest.raises(CheckpointError):
+            load_checkpoint(path, model)
+        file.write_bytes(whole)
+    assert load_checkpoint(path, model).position == "here"
+    assert torch.equal(model.weight, before)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_folder_cannot_run_code(one, tmp_path):
+    import hashlib
+
+    path, model = one
+    marker = path / "checkpoint.narrowcast"
+    first, _, text = marker.read_bytes().partition(b"\n")
+    body = json.loads(text)
+    data = pickle.dumps(Bomb(tmp_path / "ran"))
+    (path / body["data"] / ".metadata").write_bytes(data)
+    body["files"][".metadata"] = [len(data), hashlib.sha256(data).hexdigest()]
+    text = json.dumps(body).encode()
+    head = first.rsplit(b" ", 1)[0]
+    marker.write_bytes(head + b" " + hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    with pytest.raises(CheckpointError, match=r"would run .*open"):
+        load_checkpoint(path, model)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(data)
+    assert (tmp_path / "ran").exists(), "it would have"
+
+
+def test_a_folder_without_a_complete_checkpoint(one):
+    path, model = one
+    (path / "checkpoint.narrowcast").unlink()
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        load_checkpoint(path, model)
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        load_checkpoint(path, model)
+
+
+def test_a_newer_folder(one):
+    path, model = one
+    marker = path / "checkpoint.narrowcast"
+    marker.write_bytes(marker.read_bytes().replace(b"of ranks 1 ", b"of ranks 2 ", 1))
+    with pytest.raises(
+        CheckpointError, match=r"is a checkpoint of version 2, and this narrowcast reads up to 1"
+    ):
+        load_checkpoint(path, model)

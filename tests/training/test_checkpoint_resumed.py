@@ -1,0 +1,65 @@
+"""Ten steps are five, a checkpoint, a new process, and five: to the bit, whatever keeps the weights."""
+
+import pytest
+import torch
+from checkpoint_launches import launched
+
+CASES = [
+    "loop fp32", "loop bf16", "loop fp16", "torch fp16", "fused fp16", "fused bf16",
+    "stepper fp32", "stepper bf16", "stepper fp16", "O2 bf16", "O2 fp16",
+    "masters bf16", "masters fp16", "kahan bf16", "kahan fp16", "stochastic bf16", "stochastic fp16",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of whole and resumed runs, from two processes, and what the second printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    launched("checkpoint_runs.py", "save", folder)
+    return folder, launched("checkpoint_runs.py", "resume", folder)
+
+
+def differences(one, other, place=""):
+    """Where two nestings of plain values and tensors differ in any bit."""
+    if type(one) is not type(other) or (isinstance(one, list | tuple) and len(one) != len(other)):
+        return [f"{place}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, dict):
+        if list(one) != list(other):
+            return [f"{place}: {list(one)} and {list(other)}"]
+        return [found for key in one for found in differences(one[key], other[key], f"{place}/{key}")]
+    if isinstance(one, list | tuple):
+        pairs = enumerate(zip(one, other, strict=True))
+        return [found for i, (a, b) in pairs for found in differences(a, b, f"{place}/{i}")]
+    same = _same_bits(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
+    return [] if same else [f"{place}: {one} and {other}"]
+
+
+def _same_bits(one, other):
+    bits = [t.contiguous().flatten().view(torch.uint8) for t in (one, other)]
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*bits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_is_the_whole_one_to_the_bit(runs, case):
+    folder, _ = runs
+    whole, resumed = (
+        torch.load(folder / f"{case}.{name}.pt", weights_only=True) for name in ("whole", "resumed")
+    )
+    assert differences(whole, resumed) == []
+    assert whole["epoch"] >= 2, "the data was gone through more than once"
+    weights = [value for value in whole["model"].values() if value.is_floating_point()]
+    assert all(value.isfinite().all() for value in weights)
+    if case.endswith("fp16"):
+        state = whole["kept"].get("scaler") or whole["kept"]["stepper"]["lanes"][""]["scaler"]
+        assert state["scale"] < 2.0**16, "steps were skipped"
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(runs):
+    folder, (full, of_folder, position, left) = runs
+    for told, name in ((full, "full"), (of_folder, "folder")):
+        assert told.startswith(f"{name}.ckpt: CheckpointError: cannot write the checkpoint {folder}")
+        assert told.endswith("File too large. What was there is as before")
+    assert position == "good"
+    assert left == "[]"
