@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -206,6 +207,35 @@ def test_what_a_page_shows_runs_by_its_command(document, command, says, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
+
+
+def test_every_example_is_listed_run_and_shown():
+    gallery = runpy.run_path(str(ROOT / "docs" / "make_gallery.py"))
+    run_by_make = gallery["commands"]()
+    for path in (ROOT / "examples").iterdir():
+        if path.suffix == ".py" or any(path.glob("*.py")):
+            assert any(name.split("/")[0] == path.stem for name in run_by_make), path
+    for name, command in run_by_make.items():
+        assert f"examples/{name}.py" in command
+        for document in (ROOT / "README.md", ROOT / "docs" / "gallery.md"):
+            assert f"`examples/{name}.py`" in document.read_text(encoding="utf-8"), f"{document.name}: {name}"
+    for picture in (ROOT / "docs" / "gallery").glob("*.png"):
+        assert picture.stat().st_size < 400_000, picture
+        assert f"(gallery/{picture.name})" in (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+
+
+def test_make_examples_runs_an_example_and_says_which_failed(tmp_path, capsys):
+    gallery = runpy.run_path(str(ROOT / "docs" / "make_gallery.py"))
+    (tmp_path / "made").mkdir()
+    gallery["run"].__globals__.update(GALLERY=tmp_path / "made", WRITTEN=tmp_path / "written")
+    draws = "import os; open(os.environ['NARROWCAST_RUN_DIR'] + '/drawn.png', 'w').close(); print('done')"
+    assert gallery["run"]("good", ["python", "-c", draws])
+    assert not gallery["run"]("bad", ["python", "-c", "raise SystemExit('it broke')"])
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["drawn.png"]
+    good, bad = capsys.readouterr().out.splitlines()
+    assert good.endswith("done")
+    assert bad.endswith("FAILED  it broke")
+    assert gallery["main"](["sine"]) == 2
 
 
 def test_files_that_documents_point_at_exist():
