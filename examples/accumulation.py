@@ -168,7 +168,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=whole_number, default=20, help="steps, the last from half a window (20)"
     )
-    parser.add_argument("--overflow-at", type=whole_number, default=5, help="the step that overflows, if there are so many (5)")
+    parser.add_argument("--overflow-at", type=whole_number, default=5, help="the step that overflows (5)")
     parser.add_argument("--accumulate", type=whole_number, default=4, help="micro-batches a step (4)")
     parser.add_argument("--width", type=whole_number, help="hidden units (2048 on CUDA, 64 elsewhere)")
     parser.add_argument("--batch-size", type=whole_number, help="rows of a micro-batch")

@@ -205,7 +205,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Clip gradients in mixed precision, and in fp32.")
     parser.add_argument("--policy", choices=("auto", "bf16", "fp16"), default="auto")
     parser.add_argument("--steps", type=whole_number, default=20, help="batches of training (20)")
-    parser.add_argument("--overflow-at", type=whole_number, default=5, help="the step that overflows, if there are so many (5)")
+    parser.add_argument("--overflow-at", type=whole_number, default=5, help="the step that overflows (5)")
     parser.add_argument("--max-norm", type=positive, default=0.5, help="of all gradients together (0.5)")
     parser.add_argument("--max-value", type=positive, default=0.05, help="of each of their elements (0.05)")
     parser.add_argument("--width", type=whole_number, help="hidden units (2048 on CUDA, 64 elsewhere)")

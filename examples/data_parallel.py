@@ -190,7 +190,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--overflow-at",
         type=whole_number,
         default=5,
-        help="the step that overflows, if there are so many (5)",
+        help="the step that overflows (5)",
     )
     parser.add_argument("--width", type=whole_number, help="hidden units (2048 on CUDA, 64 elsewhere)")
     parser.add_argument("--batch-size", type=whole_number, help="rows a step (8192 on CUDA, 64 elsewhere)")

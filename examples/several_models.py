@@ -195,7 +195,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Two models and optimizers in mixed precision, and in fp32.")
     parser.add_argument("--policy", choices=("auto", "bf16", "fp16"), default="auto")
     parser.add_argument("--steps", type=whole_number, default=20, help="batches of training (20)")
-    parser.add_argument("--overflow-at", type=whole_number, default=5, help="the step that overflows, if there are so many (5)")
+    parser.add_argument("--overflow-at", type=whole_number, default=5, help="the step that overflows (5)")
     parser.add_argument("--width", type=whole_number, help="hidden units (2048 on CUDA, 64 elsewhere)")
     parser.add_argument("--batch-size", type=whole_number, help="rows a step (8192 on CUDA, 64 elsewhere)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (0)")

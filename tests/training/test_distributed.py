@@ -24,6 +24,13 @@ CLIPPING = 4 * 5 * 2 * 2.0**-24
 EXACT = 1000 * 2.0**-53  # fewer than a thousand roundings of fp64 one after the other
 # A gradient through two layers is off by at most 7 roundoffs of the format that they compute in.
 REGION = {"fp32": CLIPPING, "bf16": 7 * 2.0**-8, "fp16": 7 * 2.0**-11}
+# One process rounds the same rows in the same places, but for the gradients of weights: each rank's are rounded
+# by themselves. That is a roundoff here and one there; one more a layer, where a weight is near the middle of two
+# numbers of the format and its cast goes the other way; and all is doubled by the steps that follow.
+OTHER_SUMS = {"bf16": 2 * (2 + 2) * 2.0**-8, "fp16": 2 * (2 + 2) * 2.0**-11}
+# Against fp64 six roundings of the forward pass, which the residual brings along, and seven of the backward
+# pass; doubled too.
+TWENTY_STEPS = {"bf16": 2 * 13 * 2.0**-8, "fp16": 2 * 13 * 2.0**-11}
 
 pytestmark = pytest.mark.slow
 both_sizes = pytest.mark.parametrize("world", [2, 4])
@@ -305,9 +312,24 @@ def test_a_named_loss_that_overflows_on_one_rank_skips_on_all(world):
 
 
 @both_sizes
+def test_after_twenty_steps_and_an_overflow_ranks_hold_the_weights_of_one_process(world):
+    cases = cases_of(world, "twenty steps")
+    assert len(cases) == 8
+    for case, ranks in cases:
+        assert_copies(case, ranks)
+        for facts in ranks:
+            # 1024, doubled by five good steps, halved by the overflow, doubled twice by the twelve after it.
+            told = {"skipped": [7], "unchanged": True, "scale": 4096.0}
+            assert {name: facts[name] for name in told} == told, case
+            assert facts["one_process"] == told, case
+            assert 0 < facts["off_one_process"] < OTHER_SUMS[case[:4]], case
+            assert 0 < facts["off_fp64"] < TWENTY_STEPS[case[:4]], case
+
+
+@both_sizes
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
     facts, ending = launch(world)
-    assert len(facts) == 24, ending
+    assert len(facts) == 25, ending
     assert ending.startswith("exit code 0\n"), ending
 
 

@@ -14,6 +14,7 @@ import ranks_losses
 import ranks_sharded
 import ranks_skips
 import ranks_training
+import ranks_twenty_steps
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ SCENARIOS = {
     **ranks_sharded.SCENARIOS,
     **ranks_agreement.SCENARIOS,
     **ranks_losses.SCENARIOS,
+    **ranks_twenty_steps.SCENARIOS,
 }
 
 
