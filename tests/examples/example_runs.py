@@ -3,12 +3,14 @@
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,18 +20,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(
     script: str, *options: str, folder: Path, processes: int = 1, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``examples/SCRIPT`` with ``folder`` as current folder; as several processes by torchrun.
-
-    A test that would hang kills them all, and raises subprocess.TimeoutExpired.
-    """
-    outside = {
-        k: v for k, v in os.environ.items() if k not in ("NARROWCAST_RUN_DIR", "MPLBACKEND", "DISPLAY")
-    }
+    """Run ``examples/SCRIPT`` with ``folder`` as current folder; as several processes by torchrun."""
     command = [sys.executable, "-W", "error", str(EXAMPLES / script), *options]
     if processes > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
         command = [*launcher, "--nproc-per-node", str(processes), *command]
-        outside |= {"OMP_NUM_THREADS": "1"}  # where it is not set torchrun sets it, and says so
+        environment = {"OMP_NUM_THREADS": "1", **environment}  # else torchrun sets it, and says so
+    return _ended(command, folder, environment)
+
+
+def _ended(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A test that would hang kills all processes, and raises subprocess.TimeoutExpired."""
+    outside = {
+        k: v for k, v in os.environ.items() if k not in ("NARROWCAST_RUN_DIR", "MPLBACKEND", "DISPLAY")
+    }
     launched = subprocess.Popen(
         command,
         cwd=folder,
@@ -52,6 +56,15 @@ def run(
 def succeeded(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
+
+
+def doctor(script: str, *options: str, folder: Path) -> dict[str, Any]:
+    """What ``narrowcast doctor --json`` finds in ``examples/SCRIPT``, which runs in FP32 and in bf16."""
+    first = [sys.executable, "-m", "narrowcast", "doctor", "--budget-s", "0.3", "--policy", "bf16", "--json"]
+    environment = {"NARROWCAST_CACHE_DIR": str(folder / "cache")}
+    done = _ended([*first, str(EXAMPLES / script), *options], folder, environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
 
 
 def load(script: str) -> ModuleType:

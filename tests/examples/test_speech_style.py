@@ -1,0 +1,203 @@
+"""Synthetic speech in three ways of mixed precision: learns, resumes to the bit, and reads nothing back."""
+
+import json
+import re
+
+import pytest
+import torch
+from example_runs import EXAMPLES, doctor, load, refused, run, succeeded
+
+import narrowcast as nc
+from narrowcast.attach import call_site
+from narrowcast.observe import HostReads
+
+MAIN = "speech_style/main.py"
+SMALL = ("--width", "16", "--bins", "8", "--utterances", "40", "--batch-size", "8", "--device", "cpu")
+# Neither an epoch, of 5 updates, nor the stretch of a line in the log ends with the half.
+HALF, WHOLE = ("--log-every", "4", "--steps", "7"), ("--log-every", "4", "--steps", "14")
+WAYS = [
+    ("--amp", "none"),
+    ("--amp", "torch", "--format", "bf16"),
+    ("--amp", "torch", "--format", "fp16"),
+    ("--amp", "narrowcast", "--format", "bf16"),
+    ("--amp", "narrowcast", "--format", "fp16"),
+    ("--amp", "narrowcast", "--format", "bf16", "--master-weights"),
+    ("--amp", "narrowcast", "--format", "fp16", "--master-weights"),
+]
+in_each_way = pytest.mark.parametrize("way", WAYS, ids=" ".join)
+
+
+@pytest.fixture(scope="module")
+def speech():
+    return load(MAIN)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are so small that threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def log_of(folder):
+    return (folder / "speech_style.jsonl").read_text().splitlines()
+
+
+def train(speech, folder, *options):
+    training = speech.Training(speech.parse_arguments([*SMALL, *options]), folder)
+    training.run()
+    training.log.close()
+    return training
+
+
+def everything(training):
+    """Weights, masters, moments, scheduler and scaler."""
+    saved = {name: owner.state_dict() for name, owner in training.updates.saved().items()}
+    return saved | {"model": training.model.state_dict()}
+
+
+def assert_same(a, b, where="") -> None:
+    """Nested values and tensors, to the bit."""
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}/{index}")
+    else:
+        assert a == b, where
+
+
+@in_each_way
+def test_a_run_that_is_resumed_in_the_middle_goes_on_to_the_bit(speech, way, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    uninterrupted = train(speech, whole, *way, *WHOLE)
+    train(speech, parts, *way, *HALF)
+    torch.manual_seed(99)  # the random numbers of the checkpoint go on, not these
+    resumed = train(speech, parts, *way, *WHOLE, "--resume")
+    assert log_of(parts) == log_of(whole)
+    assert [json.loads(line)["step"] for line in log_of(whole)[1:]] == [4, 8, 12]
+    assert_same(everything(resumed), everything(uninterrupted))
+
+
+@pytest.mark.parametrize(
+    ("processes", "way"), [(1, WAYS[4]), (2, WAYS[5])], ids=["fp16", "two ranks with masters"]
+)
+def test_a_new_process_goes_on_to_the_bit(speech, processes, way, tmp_path):
+    found = []
+    for name, starts in (("whole", [WHOLE]), ("parts", [HALF, (*WHOLE, "--resume")])):
+        folder = tmp_path / name
+        for start in starts:
+            options = (*SMALL, *way, *start)
+            there = {"NARROWCAST_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+            lines = succeeded(run(MAIN, *options, folder=tmp_path, processes=processes, **there))
+        first = "steps 1 to 14" if name == "whole" else "steps 8 to 14"
+        assert f"{first}, {processes} ranks, " in lines[0]
+        model, updates = speech.make(speech.parse_arguments([*SMALL, *way]))
+        kept = nc.training.load_checkpoint(folder / "speech_style.checkpoint", model, **updates.saved())
+        assert (kept.ranks, kept.position["step"]) == (processes, 14)
+        states = {name: owner.state_dict() for name, owner in updates.saved().items()}
+        found.append((log_of(folder), model.state_dict(), states, kept.position, lines[-2:]))
+    assert_same(*found)
+
+
+def test_it_learns_to_read_along_and_draws_it(tmp_path):
+    options = ("--steps", "120", "--width", "32", "--batch-size", "16", "--device", "cpu")
+    lines = succeeded(run(MAIN, *options, folder=tmp_path, OMP_NUM_THREADS="1"))
+    last = re.fullmatch(r"attention on the right token ([01]\.\d{4})", lines[-1])
+    assert last, lines[-1]
+    assert float(last[1]) > 0.8
+    losses = [json.loads(line)["loss"] for line in log_of(tmp_path)[1:]]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] / 5
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"speech_style.{end}" for end in ("checkpoint", "jsonl", "png")
+    }
+    assert (tmp_path / "speech_style.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_doctor_sees_no_line_that_reads_back_in_every_step(tmp_path):
+    found = doctor(MAIN, *SMALL, "--steps", "60", "--amp", "none", folder=tmp_path)
+    assert found["problem"] is None
+    reads = found["mixed"]["reads"]
+    assert reads["steps"] == 10
+    assert reads["sites"], "the line of the log is read"
+    for site in reads["sites"]:
+        assert site["count"] <= 1, site
+
+
+@pytest.mark.parametrize("way", [WAYS[2], WAYS[4], WAYS[6]], ids=" ".join)
+def test_no_line_reads_back_in_every_step_in_mixed_precision_either(speech, way, tmp_path):
+    with HostReads(call_site) as reads:
+        train(speech, tmp_path, *way, *SMALL, "--log-every", "10", "--steps", "20")
+    assert reads.sites
+    for site in reads.sites:
+        assert site["count"] <= 2, site
+
+
+def test_overflows_are_skipped_and_the_log_says_so(speech, tmp_path, monkeypatch):
+    """At a scale of 65536 a loss a thousand times as large overflows fp16, until the scale is low enough."""
+    loss_of = speech.loss_of
+    monkeypatch.setattr(speech, "loss_of", lambda *given: 1000 * loss_of(*given))
+    training = train(speech, tmp_path, *WAYS[4], "--log-every", "1", "--steps", "12")
+    lines = [json.loads(line) for line in log_of(tmp_path)[1:]]
+    assert lines[0]["updates_taken"] == 0
+    assert lines[0]["grad_norm_before_clip"] in ("inf", "nan")
+    taken, scale = lines[-1]["updates_taken"], lines[-1]["loss_scale"]
+    assert 0 < taken < 12
+    assert scale == 65536 / 2 ** (12 - taken)
+    assert training.updates.scheduler.last_epoch == taken
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--amp", "apex"), "argument --amp: invalid choice: 'apex' (choose from "),
+        (("--steps", "0"), "argument --steps: expected a whole number from 1 up, not 0"),
+        (("--clip", "-1"), "argument --clip: expected a number above 0, not -1"),
+        (("--learning-rate", "nan"), "argument --learning-rate: expected a number above 0, not nan"),
+        (("--width", "7"), "argument --width: expected an even number, not 7"),
+        (
+            ("--batch-size", "41", "--utterances", "40"),
+            "argument --batch-size: expected at most the 40 utterances",
+        ),
+        (
+            ("--amp", "torch", "--master-weights"),
+            "argument --master-weights: expected --amp narrowcast, which has them",
+        ),
+        (("--device", "gpu"), "argument --device: expected cpu or cuda, not gpu"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_one_line(options, message):
+    assert refused(MAIN, "--device", "cpu", *options).startswith(message)
+
+
+def test_what_cannot_be_resumed_is_one_line(speech, tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWCAST_RUN_DIR", str(tmp_path))
+    path = tmp_path / "speech_style.checkpoint"
+
+    def said(*options):
+        with pytest.raises(SystemExit) as ending:
+            speech.main(speech.parse_arguments([*SMALL, *options, "--resume"]))
+        return ending.value.code
+
+    assert said() == f"cannot read the checkpoint {path}: No such file or directory"
+    train(speech, tmp_path, *HALF)
+    assert said(*HALF) == f"{path} is of step 7: expected --steps above that"
+    assert said(*WHOLE, "--seed", "3") == f"{path} was made with seed = 0, not 3: expected the same"
+    assert said(*WHOLE, "--amp", "torch").startswith(f"{path} does not fit: ")
+
+
+def test_docstring_says_how_to_run_it_and_what_to_look_at():
+    docstring = (EXAMPLES / MAIN).read_text().split('"""')[1]
+    assert f"    python examples/{MAIN}\n" in docstring
+    assert "What to look at:" in docstring
