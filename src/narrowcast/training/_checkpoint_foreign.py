@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,7 +93,9 @@ def _load(path: Path) -> Any:
                 bad = records.testzip()
             if bad is not None:
                 raise damaged(path, f"the CRC-32 of {bad} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         wanted = re.findall(r"GLOBAL (\S+) was not an allowed", str(error))
         what = f"run {wanted[0]}" if wanted else "run code, or is no pickle"

@@ -105,9 +105,7 @@ class Group:
                 _check_scaler(fit, name, one, saved["scalers"][name])
 
     def _check_names(self, fit: Fit, kind: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-        one = {"optimizers": "optimizer", "held": "held weights", "schedulers": "scheduler"}.get(
-            kind, "scaler"
-        )
+        one = _NOUNS[kind]
         for name, live in mine.items():
             if name not in theirs and not isinstance(getattr(live, "schedule", None), Off):
                 fit.unless_strict(
@@ -117,9 +115,8 @@ class Group:
                 )
         for name in theirs:
             if name not in mine:
-                problem = (
-                    f"the checkpoint holds a {one} {name!r} ({_kind_in(theirs[name])}) that was not given"
-                )
+                kept = f"{_WITH_ARTICLE.get(kind, one)} {name!r} ({_kind_in(theirs[name])})"
+                problem = f"the checkpoint holds {kept} that was not given"
                 if self.optimizers:
                     fit.unless_strict(problem, _GIVE[kind], "it was not loaded")
                 else:
@@ -137,6 +134,8 @@ class Group:
                 yield Write(functools.partial(held.load_state_dict, saved["held"][name]), lambda: None)
 
 
+_NOUNS = {"optimizers": "optimizer", "held": "held weights", "schedulers": "scheduler", "scalers": "scaler"}
+_WITH_ARTICLE = {"optimizers": "an optimizer", "schedulers": "a scheduler", "scalers": "a scaler"}
 _GIVE = {
     "optimizers": "Give it as optimizer=...",
     "held": "Hold the optimizer's weights with nc.weights.hold, as they were when it was saved",
@@ -298,15 +297,32 @@ def _write_of(kind: str, one: Any, saved: Mapping[str, Any]) -> Write:
     # Tensors in it are not written to: loading replaces them.
     old = one.state_dict()
 
+    devices = devices_of_settings(one)
+
     def load() -> None:
         one.load_state_dict(state)
-        exact(one, saved)
+        exact(one, saved, devices)
 
     return Write(load, lambda: one.load_state_dict(old))
 
 
-def exact(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Give the loaded state its saved dtypes back, which torch changes to those of the parameters."""
+def devices_of_settings(optimizer: Any) -> list[dict[str, torch.device]]:
+    """Where the settings of each group are that are tensors, as a learning rate may be."""
+    return [
+        {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor)}
+        for group in optimizer.param_groups
+    ]
+
+
+def exact(optimizer: Any, saved: Mapping[str, Any], devices: list[dict[str, torch.device]]) -> None:
+    """Give the loaded state its saved dtypes back, which torch changes to those of the parameters.
+
+    Settings that are tensors go to ``devices``, where they were before.
+    """
+    for group, places in zip(optimizer.param_groups, devices, strict=True):
+        for key, device in places.items():
+            if isinstance(group[key], torch.Tensor):
+                group[key] = group[key].to(device)
     state = saved["state"]
     positions = [index for group in state["param_groups"] for index in group["params"]]
     dtypes = [one["dtype"] for one in saved["parameters"] or []]

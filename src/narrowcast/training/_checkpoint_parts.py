@@ -11,7 +11,15 @@ import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError
 from narrowcast.policy import format_name
-from narrowcast.training._checkpoint_groups import Fit, Group, Write, exact, few, loose_group
+from narrowcast.training._checkpoint_groups import (
+    Fit,
+    Group,
+    Write,
+    devices_of_settings,
+    exact,
+    few,
+    loose_group,
+)
 from narrowcast.training._random import check_random_states, random_states, set_random_states
 from narrowcast.training._stepper import Stepper
 from narrowcast.weights import held_by
@@ -235,11 +243,17 @@ class Parts:
             for one in group.optimizers.values():
                 yield Write(lambda: None, functools.partial(one.load_state_dict, one.state_dict()))
 
+        devices = {
+            (name, index): devices_of_settings(one)
+            for name, group in self.lanes.items()
+            for index, one in group.optimizers.items()
+        }
+
         def load() -> None:
             stepper.load_state_dict({"steps": saved["steps"], "lanes": lanes})
             for name, group in self.lanes.items():
                 for index, theirs in saved["lanes"][name]["optimizers"].items():
-                    exact(group.optimizers[index], theirs)
+                    exact(group.optimizers[index], theirs, devices[name, index])
 
         yield Write(load, lambda: setattr(stepper, "steps", steps))
 

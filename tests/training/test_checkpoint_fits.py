@@ -1,0 +1,427 @@
+"""A checkpoint is compared with what it is loaded into before anything is written; differences are said."""
+
+import copy
+import itertools
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import narrowcast as nc
+from narrowcast.errors import CheckpointError, OrderError, PolicyError
+from narrowcast.training import load_checkpoint, save_checkpoint
+
+
+def net(*sizes, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+
+
+def loop(model, kind=torch.optim.AdamW, steps=2, **options):
+    """An optimizer that has a state."""
+    optimizer = kind(model.parameters(), 1e-2, **options)
+    for _ in range(steps):
+        model(torch.ones(2, 4, dtype=model[0].weight.dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+class Everything:
+    """What may not change where a load is refused."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+        self.before = self.now()
+
+    def now(self):
+        return copy.deepcopy(
+            [
+                *[one.state_dict() for one in self.parts if hasattr(one, "state_dict")],
+                torch.get_rng_state().tolist(),
+                random.getstate(),
+            ]
+        )
+
+    def unchanged(self):
+        return str(self.before) == str(self.now())
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "one.ckpt"
+
+
+def refused(path, *parts, **options):
+    watched = Everything(*parts, *[one for name, one in options.items() if name in ("stepper", "scheduler")])
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(path, *parts, **options)
+    assert watched.unchanged()
+    assert str(error.value).endswith("Nothing was loaded")
+    return str(error.value)
+
+
+# ---- models
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((4, 3, 2, 2), "the checkpoint lacks 2.weight, 2.bias"),
+        ((4, 3), "the model has no 1.weight, 1.bias"),
+        ((4, 5, 2), r"0.weight has shape \(5, 4\), and had \(3, 4\)"),
+    ],
+)
+def test_another_model_is_refused(path, sizes, message):
+    model = net(4, 3, 2)
+    save_checkpoint(path, model, loop(model))
+    other = net(*sizes, seed=1)
+    assert re.search(message, refused(path, other, loop(other)))
+
+
+def test_what_fits_is_loaded_where_that_is_asked_for(path):
+    model = net(4, 3, 2)
+    save_checkpoint(path, model)
+    other = net(4, 3, 2, 2, seed=1)
+    left = other[2].weight.detach().clone()
+    found = load_checkpoint(path, other, strict=False)
+    assert found.notes == ("the checkpoint lacks 2.weight, 2.bias: left as they are",)
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(other[2].weight, left)
+
+
+def test_another_format_is_refused_or_said(path):
+    model = net(4, 2)
+    save_checkpoint(path, model)
+    low = net(4, 2, seed=1).bfloat16()
+    assert "0.weight is bf16 here, and was saved in fp32" in refused(path, low)
+    found = load_checkpoint(path, low, strict=False)
+    assert found.notes[0] == "0.weight is bf16 here, and was saved in fp32: converted, rounded to nearest"
+    assert torch.equal(low[0].weight, model[0].weight.bfloat16())
+
+
+def test_wrappers_do_not_show_in_names(path):
+    model = net(4, 3, 2)
+    model[0] = torch.compile(model[0], backend="eager")
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
+    save_checkpoint(path, wrapped, torch.optim.SGD(wrapped.parameters(), 0.1))
+    bare = net(4, 3, 2, seed=1)
+    assert load_checkpoint(path, bare, torch.optim.SGD(bare.parameters(), 0.1)).notes == ()
+    assert torch.equal(bare[0].weight, model[0].weight)
+    save_checkpoint(path, bare)
+    with torch.no_grad():
+        model[1].weight.zero_()
+    load_checkpoint(path, wrapped)
+    assert torch.equal(bare[1].weight, model[1].weight)
+
+
+def test_the_flat_pieces_of_the_older_fsdp_are_refused(path):
+    flat = type("FullyShardedDataParallel", (nn.Module,), {})()
+    with pytest.raises(CheckpointError, match=r"shard the model with torch.distributed.fsdp.fully_shard"):
+        save_checkpoint(path, flat)
+
+
+# ---- optimizers, schedulers, scalers
+
+
+def test_another_optimizer_is_refused(path):
+    model = net(4, 2)
+    save_checkpoint(path, model, loop(model))
+    kind = refused(path, model, loop(model, torch.optim.Adam))
+    assert "optimizer '0' is a Adam, and the checkpoint holds a AdamW" in kind
+    rates = refused(path, model, loop(model, torch.optim.SGD), strict=False)
+    assert "is of another kind than SGD: it has no dampening, momentum, nesterov" in rates
+
+
+def test_parameters_in_another_order_are_refused(path):
+    model = net(4, 4, 4)
+    save_checkpoint(path, model, loop(model))
+    groups = [[model[1].weight, model[1].bias, model[0].weight, model[0].bias]]
+    swapped = torch.optim.AdamW([{"params": group} for group in groups], 1e-2)
+    message = refused(path, model, swapped)
+    assert "parameter 0 of optimizer '0' is 1.weight, float32 of shape (4, 4), and was 0.weight" in message
+    two = torch.optim.AdamW([{"params": [one]} for one in model.parameters()], 1e-2)
+    assert "has groups of [1, 1, 1, 1] parameters, and the checkpoint of [4]" in refused(path, model, two)
+
+
+def test_a_part_that_is_left_out_is_refused_unless_only_the_model_is_wanted(path):
+    model = net(4, 2)
+    optimizer = loop(model)
+    scheduler, scaler = lr_scheduler.StepLR(optimizer, 1), nc.GradScaler()
+    save_checkpoint(path, model, optimizer, scheduler=scheduler, scaler=scaler, position=3)
+    assert "holds a scheduler '0' (StepLR) that was not given" in refused(
+        path, model, optimizer, scaler=scaler
+    )
+    assert "Give it as scaler=..." in refused(path, model, optimizer, scheduler=scheduler)
+    found = load_checkpoint(path, model, optimizer, scaler=scaler, strict=False)
+    assert found.notes == (
+        "the checkpoint holds a scheduler '0' (StepLR) that was not given: it was not loaded",
+    )
+    alone = load_checkpoint(path, net(4, 2, seed=1))
+    assert alone.position == 3
+    assert [note.partition(" that")[0] for note in alone.notes] == [
+        "the checkpoint holds an optimizer '0' (AdamW)",
+        "the checkpoint holds a scheduler '0' (StepLR)",
+        "the checkpoint holds a scaler '0' (GradScaler)",
+    ]
+
+
+def test_several_by_name_and_in_order(path):
+    model = net(4, 4, 2)
+    halves = {
+        "first": torch.optim.SGD(model[0].parameters(), 0.1),
+        "second": torch.optim.Adam(model[1].parameters()),
+    }
+    schedulers = [lr_scheduler.StepLR(halves["first"], 1), lr_scheduler.ExponentialLR(halves["second"], 0.5)]
+    save_checkpoint(path, model, halves, scheduler=schedulers)
+    assert load_checkpoint(path, model, dict(reversed(halves.items())), scheduler=schedulers).notes == ()
+    message = refused(path, model, {"first": halves["first"]}, scheduler=schedulers)
+    assert "holds an optimizer 'second' (Adam) that was not given" in message
+
+
+SCHEDULERS = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
+    "steps": lambda o: lr_scheduler.StepLR(o, 2),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 4]),
+    "constant": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "linear": lr_scheduler.LinearLR,
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 8),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "chained": lambda o: lr_scheduler.ChainedScheduler([SCHEDULERS["steps"](o), SCHEDULERS["linear"](o)]),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [SCHEDULERS["linear"](o), SCHEDULERS["cosine"](o)], [3]
+    ),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "averaged": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_epochs=5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_goes_on(path, name):
+    def made():
+        model = net(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        return model, optimizer, SCHEDULERS[name](optimizer)
+
+    def rates(optimizer, scheduler, count):
+        found = []
+        for _ in range(count):
+            optimizer.step()
+            scheduler.step(*([1.0] if name == "plateau" else []))
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    model, optimizer, scheduler = made()
+    rates(optimizer, scheduler, 3)
+    save_checkpoint(path, model, optimizer, scheduler=scheduler)
+    expected = rates(optimizer, scheduler, 5)
+    model, optimizer, scheduler = made()
+    optimizer.step()
+    assert load_checkpoint(path, model, optimizer, scheduler=scheduler).notes == ()
+    assert rates(optimizer, scheduler, 5) == expected
+
+
+class InFp32(torch.optim.SGD):
+    """Keeps a state in fp32 for weights in bf16, as some optimizers do."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            kept = self.state[parameter].setdefault("mean", torch.zeros_like(parameter, dtype=torch.float32))
+            kept.add_(1.0 / 3.0)
+
+
+def test_states_keep_their_dtypes(path):
+    model = net(4, 2).bfloat16()
+    optimizer = InFp32(model.parameters(), 0.1)
+    optimizer.step()
+    save_checkpoint(path, model, optimizer)
+    other = InFp32(model.parameters(), 0.1)
+    load_checkpoint(path, model, other)
+    for mine, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert torch.equal(mine["mean"], theirs["mean"])
+        assert theirs["mean"].dtype == torch.float32
+
+
+def test_what_fails_in_the_middle_is_taken_back(path):
+    class Refuses(lr_scheduler.StepLR):
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            if not hasattr(self, "tried"):
+                self.tried = True
+                raise ValueError("not today")
+
+    model = net(4, 2)
+    optimizer = loop(model)
+    scaler, scheduler = nc.GradScaler(init_scale=4.0), Refuses(optimizer, 1)
+    save_checkpoint(path, model, optimizer, scaler=scaler, scheduler=scheduler)
+    model = net(4, 2, seed=1)
+    optimizer = loop(model, steps=3)
+    scaler, scheduler = nc.GradScaler(init_scale=8.0), Refuses(optimizer, 1)
+    watched = Everything(model, optimizer, scaler)
+    with pytest.raises(CheckpointError, match="could not be loaded: ValueError: not today"):
+        load_checkpoint(path, model, optimizer, scaler=scaler, scheduler=scheduler)
+    assert watched.unchanged()
+
+
+def test_scalers_of_torch_and_ours_load_from_each_other(path):
+    model = net(4, 2)
+    theirs = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=7)
+    save_checkpoint(path, model, scaler=theirs)
+    ours = nc.GradScaler("cpu")
+    notes = load_checkpoint(path, model, scaler=ours).notes
+    assert notes == ("scaler '0' is a GradScaler, and the state was that of a torch.amp.GradScaler",)
+    assert (ours.get_scale(), ours.get_growth_interval()) == (64.0, 7)
+    save_checkpoint(path, model, scaler=nc.GradScaler("cpu", init_scale=32.0))
+    load_checkpoint(path, model, scaler=theirs)
+    assert theirs.get_scale() == 32.0
+    save_checkpoint(path, model, scaler=nc.GradScaler("cpu", schedule=nc.scaling.Static(scale=8.0)))
+    assert "torch's, and the checkpoint holds a loss scale that it cannot follow" in refused(
+        path, model, scaler=theirs
+    )
+
+
+def test_what_is_given_is_checked(path):
+    model = net(4, 2)
+    for options, message in (
+        ({"optimizer": "adam"}, "expected optimizer to be something with state_dict"),
+        (
+            {"held": torch.optim.SGD(model.parameters(), 0.1)},
+            "expected held to be what nc.weights.hold returns",
+        ),
+        ({"stepper": model}, "expected stepper to be a nc.Stepper, got Sequential"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save_checkpoint(path, model, **options)
+    with pytest.raises(CheckpointError, match=r"expected the model, a torch.nn.Module, got OrderedDict"):
+        save_checkpoint(path, model.state_dict())
+    assert not path.exists()
+
+
+# ---- held weights
+
+
+@pytest.mark.parametrize("updates", ["masters", "kahan", "stochastic"])
+def test_held_weights_are_found_by_their_optimizer(path, updates):
+    def made(seed, hold=updates):
+        model = net(4, 2, seed=seed).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        if hold:
+            nc.weights.hold(optimizer, hold)
+        return model, optimizer
+
+    model, optimizer = made(0)
+    save_checkpoint(path, model, optimizer)
+    other, fresh = made(1)
+    assert load_checkpoint(path, other, fresh).notes == ()
+    full = [nc.weights.held_by(one).full_values() for one in (optimizer, fresh)]
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(full[0][mine], full[1][theirs])
+    other, bare = made(1, hold=None)
+    message = refused(path, other, bare)
+    assert f"held weights '0' ({updates}) that was not given. Hold the optimizer's weights" in message
+    other, fresh = made(1, hold="kahan" if updates == "masters" else "masters")
+    assert "this state of held weights does not belong here" in refused(path, other, fresh)
+
+
+# ---- Steppers and policies
+
+
+def stepper_of(policy="bf16", seed=0, **options):
+    model = net(4, 2, seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return model, optimizer, nc.Stepper(model, optimizer, policy, **options)
+
+
+def train(model, stepper, steps):
+    for _ in range(steps):
+        with stepper.autocast():
+            loss = model(torch.ones(2, 4)).float().square().mean()
+        stepper.step(loss)
+
+
+def test_the_middle_of_a_window_is_refused(path):
+    model, _, stepper = stepper_of(accumulate=2)
+    train(model, stepper, 3)
+    with pytest.raises(OrderError, match="a window is open with 1 of 2 micro-batches"):
+        save_checkpoint(path, model, stepper=stepper)
+    assert not path.exists()
+
+
+def test_what_the_stepper_has_may_be_given_too(path):
+    model, optimizer, stepper = stepper_of()
+    train(model, stepper, 2)
+    save_checkpoint(path, model, optimizer, stepper=stepper, scaler=stepper.scaler)
+    other, optimizer, stepper = stepper_of(seed=1)
+    assert load_checkpoint(path, other, optimizer, stepper=stepper).notes == ()
+    assert stepper.steps == 2
+
+
+def test_another_policy_is_refused_or_said(path):
+    model, _, stepper = stepper_of("bf16")
+    save_checkpoint(path, model, stepper=stepper)
+    other, _, wide = stepper_of("fp32", seed=1)
+    message = "it was saved under the policy bf16, and here is fp32"
+    assert message in refused(path, other, stepper=wide)
+    found = load_checkpoint(path, other, stepper=wide, strict=False)
+    assert found.notes == (
+        f"{message}: the run goes on under the new one",
+        "the Stepper computes in fp32 on cpu, and the saved one in bf16: the run goes on in the new format",
+    )
+    assert found.policy == nc.Policy.preset("bf16")
+    with pytest.raises(PolicyError, match="the Stepper has the policy fp32, and bf16 was given"):
+        load_checkpoint(path, other, stepper=wide, policy="bf16")
+
+
+def test_a_policy_with_rules_comes_back(path):
+    policy = nc.Policy.preset("bf16").with_rules(nc.rule.op("softmax", compute="fp16"))
+    save_checkpoint(path, net(4, 2), policy=policy)
+    found = load_checkpoint(path, net(4, 2), policy=policy)
+    assert found.policy == policy
+    assert found.notes == ()
+
+
+def test_named_optimizers_of_a_stepper(path):
+    def made(names):
+        model = nn.ModuleDict({name: net(4, 2) for name in names})
+        optimizers = {name: torch.optim.SGD(model[name].parameters(), 0.1) for name in names}
+        return model, nc.Stepper(model, optimizers, "fp32")
+
+    model, stepper = made("gd")
+    save_checkpoint(path, model, stepper=stepper)
+    other, fresh = made("gd")
+    assert load_checkpoint(path, other, stepper=fresh).notes == ()
+    other = nn.ModuleDict({"g": net(4, 2), "d": net(4, 2)})
+    single = nc.Stepper(other, torch.optim.SGD(other.parameters(), 0.1), "fp32")
+    assert "it is of a Stepper with optimizers 'd', 'g', and here they are ''" in refused(
+        path, other, stepper=single
+    )
+
+
+def test_a_loop_goes_on_in_a_stepper_and_back(path):
+    model = net(4, 2)
+    optimizer = loop(model)
+    save_checkpoint(path, model, optimizer, policy="bf16")
+    other, fresh, stepper = stepper_of(seed=1)
+    found = load_checkpoint(path, other, stepper=stepper)
+    assert found.notes == (
+        "the checkpoint is of a loop without a Stepper: its optimizers were loaded into the Stepper, which "
+        "counts its steps from 0",
+    )
+    assert str(fresh.state_dict()) == str(optimizer.state_dict())
+    train(other, stepper, 1)
+    save_checkpoint(path, other, stepper=stepper)
+    last = net(4, 2, seed=2)
+    optimizer = loop(last)
+    found = load_checkpoint(path, last, optimizer, scaler=nc.GradScaler(schedule=nc.scaling.Off()))
+    assert found.notes == (
+        "the checkpoint is of a Stepper: its states were loaded into what was given instead",
+    )
+    assert str(optimizer.state_dict()) == str(fresh.state_dict())
