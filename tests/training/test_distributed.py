@@ -24,9 +24,9 @@ CLIPPING = 4 * 5 * 2 * 2.0**-24
 EXACT = 1000 * 2.0**-53  # fewer than a thousand roundings of fp64 one after the other
 # A gradient through two layers is off by at most 7 roundoffs of the format that they compute in.
 REGION = {"fp32": CLIPPING, "bf16": 7 * 2.0**-8, "fp16": 7 * 2.0**-11}
-# One process rounds the same rows in the same places, but for the gradients of weights: each rank's are rounded
-# by themselves. That is a roundoff here and one there; one more a layer, where a weight is near the middle of two
-# numbers of the format and its cast goes the other way; and all is doubled by the steps that follow.
+# One process rounds the same rows in the same places, but for the gradients of weights: each rank
+# rounds its own. That is a roundoff here and one there; one more a layer, where a weight is near the
+# middle of two numbers of the format and its cast goes the other way; and the steps that follow double it.
 OTHER_SUMS = {"bf16": 2 * (2 + 2) * 2.0**-8, "fp16": 2 * (2 + 2) * 2.0**-11}
 # Against fp64 six roundings of the forward pass, which the residual brings along, and seven of the backward
 # pass; doubled too.
