@@ -12,6 +12,7 @@ What to look at: the last line, `test accuracy 0.9889`, is the share of held-out
 should be above 0.97. The seconds beside each epoch are what a change of arithmetic or machine would move.
 """
 
+# %% What is needed
 import argparse
 import time
 
@@ -28,6 +29,7 @@ BRIGHTEST = 16.0  # load_digits counts the inked pixels of 4 by 4 blocks: 0 to 1
 TEST_SHARE = 0.5  # many held-out images, so that one of them moves the accuracy by 0.0011 only
 
 
+# %% The network
 class DigitNet(nn.Module):
     """Two pairs of 3 by 3 convolutions, the second pair twice as wide, averaged over space and classified."""
 
@@ -57,6 +59,7 @@ class DigitNet(nn.Module):
         return self.classifier(self.features(images).flatten(1))
 
 
+# %% The data
 def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
     """Return the training and the test set: images (N, 1, 16, 16) in [0, 1] and labels (N,)."""
     digits = load_digits()
@@ -69,6 +72,7 @@ def load_data(seed: int) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 
+# %% Training and testing
 def train(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> float:
@@ -98,6 +102,7 @@ def evaluate(model: nn.Module, loader: DataLoader, device: torch.device) -> floa
     return correct / total
 
 
+# %% The options
 def positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -105,18 +110,18 @@ def positive(text: str) -> int:
     return number
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a convolutional network on handwritten digits.")
     parser.add_argument("--epochs", type=positive, default=12, help="passes over the training set (12)")
     parser.add_argument("--batch-size", type=positive, default=64, help="images a step (64)")
     parser.add_argument("--width", type=positive, default=128, help="channels of the first convolution (128)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    arguments = parse_arguments()
+# %% The run
+def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     device = torch.device(arguments.device)
 
@@ -145,5 +150,6 @@ def main() -> None:
     print(f"test accuracy {evaluate(model, test_loader, device):.4f}")
 
 
+# %%
 if __name__ == "__main__":
-    main()
+    main(parse_arguments([] if "get_ipython" in globals() else None))

@@ -19,6 +19,7 @@ variable NARROWCAST_RUN_DIR names, or to the current one. With `--inference` the
 only asked, as often as there would be epochs, for what it makes of the picture at the start.
 """
 
+# %% What is needed
 import argparse
 import math
 import os
@@ -38,6 +39,7 @@ FULL_SIZES = {"size": 512, "hidden": 256, "layers": 2, "epochs": 512}
 SMALL_SIZES = {"size": 64, "hidden": 128, "layers": 2, "epochs": 256}
 
 
+# %% The picture and its coordinates
 def coordinate_grid(size: int) -> torch.Tensor:
     """Return the coordinates (2, size, size), float64: x grows along the last axis, y down."""
     axis = torch.linspace(0, 1, size, dtype=torch.float64)
@@ -61,6 +63,7 @@ def quantized_cosines(grid: torch.Tensor, frequency: tuple[float, float], levels
     return torch.bucketize(wave, edges[1:-1], right=True) / (levels - 1)
 
 
+# %% The network
 class PixelNet(nn.Module):
     """The same small network at every pixel: (N, 2, H, W) coordinates to (N, 1, H, W) brightness."""
 
@@ -76,6 +79,7 @@ class PixelNet(nn.Module):
         return self.layers(coordinates)
 
 
+# %% Training, or predicting alone
 def train(
     model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, epochs: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -105,6 +109,7 @@ def infer(
         yield prediction, nn.functional.mse_loss(prediction, target)
 
 
+# %% The picture that is written
 def draw(target: torch.Tensor, prediction: torch.Tensor, path: Path) -> None:
     """Write both pictures (1, 1, H, W) side by side, on one scale of colour, as a PNG."""
     figure = Figure(figsize=(8, 4.3), layout="constrained")
@@ -117,6 +122,7 @@ def draw(target: torch.Tensor, prediction: torch.Tensor, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+# %% The options
 def whole_number_from(smallest: int):
     def convert(text: str) -> int:
         number = int(text)
@@ -128,7 +134,7 @@ def whole_number_from(smallest: int):
     return convert
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fit a quantized sum of cosines with 1x1 convolutions.")
     for name, smallest, meaning in (
         ("size", 2, "pixels a side"),
@@ -150,7 +156,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--inference", action="store_true", help="do not train: only predict, once an epoch")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     defaults = FULL_SIZES if torch.device(arguments.device).type == "cuda" else SMALL_SIZES
     for name, number in defaults.items():
         if getattr(arguments, name) is None:
@@ -158,8 +164,8 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    arguments = parse_arguments()
+# %% The run
+def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     device = torch.device(arguments.device)
     folder = Path(os.environ.get("NARROWCAST_RUN_DIR") or ".")
@@ -191,5 +197,6 @@ def main() -> None:
     print(f"final loss {latest[1].item():.4f}")
 
 
+# %%
 if __name__ == "__main__":
-    main()
+    main(parse_arguments([] if "get_ipython" in globals() else None))
