@@ -36,8 +36,8 @@ docs: $(READY)  ## build the documentation, strictly, into build/docs/
 test: $(READY)  ## run every test
 	$(RUN) -m pytest
 
-test-long: $(READY)  ## 12,000 random sequences of training under torch's scaler and ours; minutes
-	HYPOTHESIS_PROFILE=long $(RUN) -m pytest tests/gradients/test_against_torch.py
+test-long: $(READY)  ## 12,000 random trainings under torch's scaler and ours, 400 kills while saving; minutes
+	HYPOTHESIS_PROFILE=long $(RUN) -m pytest tests/gradients/test_against_torch.py tests/training/test_checkpoint_kills.py
 
 check: $(READY)  ## lint, formatting, types and the order of the rooms
 	$(RUN) -m ruff check .

@@ -29,7 +29,7 @@ BUDGET_S = defaultdict(
         "gradients": 240.0,
         "policy": 180.0,
         "report": 180.0,
-        "training": 240.0,
+        "training": 480.0,
     },
 )
 _spent_s: dict[str, float] = defaultdict(float)

@@ -59,23 +59,32 @@ def save_checkpoint(
     It holds the model, optimizers, schedulers and scalers, what ``nc.weights.hold`` keeps (of optimizers that
     are held, also without ``held``), the state of a ``Stepper``, the policy, the random states of torch (CPU
     and every device in use), Python and NumPy, and ``position``. What was at ``path`` before is there until
-    the new one is complete and on the disk; a process that is killed loses nothing.
+    the new one is complete and on the disk: a process that is killed, or a full disk, loses nothing.
+
+    One process writes one file, in the layout of safetensors, with a checksum of every byte. Where
+    ``torch.distributed`` runs several, every rank calls this with the same ``path``, on a disk that all of
+    them see; it becomes a folder of ``torch.distributed.checkpoint``, to which each rank writes its part and
+    its own random states and position. DDP and ``fully_shard`` are understood. One process that is given
+    such a folder writes into it too.
 
     Args:
-        path: of a file, in a folder that exists.
+        path: of a file, or a folder for several ranks, in a folder that exists.
         model: the module; perhaps wrapped in DDP or compiled, which its names do not show.
         optimizer: one, several in a list, or a dict of them; not needed for those of ``stepper``.
         stepper: a ``nc.Stepper``.
         scheduler: one, a list or a dict, of those that ``stepper`` does not move.
         scaler: a ``nc.GradScaler`` or ``torch.amp.GradScaler``, a list or a dict.
-        held: what ``nc.weights.hold`` returned, where its optimizer is not given.
+        held: what ``nc.weights.hold`` returned, where its optimizer is not given; or a list or a dict.
         policy: a ``Policy``, a preset's name or a TOML file; a Stepper has its own.
         position: where in the data the run is: dicts, lists, tuples, strings, numbers, booleans, None, bytes
-            and tensors, nested. NumPy's numbers come back as Python's. A loader's own generators belong here.
+            and dense tensors, nested. Floats and tensors come back to the bit, infinities and NaN too (of a
+            float some NaN); tensors on the CPU, NumPy's numbers as Python's. The generator of a loader or of
+            NumPy that is not the global one belongs here.
 
     Raises:
-        CheckpointError: something cannot be saved, or the file cannot be written.
+        CheckpointError: something cannot be saved, or the file cannot be written, on this rank or another.
         OrderError: in the middle of a Stepper's window, whose gradients would be lost.
+        PolicyError: ``policy`` does not exist, or is not that of ``stepper``.
     """
     ranks = Ranks()
     place = Path(path)
@@ -116,21 +125,37 @@ def load_checkpoint(
     policy: Any = None,
     strict: bool = True,
 ) -> Checkpoint:
-    """Load what ``save_checkpoint`` saved; no code in the file is run.
+    """Load what ``save_checkpoint`` saved; no code in it is run.
 
-    Everything is read and compared with what was given before anything is changed.
+    Everything is read, checked to the last byte, and compared with what was given (names, shapes, formats,
+    kinds) before anything is changed. Random states are set in the end, so call it after everything that
+    draws random numbers was made.
+
+    Where ``torch.distributed`` runs several processes, every rank calls it. As many ranks as saved go on bit
+    for bit. With another number, weights and states of optimizers are exact, and ``notes`` says which ranks
+    found no random state: they go on from where they are, which should differ by rank.
+
+    A dict that another loop saved with ``torch.save`` is converted, and ``notes`` says what was converted or
+    missing: the model's state under ``"state_dict"``, ``"model"``, ``"model_state"`` or
+    ``"model_state_dict"``, likewise optimizer and scheduler; under ``"amp"`` or ``"scaler"`` the state of a
+    loss scaler of torch, apex, Megatron or DeepSpeed; torch's random states, one for all ranks or one for
+    each. What is left of the dict is the position. Masters that it lacks are made from fp32 weights.
 
     Args:
         path: of a checkpoint.
         model, optimizer, stepper, scheduler, scaler, held, policy: as for ``save_checkpoint``. With the model
-            alone, as to evaluate it, the rest of the checkpoint is left out.
-        strict: refuse what differs. False: load what fits, and say in ``notes`` what does not.
+            alone, as to evaluate it, the rest of the checkpoint is left out. What a loop without a Stepper
+            saved can be loaded into one, and the other way round.
+        strict: refuse what differs. False: load what fits, and say in ``notes`` what does not; weights are
+            converted, rounded to nearest.
 
     Returns:
         Position, policy and notes.
 
     Raises:
-        CheckpointError: the file is truncated, altered, of a newer version or another kind, or does not fit.
+        CheckpointError: the checkpoint is truncated, altered, of a newer version or another kind, would run
+            code, or does not fit; on this rank or another. Nothing was changed then.
+        PolicyError: ``policy`` does not exist, or is not that of ``stepper``.
     """
     ranks = Ranks()
     place = Path(path)
@@ -172,6 +197,7 @@ def _read(place: Path, parts: Parts, fit: Fit, ranks: Ranks) -> dict[str, Any]:
         )
     elif one_file.is_one(place):
         state, tensors = ranks.agreed(lambda: one_file.read(place))
+        state = of_ranks.state_for({"state": state, "of_rank": {}, "ranks": 1}, ranks, fit)
     elif foreign.is_one(place):
         tree, notes = ranks.agreed(lambda: foreign.read(place, ranks.rank, ranks.count))
         fit.notes, fit.foreign = notes, True

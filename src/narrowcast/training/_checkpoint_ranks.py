@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import pickle
 import re
 import shutil
 import uuid
@@ -185,10 +186,15 @@ def read_tensors(
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    try:
+        with (data / ".metadata").open("rb") as file:
+            metadata = read_metadata_of_tensors(file)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{data / '.metadata'} was not read: {error}") from error
+
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with (data / ".metadata").open("rb") as file:
-                return read_metadata_of_tensors(file)
+            return metadata  # torch's own method would run what is in the file
 
     wanted: dict[str, Any] = {}
     for place, node in _nodes(state):
@@ -250,7 +256,10 @@ def _new_folder(path: Path) -> str:
 
 
 def _own(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """What this rank hands to torch, and the names of whole tensors that are not those of rank 0."""
+    """What this rank hands to torch, and the names of whole tensors that are not those of rank 0.
+
+    Whole tensors come from rank 0, whose buffers DDP gives to the others.
+    """
     plain = {name: tensor for name, tensor in tensors.items() if not hasattr(tensor, "device_mesh")}
     sums = ranks.agreed(lambda: {name: _sum_of(tensor) for name, tensor in plain.items()})
     first = ranks.gather(sums)[0]
@@ -277,18 +286,13 @@ def _renamed(state: dict[str, Any], own: set[str], rank: int) -> dict[str, Any]:
 
 
 def _save_tensors(data: Path, mine: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    # What is on every rank is taken from rank 0, whose buffers DDP gives to the others.
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         _translated(
-            lambda: save(
-                dict(mine), storage_writer=FileSystemWriter(data), planner=planner, no_dist=not ranks.together
-            )
+            lambda: save(dict(mine), storage_writer=FileSystemWriter(data), no_dist=not ranks.together)
         )
 
 

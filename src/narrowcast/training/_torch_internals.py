@@ -48,7 +48,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype) or (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it would run {module}.{name}")
+        raise pickle.UnpicklingError(f"it would run {module}.{name} when it is read")
 
 
 def read_metadata_of_tensors(file: IO[bytes]) -> Any:
