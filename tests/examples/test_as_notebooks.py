@@ -1,0 +1,112 @@
+"""Every example opens as a notebook: cell after cell in one namespace, under the arguments of a kernel."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from example_runs import EXAMPLES
+
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+# Of these every cell runs but the last, which starts the run.
+NOT_RUN = {
+    "digits.py": "trains for half a minute at its default size",
+    "gradient_histogram.py": "counts for many seconds at its default size",
+    "inference.py": "trains for many seconds at its default size",
+    "loss_scaling.py": "fp16 is slow on a CPU: many seconds at its default size",
+    "quantized_sine.py": "trains for half a minute at its default size",
+    "transformers_digits.py": "trains for many seconds at its default size",
+    "transformers_text.py": "trains for many seconds at its default size",
+}
+RUN = [name for name in SCRIPTS if name not in NOT_RUN]
+LAST = re.compile(
+    r'if __name__ == "__main__":\n(    #.*\n)*'
+    r'    main\(parse_arguments\(\[.*\] if "get_ipython" in globals\(\) else None\)\)\n'
+)
+BROKEN = 'if __name__ == "__main__":\n    main(parse_arguments())\n'
+# What a kernel does: no file of its own, arguments that are not the example's, and a function of IPython's.
+KERNEL = r"""
+import json, linecache, os, re, sys, tempfile, traceback, types
+
+results = {}
+for name, cells in json.load(sys.stdin):
+    sys.argv = ["ipykernel_launcher.py", "-f", "/run/kernel-1.json"]
+    notebook = sys.modules["__main__"] = types.ModuleType("__main__")
+    notebook.get_ipython = lambda: None
+    os.chdir(tempfile.mkdtemp(dir=os.environ["NOTEBOOKS"]))
+    results[name] = "ran"
+    print(f"==== {name}", flush=True)
+    for number, cell in enumerate(cells):
+        title = f"<cell {number} of {name}>"
+        linecache.cache[title] = (len(cell), None, cell.splitlines(keepends=True), title)
+        try:
+            exec(compile(cell, title, "exec", dont_inherit=True), vars(notebook))
+        except BaseException:
+            results[name] = traceback.format_exc()
+            break
+json.dump(results, open(os.path.join(os.environ["NOTEBOOKS"], "results.json"), "w"))
+"""
+
+
+def cells_of(name):
+    """As editors and jupytext cut them: at lines that begin with ``# %%``."""
+    return re.split(r"(?m)^# %%.*\n", (EXAMPLES / name).read_text(encoding="utf-8"))
+
+
+def as_notebooks(scripts, folder):
+    """What became of each, and what they printed, by name."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("NARROWCAST_RUN_DIR", "MPLBACKEND")}
+    environment |= {"NOTEBOOKS": str(folder), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", KERNEL],
+        input=json.dumps(scripts),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    printed = dict(part.split("\n", 1) for part in done.stdout.split("==== ")[1:])
+    return json.loads((folder / "results.json").read_text()), printed
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_it_has_cells(script):
+    first, *cells = cells_of(script)
+    assert first.startswith('"""')
+    assert first.rstrip().endswith('"""'), "the docstring is a cell of its own, and comes first"
+    assert len(cells) >= 4
+    assert all(cell.strip() for cell in cells)
+    assert LAST.fullmatch(cells[-1])
+
+
+def test_what_is_not_run_is_there_and_has_a_reason():
+    assert set(NOT_RUN) <= set(SCRIPTS)
+    assert all(NOT_RUN.values())
+    assert len(RUN) >= 5
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """The quick ones, and one that is broken on purpose: it takes the kernel's arguments for its own."""
+    scripts = [(name, cells_of(name)) for name in RUN]
+    scripts.append(("broken", [*cells_of("step_by_step.py")[:-1], BROKEN]))
+    return as_notebooks(scripts, tmp_path_factory.mktemp("notebooks"))
+
+
+def test_the_quick_ones_run_from_their_first_cell_to_their_last(quick):
+    results, printed = quick
+    assert {name: results[name] for name in RUN} == dict.fromkeys(RUN, "ran")
+    assert all(printed[name] for name in RUN)
+
+
+def test_arguments_of_a_kernel_are_not_the_examples(quick):
+    assert "SystemExit: 2" in quick[0]["broken"]
+
+
+def test_the_others_run_up_to_their_last_cell(tmp_path):
+    results, printed = as_notebooks([(name, cells_of(name)[:-1]) for name in NOT_RUN], tmp_path)
+    assert results == dict.fromkeys(NOT_RUN, "ran")
+    assert not any(printed.values())
