@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -93,3 +94,21 @@ def refused(script: str, *options: str) -> str:
     lines = said.getvalue().splitlines()
     assert lines[0].startswith("usage: ")
     return lines[-1].partition(": error: ")[2]
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    """Nested values and tensors, to the bit."""
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}/{index}")
+    else:
+        assert a == b, where

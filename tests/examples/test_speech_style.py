@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from example_runs import EXAMPLES, doctor, load, refused, run, succeeded
+from example_runs import EXAMPLES, assert_same, doctor, load, refused, run, succeeded
 
 import narrowcast as nc
 from narrowcast.attach import call_site
@@ -58,24 +58,6 @@ def everything(training):
     return saved | {"model": training.model.state_dict()}
 
 
-def assert_same(a, b, where="") -> None:
-    """Nested values and tensors, to the bit."""
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert list(a) == list(b), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}/{index}")
-    else:
-        assert a == b, where
-
-
 @in_each_way
 def test_a_run_that_is_resumed_in_the_middle_goes_on_to_the_bit(speech, way, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -89,25 +71,40 @@ def test_a_run_that_is_resumed_in_the_middle_goes_on_to_the_bit(speech, way, tmp
     assert_same(everything(resumed), everything(uninterrupted))
 
 
-@pytest.mark.parametrize(
-    ("processes", "way"), [(1, WAYS[4]), (2, WAYS[5])], ids=["fp16", "two ranks with masters"]
-)
-def test_a_new_process_goes_on_to_the_bit(speech, processes, way, tmp_path):
-    found = []
-    for name, starts in (("whole", [WHOLE]), ("parts", [HALF, (*WHOLE, "--resume")])):
-        folder = tmp_path / name
-        for start in starts:
-            options = (*SMALL, *way, *start)
-            there = {"NARROWCAST_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-            lines = succeeded(run(MAIN, *options, folder=tmp_path, processes=processes, **there))
-        first = "steps 1 to 14" if name == "whole" else "steps 8 to 14"
-        assert f"{first}, {processes} ranks, " in lines[0]
-        model, updates = speech.make(speech.parse_arguments([*SMALL, *way]))
-        kept = nc.training.load_checkpoint(folder / "speech_style.checkpoint", model, **updates.saved())
-        assert (kept.ranks, kept.position["step"]) == (processes, 14)
-        states = {name: owner.state_dict() for name, owner in updates.saved().items()}
-        found.append((log_of(folder), model.state_dict(), states, kept.position, lines[-2:]))
-    assert_same(*found)
+def states(speech, folder, ranks, *way):
+    """What the checkpoint of a folder holds, loaded."""
+    model, updates = speech.make(speech.parse_arguments([*SMALL, *way]))
+    kept = nc.training.load_checkpoint(folder / "speech_style.checkpoint", model, **updates.saved())
+    assert kept.ranks == ranks
+    saved = {name: owner.state_dict() for name, owner in updates.saved().items()}
+    return model.state_dict(), saved, kept.position
+
+
+def run_there(folder, processes, *options):
+    there = {"NARROWCAST_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    return succeeded(run(MAIN, *SMALL, *options, folder=folder.parent, processes=processes, **there))
+
+
+def test_a_new_process_goes_on_to_the_bit(speech, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    train(speech, whole, *WAYS[4], *WHOLE)
+    train(speech, parts, *WAYS[4], *HALF)
+    lines = run_there(parts, 1, *WAYS[4], *WHOLE, "--resume")
+    assert "amp narrowcast, steps 8 to 14, 1 ranks, " in lines[0]
+    assert log_of(parts) == log_of(whole)
+    assert_same(states(speech, parts, 1, *WAYS[4]), states(speech, whole, 1, *WAYS[4]))
+
+
+def test_two_ranks_go_on_to_the_bit_with_random_numbers_of_their_own(speech, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    said = run_there(whole, 2, *WAYS[5], *WHOLE)
+    run_there(parts, 2, *WAYS[5], *HALF)
+    lines = run_there(parts, 2, *WAYS[5], *WHOLE, "--resume")
+    assert "steps 8 to 14, 2 ranks, " in lines[0]
+    assert lines[-2:] == said[-2:]
+    assert log_of(parts) == log_of(whole)
+    assert_same(states(speech, parts, 2, *WAYS[5]), states(speech, whole, 2, *WAYS[5]))
 
 
 def test_it_learns_to_read_along_and_draws_it(tmp_path):
@@ -138,7 +135,7 @@ def test_doctor_sees_no_line_that_reads_back_in_every_step(tmp_path):
 @pytest.mark.parametrize("way", [WAYS[2], WAYS[4], WAYS[6]], ids=" ".join)
 def test_no_line_reads_back_in_every_step_in_mixed_precision_either(speech, way, tmp_path):
     with HostReads(call_site) as reads:
-        train(speech, tmp_path, *way, *SMALL, "--log-every", "10", "--steps", "20")
+        train(speech, tmp_path, *way, "--log-every", "10", "--steps", "20")
     assert reads.sites
     for site in reads.sites:
         assert site["count"] <= 2, site
