@@ -213,7 +213,9 @@ def compare(task: Task) -> None:
 def train(rank: int, world: int, meeting: str, arguments: argparse.Namespace) -> None:
     """What each process does."""
     device_type = arguments.device
-    here, all_here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    here, all_here = rank, world
+    if dist.is_torchelastic_launched():
+        here, all_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     several = device_type == "cuda" and torch.cuda.device_count() >= 2 * all_here
     if device_type == "cuda":
         torch.cuda.set_device(here)
@@ -270,16 +272,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     meaning = "cuda where each process can have a GPU of its own, else cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=meaning)
     arguments = parser.parse_args(argv)
-    world = int(os.environ.get("WORLD_SIZE", arguments.processes))
-    needed = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    world = needed = arguments.processes
+    if dist.is_torchelastic_launched():
+        world, needed = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if arguments.device == "cuda" and gpus < needed:
         parser.error(f"argument --device: expected a GPU for each of {needed} processes, not {gpus}")
     arguments.device = arguments.device or ("cuda" if gpus >= needed else "cpu")
     for name, size in (LARGE if arguments.device == "cuda" else SMALL).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, size)
-    if arguments.batch_size % world:
-        # Each rank's mean would count alike in the mean of all, whatever its rows.
+    if arguments.batch_size % world:  # each rank's mean would count alike in that of all, whatever its rows
         parser.error(f"argument --batch-size: expected a multiple of the {world} processes")
     arguments.processes = world
     return arguments
