@@ -119,6 +119,13 @@ def test_one_process_saves_into_a_folder_that_is_there(one):
     assert (path / "checkpoint.narrowcast").is_file()
 
 
+def test_a_folder_of_other_things_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(CheckpointError, match=r"is a folder with other things in it \(notes.txt\)"):
+        save_checkpoint(tmp_path, torch.nn.Linear(1, 1))
+    assert [one.name for one in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_an_altered_or_missing_byte_of_a_folder_is_found(one):
     path, model = one
     before = model.weight.detach().clone()

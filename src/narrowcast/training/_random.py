@@ -32,7 +32,7 @@ def random_states() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "devices": {
-            f"{kind}:{index}": torch.get_device_module(kind).get_rng_state(index)
+            f"{kind}:{index}": torch.get_device_module(kind).get_rng_state(*_which(kind, index))
             for kind in _kinds_in_use()
             for index in range(torch.get_device_module(kind).device_count())
         },
@@ -67,7 +67,7 @@ def set_random_states(states: dict[str, Any]) -> list[str]:
     for name, state in states["devices"].items():
         if _is_here(name):
             kind, _, index = name.partition(":")
-            torch.get_device_module(kind).set_rng_state(state, int(index))
+            torch.get_device_module(kind).set_rng_state(state, *_which(kind, int(index)))
         else:
             notes.append(f"the random state of {name} was not set: this process has no such device")
     new = [f"{k}:{i}" for k in _kinds_in_use() for i in range(torch.get_device_module(k).device_count())]
@@ -88,6 +88,10 @@ def _kinds_in_use() -> list[str]:
         if module is not None and module.is_available() and module.is_initialized():
             kinds.append(kind)
     return [*kinds, *(["mps"] if torch.backends.mps.is_available() else [])]
+
+
+def _which(kind: str, index: int) -> tuple[int, ...]:
+    return () if kind == "mps" else (index,)  # torch.mps has one device, and takes no number
 
 
 def _is_here(name: str) -> bool:
