@@ -168,11 +168,18 @@ def power_of_two(text: str) -> float:
     return number
 
 
+def exponent(text: str) -> int:
+    number = int(text)
+    if not -120 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"expected a whole number from -120 to 100, not {text}")
+    return number
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Draw activation gradients over the window of fp16.")
     parser.add_argument("--steps", type=whole_number_from(1), default=20, help="training steps counted (20)")
     parser.add_argument("--scale", type=power_of_two, default=1.0, help="the loss scale that is drawn (1)")
-    parser.add_argument("--normal", type=int, metavar="K", help="count normal deviates of the size 2**K")
+    parser.add_argument("--normal", type=exponent, metavar="K", help="count normal deviates of the size 2**K")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and deviates (0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)

@@ -58,3 +58,6 @@ def test_bad_options_are_refused_in_one_line():
     assert refused("gradient_histogram.py", "--steps", "0") == (
         "argument --steps: expected a whole number from 1 up, not 0"
     )
+    assert refused("gradient_histogram.py", "--normal", "200") == (
+        "argument --normal: expected a whole number from -120 to 100, not 200"
+    )
