@@ -116,6 +116,14 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _warnings_come_again():
+    """What is said once a process is said to each test, whatever tests came before."""
+    guards = sys.modules.get("narrowcast.casting._guards")
+    if guards is not None:
+        guards.forget_warnings()
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
