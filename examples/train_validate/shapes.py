@@ -12,8 +12,8 @@ def generate(count: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tens
     """Return images (count, 1, size, size), float32, and the class of each pixel (count, size, size), int64.
 
     Each image has three shapes of random kinds, places and extents; a later one covers an earlier one. Discs
-    and rings are brighter than the ground by 0.6 to 1.2, rectangles are as much darker. The same numbers come
-    of the same seed on every rank.
+    are brighter than the ground by 0.5 to 1, rings by 1 to 1.5, and rectangles are darker by 0.5 to 1. The
+    same numbers come of the same seed on every rank.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -33,7 +33,7 @@ def generate(count: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tens
         ring = disc & (distance > 0.5 * radius)
         rectangle = (across.abs() < width) & (down.abs() < height)
         covered = torch.where(kind == 1, disc, torch.where(kind == 2, rectangle, ring))
-        brightness = uniform(0.6, 1.2) * torch.where(kind == 2, -1, 1)
+        brightness = uniform(0.5, 1.0) * torch.where(kind == 2, -1, 1) + torch.where(kind == 3, 0.5, 0.0)
         labels = torch.where(covered, kind, labels)
         images = torch.where(covered, brightness, images)
     images += NOISE * torch.randn(count, size, size, generator=generator)

@@ -115,7 +115,8 @@ class TrainValidate:
 
     def validate(self, epoch: int) -> Scores:
         """Look at every validation image of every rank."""
-        pairs = torch.zeros(len(self.classes), len(self.classes), device=self.device)
+        count = len(self.classes)
+        pairs = torch.zeros(count, count, dtype=torch.int64, device=self.device)
         loss_sum = torch.zeros((), device=self.device)
         with self._validation():
             for images, labels in self._batches(self.validation_loader, "validation"):
