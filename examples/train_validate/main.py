@@ -14,7 +14,7 @@ Run it:
 
 What to look at: the last line, `mean IoU 0.9324`, is of the validation images: for each class the pixels that
 are both predicted and true, divided by those that are either. It should be above 0.8, whatever the policy and
-however many ranks; a network that takes rings for discs, as with `--seed 2`, stays at 0.6. `runs/SCENARIO` has
+however many ranks; one that takes rings for discs, as with `--seed 2`, stays at 0.6. `runs/SCENARIO` has
 TensorBoard's files and the weights of the best epoch (`best.pt`), and `train_validate.png` shows images with
 their true and their predicted classes. Both lie in the folder that the environment variable
 NARROWCAST_RUN_DIR names, or in the current one.
