@@ -9,7 +9,8 @@ import sys
 import pytest
 from example_runs import EXAMPLES
 
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+PROGRAMS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/main.py"))
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py")) + PROGRAMS
 # Of these every cell runs but the last, which starts the run.
 NOT_RUN = {
     "digits.py": "trains for half a minute at its default size",
@@ -17,6 +18,9 @@ NOT_RUN = {
     "inference.py": "trains for many seconds at its default size",
     "loss_scaling.py": "fp16 is slow on a CPU: many seconds at its default size",
     "quantized_sine.py": "trains for half a minute at its default size",
+    "segment_recurrence/main.py": "trains for half a minute at its default size",
+    "speech_style/main.py": "trains for half a minute at its default size",
+    "train_validate/main.py": "trains for half a minute at its default size",
     "transformers_digits.py": "trains for many seconds at its default size",
     "transformers_text.py": "trains for many seconds at its default size",
 }
@@ -27,11 +31,13 @@ LAST = re.compile(
 )
 BROKEN = 'if __name__ == "__main__":\n    main(parse_arguments())\n'
 # What a kernel does: no file of its own, arguments that are not the example's, and a function of IPython's.
+# It finds modules that lie beside the notebook; each notebook has its own.
 KERNEL = r"""
 import json, linecache, os, re, sys, tempfile, traceback, types
 
 results = {}
-for name, cells in json.load(sys.stdin):
+for name, folder, cells in json.load(sys.stdin):
+    sys.path.insert(0, folder)
     sys.argv = ["ipykernel_launcher.py", "-f", "/run/kernel-1.json"]
     notebook = sys.modules["__main__"] = types.ModuleType("__main__")
     notebook.get_ipython = lambda: None
@@ -46,6 +52,10 @@ for name, cells in json.load(sys.stdin):
         except BaseException:
             results[name] = traceback.format_exc()
             break
+    sys.path.remove(folder)
+    for module, one in list(sys.modules.items()):
+        if (getattr(one, "__file__", None) or "").startswith(folder):
+            del sys.modules[module]
 json.dump(results, open(os.path.join(os.environ["NOTEBOOKS"], "results.json"), "w"))
 """
 
@@ -53,6 +63,12 @@ json.dump(results, open(os.path.join(os.environ["NOTEBOOKS"], "results.json"), "
 def cells_of(name):
     """As editors and jupytext cut them: at lines that begin with ``# %%``."""
     return re.split(r"(?m)^# %%.*\n", (EXAMPLES / name).read_text(encoding="utf-8"))
+
+
+def notebook(name, title=None, *, without_last=False):
+    """(title, the folder that it lies in, its cells)"""
+    cells = cells_of(name)
+    return title or name, str((EXAMPLES / name).parent), cells[:-1] if without_last else cells
 
 
 def as_notebooks(scripts, folder):
@@ -91,8 +107,9 @@ def test_what_is_not_run_is_there_and_has_a_reason():
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """The quick ones, and one that is broken on purpose: it takes the kernel's arguments for its own."""
-    scripts = [(name, cells_of(name)) for name in RUN]
-    scripts.append(("broken", [*cells_of("step_by_step.py")[:-1], BROKEN]))
+    scripts = [notebook(name) for name in RUN]
+    title, place, cells = notebook("step_by_step.py", "broken", without_last=True)
+    scripts.append((title, place, [*cells, BROKEN]))
     return as_notebooks(scripts, tmp_path_factory.mktemp("notebooks"))
 
 
@@ -107,6 +124,6 @@ def test_arguments_of_a_kernel_are_not_the_examples(quick):
 
 
 def test_the_others_run_up_to_their_last_cell(tmp_path):
-    results, printed = as_notebooks([(name, cells_of(name)[:-1]) for name in NOT_RUN], tmp_path)
+    results, printed = as_notebooks([notebook(name, without_last=True) for name in NOT_RUN], tmp_path)
     assert results == dict.fromkeys(NOT_RUN, "ran")
     assert not any(printed.values())
