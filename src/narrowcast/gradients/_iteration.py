@@ -74,7 +74,7 @@ class Iteration:
         state = self.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise OrderError(
-                "step() has already been called since the last update()."
+                "step() has already been called since the last update(): call update() once after it"
                 if method == "step"
                 else f"{method}() is being called after step(): call it between backward and step."
             )
@@ -331,7 +331,9 @@ class Iteration:
     ) -> StepResult:
         """A step whose closure makes scaled gradients; the optimizer sees true ones, and only finite ones."""
         if self.states[id(optimizer)]["stage"] is OptState.STEPPED:
-            raise OrderError("step() has already been called since the last update().")
+            raise OrderError(
+                "step() has already been called since the last update(): call update() once after it"
+            )
         if getattr(optimizer, "holds_low_weights", False):
             raise UnsupportedError(
                 f"a closure of a {type(optimizer).__name__} whose weights are held in a low format could not "

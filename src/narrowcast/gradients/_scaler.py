@@ -156,10 +156,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             NaN or infinite where a gradient is; the step is then skipped.
 
         Raises:
-            ScaleError: a ``max_norm`` that is negative or NaN.
+            ScaleError: a ``max_norm`` that is negative or NaN; parameters instead of their optimizer.
             OrderError: before ``scale`` or after ``step``.
             Fp16GradientError: gradients in fp16, without ``allow_fp16_gradients``.
         """
+        _settings.check_optimizer(optimizer)
         _settings.check_not_negative("max_norm", max_norm)
         if self._enabled:
             return self._iteration.clip_norm(optimizer, max_norm, float(norm_type))
@@ -174,6 +175,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         Raises:
             OrderError: and whatever else ``clip_grad_norm_`` raises.
         """
+        _settings.check_optimizer(optimizer)
         _settings.check_not_negative("value", value)
         if self._enabled:
             self._iteration.clip_value(optimizer, value)

@@ -78,6 +78,14 @@ def device_type_of(device: Any, *, enabled: bool) -> str | None:
     return device_type
 
 
+def check_optimizer(optimizer: Any) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise ScaleError(
+            f"expected the optimizer, whose gradients are clipped, got {type(optimizer).__name__}: "
+            "write scaler.clip_grad_norm_(optimizer, 1.0), not model.parameters()"
+        )
+
+
 def check_not_negative(name: str, value: float) -> None:
     if isinstance(value, torch.Tensor):
         return  # looking would wait for the device; a NaN there makes every gradient NaN, and that is checked
