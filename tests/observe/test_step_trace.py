@@ -93,7 +93,7 @@ def test_a_skipped_step(scaler, factor, fused):
     assert set(weights.values()) == {(-0.5, 2.0)}
     assert trace["backward"].gradients["weight"].isfinite().sum() == 0
     assert "taken" not in str(trace)
-    assert [line[:7].rstrip() for line in str(trace).splitlines()].count("skipped") == 1
+    assert [line[:8].strip() for line in str(trace).splitlines()].count("skipped") == 1
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
@@ -406,6 +406,8 @@ def test_what_cannot_be_traced_is_refused():
         nc.observe.trace_step(3, optimizer)
     with pytest.raises(SettingError, match=r"expected a torch\.optim\.Optimizer, or several, got NoneType"):
         nc.observe.trace_step(model)
+    with pytest.raises(SettingError, match=r"got Stepper: write trace_step\(stepper\)"):
+        nc.observe.trace_step(model, nc.Stepper(model, optimizer))
     with pytest.raises(SettingError, match=r"expected a torch\.amp\.GradScaler or None, got str"):
         nc.observe.trace_step(model, optimizer, scaler="dynamic")
     stepper = nc.Stepper(model, optimizer, "fp32")

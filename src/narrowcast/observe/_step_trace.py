@@ -340,7 +340,9 @@ def trace_step(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
-            raise SettingError(f"expected a torch.optim.Optimizer, or several, got {type(one).__name__}")
+            hint = ": write trace_step(stepper)" if isinstance(one, Stepper) else ""
+            got = type(one).__name__ + hint
+            raise SettingError(f"expected a torch.optim.Optimizer, or several, got {got}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise SettingError(f"expected a torch.amp.GradScaler or None, got {type(scaler).__name__}")
     return StepTrace(model, optimizers, [] if scaler is None else [scaler])

@@ -88,7 +88,8 @@ def stage_lines(stage: Stage, label: str) -> list[str]:
         shape = [] if weight.numel() <= _MOST_SHOWN else [f"  {_shape(weight)}"]
         cells = ([*_broken(name, _WIDTHS["tensor"]), *shape], _cell(weight), _cell(stage.gradients[name]))
         rows += zip_longest(*cells, fillvalue="")
-    named = zip_longest(textwrap.wrap(label, _WIDTHS["stage"]), rows, fillvalue="")
+    labels = textwrap.wrap(label, _WIDTHS["stage"], subsequent_indent=" ")  # else "step" begins a stage
+    named = zip_longest(labels, rows, fillvalue="")
     return [_row(dict(zip(_WIDTHS, (text, *(row or ("", "", ""))), strict=True))) for text, row in named]
 
 
