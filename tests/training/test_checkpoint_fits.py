@@ -131,7 +131,7 @@ def test_another_optimizer_is_refused(path):
     model = net(4, 2)
     save_checkpoint(path, model, loop(model))
     kind = refused(path, model, loop(model, torch.optim.Adam))
-    assert "optimizer '0' is a Adam, and the checkpoint holds a AdamW" in kind
+    assert "optimizer '0' is of Adam, and that in the checkpoint of AdamW" in kind
     rates = refused(path, model, loop(model, torch.optim.SGD), strict=False)
     assert "is of another kind than SGD: it has no dampening, momentum, nesterov" in rates
 
@@ -290,8 +290,10 @@ def test_scalers_of_torch_and_ours_load_from_each_other(path):
 
 def test_what_is_given_is_checked(path):
     model = net(4, 2)
+    stepper = nc.Stepper(model, loop(model), "bf16")
     for options, message in (
         ({"optimizer": "adam"}, "expected optimizer to be something with state_dict"),
+        ({"optimizer": stepper}, "expected a torch.optim.Optimizer, got Stepper: write stepper="),
         (
             {"held": torch.optim.SGD(model.parameters(), 0.1)},
             "expected held to be what nc.weights.hold returns",

@@ -172,6 +172,9 @@ def loose_group(optimizer: Any, scheduler: Any, scaler: Any, held: Any, owned: s
     group = Group(mine("optimizer", optimizer), {}, mine("scheduler", scheduler), mine("scaler", scaler))
     handles = list(mine("held", held).values())
     for name, one in group.optimizers.items():
+        if not hasattr(one, "param_groups"):
+            hint = ": write stepper=" if type(one).__name__ == "Stepper" else ""
+            raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(one).__name__}{hint}")
         handle = held_by(one)
         if handle is not None:
             group.held[name] = handle
@@ -218,7 +221,7 @@ def _kind_in(saved: Any) -> str:
 def _check_kind(fit: Fit, what: str, name: str, one: Any, saved: Mapping[str, Any]) -> None:
     if saved["kind"] is not None and saved["kind"] != kind_of(one):
         fit.unless_strict(
-            f"{what} {name!r} is a {kind_of(one)}, and the checkpoint holds a {saved['kind']}",
+            f"{what} {name!r} is of {kind_of(one)}, and that in the checkpoint of {saved['kind']}",
             f"Make the {what} that was saved",
             "its state was loaded all the same",
         )

@@ -50,7 +50,14 @@ class Ranks:
         if not self.together:
             return [value]
         gathered: list[Any] = [None] * self.count
-        dist.all_gather_object(gathered, value)
+        try:
+            dist.all_gather_object(gathered, value)
+        except RuntimeError as error:
+            error.add_note(
+                f"rank {self.rank} waited here for the others: every rank calls save_checkpoint and "
+                "load_checkpoint, with the same path; not under `if rank == 0`"
+            )
+            raise
         return gathered
 
     def agreed(self, work: Callable[[], Result]) -> Result:
