@@ -2,10 +2,13 @@
 
 import os
 import re
+import subprocess
+import sys
+import termios
 
 import pytest
 import torch
-from example_runs import EXAMPLES, refused, run, succeeded
+from example_runs import EXAMPLES, load, refused, run, succeeded
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 MAIN = "train_validate/main.py"
@@ -95,6 +98,42 @@ def test_the_best_weights_and_the_picture_are_kept(both):
     assert written[0] == "best.pt"
     assert written[1].startswith("events.out.tfevents")
     assert written[2:] == ["train_validate.png"]
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [((), {torch.float32}), (("--validate-in", "policy"), {torch.bfloat16})]
+)
+def test_validation_computes_in_fp32_or_as_training_does(option, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NARROWCAST_RUN_DIR", str(tmp_path))
+    example = load(MAIN)
+    seen = {True: set(), False: set()}
+
+    class Watched(example.UNet):
+        def __init__(self, width):
+            super().__init__(width)
+            self.classify.register_forward_hook(lambda _, given, out: seen[self.training].add(out.dtype))
+
+    monkeypatch.setattr(example, "UNet", Watched)
+    monkeypatch.setattr(example, "draw", lambda *given: None)
+    example.main(example.parse_arguments([*TINY, "--policy", "bf16", "--device", "cpu", *option]))
+    assert seen == {True: {torch.bfloat16}, False: expected}
+    mean_iou(capsys.readouterr().out.splitlines())
+
+
+def test_progress_is_shown_where_there_is_a_terminal(tmp_path):
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / MAIN), *TINY, "--device", "cpu"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs, check=False, timeout=120,
+    )  # fmt: skip
+    os.set_blocking(ours, False)
+    shown = os.read(ours, 2**16).decode()
+    os.close(theirs)
+    os.close(ours)
+    assert done.returncode == 0, shown
+    assert re.search(r"epoch 1: .* 0/1 ", shown)
+    assert re.search(r"validation: .* 0/1 ", shown)
 
 
 def test_fp16_in_the_folder_that_is_named(tmp_path):
