@@ -36,8 +36,9 @@ docs: $(READY)  ## build the documentation, strictly, into build/docs/
 test: $(READY)  ## run every test
 	$(RUN) -m pytest
 
-test-long: $(READY)  ## 12,000 random trainings under torch's scaler and ours, 400 kills while saving; minutes
-	HYPOTHESIS_PROFILE=long $(RUN) -m pytest tests/gradients/test_against_torch.py tests/training/test_checkpoint_kills.py
+test-long: $(READY)  ## 12,000 random trainings, 400 kills while saving, all commands of the documents; minutes
+	HYPOTHESIS_PROFILE=long $(RUN) -m pytest tests/gradients/test_against_torch.py \
+		tests/training/test_checkpoint_kills.py tests/test_documents.py
 
 check: $(READY)  ## lint, formatting, types and the order of the rooms
 	$(RUN) -m ruff check .

@@ -21,7 +21,7 @@ BUDGET_S = defaultdict(
     {
         "attach": 900.0,
         "casting": 900.0,
-        "house": 420.0,
+        "house": 600.0,
         "weights": 120.0,
         "verify": 900.0,
         "examples": 1200.0,

@@ -13,6 +13,7 @@ import pytest
 import torch
 import typer
 
+import narrowcast as nc
 from narrowcast.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -207,6 +208,60 @@ def test_what_a_page_shows_runs_by_its_command(document, command, says, tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
+
+
+def commands_of(page):
+    """Those of narrowcast for a script of the reader's, each once, in the order of the page."""
+    lines = [line.split(" #")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
+    return [one for one in dict.fromkeys(lines) if one.startswith("narrowcast ") and "examples/" not in one]
+
+
+PAGES_OF_COMMANDS = ["doctor", "explain", "policies", "run"]
+if os.environ.get("HYPOTHESIS_PROFILE") == "long":
+    PAGES_OF_COMMANDS.append("compare")  # minutes, for each of its commands runs the script many times
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES_OF_COMMANDS)
+def test_commands_of_a_page_run_one_after_the_other(page, tmp_path):
+    script = files(ROOT / "docs" / "index.md")["train.py"].replace("range(50)", "range(120)")
+    (tmp_path / "package").mkdir()
+    for name in ("train.py", "package/train.py"):
+        (tmp_path / name).write_text(script, encoding="utf-8")
+    (tmp_path / "policy.toml").write_text(
+        blocks(ROOT / "docs" / "policy-file.md", "toml")[1], encoding="utf-8"
+    )
+    commands = commands_of(ROOT / "docs" / f"{page}.md")
+    assert commands
+    if "narrowcast report out" in commands:
+        commands.insert(0, "narrowcast run --policy bf16 --run-dir out train.py")
+    for command in commands:
+        _, verb, *words = shlex.split(command)
+        budget = ["--budget-s", "1"] if verb == "doctor" else []
+        done = subprocess.run(
+            [sys.executable, "-m", "narrowcast", verb, *budget, *words],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"NARROWCAST_CACHE_DIR": str(tmp_path / "cache")},
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+TOML_BLOCKS = {
+    f"{path.relative_to(ROOT)}, block {number}": text
+    for path in DOCUMENTS
+    for number, text in enumerate(blocks(path, "toml"))
+}
+
+
+@pytest.mark.parametrize("name", TOML_BLOCKS)
+def test_toml_blocks_are_policies(name, tmp_path):
+    path = tmp_path / "policy.toml"
+    path.write_text(TOML_BLOCKS[name], encoding="utf-8")
+    policy = nc.Policy.load(path)
+    assert len(policy.rules) >= TOML_BLOCKS[name].count("[[rule]]") > 0
 
 
 def test_every_example_is_listed_run_and_shown():
