@@ -82,7 +82,7 @@ def check_optimizer(optimizer: Any) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise ScaleError(
             f"expected the optimizer, whose gradients are clipped, got {type(optimizer).__name__}: "
-            "write scaler.clip_grad_norm_(optimizer, 1.0), not model.parameters()"
+            "give the optimizer, not model.parameters()"
         )
 
 
