@@ -160,8 +160,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             OrderError: before ``scale`` or after ``step``.
             Fp16GradientError: gradients in fp16, without ``allow_fp16_gradients``.
         """
-        _settings.check_optimizer(optimizer)
-        _settings.check_not_negative("max_norm", max_norm)
+        _settings.check_clipping(optimizer, "max_norm", max_norm)
         if self._enabled:
             return self._iteration.clip_norm(optimizer, max_norm, float(norm_type))
         return clip_by_torch(optimizer, max_norm, float(norm_type))
@@ -175,8 +174,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         Raises:
             OrderError: and whatever else ``clip_grad_norm_`` raises.
         """
-        _settings.check_optimizer(optimizer)
-        _settings.check_not_negative("value", value)
+        _settings.check_clipping(optimizer, "value", value)
         if self._enabled:
             self._iteration.clip_value(optimizer, value)
         else:

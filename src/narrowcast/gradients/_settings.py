@@ -78,19 +78,16 @@ def device_type_of(device: Any, *, enabled: bool) -> str | None:
     return device_type
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_clipping(optimizer: Any, name: str, limit: float) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise ScaleError(
             f"expected the optimizer, whose gradients are clipped, got {type(optimizer).__name__}: "
             "give the optimizer, not model.parameters()"
         )
-
-
-def check_not_negative(name: str, value: float) -> None:
-    if isinstance(value, torch.Tensor):
+    if isinstance(limit, torch.Tensor):
         return  # looking would wait for the device; a NaN there makes every gradient NaN, and that is checked
-    if not (isinstance(value, int | float) and value >= 0):
-        raise ScaleError(f"{name} must be a number of at least 0, got {value!r}")
+    if not (isinstance(limit, int | float) and limit >= 0):
+        raise ScaleError(f"{name} must be a number of at least 0, got {limit!r}")
 
 
 def one_number(value: Any) -> float:
