@@ -1,7 +1,6 @@
 """Training beside stored weights (LoRA), and its refusal where stored weights would train."""
 
 import copy
-import gc
 import sys
 
 import pytest
@@ -11,13 +10,6 @@ import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def _nothing_ends_meanwhile():
-    """Policies of other tests that are garbage take their kernels with them before, and not in between."""
-    gc.collect()
-    torch.manual_seed(0)
 
 
 class LoraLinear(torch.nn.Module):

@@ -137,6 +137,30 @@ def test_a_policy_that_dies_while_its_region_is_open(before):
     assert whole_table() == before
 
 
+def test_kernels_go_when_no_thread_has_a_region_open(before):
+    policy = nc.Policy(compute="bf16").with_rules(nc.rule.op("softmax", compute="fp16"))
+    with nc.autocast("cpu", policy=policy):
+        pass
+    opened, closed = threading.Event(), threading.Event()
+
+    def other():
+        with nc.autocast("cpu", torch.bfloat16):
+            opened.set()
+            closed.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    opened.wait()
+    with nc.autocast("cpu", torch.bfloat16):
+        del policy
+        gc.collect()
+        assert whole_table() != before
+    assert whole_table() != before
+    closed.set()
+    thread.join()
+    assert whole_table() == before
+
+
 def test_policies_come_and_go_in_two_threads(before):
     errors = []
 

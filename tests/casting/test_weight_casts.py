@@ -65,6 +65,19 @@ def test_one_cast_serves_a_region(layer):
     assert casts.count == 1
 
 
+def test_the_end_of_another_policy_changes_nothing_before_the_region_ends(layer):
+    """Policies end when garbage is collected: PyTorch's kernel, back in place, would cast the weight again."""
+    other = nc.Policy.preset("fp32").with_rules(rule.op("linear", compute="fp32"))
+    with nc.autocast("cpu", policy=other):
+        layer(X)
+    with nc.autocast("cpu", torch.float16), Casts((4, 4)) as casts:
+        layer(X)
+        del other
+        gc.collect()
+        layer(X)
+    assert casts.count == 1
+
+
 def test_each_region_casts_anew(layer):
     with Casts((4, 4)) as casts:
         for _ in range(3):

@@ -2,7 +2,7 @@
 
 A rule for an operator replaces the kernel that autocast has for it: it stands above autograd, so that casts
 are differentiated, and serves calls from Python and from C++ alike. It is there as long as some policy needs
-it; with the last such policy it goes, and the dispatch table is then as before.
+it; with the last such policy it goes, outside of regions, and the dispatch table is then as before.
 Where no rule is in force in the calling thread a kernel does what PyTorch does:
 
 - an operator on PyTorch's table calls the kernel that was there, fetched before ours took its place;
@@ -28,6 +28,7 @@ from narrowcast.casting._calls import pass_by
 from narrowcast.casting._layers import Front
 from narrowcast.casting._native import native_kernel
 from narrowcast.casting._places import here
+from narrowcast.casting._regions import once_none_is_open
 from narrowcast.casting._torch_internals import make_library, unseen_by_the_compiler
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
@@ -154,21 +155,35 @@ def hold(device_type: str, ops: tuple[str, ...]) -> None:
 
 
 def release(device_type: str, ops: tuple[str, ...]) -> None:
-    """Take away each kernel that nobody else needs."""
+    """Take away each kernel that nobody else needs, as soon as no region is open in any thread.
+
+    Policies end when garbage is collected. In the middle of a region a weight would be cast again, for
+    PyTorch's kernel, and the gradients of its two casts add up in another format.
+    """
     with _lock:
-        library = _libraries[device_type]
-        library.users.subtract(ops)
-        library.users += Counter()  # without those that nobody needs
-        unneeded = [op for op in library.installed if op not in library.users]
-        if unneeded:
-            with _overlays_aside():
-                for op in unneeded:
-                    library.drop(op)
+        users = _libraries[device_type].users
+        users.subtract(ops)
+        users += Counter()  # without those that nobody needs
+    once_none_is_open(_take_away_unneeded)
+
+
+def _take_away_unneeded() -> None:
+    with _lock:
+        unneeded = {
+            device_type: [op for op in library.installed if op not in library.users]
+            for device_type, library in _libraries.items()
+        }
+        if not any(unneeded.values()):
+            return
+        with _overlays_aside():
+            for device_type, ops in unneeded.items():
+                for op in ops:
+                    _libraries[device_type].drop(op)
         if not any(one.users for one in _libraries.values()):
             _front.uncover()
         else:
             elsewhere = {op for one in _libraries.values() for op in one.installed}
-            _front.uncover([op for op in unneeded if op not in elsewhere])
+            _front.uncover([op for ops in unneeded.values() for op in ops if op not in elsewhere])
 
 
 def _native_of(op: str, device_type: str) -> Callable[..., Any] | None:

@@ -69,14 +69,17 @@ class _Process:
         self.lock = threading.Lock()
         self.caching: set[_Frame] = set()
         self.format_of_casts: torch.dtype | None = None
+        self.regions = 0
         self.audible_regions = 0
         self.travelling_regions = 0
         # Set by the file that knows of checkpointing, which this one cannot import.
         self.install_binding: Callable[[], object] = bool
         self.remove_binding: Callable[[], object] = bool
+        self.afterwards: Callable[[], object] | None = None
 
     def open(self, frame: _Frame, *, cache: bool) -> None:
         with self.lock:
+            self.regions += 1
             if frame.enabled_before and frame.cache_before:  # perhaps by torch.autocast, which has no frame
                 self.hold_casts_of(frame.dtype_before)
             if cache and self.may_cache(frame):
@@ -109,6 +112,16 @@ class _Process:
                 self.format_of_casts = None
             elif frame.enabled_before and frame.cache_before:
                 self.hold_casts_of(frame.dtype_before)
+            self.regions -= 1
+        if self.afterwards is not None:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Do what waits for the end of every region, if that has come."""
+        if self.regions == 0:
+            work, self.afterwards = self.afterwards, None
+            if work is not None:
+                work()
 
     def may_cache(self, frame: _Frame) -> bool:
         for other in self.caching:
@@ -126,6 +139,7 @@ class _Process:
         """The child has this thread alone, and the lock may have been held by another."""
         self.lock = threading.Lock()
         self.caching = {frame for frame in self.caching if frame.thread is _here.frames}
+        self.regions = len(_here.frames)
         self.audible_regions = sum(frame.audible for frame in _here.frames)
         self.travelling_regions = sum(frame.travels for frame in _here.frames)
 
@@ -265,6 +279,15 @@ def needs_to_travel() -> bool:
 def ask_to_bind(*, install: Callable[[], object], remove: Callable[[], object]) -> None:
     """Hand over what is called as the first region that travels opens, and as the last one closes."""
     _process.install_binding, _process.remove_binding = install, remove
+
+
+def once_none_is_open(work: Callable[[], object]) -> None:
+    """Call ``work`` now, or as the last region that is open in any thread closes.
+
+    Without the lock: garbage may be collected, and call this, while this thread holds it.
+    """
+    _process.afterwards = work
+    _process.catch_up()
 
 
 def is_open_here() -> bool:
