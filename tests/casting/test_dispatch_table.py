@@ -151,13 +151,16 @@ def test_kernels_go_when_no_thread_has_a_region_open(before):
     thread = threading.Thread(target=other)
     thread.start()
     opened.wait()
-    with nc.autocast("cpu", torch.bfloat16):
-        del policy
-        gc.collect()
-        assert whole_table() != before
-    assert whole_table() != before
-    closed.set()
-    thread.join()
+    try:
+        with nc.autocast("cpu", torch.bfloat16):
+            del policy
+            gc.collect()
+            inside = whole_table()
+        elsewhere = whole_table()
+    finally:
+        closed.set()
+        thread.join()
+    assert inside == elsewhere != before
     assert whole_table() == before
 
 
