@@ -66,7 +66,7 @@ def test_one_cast_serves_a_region(layer):
 
 
 def test_the_end_of_another_policy_changes_nothing_before_the_region_ends(layer):
-    """Policies end when garbage is collected: PyTorch's kernel, back in place, would cast the weight again."""
+    """A policy ends when garbage is collected: PyTorch's kernel, back in place, would cast anew."""
     other = nc.Policy.preset("fp32").with_rules(rule.op("linear", compute="fp32"))
     with nc.autocast("cpu", policy=other):
         layer(X)
