@@ -1,7 +1,9 @@
 """Training beside stored weights (LoRA), and its refusal where stored weights would train."""
 
 import copy
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +43,12 @@ def batches(steps):
     return [torch.randn(8, 16, generator=generator) for _ in range(steps)]
 
 
+def after_a_first_call(*models):
+    """Calls in which formats are found keep no casts while other threads run, as of tests before."""
+    for model in models:
+        model(batches(1)[0].requires_grad_())
+
+
 def trained(model, steps=4):
     """Losses, gradients of each step, and the parameters that train."""
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 1e-2)
@@ -72,6 +80,7 @@ def test_adapters_train_to_the_bit_as_under_apply(by_a_rule, keep_fp32):
     reference = copy.deepcopy(model)
     applied = nc.apply(reference, policy)
     handle = nc.bake(model, policy, frozen_only=True, keep_fp32=keep_fp32)
+    after_a_first_call(model, reference)
     ours, theirs = trained(model), trained(reference)
     assert len(ours) == len(theirs)
     assert not differing(ours, theirs)
@@ -86,6 +95,32 @@ def test_adapters_train_to_the_bit_as_under_apply(by_a_rule, keep_fp32):
     else:
         with pytest.warns(UserWarning, match="widened 4 weights"):
             handle.restore()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_first_call_beside_other_threads_casts_a_weight_at_each_use(others):
+    """In a process of its own, where nothing else has left threads behind."""
+    code = f"""
+import copy, sys, threading
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch, narrowcast as nc
+from {Path(__file__).stem} import Model, differing, trained
+torch.manual_seed(0)
+ended = threading.Event()
+if {others}:
+    threading.Thread(target=ended.wait).start()
+model = Model()
+reference = copy.deepcopy(model)
+nc.apply(reference, "bf16")
+nc.bake(model, "bf16", frozen_only=True)
+ours, theirs = trained(model, 1), trained(reference, 1)
+ended.set()
+print(sorted(set(differing(ours, theirs)) & set(range(8))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # The gradients of the adapters that are used twice, added up in fp32 and not in bf16.
+    assert done.stdout == ("[6, 7]\n" if others else "[]\n")
 
 
 def test_adapters_train_with_a_stepper():
@@ -230,6 +265,7 @@ def test_a_frozen_weight_under_a_checkpoint():
         reference = copy.deepcopy(model)
         nc.apply(reference, "bf16")
         with nc.bake(model, "bf16", frozen_only=True) as handle:
+            after_a_first_call(model, reference)
             ours, theirs = trained(model), trained(reference)
             assert not differing(ours, theirs)
             assert len(handle.formats) == 4

@@ -31,8 +31,10 @@ def bake(
 
     Training a stored weight is refused: an UnsupportedError where a gradient reaches it, before it is
     accumulated, and where an optimizer would step on it, a frozen one that was unfrozen meanwhile included.
-    Gradients for the inputs and for weights that stay in fp32 are those under ``nc.apply``. A copy of the
-    model, by ``deepcopy`` or pickle, is baked on its own; ``nc.casting.baked(model)`` is its handle.
+    Gradients for the inputs and for weights that stay in fp32 are those under ``nc.apply``; but in the first
+    call, while other threads run, a weight is cast at each use, and the gradients of its uses add up in fp32.
+    A copy of the model, by ``deepcopy`` or pickle, is baked on its own; ``nc.casting.baked(model)`` is its
+    handle.
 
     Args:
         model: any module on any device.
