@@ -22,7 +22,8 @@ def train(rank):
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
-    print(f"process {rank}: {model.seen}", flush=True)
+    sys.stdout.write(f"process {rank}: {model.seen}\n")  # at once: another process writes there too
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
