@@ -60,7 +60,7 @@ class UNet(nn.Module):
     @staticmethod
     def _layer(channels_in: int, channels_out: int) -> nn.Sequential:
         convolution = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)
-        return nn.Sequential(convolution, nn.GroupNorm(4, channels_out), nn.ReLU())
+        return nn.Sequential(convolution, nn.GroupNorm(4, channels_out), nn.GELU())
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Turn images (N, 1, H, W), H and W multiples of 4, into logits (N, 4, H, W)."""
