@@ -160,7 +160,11 @@ def test_a_part_that_is_left_out_is_refused_unless_only_the_model_is_wanted(path
     assert found.notes == (
         "the checkpoint holds a scheduler '0' (StepLR) that was not given: it was not loaded",
     )
-    alone = load_checkpoint(path, net(4, 2, seed=1))
+    evaluated = net(4, 2, seed=1)
+    torch.rand(5)
+    before = torch.get_rng_state()
+    alone = load_checkpoint(path, evaluated)
+    assert torch.equal(torch.get_rng_state(), before), "who evaluates a model draws on as before"
     assert alone.position == 3
     assert [note.partition(" that")[0] for note in alone.notes] == [
         "the checkpoint holds an optimizer '0' (AdamW)",

@@ -144,8 +144,8 @@ def load_checkpoint(
     Args:
         path: of a checkpoint.
         model, optimizer, stepper, scheduler, scaler, held, policy: as for ``save_checkpoint``. With the model
-            alone, as to evaluate it, the rest of the checkpoint is left out. What a loop without a Stepper
-            saved can be loaded into one, and the other way round.
+            alone, as to evaluate it, the rest of a run is left out, and random states stay as they are. What
+            a loop without a Stepper saved can be loaded into one, and the other way round.
         strict: refuse what differs. False: load what fits, and say in ``notes`` what does not; weights are
             converted, rounded to nearest.
 

@@ -121,6 +121,8 @@ class Parts:
         if stepper is not None and self.stepper is not None:
             self._check_lanes(fit, stepper)
         self.loose.check(fit, tree["loose"], self.names)
+        if self.stepper is None and not self.loose and any(tree["loose"].values()):
+            tree["random"] = None  # the model alone is wanted, not a run that goes on
         if tree["random"] is not None:
             try:
                 check_random_states(tree["random"])
