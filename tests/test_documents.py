@@ -198,12 +198,17 @@ def test_what_a_page_shows_runs_by_its_command(document, command, says, tmp_path
         (tmp_path / name).write_text(text, encoding="utf-8")
     program, *words = command.split()
     module = {"torchrun": "torch.distributed.run"}.get(program, program)
+    own = {
+        "NARROWCAST_CACHE_DIR": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PET_STANDALONE": "1",  # torchrun takes a free port then, whoever else uses its usual one
+    }
     done = subprocess.run(
         [sys.executable, "-m", module, *words],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=os.environ | {"NARROWCAST_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+        env=os.environ | own,
         check=False,
     )
     assert done.returncode == 0, done.stderr
