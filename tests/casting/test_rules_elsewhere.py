@@ -68,6 +68,8 @@ def composites():
     layer, quick = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
     quick.eval()
     return {
+        "a weight in fp8": lambda: F.linear(x, y.to(torch.float8_e4m3fn)),
+        "two formats of fp8": lambda: torch.mm(y.to(torch.float8_e5m2), y.to(torch.float8_e4m3fn)),
         "einsum": lambda: torch.einsum("bij,jk->bik", x, y),
         "lstm": lambda: lstm(x)[0],
         "gru": lambda: gru(x)[0],
