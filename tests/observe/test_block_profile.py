@@ -96,6 +96,8 @@ def test_numbers_are_there_when_the_block_has_ended():
             _ = profile.peak_bytes
         with pytest.raises(OrderError, match="open already"):
             profile.__enter__()
+    with profile, pytest.raises(OrderError, match="the block has not ended"):
+        _ = profile.duration_s  # that of the block before is not taken for this one's
 
 
 def test_another_profiler_takes_the_memory_and_leaves_the_time():
