@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from narrowcast import (
+        apex,
         attach,
         casting,
         formats,
@@ -40,6 +41,7 @@ __all__ = [
     "StepResult",
     "Stepper",
     "__version__",
+    "apex",
     "apply",
     "attach",
     "autocast",
@@ -81,6 +83,7 @@ _HOME_OF = {
     "rule": "narrowcast.policy",
 }
 _ROOMS = (
+    "apex",
     "attach",
     "casting",
     "formats",

@@ -11,6 +11,7 @@
     ├── Fp16GradientError (ValueError)    gradients in fp16, where small updates are lost
     ├── RegionError (RuntimeError)        a region that was left out of order
     ├── UnsupportedError (RuntimeError)   training that this policy cannot make right
+    ├── AmpError (RuntimeError)           what apex's amp refused, or was called in the wrong state
     ├── MissingExtraError (ImportError)   a package that only some features need, and that is not installed
     ├── ScaleCollapseError (RuntimeError) so many skipped steps in a row that the scale is not to blame
     ├── ScriptError (ValueError)          a script that cannot be started
@@ -71,6 +72,10 @@ class RegionError(NarrowcastError, RuntimeError):
 
 class UnsupportedError(NarrowcastError, RuntimeError):
     """Training that this policy would get wrong, refused before it does."""
+
+
+class AmpError(NarrowcastError, RuntimeError):
+    """A call that apex's amp refused too, or that comes in the wrong state of it; apex raised RuntimeErrors."""
 
 
 class MissingExtraError(NarrowcastError, ImportError):

@@ -1,0 +1,188 @@
+"""``amp.initialize``: models and optimizers made ready for one of apex's levels, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.apex._function_casts import Handle, start_casts
+from narrowcast.apex._levels import DISABLED, Properties, properties
+from narrowcast.apex._models import CastModel, check_models
+from narrowcast.apex._optimizers import prepare_optimizers
+from narrowcast.apex._state import amp_state, say
+
+_Undo = Callable[[], None]
+# What each call of ``initialize`` that is in force does to end, the latest last.
+_in_force: list[_Undo] = []
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    half_type: torch.dtype | None = None,
+) -> Any:
+    """Make models and optimizers ready for mixed precision, as apex's ``amp.initialize``.
+
+    | level | weights | functions | loss scale |
+    |---|---|---|---|
+    | ``"O0"`` | float32 | as they come | 1 |
+    | ``"O1"`` | as they are | half or float32 by ``amp.lists`` | dynamic |
+    | ``"O2"`` | half, batch norms in float32, float32 masters in the optimizer | as they come | dynamic |
+    | ``"O3"`` | half | as they come | 1 |
+
+    O0, O2 and O3 cast the models' floating inputs to their type and their outputs to float32, wherever they
+    are nested, and their ``state_dict()`` is in float32. O1 casts in each call of a model in any thread, and
+    from now on in calls outside of them in this thread, on the models' types of device, until ``shutdown()``;
+    a second call of ``initialize`` takes its place there, and leaves the models of the first as they are.
+    Backward passes cast nothing. Put models on their device before, wrap them for several devices after.
+
+    Values that overflow half become infinities, NaN stays NaN, subnormals are kept; float64, integers and
+    complex numbers stay under O1. Source: apex ``amp/frontend.py`` and ``amp/_initialize.py``.
+
+    Args:
+        models: a ``torch.nn.Module`` or a list of them, on any device.
+        optimizers: an optimizer, a list of them, or None.
+        enabled: False leaves everything as it is, so that ``scale_loss`` hands losses on.
+        opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
+        cast_model_type: in place of the level's type of weights: ``torch.float16``, ``torch.bfloat16`` or
+            another floating type.
+        patch_torch_functions, keep_batchnorm_fp32, master_weights: in place of the level's own.
+        loss_scale: a number above 0, or ``"dynamic"``.
+        cast_model_outputs: what floating outputs are cast to in place of float32; under O1 they are cast too.
+        num_losses: how many losses have a scale of their own.
+        verbosity: 0: nothing is said.
+        min_loss_scale, max_loss_scale: limits of a dynamic scale.
+        half_type: not of apex: which of ``torch.float16`` (as apex) and ``torch.bfloat16`` half means.
+
+    Returns:
+        What was given, in the same shape: a model or a list, with an optimizer or a list where there are any.
+
+    Raises:
+        AmpError: a level or setting that does not exist or does not go with the level; a model that is half
+            or wrapped already; an optimizer that was initialized before; an open region of autocast.
+        TypeError: models or optimizers of another kind.
+        PolicyError: a name on ``amp.lists`` that no operator of PyTorch can be found for.
+    """
+    amp_state.verbosity = verbosity
+    model_list, optimizer_list = _as_list("models", models, torch.nn.Module), _optimizers(optimizers)
+    if not enabled:
+        amp_state.opt_properties = DISABLED
+        return _as_given(models, optimizers)
+    wanted = properties(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        half_type=half_type,
+    )
+    check_models(model_list)
+    _start(model_list, optimizer_list, wanted, num_losses, min_loss_scale, max_loss_scale)
+    _tell(wanted)
+    return _as_given(models, optimizers)
+
+
+def shutdown() -> None:
+    """Undo every ``initialize``: functions, models and optimizers are as before, with the weights of now.
+
+    Weights that were half are in their old type again, from the masters where there are any. To be called in
+    the thread that called ``initialize``. Without effect where nothing is in force.
+
+    Raises:
+        AmpError: casts outside of models were begun by another thread, or a region of autocast was opened
+            since and is still open. Nothing is undone then.
+    """
+    while _in_force:
+        _in_force[-1]()
+        _in_force.pop()
+    amp_state.reset()
+
+
+def _start(
+    models: list[torch.nn.Module],
+    optimizers: list[Any],
+    wanted: Properties,
+    num_losses: int,
+    min_loss_scale: float | None,
+    max_loss_scale: float,
+) -> None:
+    cast_models: list[CastModel] = []
+    prepared = None
+    handle: Handle | None = None
+
+    def undo() -> None:
+        if handle is not None:
+            handle.remove()
+        values = {} if prepared is None else prepared.undo()
+        for one in reversed(cast_models):
+            one.undo({**one.originals, **values})
+
+    try:
+        for model in models:
+            cast_models.append(CastModel(model, wanted))
+        originals = {low: full for one in cast_models for low, full in one.originals.items()}
+        prepared = prepare_optimizers(
+            optimizers,
+            wanted,
+            num_losses=num_losses,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            originals=originals,
+        )
+        if wanted.patch_torch_functions:
+            handle = start_casts(models, wanted.half_type)
+    except BaseException:
+        undo()
+        raise
+    for one in cast_models:
+        one.originals.clear()
+    amp_state.opt_properties = wanted
+    amp_state.handle = handle
+    _in_force.append(undo)
+
+
+def _as_list(what: str, given: Any, kind: type) -> list[Any]:
+    found = given if isinstance(given, list) else [given]
+    wrong = next((one for one in found if not isinstance(one, kind)), None)
+    if wrong is not None or not found:
+        got = "an empty list" if not found else type(wrong).__name__
+        raise TypeError(f"expected {what} to be a {kind.__name__} or a list of them, got {got}")
+    return found
+
+
+def _optimizers(given: Any) -> list[Any]:
+    if given is None or (isinstance(given, list) and not given):
+        return []
+    return _as_list("optimizers", given, torch.optim.Optimizer)
+
+
+def _as_given(models: Any, optimizers: Any) -> Any:
+    return models if optimizers is None else (models, optimizers)
+
+
+def _tell(wanted: Properties) -> None:
+    weights = "as they are" if wanted.cast_model_type is None else _word(wanted.cast_model_type)
+    functions = f"{_word(wanted.half_type)} or float32 by the lists" if wanted.patch_torch_functions else "as they come"
+    scale = wanted.loss_scale if isinstance(wanted.loss_scale, str) else f"{wanted.loss_scale:g}"
+    say(f"amp: {wanted.opt_level}: weights {weights}, functions {functions}, loss scale {scale}")
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

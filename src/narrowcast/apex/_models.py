@@ -1,0 +1,140 @@
+"""Models under O0, O2 and O3: weights cast in place, inputs and outputs cast at each call, float32 exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.apex._levels import LOW_DTYPES, Properties
+from narrowcast.apex._state import amp_state
+from narrowcast.casting import cast_floating
+from narrowcast.errors import AmpError
+from narrowcast.weights import is_batch_or_instance_norm, lower
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+
+def check_models(models: list[torch.nn.Module]) -> None:
+    """Refuse what amp cannot start from.
+
+    Raises:
+        AmpError: a model that is wrapped for several devices already, or that holds half tensors.
+    """
+    for model in models:
+        if isinstance(model, _PARALLEL):
+            raise AmpError(
+                f"expected a model that is not wrapped yet, got a {type(model).__name__}: wrap what "
+                "amp.initialize returns"
+            )
+        if not amp_state.allow_incoming_model_not_fp32:
+            _refuse_half(model)
+
+
+def _refuse_half(model: torch.nn.Module) -> None:
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.dtype in LOW_DTYPES:
+                raise AmpError(
+                    f"expected a model in float32, got {kind} {name!r} in "
+                    f"{str(tensor.dtype).removeprefix('torch.')}: leave out .half() and .bfloat16(), "
+                    "amp.initialize casts what the level needs; to start from half nevertheless set "
+                    "amp._amp_state.allow_incoming_model_not_fp32 = True before"
+                )
+
+
+class CastModel:
+    """A model that was cast; ``undo`` brings its functions and its weights' formats back.
+
+    Attributes:
+        originals: the float32 values of the weights that were cast down, by weight, until they are dropped.
+    """
+
+    def __init__(self, model: torch.nn.Module, properties: Properties) -> None:
+        self.model = model
+        self.originals: dict[torch.Tensor, torch.Tensor] = {}
+        self._wide: list[tuple[torch.Tensor, torch.dtype]] = []
+        self._handles: list[Any] = []
+        inputs, outputs = properties.cast_model_type, properties.cast_model_outputs
+        if inputs is not None:
+            self._cast_weights(inputs, bool(properties.keep_batchnorm_fp32))
+            outputs = outputs or torch.float32
+            export = _FloatExport()
+            self._handles = [
+                module.register_state_dict_post_hook(export) for module in model.modules()
+            ]
+        self._forward = _CastForward(model, inputs, outputs) if outputs is not None else None
+        if self._forward is not None:
+            model.forward = self._forward
+
+    def _cast_weights(self, dtype: torch.dtype, keep_batchnorm: bool) -> None:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        before = {tensor: tensor.dtype for tensor in tensors}
+        if dtype in LOW_DTYPES:
+            keep = is_batch_or_instance_norm if keep_batchnorm else None
+            self.originals = lower(self.model, dtype, keep_fp32=keep)
+        else:
+            self.model.to(dtype)
+        self._wide = [(tensor, was) for tensor, was in before.items() if tensor.dtype != was]
+
+    def undo(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """As before ``initialize``, with the weights' values of now: those in ``values`` where it has them."""
+        for handle in self._handles:
+            handle.remove()
+        if self._forward is not None and vars(self.model).get("forward") is self._forward:
+            if self._forward.before is None:
+                del self.model.forward
+            else:
+                self.model.forward = self._forward.before
+        with torch.no_grad():
+            for tensor, dtype in self._wide:
+                gradient, tensor.grad = tensor.grad, None
+                tensor.data = values.get(tensor, tensor).detach().to(dtype, copy=True)
+                if gradient is not None:
+                    tensor.grad = gradient.to(dtype)
+
+
+class _CastForward:
+    """Stands for the ``forward`` of one model; copied and saved along with it."""
+
+    def __init__(
+        self, model: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._outputs = outputs
+        self.before: Callable[..., Any] | None = vars(model).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._inputs is not None:
+            args, kwargs = _cast(args, self._inputs), _cast(kwargs, self._inputs)
+        if self.before is None:
+            output = type(self._model).forward(self._model, *args, **kwargs)
+        else:
+            output = self.before(*args, **kwargs)
+        return cast_floating(output, self._outputs, only=_FLOATING)
+
+
+def _cast(arguments: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors wherever they are; a batch of an unknown class by its own ``to``, as in apex."""
+    cast = cast_floating(arguments, dtype, only=_FLOATING)
+    if isinstance(cast, dict):
+        return {name: _by_its_own(value, dtype) for name, value in cast.items()}
+    return tuple(_by_its_own(value, dtype) for value in cast)
+
+
+def _by_its_own(value: Any, dtype: torch.dtype) -> Any:
+    known = isinstance(value, torch.Tensor | tuple | list | dict | torch.nn.Module | type)
+    return value if known or not callable(getattr(value, "to", None)) else value.to(dtype)
+
+
+class _FloatExport:
+    """A hook of ``state_dict``: half tensors are handed out in float32; live ones, as they are."""
+
+    def __call__(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name in (*module._parameters, *module._buffers):
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES and not value.requires_grad:
+                state[prefix + name] = value.to(torch.float32)
