@@ -1,0 +1,285 @@
+"""apex's fused optimizers on torch's: apex's formulas in float64, states of apex, and what is refused."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from narrowcast.apex._torch_internals import without_hooks
+from narrowcast.apex.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
+from narrowcast.errors import UnsupportedError
+from narrowcast.weights import hold
+
+STEPS = 20
+SHAPES = [(3, 5), (7,), ()]
+# Each step rounds some ten operations, of relative error 2**-53 each, and errors of steps add up.
+TOLERANCE = STEPS * 100 * 2.0**-53
+
+
+def parameters(dtype=torch.float64):
+    return [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def gradients(step, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in SHAPES]
+
+
+def run(optimizer, params, steps=range(STEPS)):
+    for step in steps:
+        for parameter, gradient in zip(params, gradients(step, params[0].dtype), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def adam(values, *, lr, betas, eps, decay, decoupled):
+    """multi_tensor_adam.cu, one element at a time."""
+    first, second = ([torch.zeros_like(v) for v in values] for _ in range(2))
+    for step in range(STEPS):
+        corrections = [1 - beta ** (step + 1) for beta in betas]
+        for i, gradient in enumerate(gradients(step)):
+            g = gradient if decoupled else gradient + decay * values[i]
+            first[i] = betas[0] * first[i] + (1 - betas[0]) * g
+            second[i] = betas[1] * second[i] + (1 - betas[1]) * g * g
+            update = (first[i] / corrections[0]) / ((second[i] / corrections[1]).sqrt() + eps)
+            values[i] = values[i] - lr * (update + (decay * values[i] if decoupled else 0))
+    return values
+
+
+def sgd(values, *, lr, momentum, dampening, decay, nesterov):
+    """multi_tensor_sgd_kernel.cu with wd_after_momentum = False."""
+    velocity = [None] * len(values)
+    for step in range(STEPS):
+        for i, gradient in enumerate(gradients(step)):
+            g = gradient + decay * values[i]
+            if momentum:
+                first_run = velocity[i] is None
+                velocity[i] = g if first_run else momentum * velocity[i] + (1 - dampening) * g
+                g = g + momentum * velocity[i] if nesterov else velocity[i]
+            values[i] = values[i] - lr * g
+    return values
+
+
+def adagrad(values, *, lr, eps, decay):
+    """multi_tensor_adagrad.cu with adagrad_w_mode = False."""
+    total = [torch.zeros_like(v) for v in values]
+    for step in range(STEPS):
+        for i, gradient in enumerate(gradients(step)):
+            g = gradient + decay * values[i]
+            total[i] = total[i] + g * g
+            values[i] = values[i] - lr * g / (total[i].sqrt() + eps)
+    return values
+
+
+def assert_close(params, expected):
+    for parameter, value in zip(params, expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adam_follows_apexs_formula(decoupled, decay):
+    params = parameters()
+    expected = adam(
+        [p.detach().clone() for p in params],
+        lr=0.05, betas=(0.8, 0.95), eps=1e-3, decay=decay, decoupled=decoupled,
+    )  # fmt: skip
+    optimizer = FusedAdam(
+        params, lr=0.05, betas=(0.8, 0.95), eps=1e-3, weight_decay=decay, adam_w_mode=decoupled
+    )
+    run(optimizer, params)
+    assert_close(params, expected)
+    assert optimizer.adam_w_mode == int(decoupled)
+
+
+def test_decay_is_decoupled_by_default():
+    assert FusedAdam(parameters()).param_groups[0]["decoupled_weight_decay"]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.5, False), (0.9, 0.0, True)]
+)
+def test_sgd_follows_apexs_formula(momentum, dampening, nesterov):
+    params = parameters()
+    settings = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+    expected = sgd([p.detach().clone() for p in params], lr=0.05, decay=0.1, **settings)
+    run(FusedSGD(params, lr=0.05, weight_decay=0.1, **settings), params)
+    assert_close(params, expected)
+
+
+def test_adagrad_follows_apexs_formula():
+    params = parameters()
+    expected = adagrad([p.detach().clone() for p in params], lr=0.05, eps=1e-3, decay=0.1)
+    run(FusedAdagrad(params, lr=0.05, eps=1e-3, weight_decay=0.1), params)
+    assert_close(params, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "torchs"),
+    [
+        (lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1), torch.optim.AdamW),
+        (lambda p: FusedAdam(p, lr=0.1, adam_w_mode=False), torch.optim.Adam),
+        (lambda p: FusedSGD(p, lr=0.1, momentum=0.9), torch.optim.SGD),
+    ],
+)
+def test_they_are_torchs_fused_optimizers(make, torchs):
+    ours, theirs = parameters(torch.float32), []
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    group = {k: v for k, v in make(ours).param_groups[0].items() if k not in ("params", "fused")}
+    group.pop("decoupled_weight_decay", None)
+    run(make(ours), ours)
+    run(torchs(theirs, fused=True, **group), theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("reading", [copy.deepcopy, None])
+def test_a_state_that_apex_saved_goes_on(reading):
+    """apex keeps the steps in the group, and none of torch's own settings."""
+    params = parameters()
+    whole = FusedAdam(params, lr=0.05, weight_decay=0.1)
+    run(whole, params, range(5))
+    saved = whole.state_dict()
+    step = {int(s["step"]) for s in saved["state"].values()}
+    group = {k: saved["param_groups"][0][k] for k in ("lr", "betas", "eps", "weight_decay", "params")}
+    apexs = {
+        "state": {i: {k: s[k].clone() for k in ("exp_avg", "exp_avg_sq")} for i, s in saved["state"].items()},
+        "param_groups": [{**group, "bias_correction": True, "step": step.pop()}],
+    }
+    resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = FusedAdam(resumed)
+    optimizer.load_state_dict(reading(apexs) if reading else apexs)
+    assert optimizer.param_groups[0]["fused"]
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    run(whole, params, range(5, 9))
+    run(optimizer, resumed, range(5, 9))
+    for one, other in zip(params, resumed, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [FusedSGD, FusedAdagrad])
+def test_states_of_apexs_others_load(kind):
+    params = parameters()
+    whole = kind(params, lr=0.05)
+    for group in whole.param_groups:
+        if "momentum" in group:
+            group["momentum"] = 0.9
+    run(whole, params, range(3))
+    saved = whole.state_dict()
+    names = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "eps", "params"}
+    apexs = {
+        "state": {i: {k: v.clone() for k, v in s.items() if k != "step"} for i, s in saved["state"].items()},
+        "param_groups": [{k: v for k, v in g.items() if k in names} for g in saved["param_groups"]],
+    }
+    resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = kind(resumed, lr=1.0)
+    optimizer.load_state_dict(apexs)
+    run(whole, params, range(3, 6))
+    run(optimizer, resumed, range(3, 6))
+    for one, other in zip(params, resumed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_zero_grad_does_what_apexs_did_by_default():
+    params = parameters()
+    for kind, to_none in ((FusedAdam, True), (FusedSGD, False), (FusedAdagrad, True)):
+        optimizer = kind(params, lr=0.1)
+        for made in (optimizer, copy.deepcopy(optimizer)):
+            mine = made.param_groups[0]["params"]
+            for parameter in mine:
+                parameter.grad = torch.ones_like(parameter)
+            made.zero_grad()
+            assert all(p.grad is None if to_none else not p.grad.any() for p in mine)
+            made.zero_grad(set_to_none=True)
+            assert all(p.grad is None for p in mine)
+
+
+def test_a_step_calls_its_hooks_once():
+    """Another optimizer of torch's class wraps that class's step to call hooks as well."""
+    params = parameters()
+    torch.optim.SGD(params, lr=0.1)
+    optimizer, calls = FusedSGD(params, lr=0.1), []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    run(optimizer, params, range(3))
+    assert len(calls) == 3
+
+
+def test_torch_marks_a_step_that_it_wrapped():
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    assert type(optimizer).step.hooked
+    assert without_hooks(type(optimizer).step).__name__ == "step"
+    assert not hasattr(without_hooks(type(optimizer).step), "hooked")
+
+
+def test_a_closure_is_evaluated():
+    params = parameters()
+    optimizer = FusedAdam(params)
+
+    def closure():
+        for parameter in params:
+            parameter.grad = torch.ones_like(parameter)
+        return math.pi
+
+    assert optimizer.step(closure) == math.pi
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD, FusedAdagrad])
+def test_low_parameters_are_refused_until_masters_are_held(kind, dtype):
+    params = [torch.nn.Parameter(torch.ones(3, dtype=dtype))]
+    optimizer = kind(params, lr=0.5)
+    params[0].grad = torch.ones(3, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UnsupportedError, match=f"{kind.__name__} has a parameter in {name}, for which apex"):
+        optimizer.step()
+    hold(optimizer)
+    optimizer.step()
+    assert (params[0] < 1).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: FusedAdam(p, amsgrad=True), r"FusedAdam never had AMSGrad: use torch\.optim\.AdamW\("),
+        (lambda p: FusedAdam(p, bias_correction=False), "leaves out the division of the moments by 1 - beta"),
+        (lambda p: FusedAdam([{"params": p, "bias_correction": False}]), "leaves out the division"),
+        (lambda p: FusedAdam(p, master_weights=True), r"call narrowcast\.weights\.hold\(optimizer\) after"),
+        (
+            lambda p: FusedSGD(p, lr=0.1, wd_after_momentum=True),
+            "adds the weight decay to the update",
+        ),
+        (lambda p: FusedAdagrad(p, adagrad_w_mode=True), "decays weights apart from the gradient"),
+        (lambda p: FusedAdam(p).step(grads=p), r"FusedAdam\.step\(grads=\.\.\.\) was for fp16_utils"),
+        (
+            FusedLAMB,
+            r"FusedLAMB is not mapped on an optimizer of torch: LAMB .* timm\.optim\.Lamb has",
+        ),
+        (lambda p: FusedLAMB(p, lr=0.1, use_nvlamb=True), "FusedLAMB is not mapped"),
+        (FusedMixedPrecisionLamb, "FusedMixedPrecisionLamb is not mapped"),
+        (FusedNovoGrad, "FusedNovoGrad is not mapped on an optimizer of torch: NovoGrad divides"),
+    ],
+)
+def test_what_torch_computes_otherwise_is_refused(make, message):
+    with pytest.raises(UnsupportedError, match=message):
+        make(parameters())
+
+
+def test_a_saved_state_without_bias_correction_is_refused():
+    optimizer = FusedAdam(parameters())
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["bias_correction"] = False
+    with pytest.raises(UnsupportedError, match="leaves out the division"):
+        optimizer.load_state_dict(saved)
+
+
+def test_an_unknown_argument_of_step_is_a_type_error():
+    with pytest.raises(TypeError, match=r"FusedAdam\.step\(\) got an unexpected keyword argument 'clip'"):
+        FusedAdam(parameters()).step(clip=1.0)
