@@ -20,12 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from narrowcast.migrate._changes import Applied, Changes, Finding, origin
+from narrowcast.migrate._cuda_amp import cuda_amp
 from narrowcast.migrate._mistakes import mistakes
 from narrowcast.migrate._settings import Settings
 from narrowcast.migrate._source import Source
 
 Stage = Callable[[Source, Settings], Changes]
-_STAGES: tuple[Stage, ...] = (mistakes,)
+_STAGES: tuple[Stage, ...] = (cuda_amp, mistakes)
 # Each round follows from the one before; more would be a stage that undoes another.
 _ROUNDS = 6
 

@@ -51,6 +51,11 @@ class Names:
 
     def bindings(self, name: ast.Name) -> set[str]:
         """All that a name may stand for: full names of imports, and ``"?"`` for anything else."""
+        owner = self.owner(name)
+        return set() if owner is None else self._bound[owner][name.id]
+
+    def owner(self, name: ast.Name) -> Scope | None:
+        """The scope that binds ``name`` where it stands; None for a builtin or what is not bound."""
         scope: ast.AST | None = self._scope(name)
         innermost = True
         while scope is not None:
@@ -58,10 +63,15 @@ class Names:
                 scope = self._tree
             # The names of a class are seen in its own body alone.
             if (innermost or not isinstance(scope, ast.ClassDef)) and name.id in self._bound[scope]:
-                return self._bound[scope][name.id]
+                return scope
             innermost = False
             scope = None if scope is self._tree else self._scope(scope)
-        return set()
+        return None
+
+    def scope_of_import(self, statement: ast.AST, name: str) -> Scope:
+        """The scope in which an import statement binds ``name``."""
+        scope = self._scope(statement)
+        return self._tree if name in self._global[scope] else scope
 
     def taken(self) -> set[str]:
         """Every name that is bound somewhere in the module."""

@@ -12,12 +12,30 @@ import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from narrowcast.migrate._names import Names
 
 _NEWLINE = re.compile(r"\r\n?|\n")
 _SUITES = ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A place where something imported is used: a name, with the attributes taken of it.
+
+    Attributes:
+        node: the whole, as ``amp.scale_loss``.
+        full: what it stands for, as ``"apex.amp.scale_loss"``.
+        name: the name at its beginning.
+        scope: the scope that binds the name.
+    """
+
+    node: ast.expr
+    full: str
+    name: str
+    scope: ast.AST
 
 
 class Source:
@@ -63,6 +81,21 @@ class Source:
         """All statements and expressions, in the order of their places."""
         found = [node for node in ast.walk(self.tree) if isinstance(node, ast.expr | ast.stmt)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
+
+    @cached_property
+    def references(self) -> list[Reference]:
+        """Each use of something imported, in the order of their places."""
+        found = []
+        for node in self.nodes:
+            if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+                continue
+            owner = self.names.owner(node)
+            top: ast.expr = node
+            while isinstance(outer := self.parents.get(top), ast.Attribute):
+                top = outer
+            if owner is not None and (full := self.names.full(top)) is not None:
+                found.append(Reference(top, full, node.id, owner))
+        return found
 
     @cached_property
     def newline(self) -> str:
