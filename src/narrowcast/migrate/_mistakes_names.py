@@ -1,0 +1,382 @@
+"""Who is who in a script: its scalers, optimizers, regions, modules, and which functions touch a scaler."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+
+from narrowcast.migrate._source import Source
+
+_TORCH_SCALERS = {
+    "torch.amp.GradScaler",
+    "torch.amp.grad_scaler.GradScaler",
+    "torch.cpu.amp.GradScaler",
+    "torch.cuda.amp.GradScaler",
+    "torch.cuda.amp.grad_scaler.GradScaler",
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+    "apex.transformer.amp.GradScaler",
+    "narrowcast.apex.transformer.amp.GradScaler",
+}
+_OWN_SCALERS = {"narrowcast.GradScaler", "narrowcast.gradients.GradScaler"}
+_TORCH_REGIONS = {
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.amp.autocast_mode.autocast",
+    "torch.cpu.amp.autocast",
+    "torch.cuda.amp.autocast",
+    "torch.cuda.amp.autocast_mode.autocast",
+}
+_OWN_REGIONS = {"narrowcast.autocast", "narrowcast.casting.autocast"}
+_APEX = ("apex.", "narrowcast.apex")
+_FORMATS = {
+    "torch.float16": "fp16",
+    "torch.half": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.float32": "fp32",
+    "torch.float": "fp32",
+}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def within(node: ast.AST) -> Iterator[ast.AST]:
+    """``node`` and what stands in it, bodies of functions, lambdas and classes inside it left out."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (*_FUNCTIONS, ast.Lambda, ast.ClassDef)):
+            yield from within(child)
+
+
+def method(node: ast.AST) -> tuple[str, str] | None:
+    """The receiver's text and the method's name of a call ``receiver.name(...)``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return ast.unparse(node.func.value), node.func.attr
+    return None
+
+
+def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    """An argument by position or by name."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    return call.args[position] if position < len(call.args) else None
+
+
+def _values(node: ast.expr | None) -> Iterator[ast.expr]:
+    """What an expression may be: both sides of a condition, each part of ``or`` and ``and``."""
+    if isinstance(node, ast.IfExp):
+        yield from _values(node.body)
+        yield from _values(node.orelse)
+    elif isinstance(node, ast.BoolOp):
+        for value in node.values:
+            yield from _values(value)
+    elif node is not None:
+        yield node
+
+
+class Script:
+    """A parsed script, and what its names stand for.
+
+    A scaler, an optimizer and a region are known by what was assigned to their text (``scaler``,
+    ``self.scaler``), in whichever function; a scaler also by calls that only a scaler has.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.tree = source.tree
+        self.parents = source.parents
+        self.nodes = source.nodes
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self._full: dict[ast.AST, str | None] = {}
+        self._assigned: dict[str, str] = {}
+        for target, value in self.assignments:
+            known = source.names.full(value) if isinstance(value, ast.Attribute) else None
+            if known is not None and known.startswith(("torch.", "narrowcast.")) and "." not in target:
+                self._assigned.setdefault(target, known)
+
+    @cached_property
+    def imported(self) -> set[str]:
+        """The modules that the file imports from, and what it imports."""
+        found = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found |= {one.name for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found |= {f"{node.module}.{one.name}" for one in node.names}
+        return found
+
+    @cached_property
+    def assignments(self) -> list[tuple[str, ast.expr]]:
+        """Every text that something is assigned to, with what it may be."""
+        found: list[tuple[str, ast.expr]] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    pairs = [(target, node.value)]
+                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                        pairs = list(zip(target.elts, node.value.elts, strict=False))
+                    found += [(ast.unparse(one), value) for one, whole in pairs for value in _values(whole)]
+            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+                found += [(ast.unparse(node.target), value) for value in _values(node.value)]
+        return found
+
+    def qualified(self, node: ast.AST) -> str | None:
+        """The full name that an expression has by the imports, or None."""
+        if node not in self._full:
+            full = self.source.names.full(node)
+            if full is None and isinstance(node, ast.Name):
+                full = self._assigned.get(node.id)
+            self._full[node] = full
+        return self._full[node]
+
+    def called(self, node: ast.AST) -> str | None:
+        """The full name of what a call calls."""
+        return self.qualified(node.func) if isinstance(node, ast.Call) else None
+
+    @cached_property
+    def made_scalers(self) -> dict[str, list[ast.Call]]:
+        """text -> the calls that make the scaler which it holds."""
+        found: dict[str, list[ast.Call]] = {}
+        for target, value in self.assignments:
+            if isinstance(value, ast.Call) and self.called(value) in _TORCH_SCALERS | _OWN_SCALERS:
+                found.setdefault(target, []).append(value)
+        return found
+
+    @cached_property
+    def scalers(self) -> dict[str, str]:
+        """text -> "torch", "narrowcast" or "either"; those that are off for good are left out."""
+        found: dict[str, str] = {}
+        for text, calls in self.made_scalers.items():
+            kinds = {"narrowcast" if self.called(call) in _OWN_SCALERS else "torch" for call in calls}
+            if not all(_is_false(argument(call, 5, "enabled")) for call in calls):
+                found[text] = kinds.pop() if len(kinds) == 1 else "either"
+        mixed = any(name.split(".")[0] == "narrowcast" for name in self.imported)
+        for call in self.calls:
+            used = method(call)
+            scaled = method(call.func.value) if used and isinstance(call.func, ast.Attribute) else None
+            name: str | None = None
+            if used and used[1] == "unscale_":
+                name = used[0]
+            elif used and used[1] == "backward" and scaled and scaled[1] == "scale":
+                name = scaled[0]
+            if name is not None and name not in self.made_scalers:
+                found.setdefault(name, "either" if mixed else "torch")
+        return found
+
+    @cached_property
+    def optimizers(self) -> set[str]:
+        """Texts of optimizers: made by torch.optim, stepped by a scaler, or both zeroed and stepped."""
+        found = set()
+        for target, value in self.assignments:
+            name = self.called(value) or ""
+            if name.startswith(("torch.optim.", "apex.optimizers.")) and ".lr_scheduler." not in name:
+                found.add(target)
+        used: dict[str, set[str]] = {}
+        for call in self.calls:
+            receiver = method(call)
+            if receiver is None:
+                continue
+            used.setdefault(receiver[0], set()).add(receiver[1])
+            if receiver[0] in self.scalers and receiver[1] in ("step", "unscale_") and call.args:
+                found.add(ast.unparse(call.args[0]))
+        found |= {text for text, names in used.items() if {"zero_grad", "step"} <= names}
+        return found - set(self.scalers) - set(self.steppers)
+
+    @cached_property
+    def scaled_optimizers(self) -> set[str]:
+        """Optimizers that some scaler steps or unscales."""
+        names = ("step", "unscale_", "clip_grad_norm_", "clip_grad_value_")
+        return {
+            ast.unparse(call.args[0])
+            for call in self.calls
+            if (used := method(call)) and used[0] in self.scalers and used[1] in names and call.args
+        }
+
+    def optimizer_of(self, parameters: ast.expr | None) -> str | None:
+        """The one optimizer that was made of the parameters of a module, as in ``model.parameters()``."""
+        if parameters is None:
+            return None
+        text = ast.unparse(parameters)
+        made = {
+            target
+            for target, value in self.assignments
+            if isinstance(value, ast.Call) and value.args and ast.unparse(value.args[0]) == text
+        } & self.optimizers
+        return made.pop() if len(made) == 1 and text.endswith(".parameters()") else None
+
+    def never_unscales(self, scaler: str) -> bool:
+        """Whether nothing that this file can see unscales the gradients of a scaler before it steps."""
+        named = {node.attr for node in self.nodes if isinstance(node, ast.Attribute)}
+        return scaler in self.made_scalers and scaler not in self.handed_out and "unscale_" not in named
+
+    @cached_property
+    def steppers(self) -> set[str]:
+        """Texts that hold a ``narrowcast.Stepper``."""
+        names = {"narrowcast.Stepper", "narrowcast.training.Stepper"}
+        return {target for target, value in self.assignments if self.called(value) in names}
+
+    @cached_property
+    def schedulers(self) -> set[str]:
+        """Texts that hold a scheduler of torch."""
+        return {
+            target
+            for target, value in self.assignments
+            if (self.called(value) or "").startswith("torch.optim.lr_scheduler.")
+        }
+
+    @cached_property
+    def modules(self) -> set[str]:
+        """Texts of modules that are trained: put into training mode, or an optimizer has their parameters."""
+        found = set()
+        for call in self.calls:
+            used = method(call)
+            if used and used[1] == "train" and not call.args:
+                found.add(used[0])
+            elif used and used[1] in ("parameters", "named_parameters"):
+                outer = self.parents.get(call)
+                if isinstance(outer, ast.Call) and (self.called(outer) or "").startswith("torch.optim."):
+                    found.add(used[0])
+        return found
+
+    @cached_property
+    def _kept_regions(self) -> dict[str, ast.Call]:
+        return {
+            target: value
+            for target, value in self.assignments
+            if isinstance(value, ast.Call) and self._opens(value) is not None
+        }
+
+    def _opens(self, call: ast.Call) -> str | None:
+        name = self.called(call)
+        if name in _TORCH_REGIONS:
+            return "torch"
+        if name in _OWN_REGIONS:
+            return "narrowcast"
+        used = method(call)
+        return "narrowcast" if used and used[0] in self.steppers and used[1] == "autocast" else None
+
+    def region(self, node: ast.expr) -> tuple[str, ast.Call] | None:
+        """Whose region an expression opens and the call that makes it; None where it opens none."""
+        if not isinstance(node, ast.Call):
+            kept = self._kept_regions.get(ast.unparse(node))
+            if kept is None:
+                return None
+            node = kept
+        kind = self._opens(node)
+        enabled = argument(node, 0 if (self.called(node) or "").endswith("pu.amp.autocast") else 2, "enabled")
+        return None if kind is None or _is_false(enabled) else (kind, node)
+
+    @cached_property
+    def regions(self) -> list[ast.Call]:
+        """Every call that makes a region."""
+        return [call for call in self.calls if self._opens(call) is not None]
+
+    def region_format(self, call: ast.Call) -> str | None:
+        """The format of a region, the device's default included ("bf16"); None where it is computed."""
+        old = (self.called(call) or "").split(".amp.")[0]
+        device = {"torch.cuda": "cuda", "torch.cpu": "cpu"}.get(old)
+        dtype = argument(call, 1, "dtype")
+        if dtype is not None:
+            return _FORMATS.get(self.qualified(dtype) or "")
+        first = argument(call, 0, "device_type")
+        if device is None and isinstance(first, ast.Constant):
+            device = str(first.value)
+        return {"cuda": "fp16", "cpu": "bf16"}.get(device or "")
+
+    @cached_property
+    def on_cpu_only(self) -> bool:
+        """Whether every region and every scaler is one for the CPU, which nobody waits for."""
+        devices = [
+            argument(call, 0, "device_type") for call in self.regions if "cpu" not in ast.unparse(call.func)
+        ]
+        made = [call for calls in self.made_scalers.values() for call in calls]
+        devices += [argument(call, 0, "device") for call in made]
+        return bool(self.regions) and all(isinstance(d, ast.Constant) and d.value == "cpu" for d in devices)
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether the script trains in mixed precision: by a region, a scaler or apex."""
+        apex = any(f"{name}.".startswith(_APEX) for name in self.imported)
+        return bool(self.regions or self.scalers or apex)
+
+    def functions(self) -> Iterator[ast.Module | ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Everything that has a body of its own: the script, and each function in it."""
+        yield self.tree
+        for node in self.nodes:
+            if isinstance(node, _FUNCTIONS):
+                yield node
+
+    @cached_property
+    def _touching(self) -> dict[str, set[str]]:
+        """Name of a function of this file -> the scalers that it, or what it calls here, mentions."""
+        mentions: dict[str, set[str]] = {}
+        calls: dict[str, set[str]] = {}
+        for function in self.functions():
+            if isinstance(function, ast.Module):
+                continue
+            inside = list(ast.walk(function))
+            texts = {
+                ast.unparse(node)
+                for node in inside
+                if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+            }
+            mentions.setdefault(function.name, set()).update(set(self.scalers) & texts)
+            calls.setdefault(function.name, set()).update(
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                for node in inside
+                if isinstance(node, ast.Call)
+            )
+        changed = True
+        while changed:
+            changed = False
+            for name, callees in calls.items():
+                more = set().union(*(mentions.get(callee, set()) for callee in callees)) - mentions[name]
+                changed = changed or bool(more)
+                mentions[name] |= more
+        return mentions
+
+    @cached_property
+    def _own_attributes(self) -> set[str]:
+        return {text.removeprefix("self.") for text, _ in self.assignments if text.startswith("self.")}
+
+    def may_touch(self, call: ast.Call) -> set[str]:
+        """The scalers that an unknown call may scale, unscale, step or update with."""
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        texts = {
+            ast.unparse(inner) for value in given for inner in within(value) if isinstance(inner, ast.expr)
+        }
+        touched = {text for text in self.scalers if {text, text.rpartition(".")[0]} & (texts - {"self"})}
+        owned = {text for text in self.scalers if text.startswith("self.")}
+        if "self" in texts:
+            touched |= owned
+        if isinstance(call.func, ast.Name):
+            return touched | self._touching.get(call.func.id, set())
+        used = method(call)
+        if used is None:
+            return touched
+        receiver, name = used
+        touched |= {text for text in self.scalers if text.rpartition(".")[0] == receiver != "self"}
+        if receiver in ("self", "super()") and name not in self._own_attributes:
+            return touched | self._touching.get(name, owned)
+        # A method of an object of a class of this file, unless its name is one of torch's too.
+        return touched | (self._touching.get(name, set()) if receiver not in self.scalers else set())
+
+    @cached_property
+    def handed_out(self) -> set[str]:
+        """Scalers that leave the file's sight: given to a call, returned or stored elsewhere."""
+        found = set()
+        for node in self.nodes:
+            if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+                continue
+            if not isinstance(node.ctx, ast.Load) or ast.unparse(node) not in self.scalers:
+                continue
+            outer = self.parents[node]
+            if not isinstance(
+                outer, (ast.Attribute, ast.Compare, ast.If, ast.IfExp, ast.BoolOp, ast.UnaryOp)
+            ):
+                found.add(ast.unparse(node))
+        return found
+
+
+def _is_false(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
