@@ -1,0 +1,185 @@
+"""One rank of two on gloo: apex's data parallelism in each of its options, and its scaler; one JSON line."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+from narrowcast.apex.parallel import (
+    DistributedDataParallel,
+    Reducer,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
+from narrowcast.apex.transformer.amp import GradScaler
+from narrowcast.errors import NarrowcastError
+
+RANKS = 2
+OPTIONS = {
+    "defaults": {},
+    "delayed": {"delay_allreduce": True},
+    "small buckets": {"message_size": 1},
+    "summed": {"gradient_average": False},
+    "predivided": {"gradient_predivide_factor": 4.0},
+    "summed and predivided": {"gradient_average": False, "gradient_predivide_factor": 4.0},
+    "in fp32": {"allreduce_always_fp32": True},
+    "when, not what": {"num_allreduce_streams": 3, "allreduce_trigger_params": [], "prof": True},
+}
+
+
+class TwoParts(torch.nn.Module):
+    """Whose second part is not used where ``both`` is False."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+        self.both = True
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.second(self.first(x)) if self.both else self.first(x)
+
+
+def model_of(rank):
+    torch.manual_seed(rank)  # rank 0's parameters are broadcast
+    return TwoParts()
+
+
+def numbers(model):
+    return [None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
+
+
+def gradients(options, rank):
+    model = model_of(rank)
+    wrapped = DistributedDataParallel(model, **options)
+    generator = torch.Generator().manual_seed(10 + rank)
+    wrapped(torch.randn(4, 3, generator=generator)).square().sum().backward()
+    return numbers(model)
+
+
+def unused(rank):
+    model = model_of(rank)
+    model.both = False
+    wrapped = DistributedDataParallel(model, delay_allreduce=True)
+    wrapped(torch.full((1, 3), rank + 1.0)).sum().backward()
+    return numbers(model)
+
+
+def accumulated(rank):
+    model = model_of(rank)
+    wrapped = DistributedDataParallel(model)
+    wrapped.disable_allreduce()
+    wrapped(torch.full((1, 3), rank + 1.0)).sum().backward()
+    alone = numbers(model)
+    wrapped.enable_allreduce()
+    wrapped(torch.full((1, 3), rank + 1.0)).sum().backward()
+    return alone, numbers(model)
+
+
+def buffer_of(rank):
+    """Of a rank that changes it after the model was wrapped, after another forward pass."""
+    model = model_of(rank)
+    wrapped = DistributedDataParallel(model)
+    model.seen.fill_(rank - 1.0)
+    wrapped(torch.ones(1, 3)).sum().backward()
+    return model.seen.item()
+
+
+def halves(options, rank):
+    """The sum of half gradients overflows half, and their mean does not."""
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float16)
+    DistributedDataParallel(model, **options)(
+        torch.full((1, 1), 40000.0, dtype=torch.float16)
+    ).sum().backward()
+    return model.weight.grad.item()
+
+
+def reduced(rank):
+    model = model_of(rank)
+    reducer = Reducer(model)
+    for parameter in model.first.parameters():
+        parameter.grad = torch.full_like(parameter, rank + 1.0)
+    reducer.reduce()
+    listed = torch.full((2,), float(rank))
+    Reducer([listed]).reduce()
+    return {
+        "parameters": [p.tolist() for p in model.parameters()],
+        "gradients": numbers(model),
+        "list": listed.tolist(),
+    }
+
+
+def scaled(rank, groups):
+    """Rank 1's gradient is infinite in the second step."""
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler(init_scale=8.0, growth_interval=3, **groups)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 1 and rank == 1 else rank + 1.0
+        scaler.scale(parameter * factor).backward()
+        result = scaler.step(optimizer)
+        scaler.update()
+        found.append([result.skipped, scaler.get_scale(), parameter.item()])
+    return found
+
+
+def clipped(rank):
+    """Gradients of 3 and 4, the parts of one model."""
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = GradScaler(process_group=dist.group.WORLD)
+    scaler.scale(parameter * (rank + 3.0)).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 2.5)
+    scaler.step(optimizer)
+    return norm.item(), parameter.item()
+
+
+def refused(call):
+    try:
+        call()
+    except NarrowcastError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def main(rank, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    world = dist.group.WORLD
+    alone = [dist.new_group([r]) for r in range(RANKS)][rank]
+    print(
+        json.dumps(
+            {
+                "gradients": {name: gradients(options, rank) for name, options in OPTIONS.items()},
+                "unused": unused(rank),
+                "accumulated": accumulated(rank),
+                "buffer": buffer_of(rank),
+                "halves": [
+                    halves(options, rank)
+                    for options in (
+                        {},
+                        {"gradient_predivide_factor": 0.5},
+                        {"gradient_predivide_factor": 0.5, "allreduce_always_fp32": True},
+                    )
+                ],
+                "reduced": reduced(rank),
+                "scaled": scaled(rank, {"process_group": world}),
+                "scaled alone": scaled(rank, {"process_group": alone}),
+                "clipped": clipped(rank),
+                "no group": refused(GradScaler),
+                "disabled": refused(lambda: GradScaler(enabled=False)),
+                "syncbn": refused(lambda: convert_syncbn_model(torch.nn.BatchNorm1d(3))),
+                "groups": [create_syncbn_process_group(1).size(), create_syncbn_process_group(2).size()],
+                "group of all": create_syncbn_process_group(0),
+                "bad group": refused(lambda: create_syncbn_process_group(3)),
+            }
+        )
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

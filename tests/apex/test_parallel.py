@@ -1,0 +1,210 @@
+"""apex's data parallelism, synchronized batch norm and model-parallel scaler, on two processes of gloo."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+from narrowcast.apex.transformer.amp import GradScaler
+from narrowcast.errors import SettingError, UnsupportedError
+
+SCRIPT = Path(__file__).parent / "scripts" / "ranks.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two processes found."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    ended = [process.communicate(timeout=120) for process in processes]
+    for process, (_, stderr) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, stderr
+    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in ended]
+
+
+def own_gradients(rank):
+    """Those of the rank's own batch, at the parameters of rank 0."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + rank))
+    second(first(x)).square().sum().backward()
+    return [p.grad.flatten() for module in (first, second) for p in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("defaults", 0.5),
+        ("delayed", 0.5),
+        ("small buckets", 0.5),
+        ("summed", 1.0),
+        ("predivided", 0.5),
+        ("summed and predivided", 0.25),  # as apex left it
+        ("in fp32", 0.5),
+        ("when, not what", 0.5),
+    ],
+)
+def test_gradients_are_added_as_each_option_says(ranks, name, factor):
+    # Every factor is a power of two, so that its place in the sum rounds nothing.
+    expected = [(a + b) * factor for a, b in zip(own_gradients(0), own_gradients(1), strict=True)]
+    for rank in ranks:
+        found = [torch.tensor(values) for values in rank["gradients"][name]]
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_delayed_reduction_takes_parameters_without_gradients(ranks):
+    assert ranks[0]["unused"] == ranks[1]["unused"] == [[1.5] * 6, [1.0] * 2, None, None]
+
+
+def test_gradients_stay_apart_while_the_reduction_is_off(ranks):
+    apart = [rank["accumulated"][0] for rank in ranks]
+    assert apart[0] != apart[1]
+    assert ranks[0]["accumulated"][1] == ranks[1]["accumulated"][1]
+    mean = [[2 * (a + b) / 2 for a, b in zip(*pair, strict=True)] for pair in zip(*apart, strict=True)]
+    for found, expected in zip(ranks[1]["accumulated"][1], mean, strict=True):
+        # A sum of four numbers in float32.
+        assert found == pytest.approx(expected, rel=4 * 2.0**-24)
+
+
+def test_half_gradients_are_added_in_half_or_in_fp32(ranks):
+    for rank in ranks:
+        divided_first, doubled_in_half, doubled_in_fp32 = rank["halves"]
+        assert divided_first == doubled_in_fp32 == 40000.0
+        assert doubled_in_half == math.inf
+
+
+def test_a_reducer_averages_when_told(ranks):
+    for rank in ranks:
+        assert rank["reduced"] == ranks[0]["reduced"]
+    torch.manual_seed(0)
+    first = [p.tolist() for p in torch.nn.Linear(3, 2).parameters()]
+    assert ranks[1]["reduced"]["parameters"][:2] == first
+    assert ranks[1]["reduced"]["gradients"] == [[1.5] * 6, [1.5] * 2, None, None]
+    assert ranks[1]["reduced"]["list"] == [0.5, 0.5]
+
+
+def test_ranks_of_a_model_skip_together(ranks):
+    for number, rank in enumerate(ranks):
+        step = -(number + 1.0)
+        assert rank["scaled"] == [[False, 8.0, step], [True, 4.0, step], [False, 4.0, 2 * step]]
+    assert ranks[0]["scaled alone"] == [[False, 8.0, -1.0], [False, 8.0, -2.0], [False, 16.0, -3.0]]
+    assert ranks[1]["scaled alone"] == ranks[1]["scaled"]
+
+
+def test_the_norm_of_a_model_is_that_of_all_its_parts(ranks):
+    for number, rank in enumerate(ranks):
+        norm, parameter = rank["clipped"]
+        assert norm == pytest.approx(5.0, rel=4 * 2.0**-24)
+        # clip_grad_norm_ adds 1e-6 to the norm.
+        assert parameter == pytest.approx(-(number + 3.0) / 2, rel=1e-6)
+
+
+def test_a_scaler_without_a_group_is_refused_among_several_ranks(ranks):
+    for rank in ranks:
+        assert rank["no group"].startswith("SettingError: expected process_group=, the ranks that the model")
+        assert rank["disabled"] is None
+
+
+def test_synchronized_batch_norm_on_cpus_is_refused_before_the_first_batch(ranks):
+    if torch.accelerator.is_available():
+        assert ranks[0]["syncbn"] is None
+    else:
+        assert ranks[0]["syncbn"].startswith("UnsupportedError: torch's SyncBatchNorm synchronizes on CUDA")
+
+
+def test_groups_of_neighbours(ranks):
+    for rank in ranks:
+        assert rank["groups"] == [1, 2]
+        assert rank["group of all"] is None
+        assert rank["bad group"] == (
+            "SettingError: group_size must divide the 2 ranks, or be 0 for all, got 3"
+        )
+
+
+def test_the_group_of_megatron_is_found(monkeypatch):
+    group = object()
+    state = types.ModuleType("megatron.core.parallel_state")
+    state.model_parallel_is_initialized = lambda: True
+    state.get_model_parallel_group = lambda: group
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    assert GradScaler().process_group is group
+
+
+def test_a_scaler_of_one_process_needs_no_group():
+    scaler = GradScaler(2.0**10, 4.0, 0.25, 100)
+    assert scaler.process_group is None
+    assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (
+        1024.0,
+        4.0,
+        0.25,
+    )
+    assert isinstance(scaler, torch.amp.GradScaler)
+
+
+def test_buffers_stay_each_ranks_own(ranks):
+    assert [rank["buffer"] for rank in ranks] == [0.0, 1.0]
+    assert issubclass(DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shared_param": True}, "shared_param is no option of apex's DistributedDataParallel any more"),
+        ({"allreduce_communicators": ([], [])}, "allreduce_communicators are apex's own pairs"),
+        ({"retain_allreduce_buffers": True}, "retain_allreduce_buffers=True hands out apex's flat buffers"),
+        ({"message_size": 0}, "message_size must be at least 1 element, got 0"),
+        ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be above 0 and finite, got 0.0"),
+    ],
+)
+def test_what_torch_does_not_have_is_refused(options, message):
+    with pytest.raises(SettingError, match=message):
+        DistributedDataParallel(torch.nn.Linear(1, 1), **options)
+
+
+def test_every_batch_norm_is_converted_with_its_values():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Sequential(torch.nn.BatchNorm2d(2)))
+    with torch.no_grad():
+        model[0].weight.uniform_()
+        model[0].running_mean.uniform_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    converted = convert_syncbn_model(model.eval())
+    assert isinstance(converted[0], torch.nn.SyncBatchNorm)
+    assert isinstance(converted[1][0], torch.nn.SyncBatchNorm)
+    assert not converted[0].training
+    for name, value in converted.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_synchronized_batch_norm_of_one_process_is_batch_norm():
+    x = torch.randn(8, 3)
+    assert torch.equal(SyncBatchNorm(3)(x), torch.nn.BatchNorm1d(3)(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SyncBatchNorm(3, channel_last=True), "channel_last=True takes the last dimension"),
+        (lambda: convert_syncbn_model(torch.nn.Linear(1, 1), channel_last=True), "channel_last=True takes"),
+        (lambda: SyncBatchNorm(3, fuse_relu=True), "fuse_relu=True puts a ReLU behind"),
+    ],
+)
+def test_other_layouts_are_refused(make, message):
+    with pytest.raises(UnsupportedError, match=message):
+        make()
