@@ -71,7 +71,7 @@ _LEVELS: dict[str, dict[str, Any]] = {
         "loss_scale": 1.0,
     },
 }
-DISABLED = Properties(enabled=False, **_LEVELS["O0"])
+DISABLED = Properties(enabled=False, opt_level="O0", **_LEVELS["O0"])
 """Where amp was asked to do nothing."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.apex._levels import LOW_DTYPES, Properties
+from narrowcast.apex._masters import keep_masters
 from narrowcast.apex._state import amp_state
 from narrowcast.casting import cast_floating
 from narrowcast.errors import AmpError
@@ -61,8 +62,9 @@ class CastModel:
         if inputs is not None:
             self._cast_weights(inputs, bool(properties.keep_batchnorm_fp32))
             outputs = outputs or torch.float32
+            self._handles += keep_masters(model)
             export = _FloatExport()
-            self._handles = [
+            self._handles += [
                 module.register_state_dict_post_hook(export) for module in model.modules()
             ]
         self._forward = _CastForward(model, inputs, outputs) if outputs is not None else None

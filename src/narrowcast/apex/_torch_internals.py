@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 
 def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -11,3 +13,20 @@ def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether the tensor may share its memory with one that it is a part of, as gradients in DDP's buckets."""
+    return tensor._is_view()
+
+
+def add_all(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
+    """Each term added to its dense target, in place."""
+    if targets:
+        torch._foreach_add_(list(targets), list(terms))
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Each tensor times ``factor``, in place."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)

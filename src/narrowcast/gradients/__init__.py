@@ -6,7 +6,8 @@ from narrowcast.gradients._graph import leaf_of, nodes_below
 from narrowcast.gradients._held import check_apart
 from narrowcast.gradients._result import StepResult
 from narrowcast.gradients._scaler import GradScaler
-from narrowcast.gradients._torch_internals import needs_closure
+from narrowcast.gradients._torch_internals import mark_as_stepped, needs_closure
+from narrowcast.gradients._unscaled import unscale_by
 
 __all__ = [
     "GradScaler",
@@ -16,8 +17,10 @@ __all__ = [
     "check_apart",
     "closure_of",
     "leaf_of",
+    "mark_as_stepped",
     "needs_closure",
     "nodes_below",
     "nonfinite_flags",
+    "unscale_by",
     "with_closure",
 ]

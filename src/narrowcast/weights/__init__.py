@@ -5,6 +5,7 @@ from narrowcast.weights._held import HeldWeights, held_by, hold
 from narrowcast.weights._lower import is_batch_or_instance_norm, lower
 from narrowcast.weights._meter import SurvivingUpdates, UpdateMeter
 from narrowcast.weights._rounding import round_stochastically
+from narrowcast.weights._values import set_values
 
 __all__ = [
     "HeldWeights",
@@ -16,4 +17,5 @@ __all__ = [
     "is_batch_or_instance_norm",
     "lower",
     "round_stochastically",
+    "set_values",
 ]

@@ -1,0 +1,171 @@
+"""What becomes of one optimizer's gradients in ``scale_loss`` blocks: set aside, unscaled, added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from narrowcast.apex._masters import Masters
+from narrowcast.apex._torch_internals import add_all, is_view, multiply_all
+from narrowcast.errors import AmpError
+from narrowcast.gradients import unscale_by
+
+_Gradients = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Accumulation:
+    """The gradients of one optimizer from block to block.
+
+    Gradients that are there when a block begins are unscaled, and wait aside; those that come in the block
+    are scaled, and are unscaled and added to the others when it ends. Under O2 the scaled ones are those of
+    the half weights, which stay where they are until the next block, and the others those of the masters.
+
+    Attributes:
+        masters: those of the optimizer's half parameters; None where it has none.
+        scaled_by: what the gradients are still scaled by after a block with ``delay_unscale``; else None.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.masters: Masters | None = None
+        self.scaled_by: float | None = None
+        self._aside: _Gradients = []
+        # Scaled gradients of half weights, of which the masters have had their part.
+        self._left: _Gradients = []
+
+    def begin(self, scale: float, *, delayed: bool) -> None:
+        """Before the backward pass of a block.
+
+        Raises:
+            AmpError: gradients are still scaled, by another scale.
+        """
+        if self.scaled_by not in (None, scale):
+            self._check_dropped(scale)
+        if self.scaled_by is not None:
+            # Masters' gradients are unscaled also while those of the weights are not.
+            self._aside = [] if delayed else _set_aside(master for _, master in self._pairs)
+            return
+        self.forget_what_is_left()
+        if self.masters is not None:
+            self.masters.held.take_gradients()
+        if not delayed:
+            self._aside = _set_aside(self._parameters)
+            return
+        masters = {master for _, master in self._pairs}
+        there = [p.grad for p in self._parameters if p.grad is not None and p not in masters]
+        with torch.no_grad():
+            multiply_all(there, scale)
+        self.scaled_by = scale
+
+    def end(self, scale: float, *, delayed: bool) -> torch.Tensor | None:
+        """After the backward pass of a block; what was found, where the gradients were looked at.
+
+        Returns:
+            Float32 of shape (2,), on the device of the gradients, or None where ``delayed``: above 0 in the
+            first place where a new gradient was NaN or infinite, in the second where a sum is.
+        """
+        if delayed:
+            return None
+        if self.masters is not None:
+            left = [(low, low.grad) for low, _ in self._pairs if low.grad is not None]
+            self.masters.held.take_gradients()
+            for low, gradient in left:
+                low.grad = gradient
+            self._left = [(low, gradient) for low, gradient in left if gradient is not None]
+        found = unscale_by(self._optimizer, scale)
+        total = torch.zeros_like(found)
+        if self._aside:
+            _add(self._aside)
+            self._aside = []
+            total = unscale_by(self._optimizer, 1.0).to(found.device)
+        self.scaled_by = None
+        return torch.stack((found, total))
+
+    def abandon(self, *, delayed: bool) -> None:
+        """After an exception in a block: what was there before is there again, what came in it is dropped.
+
+        Gradients that were scaled before, and were added to, stay scaled: only ``zero_grad`` helps.
+        """
+        if not delayed and self.scaled_by is None:
+            for parameter in self._parameters:
+                parameter.grad = None
+            for low, _ in self._pairs:
+                low.grad = None
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+
+    def forget_what_is_left(self) -> None:
+        """Drop the gradients of half weights whose masters have had their part."""
+        for low, gradient in self._left:
+            if low.grad is gradient:
+                low.grad = None
+        self._left = []
+
+    @contextmanager
+    def what_is_left_hidden(self) -> Iterator[None]:
+        """For a step, which would else add them to the masters' again."""
+        hidden = [(low, gradient) for low, gradient in self._left if low.grad is gradient]
+        for low, _ in hidden:
+            low.grad = None
+        try:
+            yield
+        finally:
+            for low, gradient in hidden:
+                if low.grad is None:
+                    low.grad = gradient
+
+    def drop_masters_gradients(self) -> None:
+        """As a step does."""
+        for _, master in self._pairs:
+            master.grad = None
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def _pairs(self) -> Sequence[tuple[torch.Tensor, torch.nn.Parameter]]:
+        return () if self.masters is None else self.masters.pairs
+
+    def _check_dropped(self, scale: float) -> None:
+        low = [low for low, _ in self._pairs]
+        masters = {master for _, master in self._pairs}
+        scaled = [*low, *(p for p in self._parameters if p not in masters)]
+        if any(p.grad is not None and bool(p.grad.detach().any()) for p in scaled):
+            raise AmpError(
+                f"the gradients are scaled by {self.scaled_by:g}, left so by scale_loss(..., "
+                f"delay_unscale=True), and this block scales by {scale:g}: their sum cannot be unscaled. "
+                "Give blocks that accumulate with delay_unscale=True one loss_id, or leave delay_unscale out"
+            )
+        self.scaled_by = None
+
+
+def _set_aside(parameters: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> _Gradients:
+    aside = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            # DDP writes the next gradient into the same part of its bucket.
+            aside.append((parameter, gradient.clone() if is_view(gradient) else gradient))
+            parameter.grad = None
+    return aside
+
+
+def _add(aside: _Gradients) -> None:
+    """Give gradients back that waited aside, added to those that have come."""
+    sums, terms = [], []
+    with torch.no_grad():
+        for parameter, gradient in aside:
+            new = parameter.grad
+            if new is None:
+                parameter.grad = gradient
+            elif new.layout == gradient.layout == torch.strided:
+                sums.append(new)
+                terms.append(gradient)
+            else:
+                # A dense tensor takes a sparse one, not the other way round.
+                parameter.grad = gradient + new if new.is_sparse else new + gradient
+        add_all(sums, terms)

@@ -1,0 +1,338 @@
+"""Optimizers as ``amp.initialize`` leaves them: with float32 masters, and steps that are left out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from narrowcast.apex._accumulation import Accumulation
+from narrowcast.apex._levels import LOW_DTYPES, Properties
+from narrowcast.apex._loss_scaler import LossScaler, loss_scalers_for
+from narrowcast.apex._masters import Masters
+from narrowcast.apex._state import amp_state, say
+from narrowcast.errors import AmpError
+from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
+from narrowcast.weights import hold
+
+_STASH = "_amp_stash"
+_numbers = itertools.count()
+
+
+class _ClosureOverflowError(Exception):
+    """An evaluation of a closure was not finite: its step ends here."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+
+class PreparedOptimizer:
+    """One optimizer of one ``amp.initialize``, and what stands between its gradients and its next step.
+
+    Attributes:
+        optimizer: it; its ``step``, ``zero_grad`` and ``add_param_group`` go through here.
+        properties, loss_scalers: those of its ``initialize``.
+        gradients: what becomes of its gradients in ``scale_loss`` blocks.
+        findings: of blocks whose gradients were looked at, and nobody has read the answer yet.
+        skip: why the next step is left out, in one line; None: it is not.
+        in_block: whether a ``scale_loss`` block is open.
+        number: larger for those that were prepared later.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        properties: Properties,
+        loss_scalers: list[LossScaler],
+        originals: Mapping[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self.optimizer = optimizer
+        self.properties = properties
+        self.loss_scalers = loss_scalers
+        self.gradients = Accumulation(optimizer)
+        self.findings: list[Any] = []
+        self.skip: str | None = None
+        self.in_block = False
+        self.number = next(_numbers)
+        self._said = False
+        self._active = True
+        self._before: dict[str, tuple[Any, Any]] = {}
+        self.refresh(originals)
+        _recast_state(optimizer)
+        self._wrap("step", self._step)
+        self._wrap("zero_grad", self._zero_grad)
+        self._wrap("add_param_group", self._add_param_group)
+        setattr(optimizer, _STASH, self)
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled, or gradients looked at: everywhere but in plain float32 training."""
+        half = self.properties.patch_torch_functions or self.properties.cast_model_type in LOW_DTYPES
+        dynamic = self.properties.loss_scale == "dynamic"
+        return bool(self.properties.master_weights or half or dynamic or self.properties.loss_scale != 1.0)
+
+    def refresh(self, originals: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
+        """Give masters to half parameters that have none, where this level has masters."""
+        if not self.properties.master_weights:
+            return
+        if self.gradients.masters is None:
+            if not any(
+                p.dtype in LOW_DTYPES for group in self.optimizer.param_groups for p in group["params"]
+            ):
+                return
+            self.gradients.masters = Masters(hold(self.optimizer, originals=originals))
+        self.gradients.masters.refresh()
+
+    def say_that_gradients_are_scaled(self) -> None:
+        """Once, where they are read within a block."""
+        if self.in_block and not self._said:
+            self._said = True
+            say(
+                "amp: master_params was read inside a scale_loss block, where gradients are scaled, and "
+                "those of masters are not there yet: clip after the block"
+            )
+
+    def undo(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The optimizer as it was, with its state of now; the float32 values of weights that had masters."""
+        self._active = False
+        for name, (wrapper, instance) in self._before.items():
+            if vars(self.optimizer).get(name) == wrapper:
+                delattr(self.optimizer, name)
+                if instance is not None:
+                    setattr(self.optimizer, name, instance)
+        delattr(self.optimizer, _STASH)
+        masters = self.gradients.masters
+        if masters is None:
+            return {}
+        self.gradients.forget_what_is_left()
+        self.refresh()
+        values = {low: masters.full_value(low) for low, _ in masters.pairs}
+        for low, value in values.items():
+            # In float32 before the state goes back to it, which would else be rounded to half.
+            low.grad = None
+            low.data = value
+        masters.held.remove()
+        masters.forget()
+        return values
+
+    # ---- what stands for the optimizer's own methods
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> None:
+        instance, inner = vars(self.optimizer).get(name), getattr(self.optimizer, name)
+
+        @functools.wraps(inner)
+        def wrapper(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return call(inner, args, kwargs) if self._active else inner(*args, **kwargs)
+
+        # A method, since learning-rate schedulers take its function.
+        method = types.MethodType(wrapper, self.optimizer)
+        self._before[name] = (method, instance)
+        setattr(self.optimizer, name, method)
+
+    def _zero_grad(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.gradients.forget_what_is_left()
+        self.gradients.scaled_by = None
+        return inner(*args, **kwargs)
+
+    def _add_param_group(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        returned = inner(*args, **kwargs)
+        self.refresh()
+        return returned
+
+    def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.in_block:
+            raise AmpError(
+                f"{self._name}.step() came inside a scale_loss block, where gradients are scaled: call it "
+                "after the block"
+            )
+        settle(self.findings)
+        closure = closure_of(args, kwargs)
+        if closure is not None:
+            self._check_closure()
+        if self.skip is not None:
+            return self._skip()
+        if self.gradients.scaled_by is not None:
+            raise AmpError(
+                f"{self._name}.step() came while gradients are scaled by {self.gradients.scaled_by:g}, left "
+                "so by scale_loss(..., delay_unscale=True): leave delay_unscale out for the last backward "
+                "pass before a step, or call zero_grad() to drop them"
+            )
+        if closure is not None and self.scales:
+            return self._step_with_closure(inner, args, kwargs, closure)
+        with self.gradients.what_is_left_hidden():
+            return inner(*args, **kwargs)
+
+    def _check_closure(self) -> None:
+        if self.properties.master_weights:
+            raise AmpError(
+                f"{self._name}.step(closure) cannot work on float32 masters, which closures do not see: "
+                "step without a closure, or choose opt_level='O1'"
+            )
+        if self.skip is not None:
+            raise AmpError(
+                f"{self._name}.step(closure) came after a backward pass that overflowed outside of the "
+                "closure, for which a step is left out: call zero_grad() and step() once, and make every "
+                "gradient of this optimizer inside the closure"
+            )
+
+    def _skip(self) -> None:
+        assert self.skip is not None
+        say(self.skip)
+        self.skip = None
+        # model.zero_grad(), which many scripts call, does not reach them.
+        self.gradients.drop_masters_gradients()
+        mark_as_stepped(self.optimizer)
+
+    def _step_with_closure(
+        self, inner: Callable[..., Any], args: Any, kwargs: Any, closure: Callable[[], Any]
+    ) -> Any:
+        before = Snapshot(self.optimizer)
+
+        def evaluate() -> Any:
+            loss = closure()
+            settle(self.findings)
+            if self.skip is not None:
+                raise _ClosureOverflowError(loss)
+            return loss
+
+        args, kwargs = with_closure(args, kwargs, evaluate)
+        try:
+            return inner(*args, **kwargs)
+        except _ClosureOverflowError as stopped:
+            before.restore()
+            self._skip()
+            return stopped.loss
+
+    @property
+    def _name(self) -> str:
+        return type(self.optimizer).__name__
+
+
+class Finding:
+    """What one ``scale_loss`` block found in gradients, not yet read from the device."""
+
+    def __init__(
+        self, scaler: LossScaler, loss_id: int, optimizers: Sequence[PreparedOptimizer], found: torch.Tensor
+    ) -> None:
+        self.scaler, self.loss_id, self.optimizers = scaler, loss_id, list(optimizers)
+        self.found = found
+
+    def act(self, *, overflow: bool, nonfinite_sum: bool) -> None:
+        """Move the scale, and have the next step of each optimizer left out where it must be."""
+        before = self.scaler.loss_scale()
+        self.scaler.after_block(overflow=overflow)
+        after = self.scaler.loss_scale()
+        why = None
+        if overflow:
+            scale = f"stays at {after}" if after == before else f"reducing loss scale to {after}"
+            why = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} {scale}"
+        elif nonfinite_sum:
+            why = (
+                "Skipping step, gradients from before the scale_loss block are not finite: clear them with "
+                "zero_grad()"
+            )
+        for one in self.optimizers:
+            one.findings.remove(self)
+            one.skip = why or one.skip
+
+
+def settle(findings: Sequence[Finding]) -> None:
+    """Read what was found, in one wait for the device, and act on it."""
+    waiting = list(findings)
+    if waiting:
+        device = waiting[0].found.device
+        rows = torch.stack([finding.found.to(device) for finding in waiting]).tolist()
+        for finding, (new, total) in zip(waiting, rows, strict=True):
+            finding.act(overflow=new > 0, nonfinite_sum=total > 0)
+
+
+class PreparedOptimizers:
+    """All optimizers of one ``amp.initialize``."""
+
+    def __init__(self, each: list[PreparedOptimizer], loss_scalers: list[LossScaler]) -> None:
+        self.each, self.loss_scalers = each, loss_scalers
+
+    def undo(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Every optimizer as it was; the float32 values of weights that had masters, by weight."""
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        for one in reversed(self.each):
+            values.update(one.undo())
+        self.each.clear()
+        return values
+
+
+def prepare_optimizers(
+    optimizers: Sequence[Any],
+    properties: Properties,
+    *,
+    num_losses: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    originals: Mapping[torch.Tensor, torch.Tensor] | None = None,
+) -> PreparedOptimizers:
+    """Make optimizers ready for ``scale_loss``; under O2 their half parameters are replaced by masters.
+
+    ``amp._amp_state.loss_scalers`` is from then on the list of these losses' scalers.
+
+    Args:
+        originals: float32 values, by half weight, that masters start from where they round to it.
+
+    Raises:
+        AmpError: an optimizer that was prepared before, twice in the list, or is no optimizer; a number of
+            losses that is none. Nothing was changed then.
+        ScaleError: a scale or limits that cannot scale a loss. Nothing was changed then.
+    """
+    found = [optimizer_of(one) for one in optimizers]
+    for position, optimizer in enumerate(found):
+        if prepared(optimizer) is not None or any(optimizer is other for other in found[:position]):
+            raise AmpError(
+                f"this {type(optimizer).__name__} was given to amp.initialize before: give each optimizer "
+                "once, and call amp.initialize once for it"
+            )
+    scalers = loss_scalers_for(properties, num_losses, min_loss_scale, max_loss_scale)
+    done = PreparedOptimizers([], scalers)
+    try:
+        for optimizer in found:
+            done.each.append(PreparedOptimizer(optimizer, properties, scalers, originals or {}))
+    except BaseException:
+        done.undo()
+        raise
+    amp_state.loss_scalers = scalers
+    return done
+
+
+def optimizer_of(given: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, or the one inside a wrapper that has it as ``optim``, as apex's LARC.
+
+    Raises:
+        AmpError: there is none.
+    """
+    for one in (given, getattr(given, "optim", None)):
+        if isinstance(one, torch.optim.Optimizer):
+            return one
+    raise AmpError(f"expected a torch.optim.Optimizer, got {type(given).__name__}: give the optimizer itself")
+
+
+def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer | None:
+    """What ``amp.initialize`` made of this optimizer; None where it was not given one."""
+    found = vars(optimizer).get(_STASH)
+    return found if isinstance(found, PreparedOptimizer) else None
+
+
+def _recast_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that was there before the model was cast follows its parameters, as torch loads a state."""
+    for parameter, state in optimizer.state.items():
+        values = state.values() if isinstance(state, dict) else ()
+        if isinstance(parameter, torch.Tensor) and any(
+            isinstance(value, torch.Tensor)
+            and value.shape == parameter.shape
+            and value.is_floating_point()
+            and value.dtype != parameter.dtype
+            for value in values
+        ):
+            optimizer.load_state_dict(optimizer.state_dict())
+            return
