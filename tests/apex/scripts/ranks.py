@@ -90,9 +90,8 @@ def buffer_of(rank):
 def halves(options, rank):
     """The sum of half gradients overflows half, and their mean does not."""
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float16)
-    DistributedDataParallel(model, **options)(
-        torch.full((1, 1), 40000.0, dtype=torch.float16)
-    ).sum().backward()
+    wrapped = DistributedDataParallel(model, **options)
+    wrapped(torch.full((1, 1), 40000.0, dtype=torch.float16)).sum().backward()
     return model.weight.grad.item()
 
 
