@@ -12,6 +12,7 @@
     ├── RegionError (RuntimeError)        a region that was left out of order
     ├── UnsupportedError (RuntimeError)   training that this policy cannot make right
     ├── AmpError (RuntimeError)           what apex's amp refused, or was called in the wrong state
+    │   └── HalfRefusedError (NotImplementedError)  a function that half tensors must not reach
     ├── MissingExtraError (ImportError)   a package that only some features need, and that is not installed
     ├── ScaleCollapseError (RuntimeError) so many skipped steps in a row that the scale is not to blame
     ├── ScriptError (ValueError)          a script that cannot be started
@@ -75,7 +76,11 @@ class UnsupportedError(NarrowcastError, RuntimeError):
 
 
 class AmpError(NarrowcastError, RuntimeError):
-    """A call that apex's amp refused too, or that comes in the wrong state of it; apex raised RuntimeErrors."""
+    """What apex's amp refused too, or a call in the wrong state of it; apex raised RuntimeErrors."""
+
+
+class HalfRefusedError(AmpError, NotImplementedError):
+    """A function that apex kept from half tensors; apex raised NotImplementedErrors."""
 
 
 class MissingExtraError(NarrowcastError, ImportError):

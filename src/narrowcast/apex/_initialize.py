@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.apex._function_casts import Handle, start_casts
+from narrowcast.apex._functions import forget_registered
 from narrowcast.apex._levels import DISABLED, Properties, properties
 from narrowcast.apex._models import CastModel, check_models
 from narrowcast.apex._optimizers import prepare_optimizers
@@ -74,12 +75,13 @@ def initialize(
 
     Raises:
         AmpError: a level or setting that does not exist or does not go with the level; a model that is half
-            or wrapped already; an optimizer that was initialized before; an open region of autocast.
+            or wrapped already; an optimizer that was initialized before.
+        OrderError: a region of autocast is open in this thread.
         TypeError: models or optimizers of another kind.
         PolicyError: a name on ``amp.lists`` that no operator of PyTorch can be found for.
     """
     amp_state.verbosity = verbosity
-    model_list, optimizer_list = _as_list("models", models, torch.nn.Module), _optimizers(optimizers)
+    model_list, optimizer_list = _models(models), _optimizers(optimizers)
     if not enabled:
         amp_state.opt_properties = DISABLED
         return _as_given(models, optimizers)
@@ -100,18 +102,19 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Undo every ``initialize``: functions, models and optimizers are as before, with the weights of now.
+    """Undo every ``initialize`` and registration; models and optimizers keep the values of now.
 
     Weights that were half are in their old type again, from the masters where there are any. To be called in
     the thread that called ``initialize``. Without effect where nothing is in force.
 
     Raises:
-        AmpError: casts outside of models were begun by another thread, or a region of autocast was opened
-            since and is still open. Nothing is undone then.
+        OrderError: casts outside of models were begun by another thread, or a region of autocast was opened
+            since and is still open. What was initialized before that is then still in force.
     """
     while _in_force:
         _in_force[-1]()
         _in_force.pop()
+    forget_registered()
     amp_state.reset()
 
 
@@ -130,7 +133,7 @@ def _start(
     def undo() -> None:
         if handle is not None:
             handle.remove()
-        values = {} if prepared is None else prepared.undo()
+        values: dict[torch.Tensor, torch.Tensor] = {} if prepared is None else prepared.undo()
         for one in reversed(cast_models):
             one.undo({**one.originals, **values})
 
@@ -155,22 +158,27 @@ def _start(
         one.originals.clear()
     amp_state.opt_properties = wanted
     amp_state.handle = handle
+    in_force(undo)
+
+
+def in_force(undo: _Undo) -> None:
+    """Have ``shutdown`` call ``undo``, before what is in force already."""
     _in_force.append(undo)
 
 
-def _as_list(what: str, given: Any, kind: type) -> list[Any]:
+def _models(given: Any) -> list[torch.nn.Module]:
     found = given if isinstance(given, list) else [given]
-    wrong = next((one for one in found if not isinstance(one, kind)), None)
-    if wrong is not None or not found:
-        got = "an empty list" if not found else type(wrong).__name__
-        raise TypeError(f"expected {what} to be a {kind.__name__} or a list of them, got {got}")
+    wrong = [type(one).__name__ for one in found if not isinstance(one, torch.nn.Module)]
+    if wrong or not found:
+        got = wrong[0] if wrong else "an empty list"
+        raise TypeError(f"expected models to be a torch.nn.Module or a list of them, got {got}")
     return found
 
 
 def _optimizers(given: Any) -> list[Any]:
-    if given is None or (isinstance(given, list) and not given):
+    if given is None:
         return []
-    return _as_list("optimizers", given, torch.optim.Optimizer)
+    return given if isinstance(given, list) else [given]
 
 
 def _as_given(models: Any, optimizers: Any) -> Any:
@@ -179,7 +187,8 @@ def _as_given(models: Any, optimizers: Any) -> Any:
 
 def _tell(wanted: Properties) -> None:
     weights = "as they are" if wanted.cast_model_type is None else _word(wanted.cast_model_type)
-    functions = f"{_word(wanted.half_type)} or float32 by the lists" if wanted.patch_torch_functions else "as they come"
+    half = _word(wanted.half_type)
+    functions = f"{half} or float32 by the lists" if wanted.patch_torch_functions else "as they come"
     scale = wanted.loss_scale if isinstance(wanted.loss_scale, str) else f"{wanted.loss_scale:g}"
     say(f"amp: {wanted.opt_level}: weights {weights}, functions {functions}, loss scale {scale}")
 

@@ -93,8 +93,8 @@ def properties(
     """
     if opt_level not in _LEVELS:
         raise AmpError(
-            f"expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is the "
-            "letter O, not the number zero"
+            f"expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is "
+            "the letter O, not the number zero"
         )
     chosen = dict(_LEVELS[opt_level])
     casts_functions = opt_level == "O1"

@@ -1,10 +1,12 @@
-"""apex's lists of functions: what runs in half, in float32, in the widest type among its inputs, or not at all.
+"""apex's lists of functions: what runs in half, in float32, in the widest type among its inputs, or never.
 
 They are lists that a person edits before ``amp.initialize``. A name is that of a function of the module.
-``bmm``, ``baddbmm`` and ``addbmm`` stand in half as on any CUDA that PyTorch still knows, on other machines too.
+``bmm``, ``baddbmm`` and ``addbmm`` are in half on every machine, as apex had them on CUDA 9.1 and later.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -57,3 +59,24 @@ TENSOR_CASTS = _of_tensor(
     *TORCH_CASTS,
 )
 TENSOR_SEQUENCE_CASTS: list[str] = []
+
+ORIGINAL: dict[str, dict[str, tuple[Any, ...]]] = {
+    "functional_overrides": {
+        "FP16_FUNCS": (*FUNCTIONAL_FP16,),
+        "FP32_FUNCS": (*FUNCTIONAL_FP32,),
+        "BANNED_FUNCS": (*FUNCTIONAL_BANNED,),
+    },
+    "torch_overrides": {
+        "FP16_FUNCS": (*TORCH_FP16,),
+        "FP32_FUNCS": (*TORCH_FP32,),
+        "CASTS": (*TORCH_CASTS,),
+        "SEQUENCE_CASTS": (*TORCH_SEQUENCE_CASTS,),
+    },
+    "tensor_overrides": {
+        "FP16_FUNCS": (*TENSOR_FP16,),
+        "FP32_FUNCS": (*TENSOR_FP32,),
+        "CASTS": (*TENSOR_CASTS,),
+        "SEQUENCE_CASTS": (*TENSOR_SEQUENCE_CASTS,),
+    },
+}
+"""The lists before anybody edited them."""

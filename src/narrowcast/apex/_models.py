@@ -64,12 +64,11 @@ class CastModel:
             outputs = outputs or torch.float32
             self._handles += keep_masters(model)
             export = _FloatExport()
-            self._handles += [
-                module.register_state_dict_post_hook(export) for module in model.modules()
-            ]
-        self._forward = _CastForward(model, inputs, outputs) if outputs is not None else None
-        if self._forward is not None:
-            model.forward = self._forward
+            modules: Any = model.modules()
+            self._handles += [module.register_state_dict_post_hook(export) for module in modules]
+        self._forward: _CastForward | None = None
+        if outputs is not None:
+            self._forward = model.forward = _CastForward(model, inputs, outputs)
 
     def _cast_weights(self, dtype: torch.dtype, keep_batchnorm: bool) -> None:
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -85,11 +84,12 @@ class CastModel:
         """As before ``initialize``, with the weights' values of now: those in ``values`` where it has them."""
         for handle in self._handles:
             handle.remove()
-        if self._forward is not None and vars(self.model).get("forward") is self._forward:
-            if self._forward.before is None:
+        ours = self._forward
+        if ours is not None and vars(self.model).get("forward") is ours:
+            if ours.before is None:
                 del self.model.forward
             else:
-                self.model.forward = self._forward.before
+                self.model.forward = ours.before  # type: ignore[method-assign]
         with torch.no_grad():
             for tensor, dtype in self._wide:
                 gradient, tensor.grad = tensor.grad, None
@@ -101,9 +101,7 @@ class CastModel:
 class _CastForward:
     """Stands for the ``forward`` of one model; copied and saved along with it."""
 
-    def __init__(
-        self, model: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype) -> None:
         self._model = model
         self._inputs = inputs
         self._outputs = outputs

@@ -16,10 +16,11 @@ from narrowcast.casting._fp8 import unconverted
 from narrowcast.casting._fp8_linear import Fp8Linear
 from narrowcast.casting._guards import forget_warnings
 from narrowcast.casting._kernels import root_place
+from narrowcast.casting._lasting import LastingRegion, places_here
 from narrowcast.casting._modules import Applied, applied_to, apply
 from narrowcast.casting._paths import clean_path, named_places
 from narrowcast.casting._places import rule_that_casts
-from narrowcast.casting._tree import cast_floating
+from narrowcast.casting._tree import cast_floating, cast_where
 from narrowcast.casting._watching import OpCall, ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
 
@@ -27,6 +28,7 @@ __all__ = [
     "Applied",
     "Baked",
     "Fp8Linear",
+    "LastingRegion",
     "OpCall",
     "PlacedRegion",
     "applied_to",
@@ -36,6 +38,7 @@ __all__ = [
     "baked",
     "cast_exported",
     "cast_floating",
+    "cast_where",
     "clean_path",
     "compile",
     "custom_bwd",
@@ -44,6 +47,7 @@ __all__ = [
     "forget_warnings",
     "named_places",
     "ops_under_way",
+    "places_here",
     "region_in",
     "root_place",
     "rule_that_casts",

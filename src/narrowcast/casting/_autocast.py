@@ -254,11 +254,12 @@ class PlacedRegion(autocast):
         device_type: str,
         dtype: torch.dtype,
         enabled: bool,
+        cache_enabled: bool | None = None,
         *,
         place: Scope | None = None,
         audible: bool = False,
     ) -> None:
-        super().__init__(device_type, dtype, enabled)
+        super().__init__(device_type, dtype, enabled, cache_enabled)
         self._audible = audible
         self._given = place
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ BACKWARD_INSIDE = (
 class _Process:
     def __init__(self) -> None:
         self.optimizers_hooked = False
+        self.loading_users = 0
         self.backward_warned = False
         self.our_backward: Any = None
         self.last_backward: Any = None  # made for what it stands in front of, which rarely changes
@@ -54,10 +56,8 @@ def forget_warnings() -> None:
 
 def install() -> None:
     """Called when the first region of the process opens."""
-    if not _process.optimizers_hooked:
-        register_optimizer_step_post_hook(_drop_after_step)
-        _process.optimizers_hooked = True
-    _torch_internals.replace_loaded_keys(_DroppingKeys)
+    watch_optimizers()
+    _watch_loading(1)
     below = _autograd.backward
     if _process.last_backward is None or _process.last_backward.__wrapped__ is not below:
         _process.last_backward = _watched_backward(below)
@@ -66,13 +66,37 @@ def install() -> None:
 
 def remove() -> None:
     """Called when the last region of the process closes."""
-    if _torch_internals.current_loaded_keys() is _DroppingKeys:
-        _torch_internals.replace_loaded_keys(_torch_internals.LoadedKeys)
+    _watch_loading(-1)
     ours = _process.our_backward
     # Whoever replaced it since goes on calling ours, which outside a region hands everything on.
     if ours is not None and _autograd.backward is ours:
         _autograd.backward = ours.__wrapped__
     _process.our_backward = None
+
+
+def watch_optimizers() -> None:
+    """Have the casts dropped after each step of any optimizer, from now on."""
+    if not _process.optimizers_hooked:
+        register_optimizer_step_post_hook(_drop_after_step)
+        _process.optimizers_hooked = True
+
+
+@contextmanager
+def loading_watched() -> Iterator[None]:
+    """Inside, the casts are dropped after each ``load_state_dict``, in any thread."""
+    _watch_loading(1)
+    try:
+        yield
+    finally:
+        _watch_loading(-1)
+
+
+def _watch_loading(users: int) -> None:
+    _process.loading_users += users
+    if _process.loading_users:
+        _torch_internals.replace_loaded_keys(_DroppingKeys)
+    elif _torch_internals.current_loaded_keys() is _DroppingKeys:
+        _torch_internals.replace_loaded_keys(_torch_internals.LoadedKeys)
 
 
 def _drop_after_step(*_: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,9 +90,12 @@ class Shared:
     process it is made anew.
     """
 
-    def __init__(self, policy: Policy, opens: bool) -> None:
+    def __init__(
+        self, policy: Policy, opens: bool, admits: Callable[[torch.nn.Module], bool] | None = None
+    ) -> None:
         self.policy = policy
         self.opens = opens
+        self.admits = admits  # in this process only
         self.removed = False  # from copies too
         self.ended = False
 
@@ -151,7 +154,8 @@ class Hook:
             opened.pop()  # left by a KeyboardInterrupt, after which PyTorch calls no hook
         call = OpenCall(module, _caller_of_hooks(), self)
         try:
-            if self._opening or (self._shared.opens and not self._devices()):
+            opens = self._opening or (self._shared.opens and not self._devices())
+            if opens and (self._shared.admits is None or self._shared.admits(module)):
                 self._open_regions(call, module, args, kwargs)
             for device in self._devices() if self._rules else ():
                 args, kwargs = self._go_inside(call, device, args, kwargs)

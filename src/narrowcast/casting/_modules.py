@@ -103,6 +103,7 @@ class Applied:
     Args:
         opens: whether the model's own call opens the region; not where somebody else does.
         may_miss: called with each rule that names nothing in the model; without it that is an error.
+        admits: asked with the model at each of its calls; where it says no, no region is opened.
 
     Attributes:
         policy: what was applied.
@@ -116,6 +117,7 @@ class Applied:
         *,
         opens: bool = True,
         may_miss: Callable[[Rule], None] | None = None,
+        admits: Callable[[torch.nn.Module], bool] | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise PolicyError(f"expected a torch.nn.Module to apply a policy to, got {type(model).__name__}")
@@ -130,7 +132,7 @@ class Applied:
         check_rules(self.policy, model, may_miss)
         _make_way(places, self.policy)
         self.fp8 = apply_fp8(model, self.policy, may_miss=may_miss)
-        self._shared = Shared(self.policy, opens)
+        self._shared = Shared(self.policy, opens, admits)
         self._placed: list[_Placed] = []
         self._place_hooks(places)
         _applied[model] = self

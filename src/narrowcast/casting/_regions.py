@@ -226,6 +226,17 @@ def _bring_back(frame: _Frame) -> None:
     _process.close(frame, drop=outermost)
 
 
+def frames_here() -> list[_Frame]:
+    """The open regions of this thread, outermost first."""
+    return list(_here.frames)
+
+
+def give_up(frames: list[_Frame]) -> None:
+    """Forget regions that were left open by a thread that has ended, and its state with it."""
+    for frame in reversed(frames):
+        _process.close(frame, drop=True)
+
+
 def close_abandoned() -> None:
     """Close the innermost regions of this thread whose callers have ended without leaving them.
 

@@ -22,6 +22,7 @@ COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 _F = TypeVar("_F", bound=Callable[..., Any])
 _module_file: Any = sys.modules["torch.nn.modules.module"]
 LoadedKeys: Any = _module_file._IncompatibleKeys
+_autograd: Any = torch.autograd
 
 
 def replace_loaded_keys(replacement: Any) -> None:
@@ -154,6 +155,23 @@ def without_autocast() -> AbstractContextManager[None]:
     """The autocast of every type of device is off inside, whatever regions are open."""
     guard: AbstractContextManager[None] = torch._C._DisableAutocast()
     return guard
+
+
+def current_engine() -> Any:
+    """What ``torch.autograd.backward`` and ``torch.autograd.grad`` start autograd's engine with."""
+    return _autograd._engine_run_backward
+
+
+def replace_engine(replacement: Callable[..., Any]) -> None:
+    """Both look the name up at each call, whoever imported the two before."""
+    _autograd._engine_run_backward = replacement
+
+
+def nesting() -> int:
+    """How many regions are open in this thread, those of ``torch.autocast`` too."""
+    depth: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth - 1
 
 
 def inductor(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Callable[..., Any]:
