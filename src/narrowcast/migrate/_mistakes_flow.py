@@ -253,7 +253,7 @@ class Flow:
                 state[scaler, "touched"] = YES
 
     def _backward(self, node: ast.Call, state: State) -> None:
-        scaler = self._scaled_by(node)
+        scaler = next(filter(None, map(self._scaled_by, ast.iter_child_nodes(node))), None)
         state.pop(("", "clipped"), None)
         if scaler is None:
             state["", "plain"] = YES
@@ -276,12 +276,13 @@ class Flow:
         if self._divides or mentioned & set(self._script.scalers):
             return  # the limit may be multiplied by the scale
         optimizer = self._script.optimizer_of(node.args[0] if node.args else None)
-        dirty = [scaler for scaler in self._script.scalers if _get(state, scaler, "dirty") is YES]
         if optimizer is not None and optimizer not in self._script.scaled_optimizers:
             return
-        for scaler in dirty:
+        own = self._script.scalers if optimizer is None else self._script.scaled_optimizers[optimizer]
+        for scaler in own:
             scaled = _get(state, scaler, "clean", optimizer or "*") is NO
-            if scaled and (optimizer is not None or self._unscaled_nothing(state)):
+            dirty = _get(state, scaler, "dirty") is YES
+            if dirty and scaled and (optimizer is not None or self._unscaled_nothing(state)):
                 self._say("clip-before-unscale", node, scaler, optimizer)
                 return
         if not any(key[1] in ("dirty", "touched") for key in state if len(key) > 1):
@@ -325,17 +326,16 @@ class Flow:
         state[scaler, "any step"] = YES
 
     def _plain_step(self, node: ast.Call, optimizer: str, state: State) -> None:
-        for scaler in self._script.scalers:
-            if (
-                optimizer in self._script.scaled_optimizers
-                and _get(state, scaler, "stepped", optimizer) is YES
-            ):
+        state.pop(("", "clipped"), None)
+        own = self._script.scaled_optimizers.get(optimizer)
+        if own is None and ("", "plain") in state:
+            return  # the optimizer of a loss that is not scaled
+        for scaler in own or self._script.scalers:
+            if _get(state, scaler, "stepped", optimizer) is YES:
                 self._say("step-twice", node, scaler, optimizer)
             elif _get(state, scaler, "dirty") is YES:
-                called = _get(state, scaler, "called", optimizer) is YES
-                if called or (
-                    _get(state, scaler, "clean", optimizer) is NO and self._unscaled_nothing(state)
-                ):
+                scaled = _get(state, scaler, "clean", optimizer) is NO and self._unscaled_nothing(state)
+                if scaled or _get(state, scaler, "called", optimizer) is YES:
                     self._say("step-without-scaler", node, scaler, optimizer)
             state[scaler, "any step"] = state[scaler, "stepped", optimizer] = OPEN
 

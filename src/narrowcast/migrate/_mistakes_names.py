@@ -183,14 +183,15 @@ class Script:
         return found - set(self.scalers) - set(self.steppers)
 
     @cached_property
-    def scaled_optimizers(self) -> set[str]:
-        """Optimizers that some scaler steps or unscales."""
+    def scaled_optimizers(self) -> dict[str, set[str]]:
+        """Optimizers that some scaler steps or unscales, with those scalers."""
         names = ("step", "unscale_", "clip_grad_norm_", "clip_grad_value_")
-        return {
-            ast.unparse(call.args[0])
-            for call in self.calls
-            if (used := method(call)) and used[0] in self.scalers and used[1] in names and call.args
-        }
+        found: dict[str, set[str]] = {}
+        for call in self.calls:
+            used = method(call)
+            if used and used[0] in self.scalers and used[1] in names and call.args:
+                found.setdefault(ast.unparse(call.args[0]), set()).add(used[0])
+        return found
 
     def optimizer_of(self, parameters: ast.expr | None) -> str | None:
         """The one optimizer that was made of the parameters of a module, as in ``model.parameters()``."""

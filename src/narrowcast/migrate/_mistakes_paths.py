@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from narrowcast.migrate._mistakes_names import Script, within
+from narrowcast.migrate._mistakes_names import Script, method, within
 
 # 2**6 paths are followed through a function; conditions beyond that are taken to be open.
 _MOST_CONDITIONS = 6
@@ -34,7 +34,7 @@ def _texts(node: ast.AST) -> set[str]:
 
 
 class Conditions:
-    """The tests of one function, taken apart into conditions that hold or do not.
+    """The tests of one function that are followed, taken apart into conditions that hold or do not.
 
     ``if args.amp:`` twice is one condition, and ``if args.amp and clip:`` contains it. A condition on a name
     that the function binds twice is open, since it may have changed in between.
@@ -54,9 +54,20 @@ class Conditions:
             for atom in set(self._atoms(test)):
                 counted[atom] += 1
                 texts.setdefault(atom, _texts(ast.parse(atom, mode="eval")))
-        several = [a for a, n in counted.items() if n > 1 and not any(bindings[t] > 1 for t in texts[a])]
-        self.known = several[:_MOST_CONDITIONS]
+        updates = {
+            a
+            for node in body
+            if isinstance(node, ast.If) and self._updates(node)
+            for a in self._atoms(node.test)
+        }
+        told = [a for a, n in counted.items() if n > 1 or (a in updates and texts[a] & in_loops)]
+        self.known = [a for a in told if not any(bindings[t] > 1 for t in texts[a])][:_MOST_CONDITIONS]
         self.of_loops = {atom for atom in self.known if texts[atom] & in_loops}
+
+    def _updates(self, node: ast.If) -> bool:
+        """Whether the branch of a test ends an iteration, as where gradients are accumulated."""
+        calls = [method(inner) for statement in node.body for inner in within(statement)]
+        return any(used is not None and used[1] == "update" and used[0] in self._scalers for used in calls)
 
     def assumptions(self) -> Iterator[dict[str, bool]]:
         """Every way in which the conditions may hold; one value equals one constant at most."""

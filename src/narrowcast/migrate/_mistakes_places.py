@@ -33,7 +33,7 @@ def ancestors(script: Script, node: ast.AST) -> Iterator[ast.AST]:
 
 
 def region_around(script: Script, node: ast.AST) -> tuple[str, ast.AST] | None:
-    """Whose region a node runs in, and its ``with`` or decorated function; None outside and where it is off."""
+    """Whose region a node runs in, and its ``with`` or function; None outside and where it is off."""
     for outer in ancestors(script, node):
         if isinstance(outer, (ast.With, ast.AsyncWith)):
             for item in reversed(outer.items):
@@ -139,7 +139,7 @@ def _is_conditional(script: Script, node: ast.AST) -> bool:
 
 def _schedulers_first(script: Script) -> Iterator[Seen]:
     """A scheduler that moves before the optimizer's step in one block of statements."""
-    for node in script.nodes:
+    for node in [script.tree, *script.nodes]:
         for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
             if not isinstance(block, list):
                 continue
