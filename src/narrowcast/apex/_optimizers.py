@@ -213,41 +213,52 @@ class PreparedOptimizer:
 
 
 class Finding:
-    """What one ``scale_loss`` block found in gradients, not yet read from the device."""
+    """What one ``scale_loss`` block found in gradients, not yet read from the device.
+
+    Args:
+        found: for each optimizer what ``Accumulation.end`` returned.
+    """
 
     def __init__(
-        self, scaler: LossScaler, loss_id: int, optimizers: Sequence[PreparedOptimizer], found: torch.Tensor
+        self,
+        scaler: LossScaler,
+        loss_id: int,
+        optimizers: Sequence[PreparedOptimizer],
+        found: Sequence[torch.Tensor],
     ) -> None:
         self.scaler, self.loss_id, self.optimizers = scaler, loss_id, list(optimizers)
-        self.found = found
+        self.flags = torch.stack([pair.to(found[0].device) for pair in found]).flatten()
+        for one in self.optimizers:
+            one.findings.append(self)
 
-    def act(self, *, overflow: bool, nonfinite_sum: bool) -> None:
+    def act(self, flags: Sequence[float]) -> None:
         """Move the scale, and have the next step of each optimizer left out where it must be."""
+        overflow = any(new > 0 for new in flags[0::2])
         before = self.scaler.loss_scale()
         self.scaler.after_block(overflow=overflow)
         after = self.scaler.loss_scale()
-        why = None
-        if overflow:
-            scale = f"stays at {after}" if after == before else f"reducing loss scale to {after}"
-            why = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} {scale}"
-        elif nonfinite_sum:
-            why = (
-                "Skipping step, gradients from before the scale_loss block are not finite: clear them with "
-                "zero_grad()"
-            )
-        for one in self.optimizers:
+        for one, total in zip(self.optimizers, flags[1::2], strict=True):
             one.findings.remove(self)
-            one.skip = why or one.skip
+            if overflow:
+                scale = f"stays at {after}" if after == before else f"reducing loss scale to {after}"
+                one.skip = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} {scale}"
+            elif total > 0 and one.skip is None:
+                one.skip = (
+                    "Skipping step, gradients from before the scale_loss block are not finite: clear them "
+                    "with zero_grad()"
+                )
 
 
 def settle(findings: Sequence[Finding]) -> None:
     """Read what was found, in one wait for the device, and act on it."""
     waiting = list(findings)
     if waiting:
-        device = waiting[0].found.device
-        rows = torch.stack([finding.found.to(device) for finding in waiting]).tolist()
-        for finding, (new, total) in zip(waiting, rows, strict=True):
-            finding.act(overflow=new > 0, nonfinite_sum=total > 0)
+        device = waiting[0].flags.device
+        flags = torch.cat([finding.flags.to(device) for finding in waiting]).tolist()
+        for finding in waiting:
+            count = len(finding.flags)
+            finding.act(flags[:count])
+            del flags[:count]
 
 
 class PreparedOptimizers:

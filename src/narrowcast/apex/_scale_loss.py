@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex._function_casts import casts_suspended
 from narrowcast.apex._optimizers import Finding, PreparedOptimizer, optimizer_of, prepared, settle
 from narrowcast.apex._state import amp_state
 from narrowcast.errors import AmpError
@@ -33,8 +32,8 @@ def scale_loss(
     not finite, the step is left out too, and the scale counts a good block. A level that casts nothing, at
     scale 1, looks at nothing: O0 is plain float32 training.
 
-    Casts of O1 are suspended in the block. After an exception in it, gradients are as they were before. A
-    GPU is waited for once, when the block ends.
+    After an exception in the block gradients are as they were before it, but for those that stay scaled. A
+    GPU is waited for once, when the block ends. Backward passes cast nothing under O1.
 
     Args:
         loss: any floating tensor, on any device, from which ``backward`` can be called.
@@ -65,14 +64,12 @@ def scale_loss(
         raise AmpError(f"expected the loss to be a torch.Tensor, got {type(loss).__name__}")
     scaler = _scaler_for(named, loss_id)
     if not any(one.scales for one in named):
-        with casts_suspended():
-            yield loss.float()
+        yield loss.float()
         return
     scale = scaler.loss_scale()
     _begin(named, scale, delayed=delay_unscale)
     try:
-        with casts_suspended():
-            yield loss.float() if scale == 1.0 else loss.float() * scale
+        yield loss.float() if scale == 1.0 else loss.float() * scale
         found = [one.gradients.end(scale, delayed=delay_unscale) for one in named]
     except BaseException:
         for one in named:
@@ -81,12 +78,9 @@ def scale_loss(
     finally:
         for one in named:
             one.in_block = False
-    rows = [row for row in found if row is not None]
-    if rows:
-        worst = torch.stack([row.to(rows[0].device) for row in rows]).amax(0)
-        finding = Finding(scaler, loss_id, named, worst)
-        for one in named:
-            one.findings.append(finding)
+    flags = [pair for pair in found if pair is not None]
+    if flags:
+        Finding(scaler, loss_id, named, flags)
         if not delay_overflow_check:
             settle(_unread(named))
 
