@@ -102,7 +102,7 @@ def are_off_here() -> bool:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Cast nothing inside, in this thread, in models of O1 neither; as before at its end, exception or not."""
+    """Cast nothing inside, in this thread, in models of O1 neither; exceptions leave it as a return does."""
     _here.off += 1
     try:
         with without_casts():

@@ -110,6 +110,7 @@ class Handle:
             applied.remove()
         self._applied.clear()
         self._undo.close()
+        del self._casts  # the kernels of its policy go with it
 
     def is_active(self) -> bool:
         """Whether it casts."""
@@ -191,7 +192,7 @@ def _whole(made: Plan) -> dict[Target, WholeCast]:
 
 def _in_place(name: str) -> str:
     return (
-        f"{name} was called with a half tensor, and it computes in float32, which cannot be written into one: "
+        f"{name} was called with a half tensor, and computes in float32, which cannot be written into one: "
         f"call {name.removesuffix('_')}, which returns a new tensor in float32, or .float() before"
     )
 

@@ -1,4 +1,4 @@
-"""Models under O0, O2 and O3: weights cast in place, inputs and outputs cast at each call, float32 exported."""
+"""Models under O0, O2 and O3: weights cast in place, inputs and outputs at each call, float32 exported."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CastModel:
         self._wide = [(tensor, was) for tensor, was in before.items() if tensor.dtype != was]
 
     def undo(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """As before ``initialize``, with the weights' values of now: those in ``values`` where it has them."""
+        """As before ``initialize``, but for the weights' values, which are those of now, or in ``values``."""
         for handle in self._handles:
             handle.remove()
         ours = self._forward

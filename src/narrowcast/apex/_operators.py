@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ _CALLED = {
     "grid_sample": "grid_sampler",
     "interpolate": " ".join(op for op in TABLES["cuda"] if "upsample" in op),
     "nll_loss": "nll_loss nll_loss2d",
-    "norm": "norm linalg_vector_norm linalg_matrix_norm frobenius_norm nuclear_norm",
     "sub": "sub rsub",
     "truediv": "div",
 }
@@ -29,7 +29,8 @@ _NOTHING = frozenset({"cpu"})
 # Functions in Python that are to compute in float32 as a whole: their operators have uses of their own that
 # are not on the lists, as the product in local_response_norm. x **= 2 makes x another tensor, as apex did.
 WHOLE = frozenset({
-    "__ipow__", "interpolate", "local_response_norm", "multilabel_soft_margin_loss", "normalize", "softmin",
+    "__ipow__", "interpolate", "local_response_norm", "multilabel_soft_margin_loss", "norm", "normalize",
+    "softmin",
 })  # fmt: skip
 
 RECURRENT = (
@@ -38,6 +39,7 @@ RECURRENT = (
 """apex runs recurrent layers and cells in half, though they are on no list."""
 
 
+@functools.cache
 def operators_of(name: str) -> tuple[str, ...]:
     """The overloads that a function of this name calls, as ``"softmax.int"``; empty where there are none."""
     if name in _NOTHING or name == "__ipow__":
@@ -58,6 +60,7 @@ def function_in_python(module: str, name: str) -> Callable[..., Any] | None:
     return found if inspect.isfunction(found) else None
 
 
+@functools.cache
 def _word(name: str) -> str:
     """``"add"`` for ``"__radd__"``."""
     if not (name.startswith("__") and name.endswith("__")):
@@ -69,5 +72,12 @@ def _word(name: str) -> str:
     return short if word[:1] in "ri" and (overloads_of(short) or short in _CALLED) else word
 
 
-INSIDE: tuple[str, ...] = ()
-"""Operators on no list that are made of listed ones in C++, where apex casts nothing."""
+INSIDE = (
+    "_safe_softmax", "chain_matmul", "corrcoef", "cov", "cumulative_trapezoid", "einsum", "ldexp",
+    "linalg_matmul", "linalg_matrix_power", "linalg_multi_dot", "linalg_pinv", "matrix_exp", "matrix_power",
+    "mvlgamma", "pairwise_distance", "square", "sum_to_size", "tensordot", "trapezoid", "trapz",
+)  # fmt: skip
+"""Operators on no list that are made of listed ones in C++, where apex cast nothing.
+
+Found by tests/apex, where every operator that PyTorch has samples of is compared with itself without casts.
+"""

@@ -104,7 +104,7 @@ def plan(
     banned: dict[Key, str] = {}
     by_operator: dict[str, list[_Vote]] = {}
     for vote in votes:
-        module, name = vote.key
+        name = vote.key[1]
         _check_known(vote)
         if vote.kind == BANNED and not allow_banned:
             banned[vote.key] = _message(name)
@@ -181,7 +181,8 @@ def _winner(op: str, votes: list[_Vote]) -> str:
         first = best[0]
         raise PolicyError(
             f"amp.lists asks for {_WORDS[first.kind]} for {'.'.join(first.key)} and for {_WORDS[other.kind]} "
-            f"for {'.'.join(other.key)}, which both call PyTorch's operator {base_of(op)!r}: put both on one list"
+            f"for {'.'.join(other.key)}, which both call PyTorch's operator {base_of(op)!r}: put both on one "
+            "list"
         )
     return FLOAT if best[0].kind == BANNED else best[0].kind
 

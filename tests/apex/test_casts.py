@@ -1,0 +1,169 @@
+"""O1: every function on apex's lists, and what is on none, by the type that comes out."""
+
+from functools import partial
+
+import listed_calls
+import pytest
+import torch
+import torch.nn.functional as F
+from listed_calls import FUNCTIONAL, TENSOR, TORCH
+
+from narrowcast.apex import amp
+from narrowcast.apex.amp import lists
+from narrowcast.errors import HalfRefusedError
+
+HALVES = [torch.float16, torch.bfloat16]
+CALLS = {
+    "functional": (lists.functional_overrides, FUNCTIONAL),
+    "torch": (lists.torch_overrides, TORCH),
+    "tensor": (lists.tensor_overrides, TENSOR),
+}
+COMPARED = {"eq", "equal", "ge", "gt", "le", "lt", "ne"}
+NOT_CALLED = {"cpu", "__ipow__"}  # tests of their own below
+
+
+def names_on(*lists_of_a_module):
+    return [
+        pytest.param(module, name, id=f"{module}-{name}")
+        for module, (door, _) in CALLS.items()
+        for list_name in lists_of_a_module
+        for name in getattr(door, list_name, ())
+        if name not in NOT_CALLED
+    ]
+
+
+@pytest.fixture(params=HALVES, ids=["fp16", "bf16"], scope="module")
+def half(request):
+    amp.init(half_type=request.param)
+    yield request.param
+    amp.shutdown()
+
+
+def call(module, name, *dtypes):
+    """The result of the call, and the gradients' types of its first arguments, given in ``dtypes``."""
+    made = CALLS[module][1][name](partial(listed_calls.tensor, dtype=torch.float32))
+    function, arguments = made
+    tensors = [one for one in arguments if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    for position, one in enumerate(tensors):
+        dtype = dtypes[min(position, len(dtypes) - 1)]
+        cast = one.detach().to(dtype).requires_grad_(one.requires_grad and not name.startswith("__i"))
+        arguments = [cast if other is one else other for other in arguments]
+    result = function(*arguments)
+    if isinstance(result, torch.Tensor) and result.requires_grad:
+        result.float().sum().backward()
+        for one in arguments:
+            if isinstance(one, torch.Tensor) and one.grad is not None:
+                assert one.grad.dtype == one.dtype
+    return result
+
+
+@pytest.mark.parametrize(("module", "name"), names_on("FP16_FUNCS"))
+def test_in_half(module, name, half):
+    assert call(module, name, half).dtype == half
+    assert call(module, name, torch.float32).dtype == half
+
+
+@pytest.mark.parametrize(("module", "name"), names_on("FP32_FUNCS"))
+def test_in_float32(module, name, half):
+    assert call(module, name, half).dtype == torch.float32
+    assert call(module, name, torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("module", "name"), names_on("CASTS", "SEQUENCE_CASTS"))
+def test_in_the_widest_type(module, name, half):
+    word = name.strip("_")
+    for first, second in ((half, half), (half, torch.float32), (torch.float32, half)):
+        result = call(module, name, first, second)
+        if word in COMPARED:
+            assert result is True or result is False or result.dtype == torch.bool
+            continue
+        # 2 / x is x.reciprocal() * 2, and reciprocal is in float32.
+        reciprocal = word in ("rdiv", "rtruediv")
+        wider = first if first == second and not reciprocal else torch.float32
+        in_place = name.startswith("__i")
+        assert result.dtype == (first if in_place else wider), (first, second)
+
+
+def test_every_name_is_called_here():
+    for door, calls in CALLS.values():
+        listed = {
+            name
+            for list_name in ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS")
+            for name in getattr(door, list_name, ())
+        }
+        assert listed - NOT_CALLED <= set(calls)
+
+
+def test_what_goes_to_the_cpu_keeps_its_type(half):
+    assert torch.ones(2, dtype=half).cpu().dtype == half
+
+
+def test_a_power_in_place_makes_another_tensor(half):
+    x = before = torch.full((2,), 3.0, dtype=half)
+    x **= 2
+    assert x.dtype == torch.float32
+    assert x.tolist() == [9.0, 9.0]
+    assert before.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.relu,
+        lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), torch.ones(4), torch.zeros(4)),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        lambda x: torch.einsum("ij,kj->ik", x, x),
+        lambda x: F.huber_loss(x, x + 1),
+        torch.sigmoid,
+        torch.log1p,
+        lambda x: F.rms_norm(x, (4,)),
+        lambda x: torch.tensordot(x, x, dims=([1], [1])),
+        lambda x: torch.linalg.vector_norm(x),
+        lambda x: F.dropout(x, 0.0),
+        lambda x: x.mean(),
+        lambda x: x.square(),
+    ],
+    ids=lambda f: getattr(f, "__name__", ""),
+)
+def test_what_is_on_no_list_keeps_its_type(function, half):
+    for dtype in (half, torch.float32):
+        x = torch.rand(4, 4).to(dtype).requires_grad_()
+        result = function(x)
+        assert result.dtype == dtype
+        result.float().sum().backward()
+        assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["exp_", "log_", "pow_", "cumsum_", "rsqrt_"])
+def test_in_place_forms_of_float32_functions_refuse_half(name, half):
+    arguments = {"pow_": (2,), "cumsum_": (0,)}.get(name, ())
+    with pytest.raises(NotImplementedError, match=f"^{name} was called with a half tensor, and computes"):
+        getattr(torch.ones(2, dtype=half), name)(*arguments)
+    wide = torch.ones(2)
+    assert getattr(wide, name)(*arguments) is wide
+
+
+@pytest.mark.parametrize("name", ["add_", "mul_", "addcmul_", "atan2_"])
+def test_in_place_forms_of_promoting_functions_keep_the_type_they_write_to(name, half):
+    x = torch.ones(2, dtype=half)
+    arguments = (torch.ones(2),) * (2 if name == "addcmul_" else 1)
+    assert getattr(x, name)(*arguments) is x
+    assert x.dtype == half
+    wide = torch.ones(2)
+    assert getattr(wide, name)(*(one.to(half) for one in arguments)).dtype == torch.float32
+
+
+def test_binary_cross_entropy_refuses_half_and_says_what_to_do(half):
+    x = torch.full((2,), 0.5, dtype=half)
+    with pytest.raises(HalfRefusedError, match="Use binary_cross_entropy_with_logits") as caught:
+        F.binary_cross_entropy(x, torch.ones(2, dtype=half))
+    assert isinstance(caught.value, NotImplementedError)
+    with pytest.raises(HalfRefusedError):
+        torch.nn.BCELoss()(x, torch.ones(2))
+    assert torch.nn.BCELoss()(x.float(), torch.ones(2)).dtype == torch.float32
+
+
+def test_float64_and_integers_stay(half):
+    assert (torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2, dtype=torch.float64)).dtype == torch.float64
+    assert torch.exp(torch.ones(2, dtype=torch.float64)).dtype == torch.float64
+    assert (torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)).dtype == torch.int64
