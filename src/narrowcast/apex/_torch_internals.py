@@ -20,6 +20,11 @@ def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """A count that every in-place write to the tensor raises; writes through ``.data`` do not."""
+    return tensor._version
+
+
 def add_all(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
     """Each term added to its dense target, in place."""
     if targets:
