@@ -19,6 +19,7 @@
     ├── ResumedRunError (RuntimeError)    a run of a comparison that reads what an earlier one wrote
     ├── RunFolderError (OSError)          a folder that cannot be written
     ├── LockError (ValueError)            a lock file that cannot be read or written
+    ├── MigrationError (ValueError)       a file that cannot be migrated or written
     ├── CheckpointError (ValueError)      a checkpoint that cannot be written, read, or does not fit
     └── CaptureError (ValueError)         a capture file that cannot be read
 
@@ -105,6 +106,10 @@ class RunFolderError(NarrowcastError, OSError):
 
 class LockError(NarrowcastError, ValueError):
     """A lock file of decisions that cannot be read or written."""
+
+
+class MigrationError(NarrowcastError, ValueError):
+    """A file that cannot be migrated, or whose new text cannot be written."""
 
 
 class CheckpointError(NarrowcastError, ValueError):

@@ -16,6 +16,7 @@ from narrowcast.cli._output import talk
 from narrowcast.cli.compare import compare
 from narrowcast.cli.doctor import doctor
 from narrowcast.cli.explain import explain
+from narrowcast.cli.migrate import migrate
 from narrowcast.cli.report import report
 from narrowcast.cli.run import run
 from narrowcast.errors import NarrowcastError
@@ -63,6 +64,8 @@ def _root(
     What ran in which format, and why:  narrowcast explain train.py --its --own args
 
     A capture as a page:  narrowcast report FOLDER
+
+    From apex and old names to torch.amp:  narrowcast migrate PATH
     """
 
 
@@ -88,7 +91,8 @@ class _VerbOfScript(TyperCommand):
 app.command(help=_paragraphs(run), context_settings=_SCRIPT_LAST)(run)
 for _verb in (compare, doctor, explain):
     app.command(help=_paragraphs(_verb), context_settings=_SCRIPT_LAST, cls=_VerbOfScript)(_verb)
-app.command(help=_paragraphs(report))(report)
+for _plain in (report, migrate):
+    app.command(help=_paragraphs(_plain))(_plain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

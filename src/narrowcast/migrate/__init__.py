@@ -1,7 +1,22 @@
 """Scripts rewritten: apex and deprecated names to ``torch.amp`` or narrowcast, and mistakes found."""
 
-from narrowcast.migrate._changes import Finding
-from narrowcast.migrate._driver import Outcome, migrate_text
-from narrowcast.migrate._settings import Settings
+from narrowcast.migrate._changes import Finding, Outcome
+from narrowcast.migrate._files import FileOutcome, migrate_file, migrate_files, migrate_text, write
+from narrowcast.migrate._report import as_json, diff_of, findings_text, summary_text
+from narrowcast.migrate._settings import Settings, Target
 
-__all__ = ["Finding", "Outcome", "Settings", "migrate_text"]
+__all__ = [
+    "FileOutcome",
+    "Finding",
+    "Outcome",
+    "Settings",
+    "Target",
+    "as_json",
+    "diff_of",
+    "findings_text",
+    "migrate_file",
+    "migrate_files",
+    "migrate_text",
+    "summary_text",
+    "write",
+]

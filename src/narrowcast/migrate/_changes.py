@@ -37,6 +37,19 @@ class Finding:
         return f"{self.path}:{self.line}:{self.column}: {self.rule}: {state}: {self.message}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One file after its migration.
+
+    Attributes:
+        text: as it should be; the text that was read where nothing changes.
+        findings: in the order of their lines.
+    """
+
+    text: str
+    findings: tuple[Finding, ...]
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Edit:
     """Replace the characters from ``start`` to ``end`` of a text; an insertion where the two are equal.

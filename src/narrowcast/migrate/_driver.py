@@ -17,31 +17,18 @@ output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from narrowcast.migrate._changes import Applied, Changes, Finding, origin
+from narrowcast.migrate._apex import apex
+from narrowcast.migrate._changes import Applied, Changes, Finding, Outcome, origin
 from narrowcast.migrate._cuda_amp import cuda_amp
 from narrowcast.migrate._mistakes import mistakes
 from narrowcast.migrate._settings import Settings
 from narrowcast.migrate._source import Source
 
 Stage = Callable[[Source, Settings], Changes]
-_STAGES: tuple[Stage, ...] = (cuda_amp, mistakes)
+_STAGES: tuple[Stage, ...] = (apex, cuda_amp, mistakes)
 # Each round follows from the one before; more would be a stage that undoes another.
 _ROUNDS = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One file after its migration.
-
-    Attributes:
-        text: as it should be; the text that was read where nothing changes.
-        findings: in the order of their lines.
-    """
-
-    text: str
-    findings: tuple[Finding, ...]
 
 
 def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome:
@@ -63,13 +50,20 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
             left += [one for one in told if not one[3]]
             if changes.edits:
                 trail.append(Applied(source.text, changes.edits))
-                source = Source(path, trail[-1].text)
+                source = _parsed(path, trail[-1].text)
         if source.text == before:
             break
     else:
         raise RuntimeError(f"{path}: the migration does not come to an end; nothing was changed")
     told = sorted({*fixed, *left}, key=lambda one: (one[0], not one[3], one[1:3]))
     return Outcome(text=source.text, findings=tuple(_finding(first, one) for one in told))
+
+
+def _parsed(path: str, text: str) -> Source:
+    try:
+        return Source(path, text)
+    except SyntaxError as error:
+        raise RuntimeError(f"{path}: what the migration made does not parse; nothing was changed") from error
 
 
 def _finding(source: Source, told: tuple[int, str, str, bool]) -> Finding:

@@ -68,6 +68,10 @@ class Names:
             scope = None if scope is self._tree else self._scope(scope)
         return None
 
+    def bound(self, scope: Scope, name: str) -> set[str]:
+        """All that a name is bound to in one scope."""
+        return self._bound[scope][name]
+
     def scope_of_import(self, statement: ast.AST, name: str) -> Scope:
         """The scope in which an import statement binds ``name``."""
         scope = self._scope(statement)

@@ -38,6 +38,22 @@ class Reference:
     scope: ast.AST
 
 
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """One name of an import statement.
+
+    Attributes:
+        full: what is imported, as ``"apex.amp"``; ``"apex.*"`` for a star.
+        name: the name that is bound.
+        scope: where it is bound.
+    """
+
+    statement: ast.Import | ast.ImportFrom
+    full: str
+    name: str
+    scope: ast.AST
+
+
 class Source:
     """One parsed file.
 
@@ -95,6 +111,21 @@ class Source:
                 top = outer
             if owner is not None and (full := self.names.full(top)) is not None:
                 found.append(Reference(top, full, node.id, owner))
+        return found
+
+    @cached_property
+    def imports(self) -> list[Imported]:
+        """Each imported name: its statement, its full name (``.*`` for a star), the name bound, the scope."""
+        found = []
+        for node in self.nodes:
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            for alias in node.names:
+                plain = isinstance(node, ast.Import)
+                bound = alias.asname or (alias.name.partition(".")[0] if plain else alias.name)
+                before = "" if isinstance(node, ast.Import) else f"{'.' * node.level}{node.module or ''}."
+                scope = self.names.scope_of_import(node, bound)
+                found.append(Imported(node, f"{before}{alias.name}", bound, scope))
         return found
 
     @cached_property
@@ -172,6 +203,12 @@ class Source:
             if isinstance(outer, ast.ClassDef):
                 return None
         return None
+
+    def between(self, first: ast.stmt, last: ast.stmt) -> list[ast.stmt]:
+        """The statements of one suite from ``first`` to ``last``."""
+        suite = self.suite(first)
+        places = [index for index, one in enumerate(suite) if one is first or one is last]
+        return suite[places[0] : places[-1] + 1]
 
     def suite(self, statement: ast.stmt) -> list[ast.stmt]:
         """The statements among which ``statement`` stands."""

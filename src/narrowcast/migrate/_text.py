@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-from narrowcast.migrate._changes import Changes
+from narrowcast.migrate._changes import Changes, Edit
 from narrowcast.migrate._fragments import movable_lines
 from narrowcast.migrate._source import Source
 
@@ -95,12 +95,38 @@ def _line_starts(source: Source, begin: int, end: int) -> list[int]:
 def one_line(source: Source, statement: ast.stmt) -> bool:
     """Whether the suite of a compound statement stands on the line of its header."""
     body = getattr(statement, "body", None)
-    return bool(body) and body[0].lineno == statement.lineno
+    return body is not None and bool(body) and body[0].lineno == statement.lineno
 
 
-def add_import(source: Source, changes: Changes, line: str) -> None:
-    """Add an import at the level of the module, after the last of the imports that the file begins with."""
-    changes.insert(after_imports(source), line + source.newline)
+def import_line(source: Source, line: str) -> Edit:
+    """An import at the level of the module, after the imports that the file begins with."""
+    at = after_imports(source)
+    return Edit(at, at, line + source.newline)
+
+
+def reaches(source: Source, name: str, full: str) -> bool:
+    """Whether ``name`` is the imported ``full`` at the level of the module, and nothing else anywhere."""
+    bound = [one for one in source.imports if one.name == name]
+    at_top = any(one.scope is source.tree and one.full in (full, f"{full}.{name}") for one in bound)
+    dotted = any(
+        one.scope is source.tree and one.full.startswith(f"{full}.") and name == full for one in bound
+    )
+    return at_top or dotted
+
+
+def module_line(source: Source) -> int:
+    """The start of the line where the module's own code begins: after its imports, those in ``try`` too."""
+    last: ast.stmt | None = None
+    for statement in source.tree.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.For | ast.While):
+            break
+        if isinstance(statement, ast.Import | ast.ImportFrom) or (
+            isinstance(statement, ast.Try | ast.If)
+            and any(isinstance(one, ast.Import | ast.ImportFrom) for one in ast.walk(statement))
+            and not any(isinstance(one, ast.Call) for one in ast.walk(statement))
+        ):
+            last = statement
+    return after_imports(source) if last is None else source.lines(last)[1]
 
 
 def after_imports(source: Source) -> int:
@@ -128,9 +154,11 @@ def _after_comments(source: Source) -> int:
     return len(source.text)
 
 
-def insert_before(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
-    """Put lines of code before a statement, indented as it is."""
-    indent = source.indent(statement)
+def insert_before(
+    source: Source, changes: Changes, statement: ast.stmt, code: str, indent: str | None = None
+) -> None:
+    """Put lines of code before a statement, indented as it is, or otherwise where it is moved too."""
+    indent = source.indent(statement) if indent is None else indent
     lines = "".join(f"{indent}{line}{source.newline}" for line in code.splitlines())
     changes.insert(source.lines(statement)[0], lines)
 

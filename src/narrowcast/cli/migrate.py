@@ -1,0 +1,78 @@
+"""``narrowcast migrate``: scripts of apex and of deprecated names rewritten, and mistakes found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from narrowcast.cli._output import NOT_WRITTEN, show, talk
+from narrowcast.cli._progress import shown_progress
+from narrowcast.cli.run import JsonOption
+
+WOULD_CHANGE = 1
+NOT_LOOKED_AT = 3
+
+
+def migrate(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH...", help="Python files, and folders with *.py in them."),
+    ],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the files instead of showing a diff.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only name the files; exit code 1 where one would change.")
+    ] = False,
+    to: Annotated[
+        Literal["torch", "narrowcast"],
+        typer.Option("--to", help="What to migrate to: torch.amp, or narrowcast's own names."),
+    ] = "torch",
+    as_json: JsonOption = False,
+) -> int:
+    """Rewrite apex and deprecated names of torch.amp, and find mistakes in mixed precision.
+
+    A diff on stdout; on stderr what was changed and why, and what was left alone and why. Everything else
+    in a file stays byte for byte. Running it again changes nothing.
+
+    Exit code 1: with --check, a file would change. 2: a path that is missing, or a file that cannot be
+    written. 3: a file that cannot be read or does not parse; it is named, and the others are done.
+    """
+    if write and check:
+        raise typer.BadParameter("one of them at a time", param_hint="'--write' or '--check'")
+
+    from narrowcast.migrate import (
+        Settings,
+        diff_of,
+        findings_text,
+        migrate_files,
+        summary_text,
+    )
+    from narrowcast.migrate import as_json as json_of
+    from narrowcast.migrate import write as write_file
+
+    settings = Settings(target=to)
+    with shown_progress() as progress:
+        outcomes = migrate_files(paths, settings, progress=progress)
+    changed = [outcome for outcome in outcomes if outcome.changes]
+    for line in findings_text(outcomes):
+        talk(line)
+    if write:
+        for outcome in changed:
+            write_file(outcome)
+    if as_json:
+        text = json.dumps(json_of(outcomes, settings), indent=2, allow_nan=False)
+    elif write or check:
+        text = "\n".join(outcome.path for outcome in changed)
+    else:
+        text = "".join(diff_of(outcome, color=sys.stdout.isatty()) for outcome in changed).rstrip("\n")
+    if text and not show(text):
+        return NOT_WRITTEN
+    print(summary_text(outcomes), file=sys.stderr)  # noqa: T201
+    if check and changed:
+        return WOULD_CHANGE
+    return NOT_LOOKED_AT if any(outcome.problem is not None for outcome in outcomes) else 0

@@ -1,0 +1,211 @@
+"""apex in one file, rewritten wholly or left alone.
+
+A file whose apex part cannot be rewritten as a whole keeps it: to torch with the reasons, to narrowcast with
+``narrowcast.apex`` imported in place of apex.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from narrowcast.migrate._apex_around import write_around, write_lists
+from narrowcast.migrate._apex_flow import Flow, Function
+from narrowcast.migrate._apex_imports import keep_with_narrowcast, remove_imports
+from narrowcast.migrate._apex_plan import RULE, Plan, device_type, is_apex
+from narrowcast.migrate._apex_regions import Frame, Span
+from narrowcast.migrate._apex_setup import (
+    Scaler,
+    Setup,
+    hold,
+    place_scaler,
+    read_setup,
+    write_global,
+    write_setup,
+)
+from narrowcast.migrate._apex_steps import (
+    Block,
+    find_steps,
+    in_plain_branch,
+    read_blocks,
+    write_block,
+    write_looks,
+    write_steps,
+)
+from narrowcast.migrate._changes import Changes
+from narrowcast.migrate._settings import Settings
+from narrowcast.migrate._source import Source
+from narrowcast.migrate._text import module_line, remove, wrap
+
+_UNKNOWN = {
+    "half_function": "cast its inputs inside, or torch.amp.custom_fwd for a Function",
+    "float_function": "cast its inputs to float32 inside a region with enabled=False",
+    "promote_function": "cast its inputs to the widest type among them",
+    "register_half_function": "cast explicitly where it is called",
+    "register_float_function": "call it in a region with enabled=False, on inputs cast to float32",
+    "register_promote_function": "cast explicitly where it is called",
+}
+
+
+def apex(source: Source, settings: Settings) -> Changes:
+    """Rewrite what ``source`` does with apex."""
+    if not any(is_apex(one.full) for one in source.imports):
+        return Changes()
+    plan = Plan(source, settings.target, device=device_type(source))
+    _write(plan)
+    if not plan.refused:
+        return plan.changes
+    left = Changes()
+    for at, reason in dict.fromkeys(plan.refused):
+        left.tell(at, RULE, reason, fixed=False)
+    if settings.target == "narrowcast":
+        keep_with_narrowcast(source, left)
+    return left
+
+
+def _write(plan: Plan) -> None:
+    source = plan.source
+    flow = Flow(source)
+    setups = [
+        setup for reference in plan.references("amp.initialize") if (setup := read_setup(plan, reference))
+    ]
+    for setup in setups:
+        hold(flow, setup)
+    blocks = read_blocks(plan, flow)
+    flow.follow()
+    homes = write_around(plan)
+    rules = write_lists(plan)
+    if (blocks or plan.references("amp.state_dict", "amp.load_state_dict")) and not setups:
+        plan.refuse(
+            blocks[0].statement
+            if blocks
+            else plan.references("amp.state_dict", "amp.load_state_dict")[0].node,
+            "amp.initialize is not in this file, so that it is not known what the scaler belongs to",
+        )
+    if not plan.refused and setups:
+        _write_training(plan, flow, setups, blocks, rules)
+    for reference in source.references:
+        if is_apex(reference.full) and id(reference.node) not in plan.done:
+            plan.refuse(reference.node, _why(reference.full))
+    remove_imports(plan, homes)
+    if not plan.refused:
+        remove(source, plan.changes, plan.gone)
+
+
+def _write_training(
+    plan: Plan, flow: Flow, setups: list[Setup], blocks: list[Block], rules: list[str]
+) -> None:
+    source = plan.source
+    steps = find_steps(plan, flow, blocks)
+    if not blocks and any(setup.optimizers for setup in setups):
+        plan.refuse(setups[0].call, "amp.scale_loss is not in this file: the backward pass is elsewhere")
+    if len({(tuple(one.scaler), tuple(one.enabled)) for one in setups}) > 1:
+        plan.refuse(setups[1].call, "two calls of amp.initialize that ask for different things")
+    spans = _regions(plan, flow, blocks, steps)
+    if not spans:
+        plan.refuse(setups[0].call, "no call of the model is in this file, around which a region could stand")
+    if plan.refused:
+        return
+    states = plan.references("amp.state_dict", "amp.load_state_dict")
+    always = all(setup.sure for setup in setups)
+    users: list[ast.AST] = [*(block.statement for block in blocks), *steps, *(one.node for one in states)]
+    if not always:
+        users += [first for first, _ in spans]
+    scaler = place_scaler(plan, setups, users) if users else None
+    lines = [_policy(plan, rules)] if rules else []
+    if scaler is not None and scaler.place == "global":
+        lines.append(write_global(plan, scaler, setups))
+    for index, setup in enumerate(setups):
+        write_setup(plan, setup, scaler, again=_again(source, setups[:index], setup))
+    if scaler is not None:
+        _write_uses(plan, flow, blocks, steps, scaler)
+        for reference in states:
+            plan.handled(reference)
+            method = reference.full.rpartition(".")[2]
+            name = scaler.at(source, reference.node)
+            plan.changes.replace(source.span(reference.node), f"{name}.{method}")
+            plan.note(reference.node, "the state is the scaler's; one that apex saved does not load into it")
+    _write_regions(plan, spans, scaler, always=always)
+    plan.needs_torch = True
+    for line in lines:
+        plan.changes.insert(module_line(source), source.newline + line + source.newline)
+
+
+def _again(source: Source, before: list[Setup], setup: Setup) -> bool:
+    """Whether the scaler was made already by another ``initialize`` of the same suite."""
+    suite = source.suite(setup.statement)
+    return any(source.suite(one.statement) is suite for one in before)
+
+
+def _write_uses(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Call], scaler: Scaler) -> None:
+    # First what comes after statements, then what comes before: at one place it stands in this order.
+    write_steps(plan, steps, blocks, scaler)
+    write_looks(plan, flow, blocks, steps, scaler)
+    for block in blocks:
+        write_block(plan, block, scaler)
+        plan.note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
+
+
+def _regions(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Call]) -> list[Span]:
+    """The first and last statements of each region of the file."""
+    source = plan.source
+    marks = {id(block.statement) for block in blocks} | {id(source.statement(step)) for step in steps}
+    marks |= {
+        id(source.statement(node))
+        for node in source.nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("backward", "step")
+        and isinstance(source.statement(node), ast.Expr)
+    }
+
+    def is_barrier(statement: ast.AST) -> bool:
+        return any(id(node) in marks for node in ast.walk(statement))
+
+    found: list[Span] = []
+    bodies: list[tuple[ast.AST, list[ast.stmt]]] = [(source.tree, source.tree.body)]
+    bodies += [(node, node.body) for node in source.nodes if isinstance(node, Function)]
+    for node, body in bodies:
+        losses = [
+            block.loss
+            for block in blocks
+            if (source.function(block.statement) or source.tree) is node
+            and not in_plain_branch(source, block.statement, blocks)
+        ]
+        found += Frame(source, flow, body, losses, is_barrier).spans()
+    return found
+
+
+def _write_regions(plan: Plan, spans: list[Span], scaler: Scaler | None, *, always: bool) -> None:
+    source = plan.source
+    for first, last in spans:
+        if not source.stands_alone(first) or not source.stands_alone(last):
+            plan.refuse(first, "the forward pass shares its line with another statement")
+            continue
+        how = [plan.device, "dtype=torch.float16" if plan.policy is None else f"policy={plan.policy}"]
+        if scaler is not None and not always:
+            how.append(f"enabled={scaler.at(source, first)}.is_enabled()")
+        wrap(
+            source,
+            plan.changes,
+            source.between(first, last),
+            f"with {plan.spelling.autocast}({', '.join(how)}):",
+        )
+        plan.note(first, "the region in which operators are cast: the forward pass and the loss")
+
+
+def _policy(plan: Plan, rules: list[str]) -> str:
+    plan.policy = "amp_policy"
+    between = "," + plan.source.newline + "    "
+    return (
+        f'{plan.policy} = nc.Policy.preset("fp16").with_rules({plan.source.newline}    '
+        f"{between.join(rules)},{plan.source.newline})"
+    )
+
+
+def _why(full: str) -> str:
+    name = full.rpartition(".")[2]
+    if full.startswith("apex.amp.") and name in _UNKNOWN:
+        return f"amp.{name} has no equivalent: {_UNKNOWN[name]}"
+    if full == "apex.amp":
+        return "apex.amp itself is handed on or compared, and what is done with it is not known"
+    return f"{full} has no equivalent that computes the same"

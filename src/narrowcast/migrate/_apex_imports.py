@@ -1,0 +1,109 @@
+"""Imports of apex: gone with their last use, or of ``narrowcast.apex`` where the calls stay."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import PurePath
+
+from narrowcast.migrate._apex_plan import Plan, is_apex
+from narrowcast.migrate._changes import Changes
+from narrowcast.migrate._fragments import without_names
+from narrowcast.migrate._imports import GONE, Moves, move_imports
+from narrowcast.migrate._source import Source
+from narrowcast.migrate._text import import_line, reaches
+
+_KEPT_RULE = "apex"
+
+
+def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
+    """Take apex's imports out, or let them follow to torch; refuse what this file may hand on."""
+    source = plan.source
+    moves = Moves()
+    if PurePath(source.path).name == "__init__.py":
+        for one in source.imports:
+            if is_apex(one.full):
+                plan.refuse(
+                    one.statement, "what a package's __init__.py imports from apex may be imported from it"
+                )
+    ours = [one for one in source.imports if is_apex(one.full)]
+    for one in ours:
+        moves.done.add((one.scope, one.name))
+        if one.full.endswith(".*"):
+            plan.refuse(one.statement, "a star import of apex: what of it is used is not known")
+        elif (
+            "?" in source.names.bound(one.scope, one.name) or len(source.names.bound(one.scope, one.name)) > 1
+        ):
+            plan.refuse(
+                one.statement, f"{one.name} is bound to something else too: which one is used is not known"
+            )
+
+    used = {(one.scope, one.name) for one in source.references}
+    kept = {one.full for one in ours if one.full in homes and (one.scope, one.name) in used}
+    move_imports(
+        source,
+        plan.changes,
+        moves,
+        lambda full: homes[full] if full in kept else (GONE if is_apex(full) else None),
+        plan.gone,
+    )
+    _take_out_tries(plan)
+    wanted = [("torch", "torch")] if plan.needs_torch else []
+    if plan.target == "narrowcast" and plan.needs_torch:
+        wanted.append(("nc", "narrowcast"))
+    for name, module in wanted:
+        if not reaches(source, name, module):
+            line = f"import {module}" if name == module else f"import {module} as {name}"
+            plan.changes.edits.insert(0, import_line(source, line))
+
+
+def _take_out_tries(plan: Plan) -> None:
+    """A ``try`` that only looked whether apex is there goes as a whole."""
+    source = plan.source
+    gone = {id(one) for one in plan.gone}
+    for node in source.nodes:
+        if not isinstance(node, ast.Try) or node.orelse or node.finalbody:
+            continue
+        if all(id(one) in gone for one in node.body) and all(_only_tells(one) for one in node.handlers):
+            plan.gone = [one for one in plan.gone if not any(one is inner for inner in node.body)]
+            plan.gone.append(node)
+
+
+def _only_tells(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler raises, tells, or sets a name to None: nothing that is needed without apex."""
+    return all(
+        isinstance(one, ast.Raise | ast.Pass)
+        or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Call | ast.Constant))
+        or (isinstance(one, ast.Assign) and isinstance(one.value, ast.Constant) and one.value.value is None)
+        for one in handler.body
+    )
+
+
+def keep_with_narrowcast(source: Source, changes: Changes) -> None:
+    """Import from ``narrowcast.apex`` what was imported from apex; every call stays."""
+    for statement in source.nodes:
+        if isinstance(statement, ast.ImportFrom) and not statement.level and is_apex(statement.module or ""):
+            text = source.code(statement)
+            at = text.index(statement.module or "", len("from"))
+            start = source.start(statement) + at
+            changes.insert(start, "narrowcast.")
+            changes.tell(
+                source.start(statement), _KEPT_RULE, "imported from narrowcast.apex instead", fixed=True
+            )
+        elif isinstance(statement, ast.Import) and any(is_apex(alias.name) for alias in statement.names):
+            _keep_plain(source, changes, statement)
+
+
+def _keep_plain(source: Source, changes: Changes, statement: ast.Import) -> None:
+    ours = [alias for alias in statement.names if is_apex(alias.name)]
+    rest = without_names(source.code(statement), [alias.name for alias in ours])
+    lines = [rest] if rest is not None else []
+    for alias in ours:
+        if alias.asname:
+            lines.append(f"import narrowcast.{alias.name} as {alias.asname}")
+        else:
+            if alias.name != "apex":
+                lines.append(f"import narrowcast.{alias.name}")
+            lines.append("from narrowcast import apex")
+    between = source.newline + source.indent(statement) if source.stands_alone(statement) else "; "
+    changes.replace(source.span(statement), between.join(dict.fromkeys(lines)))
+    changes.tell(source.start(statement), _KEPT_RULE, "imported from narrowcast.apex instead", fixed=True)

@@ -1,0 +1,78 @@
+"""What a migration says: a diff, findings line by line, a table of their numbers, JSON."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from narrowcast.migrate._changes import Finding
+from narrowcast.migrate._files import FileOutcome
+from narrowcast.migrate._settings import Settings
+
+_SCHEMA = 1
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
+
+
+def diff_of(outcome: FileOutcome, *, color: bool = False) -> str:
+    """The change of one file as a unified diff; empty where nothing changes."""
+    before, after = _LINE.findall(outcome.before), _LINE.findall(outcome.after)
+    lines = []
+    for line in difflib.unified_diff(before, after, outcome.path, outcome.path):
+        ended = line.endswith(("\n", "\r"))
+        text = line if ended else f"{line}\n\\ No newline at end of file\n"
+        lines.append(_colored(text) if color else text)
+    return "".join(lines)
+
+
+def _colored(line: str) -> str:
+    code = next((code for start, code in _COLORS.items() if line.startswith(start)), None)
+    text = line.rstrip("\r\n")
+    return line if code is None else f"\x1b[{code}m{text}\x1b[0m{line[len(text) :]}"
+
+
+def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
+    """A line for each thing that is told of a file, with all the lines where it is."""
+    told = []
+    for outcome in outcomes:
+        if outcome.problem is not None:
+            told.append(f"{outcome.path}: {outcome.problem}")
+        places: dict[tuple[str, bool, str], list[Finding]] = defaultdict(list)
+        for finding in outcome.findings:
+            places[finding.rule, finding.fixed, finding.message].append(finding)
+        for (rule, fixed, message), found in places.items():
+            lines = ",".join(dict.fromkeys(str(one.line) for one in found))
+            told.append(f"{outcome.path}:{lines}: {rule}: {'changed' if fixed else 'left alone'}: {message}")
+    return told
+
+
+def summary_text(outcomes: Sequence[FileOutcome]) -> str:
+    """A table of the rules, with how often each was found, and how many files that concerns."""
+    counts: dict[str, Counter[bool]] = defaultdict(Counter)
+    for outcome in outcomes:
+        for finding in outcome.findings:
+            counts[finding.rule][finding.fixed] += 1
+    width = max([len(rule) for rule in counts] + [4])
+    lines = [f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}"] if counts else []
+    for rule, count in sorted(counts.items()):
+        lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
+    changed, problems = sum(one.changes for one in outcomes), sum(one.problem is not None for one in outcomes)
+    lines.append(
+        f"{len(outcomes)} {'file' if len(outcomes) == 1 else 'files'}, {changed} to change"
+        + (f", {problems} not looked at" if problems else "")
+    )
+    return "\n".join(lines)
+
+
+def as_json(outcomes: Sequence[FileOutcome], settings: Settings) -> dict[str, Any]:
+    """All of it; of files only those of which there is something to tell."""
+    told = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
+    return {
+        "schema": _SCHEMA,
+        "target": settings.target,
+        "files_looked_at": len(outcomes),
+        "files": [one.as_dict() | {"diff": diff_of(one)} for one in told],
+    }
