@@ -42,9 +42,8 @@ def mistakes(source: Source, settings: Settings) -> Changes:
                 for start, end, text in fix.edits:
                     changes.replace((start, end), text)
         rule = RULES[seen.rule]
-        said = f"{rule.reason}; {rule.advice}"
-        said = said.format(scaler=seen.scaler, optimizer=seen.optimizer or "optimizer")
-        changes.tell(source.start(seen.node), rule.name, said, fixed=fix is not None)
+        advice = rule.advice.format(scaler=seen.scaler, optimizer=seen.optimizer or "optimizer")
+        changes.tell(source.start(seen.node), rule.name, f"{rule.reason}; {advice}", fixed=fix is not None)
     return changes
 
 

@@ -223,6 +223,10 @@ class Fixes:
             return None
         if seen.node.args or seen.node.keywords or step.lineno != step.end_lineno:
             return None
+        if any(
+            ast.unparse(c.args[0]) == seen.optimizer for c in self._calls(step, seen.scaler, "step") if c.args
+        ):
+            return None
         scales = self._calls(step, seen.scaler, "scale")
         updates = self._calls(step, seen.scaler, "update")
         unknown = not updates and (

@@ -295,6 +295,7 @@ class Flow:
                 self._say("unscale-twice", node, scaler, optimizer)
             state[scaler, "called", optimizer] = YES
             state[scaler, "clean", optimizer] = YES
+            state[scaler, "any step"] = YES  # for torch, an update may follow
         elif name in ("clip_grad_norm_", "clip_grad_value_") and optimizer is not None:
             state[scaler, "clean", optimizer] = YES
         elif name == "step" and optimizer is not None:
@@ -331,12 +332,12 @@ class Flow:
         if own is None and ("", "plain") in state:
             return  # the optimizer of a loss that is not scaled
         for scaler in own or self._script.scalers:
-            if _get(state, scaler, "stepped", optimizer) is YES:
+            unscaled = _get(state, scaler, "clean", optimizer)
+            scaled = _get(state, scaler, "dirty") is YES and unscaled is NO and self._unscaled_nothing(state)
+            if not scaled and _get(state, scaler, "stepped", optimizer) is YES:
                 self._say("step-twice", node, scaler, optimizer)
-            elif _get(state, scaler, "dirty") is YES:
-                scaled = _get(state, scaler, "clean", optimizer) is NO and self._unscaled_nothing(state)
-                if scaled or _get(state, scaler, "called", optimizer) is YES:
-                    self._say("step-without-scaler", node, scaler, optimizer)
+            elif scaled or _get(state, scaler, "called", optimizer) is YES:
+                self._say("step-without-scaler", node, scaler, optimizer)
             state[scaler, "any step"] = state[scaler, "stepped", optimizer] = OPEN
 
     def _reads_gradient(self, node: ast.Call, used: tuple[str, str] | None, name: str) -> bool:

@@ -73,8 +73,8 @@ RULES = {
         ),
         Rule(
             name="step-twice",
-            reason="{scaler}.step has stepped this optimizer already: it steps a second time on the "
-            "same gradients, on overflowed ones too",
+            reason="the scaler has stepped this optimizer already: it steps a second time on the same "
+            "gradients, on overflowed ones too",
             advice="leave the second step out",
         ),
         Rule(
@@ -85,7 +85,7 @@ RULES = {
         ),
         Rule(
             name="scale-missing",
-            reason="{scaler} steps, and no loss goes through {scaler}.scale: torch raises at the step",
+            reason="the scaler steps, and no loss goes through its scale: torch raises at the step",
             advice="call {scaler}.scale(loss).backward()",
         ),
         Rule(
