@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from narrowcast.apex._masters import Masters
-from narrowcast.apex._torch_internals import add_all, is_view, multiply_all
+from narrowcast.apex._torch_internals import add_all, is_view
 from narrowcast.errors import AmpError
 from narrowcast.gradients import unscale_by
 
@@ -53,10 +53,11 @@ class Accumulation:
         if not delayed:
             self._aside = _set_aside(self._parameters)
             return
-        masters = {master for _, master in self._pairs}
-        there = [p.grad for p in self._parameters if p.grad is not None and p not in masters]
-        with torch.no_grad():
-            multiply_all(there, scale)
+        # What is there already joins the scaled ones; masters' gradients are no part of them.
+        of_masters = _set_aside(master for _, master in self._pairs)
+        unscale_by(self._optimizer, 1.0 / scale)
+        for master, gradient in of_masters:
+            master.grad = gradient
         self.scaled_by = scale
 
     def end(self, scale: float, *, delayed: bool) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from narrowcast.apex._models import CastModel, check_models
 from narrowcast.apex._optimizers import prepare_optimizers
 from narrowcast.apex._state import amp_state, say
 
-_Undo = Callable[[], None]
+_Undo = Callable[[], object]
 # What each call of ``initialize`` that is in force does to end, the latest last.
 _in_force: list[_Undo] = []
 
@@ -83,6 +83,7 @@ def initialize(
     amp_state.verbosity = verbosity
     model_list, optimizer_list = _models(models), _optimizers(optimizers)
     if not enabled:
+        in_force(prepare_optimizers(optimizer_list, DISABLED).undo)
         amp_state.opt_properties = DISABLED
         return _as_given(models, optimizers)
     wanted = properties(

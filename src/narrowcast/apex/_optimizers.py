@@ -61,11 +61,12 @@ class PreparedOptimizer:
         self._said = False
         self._active = True
         self._before: dict[str, tuple[Any, Any]] = {}
-        self.refresh(originals)
-        _recast_state(optimizer)
-        self._wrap("step", self._step)
-        self._wrap("zero_grad", self._zero_grad)
-        self._wrap("add_param_group", self._add_param_group)
+        if properties.enabled:
+            self.refresh(originals)
+            _recast_state(optimizer)
+            self._wrap("step", self._step)
+            self._wrap("zero_grad", self._zero_grad)
+            self._wrap("add_param_group", self._add_param_group)
         setattr(optimizer, _STASH, self)
 
     @property
@@ -97,7 +98,12 @@ class PreparedOptimizer:
             )
 
     def undo(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The optimizer as it was, with its state of now; the float32 values of weights that had masters."""
+        """The optimizer as it was, with its state of now; the float32 values of weights that had masters.
+
+        Without effect the second time.
+        """
+        if not self._active:
+            return {}
         self._active = False
         for name, (wrapper, instance) in self._before.items():
             if vars(self.optimizer).get(name) == wrapper:
@@ -266,6 +272,7 @@ class PreparedOptimizers:
 
     def __init__(self, each: list[PreparedOptimizer], loss_scalers: list[LossScaler]) -> None:
         self.each, self.loss_scalers = each, loss_scalers
+        self._before = amp_state.loss_scalers
 
     def undo(self) -> dict[torch.Tensor, torch.Tensor]:
         """Every optimizer as it was; the float32 values of weights that had masters, by weight."""
@@ -273,6 +280,8 @@ class PreparedOptimizers:
         for one in reversed(self.each):
             values.update(one.undo())
         self.each.clear()
+        if amp_state.loss_scalers is self.loss_scalers:
+            amp_state.loss_scalers = self._before
         return values
 
 
@@ -299,7 +308,10 @@ def prepare_optimizers(
     """
     found = [optimizer_of(one) for one in optimizers]
     for position, optimizer in enumerate(found):
-        if prepared(optimizer) is not None or any(optimizer is other for other in found[:position]):
+        before = prepared(optimizer)
+        if (before is not None and before.properties.enabled) or any(
+            optimizer is other for other in found[:position]
+        ):
             raise AmpError(
                 f"this {type(optimizer).__name__} was given to amp.initialize before: give each optimizer "
                 "once, and call amp.initialize once for it"
@@ -308,6 +320,9 @@ def prepare_optimizers(
     done = PreparedOptimizers([], scalers)
     try:
         for optimizer in found:
+            before = prepared(optimizer)
+            if before is not None:
+                before.undo()  # amp was asked to do nothing with it
             done.each.append(PreparedOptimizer(optimizer, properties, scalers, originals or {}))
     except BaseException:
         done.undo()

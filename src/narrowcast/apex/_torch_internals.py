@@ -16,7 +16,7 @@ def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether the tensor may share its memory with one that it is a part of, as gradients in DDP's buckets."""
+    """Whether the tensor may share memory with one that it is a part of, as gradients in DDP's buckets."""
     return tensor._is_view()
 
 
@@ -29,9 +29,3 @@ def add_all(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> N
     """Each term added to its dense target, in place."""
     if targets:
         torch._foreach_add_(list(targets), list(terms))
-
-
-def multiply_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Each tensor times ``factor``, in place."""
-    if tensors:
-        torch._foreach_mul_(list(tensors), factor)

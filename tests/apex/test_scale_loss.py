@@ -1,0 +1,577 @@
+"""One loss, one optimizer: what stands in ``.grad`` when, which steps are left out, and what is refused."""
+
+import copy
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+
+from narrowcast.apex import amp
+from narrowcast.errors import AmpError, SettingError, UnsupportedError
+
+SCALE = 2.0**16
+# Four times as large and scaled, still in range in float16; so is the scaled gradient of the output, which is
+# an eighth of the scale.
+X = torch.tensor([[0.1875, 0.125, -0.0625, 0.15625]])
+
+
+@pytest.fixture(autouse=True)
+def _amp_ends():
+    yield
+    amp.shutdown()
+
+
+def start(level, make=None, **settings):
+    """A linear model whose gradient is ``X``, and its optimizer."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    make = make or (lambda parameters: torch.optim.SGD(parameters, 0.5, momentum=1.0))
+    return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **settings)
+
+
+def loss_of(model):
+    return model(8 * X).float().sum() / 8
+
+
+def backward(model, optimizer, bad=None, **options):
+    with amp.scale_loss(loss_of(model), optimizer, **options) as scaled:
+        scaled.backward()
+        if bad is not None:
+            model.weight.grad[0, 0] = bad
+
+
+def raises(_):
+    raise KeyError
+
+
+def gradient(optimizer):
+    (parameter,) = amp.master_params(optimizer)
+    return parameter.grad
+
+
+def values(model, optimizer):
+    """Parameters and optimizer state, copied."""
+    (parameter,) = amp.master_params(optimizer)
+    state = copy.deepcopy(dict(optimizer.state.get(parameter, {})))
+    return model.weight.detach().clone(), parameter.detach().clone(), state
+
+
+def same(before, after):
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+    assert before[2].keys() == after[2].keys()
+    for key, value in before[2].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[2][key]))
+
+
+LEVELS = pytest.mark.parametrize(
+    ("level", "settings"),
+    [("O1", {}), ("O2", {}), ("O2", {"half_type": torch.bfloat16}), ("O3", {"loss_scale": "dynamic"})],
+    ids=["O1", "O2", "O2 bf16", "O3"],
+)
+
+
+@LEVELS
+def test_gradients_add_up_unscaled(level, settings):
+    model, optimizer = start(level, **settings)
+    for times in range(1, 4):
+        backward(model, optimizer)
+        assert torch.equal(gradient(optimizer).float(), X * times)
+    # Of half weights they stay as they came, scaled.
+    if level == "O2":
+        assert torch.equal(model.weight.grad.float(), X * SCALE)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.tensor([[1.0, 2.0, 3.0, 4.0]]) - 1.5 * X)
+    if level == "O2":
+        assert gradient(optimizer) is None  # model.zero_grad() would not reach it
+
+
+@LEVELS
+def test_delayed_gradients_stay_scaled_until_a_block_without(level, settings):
+    model, optimizer = start(level, **settings)
+    backward(model, optimizer)
+    for _ in range(2):
+        backward(model, optimizer, delay_unscale=True)
+    with pytest.raises(AmpError, match="came while gradients are scaled by 65536"):
+        optimizer.step()
+    assert amp._amp_state.loss_scalers[0]._unskipped == 1
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer).float(), X * 4)
+    assert amp._amp_state.loss_scalers[0]._unskipped == 2
+    optimizer.step()
+
+
+@LEVELS
+def test_gradients_that_are_delayed_and_dropped_leave_nothing(level, settings):
+    model, optimizer = start(level, **settings)
+    backward(model, optimizer, delay_unscale=True)
+    optimizer.zero_grad()
+    optimizer.step()
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer).float(), X)
+
+
+def test_delayed_gradients_of_two_scales_are_not_added():
+    model, optimizer = start("O1", num_losses=2)
+    amp._amp_state.loss_scalers[1]._loss_scale = 4.0
+    backward(model, optimizer, delay_unscale=True)
+    with pytest.raises(AmpError, match=r"scaled by 65536.*this block scales by 4"):
+        backward(model, optimizer, loss_id=1)
+    assert torch.equal(gradient(optimizer), X * SCALE)
+    # Dropped behind the optimizer's back, they are in nobody's way.
+    model.zero_grad()
+    backward(model, optimizer, loss_id=1)
+    assert torch.equal(gradient(optimizer), X)
+
+
+@LEVELS
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_step_that_is_left_out_touches_nothing(level, settings, bad, capsys):
+    model, optimizer = start(level, **settings)
+    amp._amp_state.verbosity = 1
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    before, called = values(model, optimizer), []
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    backward(model, optimizer, bad=bad)
+    assert optimizer.step() is None
+    same(before, values(model, optimizer))
+    assert not called
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"]
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert called == [1]
+    assert not torch.equal(before[0], model.weight)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, lambda p: torch.optim.AdamW(p, fused=True)], ids=["Adam", "fused"]
+)
+def test_step_counters_count_steps_that_are_made(make):
+    model, optimizer = start("O2", make)
+    for bad in (None, math.inf, None, math.nan, None):
+        backward(model, optimizer, bad=bad)
+        optimizer.step()
+        optimizer.zero_grad()
+    (state,) = optimizer.state.values()
+    assert int(state["step"]) == 3
+
+
+def test_an_overflow_in_the_window_leaves_the_windows_step_out_and_no_other():
+    model, optimizer = start("O1")
+    before = values(model, optimizer)
+    backward(model, optimizer, bad=math.inf)
+    backward(model, optimizer)
+    optimizer.step()
+    same(before, values(model, optimizer))
+    # Not cleared, the infinity is still there; the scale was never to blame for it again.
+    backward(model, optimizer)
+    optimizer.step()
+    same(before, values(model, optimizer))
+    assert amp._amp_state.loss_scalers[0].loss_scale() == SCALE / 2
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(before[0], model.weight)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_a_static_scale_checks_too(level, scale, capsys):
+    model, optimizer = start(level, loss_scale=scale)
+    amp._amp_state.verbosity = 1
+    before = values(model, optimizer)
+    backward(model, optimizer, bad=math.inf)
+    optimizer.step()
+    same(before, values(model, optimizer))
+    assert f"Skipping step, loss scaler 0 stays at {scale}" in capsys.readouterr().err
+    assert amp._amp_state.loss_scalers[0].loss_scale() == scale
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer).float(), X)
+    optimizer.step()
+    assert not torch.equal(before[0], model.weight)
+
+
+def test_a_delayed_check_is_made_before_the_step():
+    model, optimizer = start("O1")
+    before = values(model, optimizer)
+    backward(model, optimizer, bad=math.inf, delay_overflow_check=True)
+    scaler = amp._amp_state.loss_scalers[0]
+    assert (scaler.loss_scale(), scaler._unskipped) == (SCALE, 0)
+    optimizer.step()
+    same(before, values(model, optimizer))
+    assert scaler.loss_scale() == SCALE / 2
+    optimizer.zero_grad()
+    backward(model, optimizer, delay_overflow_check=True)
+    assert torch.equal(gradient(optimizer), X)
+    # Or at the end of the next block that checks, where both count.
+    backward(model, optimizer)
+    assert scaler._unskipped == 2
+    optimizer.step()
+    assert not torch.equal(before[0], model.weight)
+
+
+@LEVELS
+@pytest.mark.parametrize("delayed", [False, True])
+def test_an_exception_in_the_block_brings_the_gradients_back(level, settings, delayed):
+    model, optimizer = start(level, **settings)
+    backward(model, optimizer)
+    before = gradient(optimizer).clone()
+    weight = model.weight.register_post_accumulate_grad_hook(raises)
+    with pytest.raises(KeyError), amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    weight.remove()
+    assert torch.equal(gradient(optimizer), before)
+    backward(model, optimizer, delay_unscale=delayed)
+    if delayed:
+        backward(model, optimizer)
+    assert torch.equal(gradient(optimizer).float(), X * (3 if delayed else 2))
+    assert amp._amp_state.loss_scalers[0]._unskipped == 2
+    optimizer.step()
+
+
+def test_what_the_block_yields():
+    half = torch.tensor([1.0, 2.0], dtype=torch.float16)
+    _, optimizer = start("O1", loss_scale=3.0)
+    with amp.scale_loss(half, optimizer) as scaled:
+        assert torch.equal(scaled, torch.tensor([3.0, 6.0]))
+    amp.shutdown()
+    _, optimizer = start("O0")
+    with amp.scale_loss(half, optimizer) as scaled:
+        assert torch.equal(scaled, half.float())
+    assert scaled.dtype == torch.float32
+    amp.shutdown()
+    _, optimizer = start("O1", enabled=False)
+    with amp.scale_loss(half, optimizer) as scaled:
+        assert scaled is half
+    assert amp.state_dict() == {}
+
+
+def test_enabled_or_not_holds_for_the_optimizer_that_it_was_said_of():
+    model, optimizer = start("O1", enabled=False)
+    start("O1", loss_scale=4.0)
+    loss = loss_of(model)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+
+
+def test_weights_of_the_model_are_the_masters_rounded():
+    model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=2.0**-14))
+    for _ in range(20):
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    (master,) = amp.master_params(optimizer)
+    wanted = torch.tensor([[1.0, 2.0, 3.0, 4.0]]) - 20 * 2.0**-14 * X
+    assert torch.equal(master, wanted)  # each update is half a unit of float16 or less
+    assert torch.equal(model.weight, wanted.half())
+    assert not torch.equal(model.weight.float(), wanted)
+
+
+def test_clipping_the_masters_clips_what_the_step_uses():
+    model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=1.0))
+    backward(model, optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), X.norm() / 2)
+    assert torch.equal(norm, X.norm())
+    # clip_grad_norm_ divides by the norm plus 1e-6.
+    assert torch.allclose(gradient(optimizer), X / 2, rtol=1e-5, atol=0)
+    optimizer.step()
+    assert torch.allclose(model.weight.float(), torch.tensor([[1.0, 2.0, 3.0, 4.0]]) - X / 2, rtol=2**-11)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_reading_masters_inside_the_block_is_said(level, capsys):
+    model, optimizer = start(level)
+    amp._amp_state.verbosity = 1
+    for _ in range(2):
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+            list(amp.master_params(optimizer))
+    assert capsys.readouterr().err.count("clip after the block") == 1
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_group_that_comes_later(level):
+    both = torch.nn.ModuleList([torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)])
+    first, second = both
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.5, momentum=1.0)
+    amp.initialize(both, optimizer, opt_level=level, verbosity=0, loss_scale=256.0)
+    x = X.to(first.weight.dtype)
+    before = [first.weight.float().detach().clone(), second.weight.float().detach().clone()]
+    for step in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(first(x).float().sum() + second(x).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        if step == 0:
+            assert torch.equal(second.weight.float(), before[1])
+            optimizer.add_param_group({"params": second.parameters(), "lr": 2.0})
+            optimizer.zero_grad()
+            second.zero_grad()
+    masters = list(amp.master_params(optimizer))
+    assert all(p.dtype == (torch.float16 if level == "O3" else torch.float32) for p in masters)
+    # Momentum 1: the second velocity is 2 x. Half weights end rounded, by half a unit at most.
+    slack = 0.0 if level in ("O0", "O1") else 2.0**-11
+    assert torch.allclose(first.weight.float(), before[0] - 0.5 * 3 * X, atol=slack + 1e-6, rtol=0)
+    assert torch.allclose(second.weight.float(), before[1] - 2.0 * X, atol=slack + 1e-6, rtol=0)
+
+
+def test_state_of_the_optimizer_follows_the_casts():
+    for level, wanted in (("O2", torch.float32), ("O3", torch.float16)):
+        model = torch.nn.Linear(4, 1, bias=False)
+        optimizer = torch.optim.Adam(model.parameters())
+        loss_of(model).backward()
+        optimizer.step()
+        ((_, before),) = optimizer.state.items()
+        moment = before["exp_avg"].clone()
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        ((parameter, state),) = optimizer.state.items()
+        assert parameter is next(amp.master_params(optimizer))
+        assert state["exp_avg"].dtype == wanted
+        assert torch.equal(state["exp_avg"].float(), moment.to(wanted).float())
+        assert int(state["step"]) == 1
+
+
+# ---- closures
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4)
+
+
+def quadratic(model):
+    return (model(X).float() - 1).square().sum() + model.weight.float().square().sum()
+
+
+def test_a_closure_trains_as_without_amp():
+    model, optimizer = start("O1", lbfgs)
+    plain = torch.nn.Linear(4, 1, bias=False)
+    plain.load_state_dict(model.state_dict())
+    by_itself = lbfgs(plain.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        with amp.disable_casts():  # the arithmetic of the plain model
+            loss = quadratic(model)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    def plain_closure():
+        by_itself.zero_grad()
+        with amp.disable_casts():
+            loss = quadratic(plain)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        assert torch.equal(optimizer.step(closure), by_itself.step(plain_closure))
+    # Scaling by a power of two and back is exact here.
+    assert torch.equal(model.weight, plain.weight)
+
+
+def test_an_overflow_in_a_closure_undoes_the_step(capsys):
+    model, optimizer = start("O1", lbfgs)
+    amp._amp_state.verbosity = 1
+    before, calls = model.weight.detach().clone(), []
+
+    def closure():
+        optimizer.zero_grad()
+        with amp.disable_casts():
+            loss = quadratic(model)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        calls.append(1)
+        if len(calls) == 2:
+            backward(model, optimizer, bad=math.inf)
+        return loss
+
+    assert isinstance(optimizer.step(closure), torch.Tensor)
+    assert len(calls) == 2
+    assert torch.equal(model.weight, before)
+    assert capsys.readouterr().err.count("Skipping step") == 1
+    optimizer.step(closure)
+    assert not torch.equal(model.weight, before)
+    assert torch.isfinite(model.weight).all()
+
+
+def test_closures_that_cannot_be_followed_are_refused():
+    model, optimizer = start("O2")
+    with pytest.raises(AmpError, match=r"SGD.step\(closure\) cannot work on float32 masters"):
+        optimizer.step(lambda: loss_of(model))
+    amp.shutdown()
+    model, optimizer = start("O1")
+    backward(model, optimizer, bad=math.inf)
+    with pytest.raises(AmpError, match="overflowed outside of the closure"):
+        optimizer.step(closure=lambda: loss_of(model))
+
+
+# ---- misuse
+
+
+def test_what_comes_in_the_wrong_order_or_place_is_refused():
+    plain = torch.nn.Linear(4, 1)
+    stranger = torch.optim.SGD(plain.parameters(), 0.1)
+    for call in (amp.state_dict, lambda: amp.load_state_dict({}), lambda: backward(plain, stranger)):
+        with pytest.raises(AmpError, match=r"came before amp\.initialize"):
+            call()
+    model, optimizer = start("O1", num_losses=2)
+    loss = loss_of(model)
+    for wrong, said in (
+        ({"loss_id": 2}, "expected loss_id from 0 to 1, got 2"),
+        ({"loss_id": -1}, "expected loss_id from 0 to 1, got -1"),
+        ({"loss_id": 0.0}, "expected loss_id from 0 to 1, got 0.0"),
+        ({"optimizers": stranger}, "this SGD was not given to amp.initialize"),
+        ({"optimizers": [optimizer, stranger]}, "this SGD was not given to amp.initialize"),
+        ({"optimizers": []}, "got an empty list"),
+        ({"optimizers": model}, "expected a torch.optim.Optimizer, got Linear"),
+        ({"loss": 1.0}, "expected the loss to be a torch.Tensor, got float"),
+    ):
+        with (
+            pytest.raises(AmpError, match=said),
+            amp.scale_loss(**{"loss": loss, "optimizers": optimizer, **wrong}),
+        ):
+            pytest.fail("the block was entered")
+    with pytest.raises(AmpError, match="within another one"), amp.scale_loss(loss, optimizer):
+        backward(model, optimizer)
+    with pytest.raises(AmpError, match="inside a scale_loss block"), amp.scale_loss(loss, optimizer):
+        optimizer.step()
+    with pytest.raises(AmpError, match=r"given to amp\.initialize before"):
+        amp.initialize(model, optimizer, verbosity=0)
+    other = torch.nn.Linear(4, 1)
+    twice = torch.optim.SGD(other.parameters(), 0.1)
+    with pytest.raises(AmpError, match=r"given to amp\.initialize before"):
+        amp.initialize(other, [twice, twice], verbosity=0)
+    with pytest.raises(AmpError, match="num_losses to be a whole number of at least 1, got 0"):
+        amp.initialize(other, twice, num_losses=0, verbosity=0)
+    # None of it is left.
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer), X)
+    assert "step" not in vars(twice)
+
+
+def test_a_parameter_of_two_optimizers_is_refused():
+    model = torch.nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+    amp.initialize(model, optimizers, verbosity=0)
+    with pytest.raises(SettingError, match="in two optimizers"):
+        backward(model, optimizers)
+
+
+def test_sparse_gradients():
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    before = table.weight.detach().clone()
+    amp.initialize(table, optimizer, opt_level="O1", verbosity=0)
+    for index in ([1, 1], [2]):
+        with amp.scale_loss(table(torch.tensor(index)).sum(), optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    before[1] -= 2
+    before[2] -= 1
+    assert torch.equal(table.weight, before)
+    amp.shutdown()
+    amp.initialize(table, optimizer, opt_level="O2", verbosity=0)
+    with (
+        pytest.raises(UnsupportedError, match="sparse=False"),
+        amp.scale_loss(table(torch.tensor([1])).sum(), optimizer) as scaled,
+    ):
+        scaled.backward()
+
+
+def test_gradients_of_other_formats_under_one_optimizer():
+    wide = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD([*model.parameters(), wide], lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(loss_of(model) + (wide * 0.25).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert torch.equal(model.weight.grad, X)
+    assert torch.equal(wide.grad, torch.full((2,), 0.25, dtype=torch.float64))
+
+
+# ---- around
+
+
+def test_two_calls_of_initialize_keep_their_own_scales():
+    first, its = start("O2")
+    second, other = start("O1", loss_scale=4.0, num_losses=2)
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [4.0, 4.0]
+    backward(first, its, bad=math.inf)
+    its.step()
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [4.0, 4.0]
+    with amp.scale_loss(loss_of(first), its) as scaled:
+        assert scaled.item() == pytest.approx(loss_of(first).item() * SCALE / 2)
+    backward(second, other, loss_id=1)
+    assert torch.equal(gradient(other), X)
+    with pytest.raises(AmpError, match="loss_id from 0 to 0"):
+        backward(first, its, loss_id=1)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_schedulers_go_on_without_warnings(before):
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if before:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    if not before:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for bad in (math.inf, None):
+        backward(model, optimizer, bad=bad)
+        optimizer.step()
+        scheduler.step()
+    amp.shutdown()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_undone_the_optimizer_is_as_before():
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2.0**-14)
+    before = set(vars(optimizer)), set(dir(optimizer))
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for _ in range(3):
+        backward(model, optimizer)
+        optimizer.step()
+    (master,) = amp.master_params(optimizer)
+    full, moment = master.detach().clone(), optimizer.state[master]["exp_avg"].clone()
+    amp.shutdown()
+    assert (set(vars(optimizer)) - {"_opt_called"}, set(dir(optimizer)) - {"_opt_called"}) == before
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert torch.equal(model.weight, full)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
+
+
+def test_training_without_the_block_is_plain_training():
+    for level in ("O1", "O2"):
+        model, optimizer = start(level)
+        backward(model, optimizer)
+        optimizer.step()
+        model.zero_grad()
+        (loss_of(model) * 2).backward()
+        optimizer.step()
+        # The second velocity is x + 2 x.
+        wanted = torch.tensor([[1.0, 2.0, 3.0, 4.0]]) - 0.5 * 4 * X
+        assert torch.equal(model.weight.float(), wanted)
+        amp.shutdown()
+
+
+def test_nothing_is_kept_alive():
+    model, optimizer = start("O2")
+    backward(model, optimizer)
+    optimizer.step()
+    amp.shutdown()
+    gone = weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
