@@ -14,6 +14,7 @@
     ├── AmpError (RuntimeError)           what apex's amp refused, or was called in the wrong state
     │   └── HalfRefusedError (NotImplementedError)  a function that half tensors must not reach
     ├── MissingExtraError (ImportError)   a package that only some features need, and that is not installed
+    ├── ApexModuleError (ModuleNotFoundError)   a module of apex that narrowcast does not answer for
     ├── ScaleCollapseError (RuntimeError) so many skipped steps in a row that the scale is not to blame
     ├── ScriptError (ValueError)          a script that cannot be started
     ├── ResumedRunError (RuntimeError)    a run of a comparison that reads what an earlier one wrote
@@ -86,6 +87,10 @@ class HalfRefusedError(AmpError, NotImplementedError):
 
 class MissingExtraError(NarrowcastError, ImportError):
     """A package that only some features need, and that is not installed."""
+
+
+class ApexModuleError(NarrowcastError, ModuleNotFoundError):
+    """A module of apex that narrowcast does not answer for."""
 
 
 class ScaleCollapseError(NarrowcastError, RuntimeError):

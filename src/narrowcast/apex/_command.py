@@ -1,0 +1,52 @@
+"""``python -m narrowcast.apex``: a script that imports apex, run as plain Python would."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from narrowcast.apex._stand_in import OFFERED, answer, tell_on_first_rank
+from narrowcast.errors import NarrowcastError
+
+_WRONG_USE = 2
+_USAGE = "python -m narrowcast.apex [-m] SCRIPT [ARGS...]"
+_HELP = f"""usage: {_USAGE}
+
+Run an unmodified script that says `from apex import amp`. In its process, and in those that it spawns, the
+module name apex is answered for by narrowcast: {", ".join(OFFERED)}.
+Where an apex with an amp of its own is installed, that one runs; of an apex without it, what it has.
+
+  -m          SCRIPT is the name of a module, as in python -m
+  -h, --help  this text
+
+Everything after SCRIPT belongs to it. The script ends as under plain Python, with its own exit code.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run what ``words`` say; 2 for wrong use, and whatever the script raises comes out."""
+    if list(words[:1]) in (["-h"], ["--help"]):
+        sys.stdout.write(_HELP)
+        return 0
+    module = list(words[:1]) == ["-m"]
+    rest = list(words[1:] if module else words)
+    if not rest or (rest[0].startswith("-") and rest[0] != "-"):
+        unknown = f"unknown option {rest[0]}" if rest else "expected a script"
+        return _wrong_use(f"{unknown}: {_USAGE}")
+    try:
+        # Here, so that help answers without torch.
+        from narrowcast.attach import Script, run_script
+        from narrowcast.machine import require_torch
+
+        require_torch()
+        script = (Script.from_module if module else Script.from_path)(rest[0], rest[1:])
+    except NarrowcastError as error:
+        return _wrong_use(str(error))
+    answer(tell_on_first_rank)
+    run_script(script)
+    return 0
+
+
+def _wrong_use(text: str) -> int:
+    sys.stderr.write(f"narrowcast: {text}\n")
+    return _WRONG_USE

@@ -1,0 +1,278 @@
+"""``python -m narrowcast.apex``: the name apex is answered for, and all else is as under plain Python."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+
+from narrowcast.apex._command import main
+from narrowcast.apex._stand_in import tell_on_first_rank
+
+OURS = (sys.executable, "-m", "narrowcast.apex")
+ANSWERING = "narrowcast: answering for apex: from apex import amp gives narrowcast.apex.amp\n"
+
+LOOK = """\
+import json, sys, threading
+
+def last(number):
+    return 1 / number
+
+if __name__ == "__main__":
+    main = sys.modules["__main__"]
+    names = ["__annotations__", "__doc__", "__file__", "__name__", "__package__"]
+    print(json.dumps({
+        **{name: vars(main)[name] for name in names},
+        "main is this": vars(main) is globals(),
+        "argv": sys.argv,
+        "path": sys.path[0],
+        "hook is Python's": sys.excepthook is sys.__excepthook__,
+        "stdin": sys.stdin.read(),
+    }))
+    thread = threading.Thread(target=last, args=(0,), name="a thread")
+    thread.start()
+    thread.join()
+    if sys.argv[1] == "exits":
+        sys.exit(7)
+    last(0)
+"""
+
+NAMES = """\
+import importlib.util, pickle
+from apex import amp
+assert amp.initialize and amp.scale_loss
+import apex
+import apex.amp, apex.amp._amp_state, apex.amp.lists.functional_overrides
+import narrowcast.apex as ours
+from apex.amp import _amp_state
+from apex.amp._amp_state import _amp_state as the_same
+from apex.amp.lists.functional_overrides import FP16_FUNCS
+from apex.fp16_utils import FP16_Optimizer
+from apex.fp16_utils.loss_scaler import DynamicLossScaler
+from apex.optimizers import FusedAdam
+from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
+from apex.transformer.amp import GradScaler
+
+assert apex is ours and apex.amp is amp is ours.amp
+assert _amp_state is the_same is amp._amp_state is ours.amp._amp_state
+assert amp.lists.functional_overrides.FP16_FUNCS is FP16_FUNCS
+assert DynamicLossScaler is apex.fp16_utils.DynamicLossScaler
+assert amp.__spec__.name == "narrowcast.apex.amp"
+pickled = b"capex.fp16_utils.loss_scaler\\nLossScaler\\n)\\x81."
+assert type(pickle.loads(pickled)) is apex.fp16_utils.LossScaler
+assert importlib.util.find_spec("apex.amp") is amp.__spec__
+for statement in (
+    "import apex.normalization",
+    "from apex import multi_tensor_apply",
+    "from apex.multi_tensor_apply import multi_tensor_applier",
+    "from apex.parallel.LARC import LARC",
+    "import apex.contrib.xentropy",
+    "from apex.transformer import parallel_state",
+    "import apex._fused",
+    "import apex.amp.nonsense",
+):
+    try:
+        exec(statement)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+
+SPAWNS = """\
+import multiprocessing, sys
+import torch
+from apex import amp
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        from apex.parallel import DistributedDataParallel
+        return index, amp.__name__
+
+def work(queue, again):
+    queue.put(amp.__name__)
+    if again:
+        run("spawn", queue, False)
+
+def run(kind, queue, again):
+    process = multiprocessing.get_context(kind).Process(target=work, args=(queue, again))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+if __name__ == "__main__":
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    run("spawn", queue, True)
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+    names = [name for _, (name,) in loader]
+    print([queue.get() for _ in range(2)], names)
+"""
+
+# An apex as it is since it lost its amp: what it has is its own, what it lacks is ours.
+WITHOUT_AMP = """\
+import apex, apex.own
+from apex import amp
+from apex.parallel import DistributedDataParallel
+print(apex.__file__.endswith("site/apex/__init__.py"), apex.own.__name__, amp.__name__)
+try:
+    import apex.contrib
+except ImportError as error:
+    print(error)
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Runs:
+    """Scripts started at once, each ended when it is asked for."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self._processes = {}
+
+    def write(self, name, text):
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+    def start(self, name, *command, **environment):
+        self._processes[name] = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        )
+
+    def end(self):
+        ended = {
+            name: process.communicate("a line", timeout=120) for name, process in self._processes.items()
+        }
+        return {name: Ended(self._processes[name].returncode, *said) for name, said in ended.items()}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    runs = Runs(tmp_path_factory.mktemp("stand_in"))
+    for name, text in {
+        "look.py": LOOK,
+        "package/__init__.py": "",
+        "package/look.py": LOOK,
+        "names.py": NAMES,
+        "spawns.py": SPAWNS,
+        "without_amp.py": WITHOUT_AMP,
+        "with_amp.py": "from apex import amp\nprint(amp.__file__)\n",
+        "site/apex/__init__.py": "",
+        "site/apex/own.py": "",
+        "whole/apex/__init__.py": "",
+        "whole/apex/amp.py": "",
+    }.items():
+        runs.write(name, text)
+    for name, words in {
+        "raises": ("look.py", "raises", "-m"),
+        "exits": ("-m", "package.look", "exits"),
+    }.items():
+        runs.start(f"{name} plain", sys.executable, *words)
+        runs.start(name, *OURS, *words)
+    runs.start("names", *OURS, "names.py")
+    runs.start("spawns", *OURS, "spawns.py")
+    path = os.environ.get("PYTHONPATH", "")
+    runs.start("without amp", *OURS, "without_amp.py", PYTHONPATH=f"{runs.folder / 'site'}{os.pathsep}{path}")
+    runs.start("with amp", *OURS, "with_amp.py", PYTHONPATH=f"{runs.folder / 'whole'}{os.pathsep}{path}")
+    return runs.end()
+
+
+@pytest.mark.parametrize(("name", "code"), [("raises", 1), ("exits", 7)])
+def test_a_script_finds_the_world_of_a_plain_run_and_ends_as_there(ended, name, code):
+    plain, ours = ended[f"{name} plain"], ended[name]
+    assert plain.code == ours.code == code
+    assert json.loads(ours.stdout) == json.loads(plain.stdout)
+    assert "division by zero" in plain.stderr
+    assert ours.stderr == plain.stderr
+
+
+def test_every_name_that_scripts_import_is_answered_for(ended):
+    found = ended["names"]
+    assert found.code == 0, found.stderr
+    assert found.stderr == ANSWERING
+    known = "apex.amp, apex.fp16_utils, apex.optimizers, apex.parallel and apex.transformer.amp"
+    lines = found.stdout.splitlines()
+    names = [
+        "normalization", "multi_tensor_apply", "multi_tensor_apply", "parallel.LARC", "contrib",
+        "transformer.parallel_state", "_fused", "amp.nonsense",
+    ]  # fmt: skip
+    for line, name in zip(lines, names, strict=True):
+        assert line.startswith(f"narrowcast answers for {known}, not for apex.{name}"), line
+    assert lines[0].endswith(
+        ". In place of it: torch.nn.LayerNorm and torch.nn.RMSNorm compute the same, and are fused"
+    )
+    assert lines[-1].endswith("not for apex.amp.nonsense")
+
+
+def test_spawned_processes_and_workers_of_loaders_are_answered_too(ended):
+    found = ended["spawns"]
+    assert found.code == 0, found.stderr
+    assert found.stderr == ANSWERING
+    name = "narrowcast.apex.amp"
+    assert found.stdout == f"{[name] * 2} {[name] * 2}\n"
+
+
+def test_an_installed_apex_keeps_what_it_has(ended):
+    found = ended["without amp"]
+    assert found.code == 0, found.stderr
+    assert found.stdout.splitlines()[0] == "True apex.own narrowcast.apex.amp"
+    assert "not for apex.contrib" in found.stdout.splitlines()[1]
+    assert found.stderr == ANSWERING
+
+
+def test_an_apex_with_an_amp_of_its_own_runs_and_is_named(ended):
+    found = ended["with amp"]
+    assert found.code == 0, found.stderr
+    path = found.stdout.strip()
+    assert path.endswith("whole/apex/amp.py")
+    assert found.stderr == (
+        f"narrowcast: apex with an amp of its own is installed, and is what runs: {path}\n"
+    )
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "narrowcast: a sentence\n"), ("1", "")])
+def test_only_the_first_rank_says_it(rank, said, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    tell_on_first_rank("a sentence")
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected a script: python -m narrowcast.apex [-m] SCRIPT [ARGS...]"),
+        (["-m"], "expected a script: "),
+        (["--level", "O1", "train.py"], "unknown option --level: python -m narrowcast.apex"),
+        (["missing.py"], "cannot run missing.py: No such file or directory"),
+        (["-m", "no_such_module"], "cannot run module no_such_module: no module of that name was found"),
+        (["train.ipynb"], "train.ipynb is a notebook, and only scripts"),
+    ],
+)
+def test_wrong_use_is_one_line_and_2(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"narrowcast: {message}")
+    assert said.err.count("\n") == 1
+
+
+def test_help_is_on_stdout(capsys):
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m narrowcast.apex [-m] SCRIPT [ARGS...]\n")
