@@ -33,7 +33,7 @@ from narrowcast.migrate._apex_steps import (
 )
 from narrowcast.migrate._changes import Changes
 from narrowcast.migrate._settings import Settings
-from narrowcast.migrate._source import Source
+from narrowcast.migrate._source import Reference, Source
 from narrowcast.migrate._text import module_line, remove, wrap
 
 _UNKNOWN = {
@@ -84,11 +84,24 @@ def _write(plan: Plan) -> None:
     if not plan.refused and setups:
         _write_training(plan, flow, setups, blocks, rules)
     for reference in source.references:
+        if reference.full == "apex.amp":
+            _take_out_check(plan, reference)
         if is_apex(reference.full) and id(reference.node) not in plan.done:
             plan.refuse(reference.node, _why(reference.full))
     remove_imports(plan, homes)
     if not plan.refused:
         remove(source, plan.changes, plan.gone)
+
+
+def _take_out_check(plan: Plan, reference: Reference) -> None:
+    """An ``if amp is None: raise ...`` goes: nothing has to be there any more."""
+    test = plan.source.parents[reference.node]
+    around = plan.source.parents[test]
+    if isinstance(test, ast.Compare) and isinstance(around, ast.If) and around.test is test:
+        is_none = isinstance(test.ops[0], ast.Is) and getattr(test.comparators[0], "value", 0) is None
+        if is_none and not around.orelse and all(isinstance(one, ast.Raise) for one in around.body):
+            plan.handled(reference)
+            plan.gone.append(around)
 
 
 def _write_training(
@@ -107,11 +120,19 @@ def _write_training(
         return
     states = plan.references("amp.state_dict", "amp.load_state_dict")
     always = all(setup.sure for setup in setups)
+    if not always and not any(setup.optimizers for setup in setups):
+        plan.refuse(
+            setups[0].call, "amp.initialize without an optimizer, under a condition: no scaler tells of it"
+        )
+        return
     users: list[ast.AST] = [*(block.statement for block in blocks), *steps, *(one.node for one in states)]
     if not always:
         users += [first for first, _ in spans]
     scaler = place_scaler(plan, setups, users) if users else None
     lines = [_policy(plan, rules)] if rules else []
+    if "torch.cuda" in plan.device:
+        lines.append(f"amp_device = {plan.device}")
+        plan.device = "amp_device"
     if scaler is not None and scaler.place == "global":
         lines.append(write_global(plan, scaler, setups))
     for index, setup in enumerate(setups):

@@ -49,6 +49,7 @@ _OPTIMIZERS = {
         {"lr": "1e-2", "fused": "True"},
     ),
 }
+_NORM_MODULES = ("", ".fused_layer_norm")
 _LISTS = ("functional_overrides", "torch_overrides", "tensor_overrides")
 _WIDER = {"FP16_FUNCS": 0, "CASTS": 1, "SEQUENCE_CASTS": 1, "FP32_FUNCS": 2}
 
@@ -68,6 +69,8 @@ def write_around(plan: Plan) -> dict[str, str]:
     for name, optimizer in _OPTIMIZERS.items():
         for reference in plan.references(name.removeprefix("apex.")):
             _fused(plan, reference, optimizer)
+    for reference in plan.references(*(f"normalization{where}.FusedLayerNorm" for where in _NORM_MODULES)):
+        _layer_norm(plan, reference)
     _disable_casts(plan)
     return homes
 
@@ -111,6 +114,7 @@ def _ddp(plan: Plan, references: list[Reference]) -> str | None:
 def _syncbn(plan: Plan, references: list[Reference]) -> str | None:
     for reference in references:
         call = plan.call_of(reference)
+        plan.handled(reference)
         if call is None or not is_plain(call):
             plan.refuse(reference.node, "convert_syncbn_model without its arguments written out")
             continue
@@ -118,7 +122,6 @@ def _syncbn(plan: Plan, references: list[Reference]) -> str | None:
             if keyword.arg == "channel_last" and not _same(keyword.value, False):
                 plan.refuse(keyword.value, "channel_last: torch's SyncBatchNorm takes x.contiguous() layouts")
         _drop(plan, call, {"channel_last"} & {keyword.arg for keyword in call.keywords})
-        plan.handled(reference)
         plan.needs_torch = True
         plan.changes.replace(
             plan.source.span(reference.node), "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
@@ -138,8 +141,21 @@ def _syncbn_layer(plan: Plan, references: list[Reference]) -> str | None:
     return "torch.nn.SyncBatchNorm"
 
 
+def _layer_norm(plan: Plan, reference: Reference) -> None:
+    call = plan.call_of(reference)
+    plan.handled(reference)
+    if call is None or not is_plain(call) or len(call.args) > 3:
+        plan.refuse(reference.node, "FusedLayerNorm without its arguments written out")
+        return
+    _drop(plan, call, {"memory_efficient"} & {keyword.arg for keyword in call.keywords})
+    plan.needs_torch = True
+    plan.changes.replace(plan.source.span(reference.node), "torch.nn.LayerNorm")
+    plan.note(call, "FusedLayerNorm as torch.nn.LayerNorm, which computes the same")
+
+
 def _fused(plan: Plan, reference: Reference, optimizer: _Optimizer) -> None:
     call = plan.call_of(reference)
+    plan.handled(reference)
     name = reference.full.rpartition(".")[2]
     if call is None or not is_plain(call) or len(call.args) > optimizer.in_place:
         plan.refuse(reference.node, f"{name} with arguments that are not written out by name")
@@ -159,7 +175,6 @@ def _fused(plan: Plan, reference: Reference, optimizer: _Optimizer) -> None:
         plan.refuse(call, f"{name} without parameters")
         return
     plan.changes.insert(spans[-1][2], "".join(f", {one}" for one in added))
-    plan.handled(reference)
     plan.needs_torch = True
     plan.changes.replace(plan.source.span(reference.node), f"torch.optim.{optimizer.name}")
     plan.note(call, f"{name} as torch.optim.{optimizer.name}(fused=True), which computes the same")

@@ -9,8 +9,9 @@ from narrowcast.migrate._apex_plan import Plan, is_apex
 from narrowcast.migrate._changes import Changes
 from narrowcast.migrate._fragments import without_names
 from narrowcast.migrate._imports import GONE, Moves, move_imports
-from narrowcast.migrate._source import Source
+from narrowcast.migrate._source import Imported, Source
 from narrowcast.migrate._text import import_line, reaches
+from narrowcast.migrate._to_narrowcast import narrowcast_name
 
 _KEPT_RULE = "apex"
 
@@ -37,6 +38,10 @@ def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
                 one.statement, f"{one.name} is bound to something else too: which one is used is not known"
             )
 
+        elif _probes(source, one):
+            plan.refuse(
+                one.statement, "this asks whether apex is there, and what follows from that is not known"
+            )
     used = {(one.scope, one.name) for one in source.references}
     kept = {one.full for one in ours if one.full in homes and (one.scope, one.name) in used}
     move_imports(
@@ -47,6 +52,10 @@ def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
         plan.gone,
     )
     _take_out_tries(plan)
+    if plan.target == "narrowcast" and plan.needs_torch and narrowcast_name(source) != "nc":
+        plan.refuse(
+            source.tree.body[0], "nc is the name of something else in this file, or narrowcast's is another"
+        )
     wanted = [("torch", "torch")] if plan.needs_torch else []
     if plan.target == "narrowcast" and plan.needs_torch:
         wanted.append(("nc", "narrowcast"))
@@ -54,6 +63,20 @@ def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
         if not reaches(source, name, module):
             line = f"import {module}" if name == module else f"import {module} as {name}"
             plan.changes.edits.insert(0, import_line(source, line))
+
+
+def _probes(source: Source, one: Imported) -> bool:
+    """Whether an import is only tried: nothing of it is used, and a flag is set by whether it fails."""
+    if any(used.name == one.name and used.scope is one.scope for used in source.references):
+        return False
+    around = source.parents[one.statement]
+    if not isinstance(around, ast.Try) or (
+        all(isinstance(other, ast.Import | ast.ImportFrom) for other in around.body)
+        and all(_only_tells(handler) for handler in around.handlers)
+        and not around.orelse
+    ):
+        return False
+    return not any(is_apex(used.full) for used in source.references)
 
 
 def _take_out_tries(plan: Plan) -> None:

@@ -76,6 +76,7 @@ class Scaler:
 def read_setup(plan: Plan, reference: Reference) -> Setup | None:
     """What a call of ``initialize`` asks for; None where it cannot be rewritten, for a reason in ``plan``."""
     source, call = plan.source, plan.call_of(reference)
+    plan.handled(reference)
     if call is None or not is_plain(call):
         plan.refuse(reference.node, "amp.initialize with arguments that are not written out here")
         return None
@@ -97,7 +98,6 @@ def read_setup(plan: Plan, reference: Reference) -> Setup | None:
         plan.refuse(call, "what amp.initialize returns is used inside an expression")
     if not source.stands_alone(setup.statement):
         plan.refuse(call, "amp.initialize shares its line with another statement")
-    plan.handled(reference)
     return setup
 
 
@@ -200,9 +200,16 @@ def place_scaler(plan: Plan, setups: list[Setup], users: list[ast.AST]) -> Scale
     classes = {id(class_around(source, one)) for one in (*places, *users)}
     if len(classes) == 1 and class_around(source, places[0]) is not None and first is not None:
         methods = {outermost_function(source, one) for one in (*places, *users)}
-        if all(_is_method(source, method) for method in methods):
+        if all(_is_method(source, method) for method in methods) and _start_of(source, places[0]) is not None:
             return Scaler(name, "class", always)
     return Scaler(name, "global", always)
+
+
+def _start_of(source: Source, statement: ast.stmt) -> ast.FunctionDef | None:
+    """The ``__init__`` of the class around a statement."""
+    owner = class_around(source, statement)
+    body = owner.body if owner is not None else []
+    return next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
 
 
 def _is_method(source: Source, function: ast.FunctionDef | ast.AsyncFunctionDef | None) -> bool:
@@ -241,7 +248,11 @@ def _write_default(plan: Plan, setup: Setup, scaler: Scaler, name: str) -> None:
     off = f"{plan.spelling.scaler}({plan.device}, enabled=False)"
     if scaler.place == "global":
         return  # written once for the module
-    if setup.outermost is not None:
+    start = _start_of(plan.source, setup.statement) if scaler.place == "class" else None
+    if start is not None and start is not outermost_function(plan.source, setup.statement):
+        attribute = f"{start.args.args[0].arg}.{scaler.name}"
+        insert_before(plan.source, plan.changes, _first_of(start), f"{attribute} = {off}")
+    elif setup.outermost is not None:
         insert_before(plan.source, plan.changes, setup.outermost, f"{name} = {off}")
 
 
@@ -253,12 +264,16 @@ def write_global(plan: Plan, scaler: Scaler, setups: list[Setup]) -> str:
         if function is not None and function not in functions:
             functions.append(function)
     for function in functions:
-        body = function.body
-        has_text = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
-        first = body[1] if has_text and len(body) > 1 else body[0]
-        insert_before(plan.source, plan.changes, first, f"global {scaler.name}")
+        insert_before(plan.source, plan.changes, _first_of(function), f"global {scaler.name}")
     off = f"{plan.spelling.scaler}({plan.device}, enabled=False)"
     return f"{scaler.name} = {off}"
+
+
+def _first_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.stmt:
+    """The first statement of a function after its docstring."""
+    body = function.body
+    has_text = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    return body[1] if has_text and len(body) > 1 else body[0]
 
 
 def hold(flow: Flow, setup: Setup) -> None:

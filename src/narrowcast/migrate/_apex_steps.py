@@ -126,8 +126,14 @@ def in_plain_branch(source: Source, node: ast.AST, blocks: list[Block]) -> bool:
             other = outer.orelse if here is outer.body else outer.body
             if _holds(source, other, blocks) and not _holds(source, here, blocks):
                 return True
+            if _masters(source, other) and not _masters(source, here):
+                return True
         inner = outer
     return False
+
+
+def _masters(source: Source, suite: list[ast.stmt]) -> bool:
+    return any("master_params(" in source.code(one) for one in suite)
 
 
 def _holds(source: Source, suite: list[ast.stmt], blocks: list[Block]) -> bool:
@@ -143,7 +149,9 @@ def find_steps(plan: Plan, flow: Flow, blocks: list[Block]) -> list[ast.Call]:
     plain = {
         id(source.function(node))
         for node in source.nodes
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "backward"
         and id(source.function(node)) not in with_blocks
     }  # fmt: skip
     found = []
@@ -350,8 +358,8 @@ def _check_once(plan: Plan, statement: ast.stmt, owner: str, steps: list[ast.Cal
         if rarer:
             plan.refuse(
                 statement,
-                f"gradients are clipped or read after each backward pass, and {owner} steps under a condition "
-                "of its own: a scaler unscales once a step. Move it to the step first",
+                f"gradients are clipped or read after each backward pass, and {owner} steps under a "
+                "condition of its own: a scaler unscales once a step. Move it to the step first",
             )
         return
 
@@ -359,6 +367,8 @@ def _check_once(plan: Plan, statement: ast.stmt, owner: str, steps: list[ast.Cal
 def _parameters_of(plan: Plan, flow: Flow, owner: ast.expr, at: ast.AST) -> str:
     """The parameters of an optimizer: by its model where that is known and at hand."""
     source = plan.source
+    if (beside := _in_other_branch(source, at)) is not None:
+        return beside
     made = [
         node.value
         for node in source.nodes
@@ -377,6 +387,23 @@ def _parameters_of(plan: Plan, flow: Flow, owner: ast.expr, at: ast.AST) -> str:
             return code
     text = source.code(owner)
     return f'[p for group in {text}.param_groups for p in group["params"]]'
+
+
+def _in_other_branch(source: Source, at: ast.AST) -> str | None:
+    """What the same call has as its first argument in the branch that is taken without apex."""
+    call = source.parents[at]
+    statement = source.statement(at)
+    around = source.parents[statement]
+    if not isinstance(call, ast.Call) or not isinstance(around, ast.If) or at not in call.args[:1]:
+        return None
+    other = around.orelse if any(statement is one for one in around.body) else around.body
+    same = [
+        node
+        for one in other
+        for node in ast.walk(one)
+        if isinstance(node, ast.Call) and source.code(node.func) == source.code(call.func) and node.args
+    ]
+    return source.code(same[0].args[0]) if len(same) == 1 else None
 
 
 def _at_hand(source: Source, at: ast.AST, text: str) -> bool:

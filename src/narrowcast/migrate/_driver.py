@@ -19,14 +19,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from narrowcast.migrate._apex import apex
+from narrowcast.migrate._apex_branches import apex_branches
 from narrowcast.migrate._changes import Applied, Changes, Finding, Outcome, origin
 from narrowcast.migrate._cuda_amp import cuda_amp
 from narrowcast.migrate._mistakes import mistakes
 from narrowcast.migrate._settings import Settings
 from narrowcast.migrate._source import Source
+from narrowcast.migrate._to_narrowcast import to_narrowcast
 
 Stage = Callable[[Source, Settings], Changes]
-_STAGES: tuple[Stage, ...] = (apex, cuda_amp, mistakes)
+_STAGES: tuple[Stage, ...] = (apex_branches, apex, cuda_amp, mistakes, to_narrowcast)
 # Each round follows from the one before; more would be a stage that undoes another.
 _ROUNDS = 6
 

@@ -26,8 +26,20 @@ def remove(source: Source, changes: Changes, statements: Iterable[ast.stmt]) -> 
         elif fills:
             changes.replace((_begin(source, statement), source.span(statement)[1]), "pass")
         else:
-            changes.replace(source.lines(statement), "")
+            begin, end = source.lines(statement)
+            if statement is suite[0] and not isinstance(source.parents[statement], ast.Module):
+                end = _after_blanks(source, end)
+            changes.replace((begin, end), "")
         filled.add(id(suite))
+
+
+def _after_blanks(source: Source, at: int) -> int:
+    """The start of the next line that is not blank."""
+    line = source.line_of(at)[0]
+    while line < len(source.starts) and not source.text[at : source.starts[line]].strip():
+        at = source.starts[line]
+        line += 1
+    return at
 
 
 def _begin(source: Source, statement: ast.stmt) -> int:
