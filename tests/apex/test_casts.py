@@ -33,10 +33,15 @@ def names_on(*lists_of_a_module):
 
 
 @pytest.fixture(params=HALVES, ids=["fp16", "bf16"], scope="module")
-def half(request):
+def half_of_module(request):
     amp.init(half_type=request.param)
     yield request.param
     amp.shutdown()
+
+
+@pytest.fixture
+def half(half_of_module):
+    return half_of_module
 
 
 def call(module, name, *dtypes):
@@ -118,7 +123,7 @@ def test_a_power_in_place_makes_another_tensor(half):
         torch.log1p,
         lambda x: F.rms_norm(x, (4,)),
         lambda x: torch.tensordot(x, x, dims=([1], [1])),
-        lambda x: torch.linalg.vector_norm(x),
+        torch.linalg.vector_norm,
         lambda x: F.dropout(x, 0.0),
         lambda x: x.mean(),
         lambda x: x.square(),
@@ -164,6 +169,8 @@ def test_binary_cross_entropy_refuses_half_and_says_what_to_do(half):
 
 
 def test_float64_and_integers_stay(half):
-    assert (torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2, dtype=torch.float64)).dtype == torch.float64
+    assert (
+        torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2, dtype=torch.float64)
+    ).dtype == torch.float64
     assert torch.exp(torch.ones(2, dtype=torch.float64)).dtype == torch.float64
     assert (torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)).dtype == torch.int64

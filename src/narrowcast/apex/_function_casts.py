@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -17,12 +17,12 @@ from narrowcast.apex._casts import (
     are_off_here,
     begin,
     disable_casts,
-    without_casts,
 )
 from narrowcast.apex._functions import cast_by_name, registered_functions, registered_operators
 from narrowcast.apex._operators import MODULES
 from narrowcast.apex._patches import Target, patch
 from narrowcast.apex._rules import BANNED, Plan, plan
+from narrowcast.apex._torch_internals import version_of
 from narrowcast.casting import Applied, LastingRegion, drop_casts
 from narrowcast.errors import OrderError
 from narrowcast.policy import format_name
@@ -40,21 +40,17 @@ def start_casts(
         OrderError: a region of autocast is open in this thread.
     """
     devices = _device_types(models)
-    made = plan(format_name(half), devices, registered_operators(), allow_banned=allow_banned)
-    handle = Handle(Casts(made.policy, half, _whole(made)), devices, caching)
+    functions = registered_functions()
+    made = plan(
+        format_name(half),
+        devices,
+        registered_operators(),
+        allow_banned=allow_banned,
+        apart=[*functions.items()],
+    )
+    handle = Handle(Casts(made.policy, half, {**_whole(made), **functions}), devices, caching)
     handle.start(models)
     return handle
-
-
-@contextmanager
-def casts_suspended() -> Iterator[None]:
-    """Inside, this thread casts only in calls of models; weights are cast anew afterwards."""
-    try:
-        with without_casts():
-            yield
-    finally:
-        if _active:
-            drop_casts()
 
 
 class Handle:
@@ -72,9 +68,9 @@ class Handle:
 
     def start(self, models: list[torch.nn.Module]) -> None:
         """Put it in force, or nothing at all."""
-        with ExitStack() as done:
-            done.callback(begin(self._casts))
-            done.callback(patch(self._casts.whole, cast_by_name))
+        with ExitStack() as undo, ExitStack() as done:
+            undo.callback(begin(self._casts))
+            undo.callback(patch(self._casts.whole, cast_by_name))
             before = _latest_here()
             if before is not None:
                 before._close_region()
@@ -86,8 +82,7 @@ class Handle:
                 self._applied[model] = Applied(model, self._casts.policy, admits=self._admits)
                 done.callback(self._applied[model].remove)
             done.pop_all()
-        self._undo.callback(begin(self._casts))
-        self._undo.callback(patch(self._casts.whole, cast_by_name))
+            self._undo = undo.pop_all()
         _active.append(self)
 
     def remove(self) -> None:
@@ -171,7 +166,7 @@ class _Seen:
         self._versions = -1
 
     def written(self) -> bool:
-        versions = sum(one._version for one in self._weights)
+        versions = sum(version_of(one) for one in self._weights)
         if versions == self._versions:
             return False
         self._versions = versions
@@ -179,7 +174,7 @@ class _Seen:
 
 
 def _whole(made: Plan) -> dict[Target, WholeCast]:
-    """What stands in front of functions in Python: those of the lists, and the user's own."""
+    """What stands in front of functions of the lists in Python."""
     found: dict[Target, WholeCast] = {}
     for (module, name), kind in made.whole.items():
         found[MODULES[module], name] = WholeCast(kind, alone=True)
@@ -187,7 +182,7 @@ def _whole(made: Plan) -> dict[Target, WholeCast]:
         found[MODULES[module], name] = WholeCast(BANNED, advice=advice)
     for module, name in made.in_place:
         found[MODULES[module], name] = WholeCast(REFUSED, advice=_in_place(name))
-    return {**found, **registered_functions()}
+    return found
 
 
 def _in_place(name: str) -> str:

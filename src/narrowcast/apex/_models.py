@@ -10,6 +10,7 @@ import torch
 from narrowcast.apex._levels import LOW_DTYPES, Properties
 from narrowcast.apex._masters import keep_masters
 from narrowcast.apex._state import amp_state
+from narrowcast.apex._torch_internals import REPLICATE, replica_of
 from narrowcast.casting import cast_floating
 from narrowcast.errors import AmpError
 from narrowcast.weights import is_batch_or_instance_norm, lower
@@ -68,7 +69,10 @@ class CastModel:
             self._handles += [module.register_state_dict_post_hook(export) for module in modules]
         self._forward: _CastForward | None = None
         if outputs is not None:
-            self._forward = model.forward = _CastForward(model, inputs, outputs)
+            self._forward = vars(model)["forward"] = _CastForward(
+                model, inputs, outputs, vars(model).get("forward")
+            )
+            vars(model)[REPLICATE] = _Replicate(model)
 
     def _cast_weights(self, dtype: torch.dtype, keep_batchnorm: bool) -> None:
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -84,12 +88,12 @@ class CastModel:
         """As before ``initialize``, but for the weights' values, which are those of now, or in ``values``."""
         for handle in self._handles:
             handle.remove()
-        ours = self._forward
-        if ours is not None and vars(self.model).get("forward") is ours:
-            if ours.before is None:
-                del self.model.forward
-            else:
-                self.model.forward = ours.before  # type: ignore[method-assign]
+        its, ours = vars(self.model), self._forward
+        if ours is not None and its["forward"] is ours:
+            del its["forward"]
+            its.pop(REPLICATE, None)
+            if ours.before is not None:
+                its["forward"] = ours.before
         with torch.no_grad():
             for tensor, dtype in self._wide:
                 gradient, tensor.grad = tensor.grad, None
@@ -101,20 +105,42 @@ class CastModel:
 class _CastForward:
     """Stands for the ``forward`` of one model; copied and saved along with it."""
 
-    def __init__(self, model: torch.nn.Module, inputs: torch.dtype | None, outputs: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: torch.dtype | None,
+        outputs: torch.dtype,
+        before: Callable[..., Any] | None = None,
+    ) -> None:
         self._model = model
-        self._inputs = inputs
-        self._outputs = outputs
-        self.before: Callable[..., Any] | None = vars(model).get("forward")
+        self.inputs = inputs
+        self.outputs = outputs
+        self.before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._inputs is not None:
-            args, kwargs = _cast(args, self._inputs), _cast(kwargs, self._inputs)
+        if self.inputs is not None:
+            args, kwargs = _cast(args, self.inputs), _cast(kwargs, self.inputs)
         if self.before is None:
             output = type(self._model).forward(self._model, *args, **kwargs)
         else:
             output = self.before(*args, **kwargs)
-        return cast_floating(output, self._outputs, only=_FLOATING)
+        return cast_floating(output, self.outputs, only=_FLOATING)
+
+
+class _Replicate:
+    """Makes the copies of one model for ``DataParallel``, whose ``forward`` is to be of the copy."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def __call__(self) -> torch.nn.Module:
+        replica: torch.nn.Module = replica_of(self._model)
+        its = vars(replica)
+        del its[REPLICATE]
+        ours = its["forward"]
+        if isinstance(ours, _CastForward):
+            its["forward"] = _CastForward(replica, ours.inputs, ours.outputs, ours.before)
+        return replica
 
 
 def _cast(arguments: Any, dtype: torch.dtype) -> Any:

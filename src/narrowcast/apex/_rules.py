@@ -89,12 +89,19 @@ class _Vote:
 
 
 def plan(
-    half: str, devices: Iterable[str], registered: dict[Key, str], *, allow_banned: bool = False
+    half: str,
+    devices: Iterable[str],
+    registered: dict[Key, str],
+    *,
+    allow_banned: bool = False,
+    apart: object = None,
 ) -> Plan:
     """The lists of this moment for models on these types of device; ``half`` as ``"fp16"``.
 
     Args:
         registered: functions of the three modules that the user registered, and how they are cast.
+        allow_banned: whether what refuses half is computed in float32 instead.
+        apart: plans that differ in it have policies of their own.
 
     Raises:
         PolicyError: a name that no operator and no function can be found for, or two that disagree.
@@ -116,7 +123,7 @@ def plan(
         banned.pop(key, None)
     wanted = {op: _winner(op, found) for op, found in by_operator.items()}
     rules, in_place = _rules(wanted, tuple(devices)), _in_place_forms(wanted)
-    policy = _policy(half, rules, str(sorted(whole.items())), str(sorted(banned)))
+    policy = _policy(half, rules, str(sorted(whole.items())), str(sorted(banned)), str(apart))
     return Plan(policy=policy, whole=whole, banned=banned, in_place=in_place)
 
 

@@ -29,3 +29,12 @@ def add_all(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> N
     """Each term added to its dense target, in place."""
     if targets:
         torch._foreach_add_(list(targets), list(terms))
+
+
+REPLICATE = "_replicate_for_data_parallel"
+"""The method of a module that ``DataParallel`` calls for each copy on another device."""
+
+
+def replica_of(module: Any) -> Any:
+    """What the class of ``module`` makes for ``DataParallel``: a shallow copy."""
+    return getattr(type(module), REPLICATE)(module)

@@ -1,0 +1,256 @@
+"""Functions of the user's: decorated and registered ones, and edits of the lists."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from narrowcast.apex import amp
+from narrowcast.apex.amp import lists
+from narrowcast.errors import AmpError, PolicyError
+
+HALVES = [torch.float16, torch.bfloat16]
+halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def _lists_come_back():
+    doors = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
+    before = [
+        (door, name, list(getattr(door, name))) for door in doors for name in dir(door) if "_FUNCS" in name
+    ]
+    before += [
+        (door, name, list(getattr(door, name))) for door in doors[1:] for name in ("CASTS", "SEQUENCE_CASTS")
+    ]
+    found = [getattr(door, name) for door, name, _ in before]
+    yield
+    for (door, name, entries), one in zip(before, found, strict=True):
+        one[:] = entries
+        setattr(door, name, one)
+
+
+def first_type(x, y=None, *, more=None):
+    return x.dtype, None if y is None else y.dtype, None if more is None else more["z"][0].dtype
+
+
+@halves
+def test_decorated_functions(half):
+    in_half, in_float, widest = (
+        decorate(first_type) for decorate in (amp.half_function, amp.float_function, amp.promote_function)
+    )
+    wide, low = torch.ones(2), torch.ones(2, dtype=half)
+    more = {"z": [torch.ones(1)]}
+    assert in_half(wide, low, more=more) == (torch.float32, half, torch.float32)  # nothing is in force
+    amp.init(half_type=half)
+    assert in_half.__name__ == "first_type"
+    assert in_half(wide, low, more=more) == (half, half, half)
+    assert in_float(low, wide) == (torch.float32, torch.float32, None)
+    assert widest(low, wide) == (torch.float32, torch.float32, None)
+    assert widest(low, low) == (half, half, None)
+    assert in_half(torch.ones(1, dtype=torch.int64)) == (torch.int64, None, None)
+    assert more["z"][0].dtype == torch.float32
+    with amp.disable_casts():
+        assert in_half(wide) == (torch.float32, None, None)
+    amp.shutdown()
+    assert in_half(wide) == (torch.float32, None, None)
+
+
+def test_what_a_decorated_function_calls_is_cast_as_usual():
+    @amp.float_function
+    def function(x):
+        return F.softmax(x @ x, dim=0), x @ x
+
+    amp.init()
+    wide, product = function(torch.ones(2, 2, dtype=torch.float16))
+    assert (wide.dtype, product.dtype) == (torch.float32, torch.float16)
+
+
+@halves
+def test_gradients_of_decorated_functions_keep_their_types(half):
+    amp.init(half_type=half)
+    x = torch.ones(2, requires_grad=True)
+    amp.half_function(lambda x: x * 2)(x).float().sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]
+    assert x.grad.dtype == torch.float32
+
+
+@halves
+def test_registered_functions_of_other_modules(half):
+    module = types.ModuleType("theirs")
+    module.function = original = first_type
+    for register, wanted in (
+        (amp.register_half_function, half),
+        (amp.register_float_function, torch.float32),
+        (amp.register_promote_function, torch.float32),
+    ):
+        register(module, "function")
+        assert module.function is original
+        amp.init(half_type=half)
+        assert module.function(torch.ones(2), torch.ones(2, dtype=half))[0] == wanted
+        amp.shutdown()
+        assert module.function is original
+    amp.init()
+    assert module.function is original
+
+
+@halves
+def test_registered_functions_of_torch_come_before_the_lists(half):
+    amp.register_half_function(torch.nn.functional, "softmax")
+    amp.register_float_function(torch, "bmm")
+    amp.register_float_function(torch.Tensor, "bmm")
+    amp.register_float_function(torch.nn.functional, "binary_cross_entropy")
+    amp.register_half_function(torch.nn.functional, "multi_head_attention_forward")
+    amp.init(half_type=half)
+    x = torch.full((1, 2, 2), 0.5)
+    assert F.softmax(x, dim=0).dtype == x.softmax(0).dtype == half
+    assert torch.bmm(x.to(half), x).dtype == torch.float32
+    assert torch.nn.BCELoss()(x.to(half), x).dtype == torch.float32
+    model = torch.nn.MultiheadAttention(4, 1)
+    assert model(*[torch.ones(2, 1, 4)] * 3)[0].dtype == half
+    amp.shutdown()
+    assert F.softmax(x.to(half), dim=0).dtype == half
+
+
+def test_registering_what_is_not_there_or_too_late():
+    with pytest.raises(ValueError, match=r"^expected the name of a function of 'torch', got 'sofmax'$"):
+        amp.register_half_function(torch, "sofmax")
+    amp.init()
+    with pytest.raises(AmpError) as caught:
+        amp.register_half_function(torch, "bmm")
+    assert str(caught.value) == (
+        "'bmm' was registered after amp.initialize, which has made its casts: register it before, or "
+        "decorate "
+        "it with amp.half_function, amp.float_function or amp.promote_function"
+    )
+
+
+@halves
+def test_lists_that_were_edited(half):
+    lists.functional_overrides.FP32_FUNCS.remove("softmax")
+    lists.functional_overrides.FP16_FUNCS.append("softmax")
+    lists.torch_overrides.FP32_FUNCS += ["einsum"]  # binds a name of the module, too
+    lists.torch_overrides.FP16_FUNCS = [n for n in lists.torch_overrides.FP16_FUNCS if n != "mm"]
+    lists.tensor_overrides.FP32_FUNCS.append("mul")
+    lists.functional_overrides.BANNED_FUNCS.clear()
+    amp.init(half_type=half)
+    x, low = torch.full((2, 2), 0.5), torch.full((2, 2), 0.5, dtype=half)
+    assert F.softmax(x, 0).dtype == torch.softmax(x, 0).dtype == x.softmax(0).dtype == half
+    assert F.softmin(low, 0).dtype == torch.float32
+    assert torch.einsum("ij,jk->ik", low, low).dtype == torch.float32
+    assert torch.mm(x, x).dtype == x.mm(x).dtype == torch.float32
+    assert torch.mm(low, low).dtype == half
+    assert torch.matmul(x, x).dtype == half
+    assert (low * low).dtype == torch.float32
+    assert F.binary_cross_entropy(low, low).dtype == half
+
+
+def test_an_edit_after_initialize_is_for_the_next():
+    amp.init()
+    lists.functional_overrides.FP32_FUNCS.remove("gelu")
+    x = torch.ones(2, dtype=torch.float16)
+    assert F.gelu(x).dtype == torch.float32
+    amp.init()
+    assert F.gelu(x).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda: lists.functional_overrides.FP32_FUNCS.append("sofmax"),
+            "amp.lists names 'sofmax' of torch.nn.functional, which has no such function",
+        ),
+        (
+            lambda: lists.torch_overrides.FP16_FUNCS.append("is_tensor_list"),
+            "amp.lists names 'is_tensor_list' of torch, which has no such function",
+        ),
+        (
+            lambda: lists.torch_overrides.FP16_FUNCS.append("empty_like_"),
+            "amp.lists names 'empty_like_' of torch, which has no such function",
+        ),
+        (
+            lambda: lists.tensor_overrides.FP16_FUNCS.append("numpy"),
+            "amp.lists names 'numpy' of torch.Tensor, for which no operator of PyTorch is known: take it "
+            "off the "
+            "list, and decorate the function of yours that calls it with amp.half_function or "
+            "amp.float_function",
+        ),
+        (
+            lambda: (
+                lists.torch_overrides.FP16_FUNCS.append("exp") or lists.tensor_overrides.CASTS.append("exp")
+            ),
+            "amp.lists asks for half for torch.exp and for the widest type for torch.Tensor.exp, which "
+            "both call "
+            "PyTorch's operator 'exp': put both on one list",
+        ),
+        (
+            lambda: (
+                lists.torch_overrides.FP16_FUNCS.append("exp") or lists.torch_overrides.CASTS.append("exp")
+            ),
+            "expected 'exp' of torch on one list of amp.lists, got half and the widest type",
+        ),
+    ],
+)
+def test_a_list_that_cannot_be_followed(edit, message):
+    edit()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PolicyError) as caught:
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert str(caught.value) == message
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    assert "step" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("mode", ["area", "nearest", "bilinear", "bicubic"])
+def test_interpolation_in_every_mode(mode):
+    amp.init()
+    x = torch.ones(1, 1, 4, 4, dtype=torch.float16)
+    assert F.interpolate(x, size=2, mode=mode).dtype == torch.float32
+    assert torch.nn.Upsample(size=2, mode=mode)(x).dtype == torch.float32
+    assert F.adaptive_avg_pool2d(x, 2).dtype == torch.float16
+
+
+def test_local_response_norm_squares_in_float32():
+    amp.init()
+    x = torch.full((1, 4, 2), 1000.0, dtype=torch.float16)
+    found = F.local_response_norm(x, 2)
+    amp.shutdown()
+    assert torch.equal(found, F.local_response_norm(x.float(), 2))
+
+
+@halves
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_old_handle(caching, half):
+    handle = amp.init(enable_caching=caching, half_type=half)
+    assert amp._amp_state.handle is handle
+    assert handle.is_active()
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    before = F.linear(torch.ones(1, 2), weight)
+    weight.data.fill_(2.0)
+    after = F.linear(torch.ones(1, 2), weight)
+    assert before.dtype == half
+    assert torch.equal(before, after) is caching
+    handle._clear_cache()
+    assert F.linear(torch.ones(1, 2), weight).tolist() == [[4.0, 4.0]]
+    handle._deactivate()
+    assert not handle.is_active()
+    assert F.linear(torch.ones(1, 2), weight).dtype == torch.float32
+    handle._deactivate()
+
+
+def test_the_old_handle_switched_off():
+    handle = amp.init(enabled=False)
+    assert not handle.is_active()
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    handle._deactivate()
+    with pytest.raises(AmpError, match="expected loss_scale"):
+        amp.init(loss_scale="static")
+
+
+@halves
+def test_banned_functions_may_be_allowed(half):
+    amp.init(allow_banned=True, half_type=half)
+    x = torch.full((2,), 0.5, dtype=half)
+    assert torch.nn.BCELoss()(x, x).dtype == torch.float32

@@ -1,0 +1,261 @@
+"""The levels of ``amp.initialize``: what each sets, what is refused, and in which shapes things come back."""
+
+import inspect
+
+import pytest
+import torch
+
+from narrowcast.apex import amp
+from narrowcast.errors import AmpError
+
+LEVELS = ("O0", "O1", "O2", "O3")
+# The table of apex's documentation: https://nvidia.github.io/apex/amp.html
+TABLE = {
+    "O0": (torch.float32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (torch.float16, False, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, False, 1.0),
+}
+PROPERTIES = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3), torch.nn.ReLU())
+
+
+def initialize(*arguments, **settings):
+    return amp.initialize(*arguments, verbosity=0, **settings)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_table(level):
+    initialize(model(), opt_level=level)
+    found = amp._amp_state.opt_properties
+    assert tuple(getattr(found, name) for name in PROPERTIES) == TABLE[level]
+    assert found.opt_level == level
+    assert found.enabled
+
+
+def test_the_signature_is_apexs():
+    parameters = inspect.signature(amp.initialize).parameters
+    theirs = {
+        "models": inspect.Parameter.empty, "optimizers": None, "enabled": True, "opt_level": "O1",
+        "cast_model_type": None, "patch_torch_functions": None, "keep_batchnorm_fp32": None,
+        "master_weights": None, "loss_scale": None, "cast_model_outputs": None, "num_losses": 1,
+        "verbosity": 1, "min_loss_scale": None, "max_loss_scale": 2.0**24,
+    }  # fmt: skip
+    positional = {n: p.default for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert positional == theirs
+    assert list(positional) == list(theirs)
+    names = """initialize state_dict load_state_dict scale_loss disable_casts master_params half_function
+        float_function promote_function register_half_function register_float_function
+        register_promote_function init _amp_state lists"""
+    assert all(hasattr(amp, name) for name in names.split())
+    assert list(inspect.signature(amp.init).parameters)[:5] == [
+        "enabled", "loss_scale", "enable_caching", "verbose", "allow_banned",
+    ]  # fmt: skip
+
+
+REFUSED = {
+    "zero for O": (
+        {"opt_level": "01"},
+        "expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got '01'; the first character is the letter O, "
+        "not the number zero",
+    ),
+    "no level": (
+        {"opt_level": 2},
+        "expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got 2; the first character is the letter O, "
+        "not the number zero",
+    ),
+    "cast_model_type with O1": (
+        {"opt_level": "O1", "cast_model_type": torch.float16},
+        "expected no cast_model_type with opt_level='O1', which casts around functions and leaves the "
+        "weights "
+        "in float32, got torch.float16; to cast the model choose 'O2' or 'O3', and for functions in bfloat16 "
+        "give half_type=torch.bfloat16",
+    ),
+    "functions with O2": (
+        {"opt_level": "O2", "patch_torch_functions": True},
+        "expected patch_torch_functions=True only with opt_level='O1', which sets it itself; choose "
+        "opt_level='O1', or leave it out",
+    ),
+    "batch norm with O1": (
+        {"opt_level": "O1", "keep_batchnorm_fp32": "True"},
+        "expected no keep_batchnorm_fp32 with opt_level='O1', where every weight stays in float32, got "
+        "'True'; "
+        "leave it out",
+    ),
+    "batch norm in words": (
+        {"opt_level": "O2", "keep_batchnorm_fp32": "yes"},
+        "expected keep_batchnorm_fp32 to be True, False, None or the string 'True' or 'False', got 'yes'",
+    ),
+    "masters with O1": (
+        {"opt_level": "O1", "master_weights": True},
+        "expected no master_weights with opt_level='O1', where the weights themselves are float32, got True; "
+        "leave it out, or choose 'O2'",
+    ),
+    "masters in words": (
+        {"opt_level": "O2", "master_weights": "True"},
+        "expected master_weights to be True, False or None, got 'True'",
+    ),
+    "a scale in words": (
+        {"opt_level": "O2", "loss_scale": "static"},
+        "expected loss_scale to be 'dynamic' or a finite number above 0, got 'static'",
+    ),
+    "no scale": (
+        {"opt_level": "O2", "loss_scale": 0},
+        "expected loss_scale to be 'dynamic' or a finite number above 0, got 0",
+    ),
+    "a type in words": (
+        {"opt_level": "O2", "cast_model_type": "float16"},
+        "expected cast_model_type to be a floating torch.dtype, as torch.float16, got 'float16'",
+    ),
+    "whole outputs": (
+        {"opt_level": "O2", "cast_model_outputs": torch.int32},
+        "expected cast_model_outputs to be a floating torch.dtype, as torch.float16, got torch.int32",
+    ),
+    "a half that is not": (
+        {"opt_level": "O1", "half_type": torch.float32},
+        "expected half_type to be torch.float16 or torch.bfloat16, got torch.float32",
+    ),
+    "two halves": (
+        {"opt_level": "O2", "half_type": torch.bfloat16, "cast_model_type": torch.float16},
+        "expected cast_model_type and half_type to be one format, got torch.float16 and torch.bfloat16; "
+        "leave "
+        "half_type out",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(what):
+    settings, message = REFUSED[what]
+    given = model()
+    with pytest.raises(AmpError) as caught:
+        initialize(given, **settings)
+    assert str(caught.value) == message
+    assert isinstance(caught.value, RuntimeError)
+    assert amp._amp_state.opt_properties is None
+    assert given[0].weight.dtype == torch.float32
+
+
+def test_a_wrapped_model_is_refused():
+    with pytest.raises(AmpError) as caught:
+        initialize(torch.nn.DataParallel(model()))
+    assert str(caught.value) == (
+        "expected a model that is not wrapped yet, got a DataParallel: wrap what amp.initialize returns"
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_half_model_is_refused_unless_it_is_asked_for(level):
+    with pytest.raises(AmpError) as caught:
+        initialize(model().half(), opt_level=level)
+    assert str(caught.value) == (
+        "expected a model in float32, got parameter '0.weight' in float16: leave out .half() and "
+        ".bfloat16(), "
+        "amp.initialize casts what the level needs; to start from half nevertheless set "
+        "amp._amp_state.allow_incoming_model_not_fp32 = True before"
+    )
+    with pytest.raises(AmpError, match=r"got buffer '1.running_mean' in bfloat16"):
+        initialize(half_buffers(), opt_level=level)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    found = initialize(model().half(), opt_level=level)
+    assert found[0].weight.dtype == (torch.float32 if level == "O0" else torch.float16)
+
+
+def half_buffers():
+    given = model()
+    given[1].running_mean = given[1].running_mean.bfloat16()
+    return given
+
+
+def test_other_kinds_are_refused():
+    with pytest.raises(
+        TypeError, match=r"^expected models to be a torch.nn.Module or a list of them, got tuple$"
+    ):
+        initialize((model(), model()))
+    with pytest.raises(TypeError, match=r"got an empty list$"):
+        initialize([])
+    with pytest.raises(AmpError, match=r"^expected a torch.optim.Optimizer, got dict"):
+        initialize(model(), {"lr": 0.1})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_twice_is_refused_and_the_model_as_before(level):
+    given = model()
+    before = {name: value.clone() for name, value in given.state_dict().items()}
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+    with pytest.raises(AmpError, match=r"was given to amp.initialize before"):
+        initialize(given, [optimizer, optimizer], opt_level=level)
+    after = given.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert {one.dtype for one in given.parameters()} == {torch.float32}
+    assert "forward" not in vars(given)
+    initialize(given, optimizer, opt_level=level)
+    with pytest.raises(AmpError, match=r"was given to amp.initialize before"):
+        initialize(model(), optimizer, opt_level=level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_things_come_back_in_the_shape_they_came_in(level, enabled):
+    def fresh():
+        one = model()
+        return one, torch.optim.SGD(one.parameters(), lr=0.1)
+
+    settings = {"opt_level": level, "enabled": enabled}
+    one, optimizer = fresh()
+    assert initialize(one, **settings) is one
+    other, other_optimizer = fresh()
+    assert initialize(other, other_optimizer, **settings) == (other, other_optimizer)
+    one, optimizer = fresh()
+    other, other_optimizer = fresh()
+    models, optimizers = initialize([one, other], [optimizer, other_optimizer], **settings)
+    assert models == [one, other]
+    assert optimizers == [optimizer, other_optimizer]
+    one, optimizer = fresh()
+    found = initialize([one], optimizer, **settings)
+    assert found == ([one], optimizer)
+
+
+def test_switched_off_it_does_nothing():
+    given = model()
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+    initialize(given, optimizer, enabled=False, opt_level="O2")
+    assert given[0].weight.dtype == torch.float32
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    loss = given(torch.ones(1, 2, 2, 2)).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+    assert not amp._amp_state.opt_properties.enabled
+
+
+@pytest.mark.parametrize(("word", "kept"), [("True", True), ("False", False), (True, True), (False, False)])
+def test_keep_batchnorm_fp32_in_words(word, kept):
+    found = initialize(model(), opt_level="O2", keep_batchnorm_fp32=word)
+    assert found[1].weight.dtype == (torch.float32 if kept else torch.float16)
+    assert found[0].weight.dtype == torch.float16
+
+
+def test_loss_scales_that_float_can_read():
+    initialize(model(), opt_level="O1", loss_scale="128.0")
+    assert amp._amp_state.opt_properties.loss_scale == 128.0
+
+
+def test_what_is_said(capsys):
+    amp.initialize(model(), opt_level="O1", half_type=torch.bfloat16)
+    amp.initialize(model(), opt_level="O2", loss_scale=128)
+    amp.initialize(model(), opt_level="O3", verbosity=0)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "amp: O1: weights as they are, functions bfloat16 or float32 by the lists, loss scale dynamic",
+        "amp: O2: weights float16, functions as they come, loss scale 128",
+    ]

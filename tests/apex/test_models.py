@@ -1,0 +1,198 @@
+"""Models under O0, O2 and O3: their weights, what goes in and comes out, what is exported, and the way "
+"back."""
+
+import copy
+import io
+from collections import namedtuple
+
+import pytest
+import torch
+
+from narrowcast.apex import amp
+
+HALVES = [torch.float16, torch.bfloat16]
+halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
+Pair = namedtuple("Pair", "left right")
+
+
+class Model(torch.nn.Module):
+    """Hands on what it is given, so that tests see it, beside a product with a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("table", torch.ones(2))
+        self.seen = None
+
+    def forward(self, x, *others, **named):
+        self.seen = (x, *others, named)
+        return self.norm(self.linear(x)), others, named
+
+
+def initialize(model, level, half=None, **settings):
+    if level != "O0" and half is not None:
+        settings["cast_model_type"] = half
+    return amp.initialize(model, opt_level=level, verbosity=0, **settings)
+
+
+def weights_of(level, half, keep=None):
+    if level == "O0":
+        return (torch.float32, torch.float32)
+    return half, torch.float32 if (level == "O2" if keep is None else keep) else half
+
+
+@halves
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("keep", [None, True, False])
+def test_weights(level, keep, half):
+    settings = {} if keep is None else {"keep_batchnorm_fp32": keep}
+    model = initialize(Model(), level, half, **settings)
+    wide = torch.float32 if level == "O0" else half
+    norm = torch.float32 if level == "O0" else weights_of(level, half, keep)[1]
+    assert model.linear.weight.dtype == model.linear.bias.dtype == model.table.dtype == wide
+    assert model.norm.weight.dtype == model.norm.running_mean.dtype == norm
+    assert model.count.dtype == torch.int64
+
+
+def test_float64_models_are_cast_and_come_back():
+    model = initialize(Model().double(), "O0")
+    assert model.linear.weight.dtype == torch.float32
+    amp.shutdown()
+    assert model.linear.weight.dtype == torch.float64
+
+
+@halves
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_inputs_and_outputs_wherever_they_are(level, half):
+    model = initialize(Model(), level, half)
+    wide = torch.ones(2, 3)
+    given = (wide, [wide, wide.double()], Pair(wide, torch.arange(2)))
+    named = {"mask": {"a": wide.half()}, "text": "as it is"}
+    output, others, returned = model(*given, **named)
+    inside = torch.float32 if level == "O0" else half
+    x, many, pair, its = model.seen
+    assert x.dtype == many[0].dtype == many[1].dtype == pair.left.dtype == its["mask"]["a"].dtype == inside
+    assert isinstance(pair, Pair)
+    assert pair.right.dtype == torch.int64
+    assert its["text"] == "as it is"
+    assert output.dtype == others[0][0].dtype == others[1].left.dtype == torch.float32
+    assert returned["mask"]["a"].dtype == torch.float32
+    assert given[1][1].dtype == torch.float64
+    assert named["mask"]["a"].dtype == torch.float16
+    assert model.forward(wide)[0].dtype == torch.float32
+
+
+def test_a_batch_of_an_unknown_class_is_cast_by_its_own_to():
+    class Batch:
+        def __init__(self, x):
+            self.x = x
+
+        def to(self, dtype):
+            return Batch(self.x.to(dtype))
+
+    class Reads(Model):
+        def forward(self, batch):
+            return super().forward(batch.x)
+
+    model = initialize(Reads(), "O3")
+    assert model(Batch(torch.ones(2, 3)))[0].dtype == torch.float32
+    assert model.seen[0].dtype == torch.float16
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_outputs_in_a_type_that_was_asked_for(level):
+    model = initialize(Model(), level, cast_model_outputs=torch.bfloat16)
+    output, others, _ = model(torch.ones(2, 3), torch.ones(1))
+    assert output.dtype == others[0].dtype == torch.bfloat16
+
+
+@halves
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_exported_state_is_float32_and_the_model_half(level, half):
+    model = initialize(Model(), level, half)
+    outer = torch.nn.Sequential(model)
+    for state in (model.state_dict(), outer.state_dict(), model.linear.state_dict()):
+        assert {one.dtype for one in state.values()} <= {torch.float32, torch.int64}
+    live = model.state_dict(keep_vars=True)
+    assert live["linear.weight"] is model.linear.weight
+    assert model.linear.weight.dtype == half
+    plain = Model()
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+    assert model.linear.weight.dtype == half
+
+
+@halves
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_copies_are_models_of_their_own(level, half):
+    model = initialize(Model(), level, half)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    expected = model(torch.ones(2, 3))[0]
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        assert torch.equal(other(torch.ones(2, 3))[0], expected)
+        assert other.seen is not None
+        with torch.no_grad():
+            other.linear.weight.zero_()
+            other.linear.bias.zero_()
+        assert torch.equal(other.eval()(torch.ones(2, 3))[0], other(torch.zeros(2, 3))[0])
+        assert {one.dtype for one in other.state_dict().values()} <= {torch.float32, torch.int64}
+    assert torch.equal(model.train()(torch.ones(2, 3))[0], expected)
+
+
+@halves
+def test_replicas_call_their_own_weights(half):
+    model = initialize(Model(), "O3", half)
+    replica = model._replicate_for_data_parallel()
+    replica.linear = torch.nn.Linear(3, 4).to(half)
+    replica(torch.ones(2, 3))
+    assert replica.seen is not None
+    assert model.seen is None
+
+
+def test_a_forward_of_the_instance_is_called_and_comes_back():
+    model = Model()
+    model.forward = mine = lambda x: x.dtype
+    initialize(model, "O3")
+    assert model(torch.ones(2, 3)) == torch.float16
+    amp.shutdown()
+    assert vars(model)["forward"] is mine
+
+
+@halves
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_the_way_back(level, half):
+    model = Model()
+    hooks = {name: dict(value) for name, value in vars(model).items() if "hooks" in name}
+    names = set(vars(model))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = {"half_type": half} if level == "O1" else {} if level == "O0" else {"cast_model_type": half}
+    amp.initialize(model, opt_level=level, verbosity=0, **settings)
+    parameters = list(model.parameters())
+    amp.shutdown()
+    assert set(vars(model)) == names
+    assert {name: dict(value) for name, value in vars(model).items() if "hooks" in name} == hooks
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype
+        rounded = level in ("O2", "O3") and not (level == "O2" and name.startswith("norm"))
+        wanted = (
+            before[name].to(half).to(value.dtype) if rounded and value.is_floating_point() else before[name]
+        )
+        assert torch.equal(value, wanted)
+    assert model(torch.ones(2, 3))[0].dtype == torch.float32
+    assert model(torch.ones(2, 3), torch.ones(1).half())[1][0].dtype == torch.float16
+
+
+@halves
+def test_weights_come_back_from_their_masters(half):
+    model = Model()
+    before = model.linear.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, cast_model_type=half)
+    amp.shutdown()
+    assert torch.equal(model.linear.weight, before)
+    assert optimizer.param_groups[0]["params"][0] is model.linear.weight

@@ -1,0 +1,143 @@
+"""O1: a weight's cast is never an old one, and its gradient reaches the weight."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import narrowcast as nc
+from narrowcast.apex import amp
+
+HALVES = [torch.float16, torch.bfloat16]
+halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
+
+
+def initialize(model, half, **settings):
+    return amp.initialize(model, opt_level="O1", verbosity=0, half_type=half, **settings)
+
+
+class Weighted(torch.nn.Module):
+    """One weight through a half, a float or a promoting function."""
+
+    def __init__(self, kind, dtype):
+        super().__init__()
+        self.kind = kind
+        self.weight = torch.nn.Parameter(torch.full((2, 2), 3.0, dtype=dtype))
+
+    def forward(self, x):
+        if self.kind == "half":
+            return torch.mm(x, self.weight)
+        if self.kind == "float":
+            return (self.weight + 0).pow(2) * x.float()
+        return torch.mul(x, self.weight)
+
+
+@halves
+@pytest.mark.parametrize("kind", ["half", "float", "promote"])
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32 weights", "half weights"])
+@pytest.mark.parametrize("own", [True, False], ids=["in the model", "decorated"])
+def test_training_evaluation_training(kind, wide, own, half):
+    dtype = torch.float32 if wide else half
+    model = Weighted(kind, dtype)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O1", verbosity=0, half_type=half, loss_scale=1.0
+    )
+    call = model
+    if not own:
+        decorate = {"half": amp.half_function, "float": amp.float_function, "promote": amp.promote_function}
+        function = decorate[kind](lambda x, w: x * w)
+        call = lambda x: function(x, model.weight)  # noqa: E731
+    x = torch.ones(2, 2, dtype=half)
+
+    def run(train):
+        """What comes out, and the gradient of its sum."""
+        model.weight.grad = None
+        with torch.set_grad_enabled(train):
+            output = call(x)
+        if train:
+            with amp.scale_loss(output.float().sum(), optimizer) as loss:
+                loss.backward()
+            assert model.weight.grad.dtype == dtype
+        return output, model.weight.grad
+
+    wanted = {"half": half, "float": torch.float32, "promote": dtype if own or kind == "promote" else half}
+    first, gradient = run(train=True)
+    assert first.dtype == wanted[kind]
+    evaluated, _ = run(train=False)
+    assert torch.equal(evaluated, first)
+    again, second_gradient = run(train=True)
+    assert torch.equal(again, first)
+    assert torch.equal(gradient, second_gradient)
+    assert bool((gradient != 0).all())
+    optimizer.step()
+    after, _ = run(train=True)
+    assert not torch.equal(after, first)
+
+
+WRITES = {
+    "an optimizer's step": lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+    "load_state_dict": lambda model: model.load_state_dict({"weight": torch.full((2, 2), 5.0)}),
+    "copy_": lambda model: model.weight.copy_(torch.full((2, 2), 5.0)),
+    "data and drop_casts": lambda model: (model.weight.data.fill_(5.0), nc.casting.drop_casts()),
+}
+
+
+@halves
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_between_two_calls_takes_effect(write, half):
+    model = initialize(Weighted("half", torch.float32), half)
+    x = torch.ones(2, 2)
+    before = model(x)
+    model.weight.grad = torch.full((2, 2), -2.0)
+    with torch.no_grad():
+        WRITES[write](model)
+    after = model(x)
+    assert before.tolist() == [[6.0, 6.0], [6.0, 6.0]]
+    assert after.tolist() == [[10.0, 10.0], [10.0, 10.0]]
+
+
+@halves
+def test_weights_swapped_through_data_for_an_evaluation(half):
+    model = initialize(Weighted("half", torch.float32), half)
+    x, trained = torch.ones(2, 2), model.weight.detach().clone()
+    assert model(x)[0, 0].item() == 6.0
+    with torch.no_grad():
+        model.weight.data.fill_(5.0)
+        assert model(x)[0, 0].item() == 10.0
+        model.weight.data.copy_(trained)
+    assert model(x)[0, 0].item() == 6.0
+
+
+@halves
+def test_a_loose_weight_that_is_trained_by_hand(half):
+    initialize(torch.nn.Linear(2, 2), half)
+    weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
+    seen = []
+    for _ in range(3):
+        output = F.linear(torch.ones(1, 2), weight)
+        seen.append(output[0, 0].item())
+        output.float().sum().backward()
+        weight.data -= weight.grad
+        weight.grad = None
+    assert seen == [6.0, 4.0, 2.0]
+
+
+@halves
+def test_a_weight_is_cast_once_for_all_steps_of_a_sequence(half):
+    model = initialize(Weighted("half", torch.float32), half)
+    casts = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and args[0].shape == (2, 2):
+                casts.append(args[0].dtype)
+            return function(*args, **(kwargs or {}))
+
+    state = torch.ones(3, 2, dtype=half)
+    with Count():
+        for _ in range(4):
+            state = model(state * 0.1)
+    assert casts == [torch.float32]
+    state.float().sum().backward()
+    assert model.weight.grad.dtype == torch.float32

@@ -1,0 +1,274 @@
+"""O1: where its casts are in force: models in any thread, loose calls in one, never in backward passes."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import grad as imported_grad
+from torch.utils.checkpoint import checkpoint
+
+import narrowcast as nc
+from narrowcast.apex import amp
+
+HALVES = [torch.float16, torch.bfloat16]
+halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
+
+
+def product(size=4):
+    return torch.ones(size, size) @ torch.ones(size, size)
+
+
+def small_model():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)
+    )
+
+
+def initialize(model, half=torch.float16, **settings):
+    return amp.initialize(model, opt_level="O1", verbosity=0, half_type=half, **settings)
+
+
+def in_a_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@halves
+def test_models_in_every_thread_and_loose_calls_in_this_one(half):
+    model = initialize(small_model(), half)
+    x = torch.randn(2, 4)
+    assert model(x).dtype == half
+    assert product().dtype == half
+    assert F.cross_entropy(model(x), torch.tensor([0, 1])).dtype == torch.float32
+    assert in_a_thread(lambda: model(x)).dtype == half
+    assert in_a_thread(product).dtype == torch.float32
+    amp.shutdown()
+    assert model(x).dtype == torch.float32
+    assert product().dtype == torch.float32
+
+
+def test_the_latest_has_the_loose_calls_and_each_model_its_own():
+    first = initialize(small_model(), torch.float16)
+    amp.lists.functional_overrides.FP32_FUNCS.remove("gelu")
+    try:
+        second = initialize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), torch.bfloat16)
+        third = amp.initialize(small_model(), opt_level="O2", verbosity=0)
+    finally:
+        amp.lists.functional_overrides.FP32_FUNCS.append("gelu")
+    x = torch.randn(2, 4)
+    assert product().dtype == torch.bfloat16
+    assert first(x).dtype == torch.float16
+    assert first[1](first[0](x)).dtype == torch.bfloat16  # parts of a model are called as loose calls are
+    assert second(x).dtype == torch.bfloat16  # gelu is on no list of this one
+    assert third(x).dtype == torch.float32
+    assert third[0].weight.dtype == torch.float16
+    amp._amp_state.handle = None
+
+
+@halves
+@pytest.mark.parametrize("how", ["backward", "grad", "imported grad", "scale_loss"])
+def test_backward_passes_cast_nothing(how, half):
+    weight = torch.randn(4, 4, requires_grad=True)
+    model = small_model()
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
+    leaves = [*model.parameters(), weight]
+
+    def loss():
+        with amp.disable_casts():  # a product in float32, whose gradients are products in float32
+            wide = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)) @ weight
+        return (model(torch.ones(3, 4)).float() * torch.tanh(wide)).square().sum()
+
+    # O1's region, closed before the backward pass.
+    initialize(model, half)
+    policy = amp._amp_state.handle._casts.policy
+    amp.shutdown()
+    with nc.autocast("cpu", policy=policy):
+        with nc.autocast("cpu", enabled=False):
+            wide = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)) @ weight
+        expected_loss = (model(torch.ones(3, 4)).float() * torch.tanh(wide)).square().sum()
+    expected = torch.autograd.grad(expected_loss, leaves)
+
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O1", verbosity=0, half_type=half, loss_scale=1.0
+    )
+    if how == "backward":
+        loss().backward()
+    elif how == "scale_loss":
+        with amp.scale_loss(loss(), optimizer) as scaled:
+            scaled.backward()
+    found = [one.grad for one in leaves]
+    if "grad" in how:
+        found = {"grad": torch.autograd.grad, "imported grad": imported_grad}[how](loss(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert product().dtype == half
+
+
+def test_gradients_of_gradients_cast_nothing():
+    initialize(small_model())
+    x = torch.randn(4, 4, requires_grad=True)
+    with amp.disable_casts():
+        y = (x @ x).sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    assert first.dtype == torch.float32
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    amp.shutdown()
+    (wanted,) = torch.autograd.grad((x @ x).sum(), x, create_graph=True)
+    assert torch.equal(first, wanted)
+    assert torch.equal(second, torch.autograd.grad(wanted.square().sum(), x)[0])
+
+
+def test_an_exception_in_a_backward_pass_leaves_casts_on():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert not torch.is_autocast_enabled("cpu")
+            raise ValueError("broken")
+
+    initialize(small_model())
+    with pytest.raises(ValueError, match="broken"):
+        Broken.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert product().dtype == torch.float16
+
+
+@halves
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True], ids=["loose", "in the model"])
+def test_recomputation_casts_as_the_first_time(reentrant, inside, half):
+    block = small_model()
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=reentrant)
+
+    outer = initialize(Outer(), half)
+    seen = []
+    block[0].register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+    x = torch.randn(2, 4, requires_grad=True)
+    called = outer if inside else lambda x: checkpoint(block, x, use_reentrant=reentrant)
+    called(x).float().sum().backward()
+    assert seen == [half, half]
+    checkpointed = [one.grad.clone() for one in block.parameters()]
+    block.zero_grad()
+    block(x).float().sum().backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(checkpointed, block.parameters(), strict=True))
+
+
+def test_disabled_casts_come_back_after_an_exception():
+    model = initialize(small_model())
+
+    def fail():
+        with amp.disable_casts():
+            assert product().dtype == torch.float32
+            assert model(torch.ones(2, 4)).dtype == torch.float32
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
+    assert product().dtype == torch.float16
+    assert model(torch.ones(2, 4)).dtype == torch.float16
+
+
+def test_in_a_scale_loss_block_only_the_backward_pass_casts_nothing():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    loss = model(torch.ones(2, 4)).sum()
+    seen = []
+    loss.register_hook(lambda gradient: seen.append(product().dtype))
+
+    def block():
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            assert product().dtype == torch.float16
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        block()
+    assert seen == [torch.float32]
+    assert product().dtype == torch.float16
+
+
+def test_a_model_in_its_own_thread_computes_gradients_inside_its_forward():
+    class Energy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            with amp.disable_casts():
+                energy = (x @ self.weight).square().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return force, product()
+
+    model = initialize(Energy())
+    x = torch.randn(4, 4, requires_grad=True)
+    for call in (lambda: model(x), lambda: in_a_thread(lambda: model(x))):
+        force, other = call()
+        assert other.dtype == torch.float16
+        # Products in half would round to 2**-11 of each.
+        assert torch.equal(force, 2 * x)
+
+
+def test_copies_and_saved_models():
+    model = initialize(small_model())
+    x = torch.randn(2, 4)
+    expected = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
+    assert list(model.state_dict()) == list(small_model().state_dict())
+
+
+def test_a_region_that_is_open_is_no_place_to_begin_or_to_end():
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(RuntimeError, match="expected no open region"),
+    ):
+        initialize(small_model())
+    assert product().dtype == torch.float32
+    initialize(small_model())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RuntimeError, match="one that is still open"):
+            amp.shutdown()
+        assert product().dtype == torch.bfloat16
+    assert product().dtype == torch.float16
+    with pytest.raises(RuntimeError, match="expected the thread that opened"):
+        in_a_thread_raising(amp.shutdown)
+    amp.shutdown()
+    assert product().dtype == torch.float32
+
+
+def in_a_thread_raising(function):
+    found = in_a_thread(lambda: _caught(function))
+    if found is not None:
+        raise found
+
+
+def _caught(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_a_thread_that_ended_leaves_its_casts_to_be_ended():
+    model = in_a_thread(lambda: initialize(small_model()))
+    assert product().dtype == torch.float32
+    assert model(torch.ones(2, 4)).dtype == torch.float16
+    amp.shutdown()
+    assert model(torch.ones(2, 4)).dtype == torch.float32
