@@ -19,6 +19,7 @@ TESTS = Path(__file__).parent
 BUDGET_S = defaultdict(
     lambda: 60.0,
     {
+        "apex": 300.0,
         "attach": 900.0,
         "casting": 900.0,
         "house": 600.0,
