@@ -154,6 +154,25 @@ class Trainer:
         self.scaler.update()
 """,
     ),
+    "clipped by a method that is called between": (
+        "clip-before-unscale", 13,
+        """\
+class Trainer:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler(device)
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        norm = self.clip(1.0)
+        if norm.isfinite():
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def clip(self, limit):
+        return clip_grad_norm_(self.model.parameters(), limit)
+""",
+        None,
+    ),
     "a scaler that came as an argument": (
         "clip-before-unscale", 3,
         """\
@@ -387,6 +406,17 @@ scaler.update()
 scaler.scale(model(x).sum()).backward()
 scaler.step(optimizer)
 optimizer.step()
+scaler.update()
+""",
+        None,
+    ),
+    "unscaled before the last backward": (
+        "backward-after-unscale", 4,
+        """\
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+scaler.scale(model(x).sum()).backward()
+scaler.step(optimizer)
 scaler.update()
 """,
         None,

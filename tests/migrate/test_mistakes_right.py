@@ -182,6 +182,37 @@ class Trainer(Base):
         self.scaler.step(self.optimizer)
         self.scaler.update()
 """,
+    "clipped by a method, after unscaling": """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.clip(1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def clip(self, limit):
+        if limit > 0:
+            clip_grad_norm_(self.model.parameters(), limit)
+        clip_grad_norm_(self.model.parameters(), limit)
+
+    def plain_step(self, loss):
+        loss.backward()
+        self.clip(1.0)
+        self.optimizer.step()
+""",
+    "two optimizers, one unscaled before the other's backward": """\
+scaler.scale(critic(x).sum()).backward()
+scaler.unscale_(critic_optimizer)
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+scaler.step(critic_optimizer)
+scaler.step(optimizer)
+scaler.update()
+""",
     "update in a method": """\
 class Trainer:
     def __init__(self):

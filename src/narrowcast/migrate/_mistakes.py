@@ -14,6 +14,7 @@ from narrowcast.migrate._mistakes_fixes import Fix, Fixes
 from narrowcast.migrate._mistakes_flow import Flow, Seen
 from narrowcast.migrate._mistakes_names import Script
 from narrowcast.migrate._mistakes_places import mistakes_of_places
+from narrowcast.migrate._mistakes_reach import Reach
 from narrowcast.migrate._mistakes_rules import RULES, ignored
 from narrowcast.migrate._settings import Settings
 from narrowcast.migrate._source import Source
@@ -51,8 +52,9 @@ def _seen(script: Script) -> list[Seen]:
     """Every mistake of a file, one a line and rule, in the order of its lines."""
     seen = list(mistakes_of_places(script))
     if script.scalers:
+        reach = Reach(script)
         for function in script.functions():
-            seen += Flow(script, function).follow()
+            seen += Flow(script, reach, function).follow()
     first: dict[tuple[int, str], Seen] = {}
     for one in sorted(seen, key=lambda one: script.source.start(one.node)):
         first.setdefault((_lines(one.node)[0], one.rule), one)

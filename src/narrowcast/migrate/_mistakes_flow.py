@@ -14,11 +14,9 @@ from typing import Any
 
 from narrowcast.migrate._mistakes_names import Script, argument, method
 from narrowcast.migrate._mistakes_paths import Conditions, bound
+from narrowcast.migrate._mistakes_reach import CLIPPING, Reach
 
 YES, NO, OPEN = "yes", "no", "open"
-_CLIPPING = re.compile(
-    r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm_?|value_)$|timm\.utils\..*clip_grad$"
-)
 _READS = {"norm", "clamp", "clamp_", "clip", "clip_", "max", "histc", "std", "var"}
 _READERS = {
     "torch.norm",
@@ -30,6 +28,7 @@ _READERS = {
 }
 _LOGGERS = {"add_histogram", "add_scalar"}
 State = dict[tuple[str, ...], Any]
+Function = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +69,9 @@ def _join(one: State | None, other: State | None) -> State | None:
 class Flow:
     """One function, followed under one assumption about its conditions after the other."""
 
-    def __init__(self, script: Script, function: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    def __init__(self, script: Script, reach: Reach, function: Function) -> None:
         self._script = script
+        self._reach = reach
         self._function = function
         self._conditions = Conditions(script, function)
         self._assumed: dict[str, bool] = {}
@@ -227,8 +227,10 @@ class Flow:
             self._scaler_call(node, used[0], used[1], state)
         elif (used and used[1] == "backward") or name == "torch.autograd.backward":
             self._backward(node, state)
-        elif _CLIPPING.match(name):
+        elif CLIPPING.match(name):
             self._clip(node, state)
+        elif (inner := self._reach.clipped_by(node)) is not None:
+            self._clip(inner, state)
         elif name == "torch.autograd.grad":
             scaler = self._scaled_by(node)
             if scaler is not None and not self._divides:
@@ -247,7 +249,7 @@ class Flow:
                 ):
                     self._say("grad-before-unscale", node, scaler)
         else:
-            for scaler in self._script.may_touch(node):
+            for scaler in self._reach.may_touch(node):
                 for key in [key for key in state if key[0] == scaler]:
                     del state[key]
                 state[scaler, "touched"] = YES
@@ -322,8 +324,14 @@ class Flow:
         clipped = state.pop(("", "clipped"), None)
         if clipped and self._script.never_unscales(scaler) and clipped[1] in (None, optimizer):
             self._say("clip-before-unscale", clipped[0], scaler, optimizer)
-        for name in ("clean", "called", "stepped"):
-            state[scaler, name, optimizer] = YES
+        unscaled = _get(state, scaler, "called", optimizer), _get(state, scaler, "clean", optimizer)
+        if unscaled != (YES, NO):
+            state[scaler, "clean", optimizer] = YES
+        elif _get(
+            state, scaler, "stepped", optimizer
+        ) is not YES and self._script.scaled_optimizers.keys() == {optimizer}:
+            self._say("backward-after-unscale", node, scaler, optimizer)
+        state[scaler, "called", optimizer] = state[scaler, "stepped", optimizer] = YES
         state[scaler, "any step"] = YES
 
     def _plain_step(self, node: ast.Call, optimizer: str, state: State) -> None:

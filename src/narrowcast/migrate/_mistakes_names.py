@@ -308,61 +308,6 @@ class Script:
                 yield node
 
     @cached_property
-    def _touching(self) -> dict[str, set[str]]:
-        """Name of a function of this file -> the scalers that it, or what it calls here, mentions."""
-        mentions: dict[str, set[str]] = {}
-        calls: dict[str, set[str]] = {}
-        for function in self.functions():
-            if isinstance(function, ast.Module):
-                continue
-            inside = list(ast.walk(function))
-            texts = {
-                ast.unparse(node)
-                for node in inside
-                if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
-            }
-            mentions.setdefault(function.name, set()).update(set(self.scalers) & texts)
-            calls.setdefault(function.name, set()).update(
-                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                for node in inside
-                if isinstance(node, ast.Call)
-            )
-        changed = True
-        while changed:
-            changed = False
-            for name, callees in calls.items():
-                more = set().union(*(mentions.get(callee, set()) for callee in callees)) - mentions[name]
-                changed = changed or bool(more)
-                mentions[name] |= more
-        return mentions
-
-    @cached_property
-    def _own_attributes(self) -> set[str]:
-        return {text.removeprefix("self.") for text, _ in self.assignments if text.startswith("self.")}
-
-    def may_touch(self, call: ast.Call) -> set[str]:
-        """The scalers that an unknown call may scale, unscale, step or update with."""
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        texts = {
-            ast.unparse(inner) for value in given for inner in within(value) if isinstance(inner, ast.expr)
-        }
-        touched = {text for text in self.scalers if {text, text.rpartition(".")[0]} & (texts - {"self"})}
-        owned = {text for text in self.scalers if text.startswith("self.")}
-        if "self" in texts:
-            touched |= owned
-        if isinstance(call.func, ast.Name):
-            return touched | self._touching.get(call.func.id, set())
-        used = method(call)
-        if used is None:
-            return touched
-        receiver, name = used
-        touched |= {text for text in self.scalers if text.rpartition(".")[0] == receiver != "self"}
-        if receiver in ("self", "super()") and name not in self._own_attributes:
-            return touched | self._touching.get(name, owned)
-        # A method of an object of a class of this file, unless its name is one of torch's too.
-        return touched | (self._touching.get(name, set()) if receiver not in self.scalers else set())
-
-    @cached_property
     def handed_out(self) -> set[str]:
         """Scalers that leave the file's sight: given to a call, returned or stored elsewhere."""
         found = set()

@@ -78,6 +78,12 @@ RULES = {
             advice="leave the second step out",
         ),
         Rule(
+            name="backward-after-unscale",
+            reason="a backward after unscale_ has added scaled gradients, and the step unscales no second "
+            "time: it steps on them as they are",
+            advice="call {scaler}.unscale_({optimizer}) after the last backward before the step",
+        ),
+        Rule(
             name="unscale-twice",
             reason="the gradients of this optimizer were unscaled already since the last update, and"
             " torch raises",

@@ -1,0 +1,104 @@
+"""What a call of a function of the script comes to: which scalers it may touch, and whether it clips."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cached_property
+
+from narrowcast.migrate._mistakes_names import Script, method, within
+
+CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm_?|value_)$|timm\.utils\..*clip_grad$")
+
+
+class Reach:
+    """The functions of one script, by their names."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    @cached_property
+    def _touching(self) -> dict[str, set[str]]:
+        """Name of a function of this file -> the scalers that it, or what it calls here, mentions."""
+        mentions: dict[str, set[str]] = {}
+        calls: dict[str, set[str]] = {}
+        for function in self._script.functions():
+            if isinstance(function, ast.Module):
+                continue
+            inside = list(ast.walk(function))
+            texts = {
+                ast.unparse(node)
+                for node in inside
+                if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+            }
+            mentions.setdefault(function.name, set()).update(set(self._script.scalers) & texts)
+            calls.setdefault(function.name, set()).update(
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                for node in inside
+                if isinstance(node, ast.Call)
+            )
+        changed = True
+        while changed:
+            changed = False
+            for name, callees in calls.items():
+                more = set().union(*(mentions.get(callee, set()) for callee in callees)) - mentions[name]
+                changed = changed or bool(more)
+                mentions[name] |= more
+        return mentions
+
+    @cached_property
+    def _own_attributes(self) -> set[str]:
+        return {
+            text.removeprefix("self.") for text, _ in self._script.assignments if text.startswith("self.")
+        }
+
+    def may_touch(self, call: ast.Call) -> set[str]:
+        """The scalers that an unknown call may scale, unscale, step or update with."""
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        texts = {
+            ast.unparse(inner) for value in given for inner in within(value) if isinstance(inner, ast.expr)
+        }
+        touched = {
+            text for text in self._script.scalers if {text, text.rpartition(".")[0]} & (texts - {"self"})
+        }
+        owned = {text for text in self._script.scalers if text.startswith("self.")}
+        if "self" in texts:
+            touched |= owned
+        if isinstance(call.func, ast.Name):
+            return touched | self._touching.get(call.func.id, set())
+        used = method(call)
+        if used is None:
+            return touched
+        receiver, name = used
+        touched |= {text for text in self._script.scalers if text.rpartition(".")[0] == receiver != "self"}
+        if receiver in ("self", "super()") and name not in self._own_attributes:
+            return touched | self._touching.get(name, owned)
+        # A method of an object of a class of this file, unless its name is one of torch's too.
+        return touched | (self._touching.get(name, set()) if receiver not in self._script.scalers else set())
+
+    @cached_property
+    def _clipping(self) -> dict[str, ast.Call]:
+        """Name of a function here that touches no scaler -> what it clips first, however it is called."""
+        found: dict[str, ast.Call] = {}
+        names = [
+            function.name for function in self._script.functions() if not isinstance(function, ast.Module)
+        ]
+        for function in self._script.functions():
+            if isinstance(function, ast.Module) or names.count(function.name) > 1:
+                continue
+            for statement in function.body:
+                if (
+                    isinstance(statement, (ast.Expr, ast.Assign, ast.Return))
+                    and not self._touching[function.name]
+                ):
+                    for node in within(statement):
+                        if isinstance(node, ast.Call) and CLIPPING.match(self._script.called(node) or ""):
+                            found.setdefault(function.name, node)
+        return found
+
+    def clipped_by(self, call: ast.Call) -> ast.Call | None:
+        """The clipping that a call of a function or method of this file comes to."""
+        if isinstance(call.func, ast.Name):
+            return self._clipping.get(call.func.id)
+        used = method(call)
+        return self._clipping.get(used[1]) if used and used[0] == "self" else None
