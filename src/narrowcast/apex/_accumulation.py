@@ -101,14 +101,14 @@ class Accumulation:
     def forget_what_is_left(self) -> None:
         """Drop the gradients of half weights whose masters have had their part."""
         for low, gradient in self._left:
-            if low.grad is gradient:
+            if _is_still_there(low, gradient):
                 low.grad = None
         self._left = []
 
     @contextmanager
     def what_is_left_hidden(self) -> Iterator[None]:
         """For a step, which would else add them to the masters' again."""
-        hidden = [(low, gradient) for low, gradient in self._left if low.grad is gradient]
+        hidden = [(low, low.grad) for low, gradient in self._left if _is_still_there(low, gradient)]
         for low, _ in hidden:
             low.grad = None
         try:
@@ -142,6 +142,15 @@ class Accumulation:
                 "Give blocks that accumulate with delay_unscale=True one loss_id, or leave delay_unscale out"
             )
         self.scaled_by = None
+
+
+def _is_still_there(low: torch.Tensor, gradient: torch.Tensor) -> bool:
+    found = low.grad
+    if found is None or found is gradient:
+        return found is not None
+    # DDP replaces gradients by equal ones when it orders its buckets anew; NaNs are equal by their bits.
+    alike = found.shape == gradient.shape and found.dtype == gradient.dtype
+    return alike and torch.equal(found.view(torch.int16), gradient.view(torch.int16))
 
 
 def _set_aside(parameters: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> _Gradients:

@@ -1,0 +1,318 @@
+"""A run that is saved half-way and resumed by apex's documented calls goes on to the bit, at every level."""
+
+import copy
+import io
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from narrowcast.apex import amp
+from narrowcast.errors import AmpError, ScaleError
+
+STEPS = 10
+BATCHES = torch.randn(STEPS, 6, 5, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(autouse=True)
+def _amp_ends():
+    yield
+    amp.shutdown()
+
+
+def made(seed, level, *, num_losses=1, **settings):
+    """A model with batch norm and a tied pair of weights, and its optimizer."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.ReLU(),
+        torch.nn.Linear(8, 8),
+        torch.nn.Linear(8, 8),
+    )
+    model[4].weight = model[3].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    # O3's scale stays at 1 by default, where nothing could be saved wrongly.
+    extra = {"loss_scale": "dynamic"} if level == "O3" else {}
+    return amp.initialize(
+        model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0, **{**extra, **settings}
+    )
+
+
+def train(model, optimizer, steps, num_losses=1):
+    """Two steps of each five are left out, those of the losses' own overflows."""
+    for step in steps:
+        optimizer.zero_grad()
+        for loss_id in range(num_losses):
+            loss = (model(BATCHES[step]) - loss_id).square().mean() / 64
+            with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+                scaled.backward()
+                if amp._amp_state.opt_properties.opt_level != "O0" and step % 5 == 1 + loss_id:
+                    model[0].weight.grad[0, 0] = float("inf")
+        optimizer.step()
+
+
+def everything(model, optimizer):
+    """All numbers of a run, copied."""
+    moments = [optimizer.state[p]["momentum_buffer"] for p in amp.master_params(optimizer)]
+    return copy.deepcopy((model.state_dict(), moments, amp.state_dict()))
+
+
+def check_same(found, wanted):
+    for name, value in wanted[0].items():
+        assert torch.equal(found[0][name], value), name
+    for moment, its in zip(found[1], wanted[1], strict=True):
+        assert torch.equal(moment, its)
+    assert found[2] == wanted[2]
+
+
+def saved(model, optimizer):
+    file = io.BytesIO()
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, file
+    )
+    return file
+
+
+def read(file):
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize(("half", "num_losses"), [("fp16", 1), ("bf16", 2)])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_resumed_at_five_of_ten_it_goes_on_to_the_bit(level, num_losses, half):
+    settings = {"num_losses": num_losses, "half_type": HALVES[half]}
+    model, optimizer = made(0, level, **settings)
+    train(model, optimizer, range(5), num_losses)
+    file = saved(model, optimizer)
+    train(model, optimizer, range(5, STEPS), num_losses)
+    wanted = everything(model, optimizer)
+    # Both infinities that were planted, and under O1 an overflow of its own at first.
+    assert level == "O0" or wanted[2]["loss_scaler0"]["loss_scale"] in (2.0**14, 2.0**13)
+    for amp_first in (True, False):
+        checkpoint = read(file)
+        amp.shutdown()
+        model, optimizer = made(1, level, **settings)
+        if amp_first:
+            amp.load_state_dict(checkpoint["amp"])
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        if not amp_first:
+            amp.load_state_dict(checkpoint["amp"])
+        train(model, optimizer, range(5, STEPS), num_losses)
+        check_same(everything(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_what_is_exported_is_float32_and_under_o2_the_masters(level):
+    model, optimizer = made(0, level)
+    train(model, optimizer, range(3))
+    state = model.state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32, torch.int64}
+    assert all(v.dtype == torch.float32 for v in model[3].state_dict().values())
+    if level == "O2":
+        (master,) = [p for p in amp.master_params(optimizer) if p.shape == (8, 5)]
+        assert torch.equal(state["0.weight"], master)
+        assert torch.equal(model[0].state_dict()["weight"], master)
+        assert not torch.equal(state["0.weight"], model[0].weight.float())
+        assert torch.equal(state["3.weight"], state["4.weight"])
+        # A live tensor is what keep_vars asks for.
+        assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+    before = copy.deepcopy(state)
+    train(model, optimizer, range(3, 5))
+    if level == "O2":
+        # A copy: what was handed out does not change with the run.
+        assert torch.equal(state["0.weight"], before["0.weight"])
+
+
+def test_weights_go_in_before_initialize_too_and_through_wrappers_and_parts():
+    model, optimizer = made(0, "O2")
+    train(model, optimizer, range(5))
+    file = saved(model, optimizer)
+    train(model, optimizer, range(5, STEPS))
+    wanted = everything(model, optimizer)
+    for how in ("before", "wrapped", "parts"):
+        checkpoint = read(file)
+        amp.shutdown()
+        torch.manual_seed(1)
+        if how == "before":
+            model, _ = made(1, "O0")
+            amp.shutdown()
+            model.load_state_dict(checkpoint["model"])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        else:
+            model, optimizer = made(1, "O2")
+            optimizer.load_state_dict(checkpoint["optimizer"])
+        if how == "wrapped":
+            wrapped = torch.nn.DataParallel(model)
+            wrapped.load_state_dict({f"module.{name}": value for name, value in checkpoint["model"].items()})
+        elif how == "parts":
+            for number in (0, 1, 3, 4):
+                of_part = {n[2:]: v for n, v in checkpoint["model"].items() if n.startswith(f"{number}.")}
+                model[number].load_state_dict(of_part)
+        amp.load_state_dict(checkpoint["amp"])
+        train(model, optimizer, range(5, STEPS))
+        check_same(everything(model, optimizer), wanted)
+
+
+def apexs(state):
+    """What apex saved of the same run: its half weights, widened."""
+    return {
+        name: value.half().float() if value.is_floating_point() and not name.startswith("1.") else value
+        for name, value in state.items()
+    }
+
+
+def test_a_checkpoint_of_apex_loads_and_what_is_missing_is_said(capsys):
+    model, optimizer = made(0, "O2")
+    train(model, optimizer, range(5))
+    checkpoint = read(saved(model, optimizer))
+    amp.shutdown()
+    model, optimizer = made(1, "O2")
+    amp._amp_state.verbosity = 1
+    model.load_state_dict(checkpoint["model"])
+    assert not capsys.readouterr().err
+    model.load_state_dict(apexs(checkpoint["model"]))
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "float16 numbers, as apex saved them" in said[0]
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    amp.load_state_dict(OrderedDict(loss_scaler0={"loss_scale": 2048.0, "unskipped": 17}))
+    scaler = amp._amp_state.loss_scalers[0]
+    assert (scaler.loss_scale(), scaler._unskipped) == (2048.0, 17)
+    # Masters start from the weights, rounded as they are, and no bit of the model before is left.
+    (master,) = [p for p in amp.master_params(optimizer) if p.shape == (8, 5)]
+    assert torch.equal(master, checkpoint["model"]["0.weight"].half().float())
+    train(model, optimizer, range(5, STEPS))
+
+
+def test_what_was_written_to_a_weight_counts_for_its_master():
+    model, optimizer = made(0, "O2")
+    train(model, optimizer, range(2))
+    with torch.no_grad():
+        model[0].weight[0] = 0.125
+        model[0].bias.clamp_(-0.0625, 0.0625)
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"][0], torch.full((5,), 0.125))
+    assert state["0.bias"].abs().max() <= 0.0625
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(model.state_dict()["0.weight"][0], torch.full((5,), 0.125))
+
+
+def test_the_state_is_apexs():
+    made(0, "O1", num_losses=2)
+    amp._amp_state.loss_scalers[1]._loss_scale = 256.0
+    amp._amp_state.loss_scalers[1]._unskipped = 3
+    wanted = [
+        ("loss_scaler0", {"loss_scale": 65536.0, "unskipped": 0}),
+        ("loss_scaler1", {"loss_scale": 256.0, "unskipped": 3}),
+    ]
+    assert list(amp.state_dict().items()) == wanted
+    there = {"mine": 1}
+    assert amp.state_dict(there) is there
+    assert list(there) == ["mine", "loss_scaler0", "loss_scaler1"]
+
+
+def state_of(*entries):
+    return {
+        f"loss_scaler{n}": {"loss_scale": scale, "unskipped": count}
+        for n, (scale, count) in enumerate(entries)
+    }
+
+
+def scales():
+    return [(scaler.loss_scale(), scaler._unskipped) for scaler in amp._amp_state.loss_scalers]
+
+
+def test_another_number_of_losses_is_warned_of_and_loads_by_position():
+    made(0, "O1", num_losses=2)
+    with pytest.warns(
+        UserWarning, match="of 3 losses, and amp.initialize made scales for 2 losses: 2 are loaded"
+    ):
+        amp.load_state_dict(state_of((4.0, 1), (8.0, 2), (16.0, 3)))
+    assert scales() == [(4.0, 1), (8.0, 2)]
+    with pytest.warns(UserWarning, match="of 1 loss, and"):
+        amp.load_state_dict(state_of((2.0, 5)))
+    assert scales() == [(2.0, 5), (8.0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "said"),
+    [
+        ([], AmpError, "expected what .* got list"),
+        ({}, AmpError, "got an empty one"),
+        ({"loss_scaler0": 4.0}, AmpError, "got the keys loss_scaler0"),
+        ({**state_of((4.0, 0)), "masters": []}, AmpError, "got the keys masters"),
+        (torch.amp.GradScaler("cpu").state_dict(), AmpError, "narrowcast.scaling.from_state"),
+        ({"loss_scaler0": {"loss_scale": 4.0}}, ScaleError, '"unskipped"'),
+        ({"loss_scaler0": {"loss_scale": "high", "unskipped": 0}}, ScaleError, "a number"),
+        (state_of((4.0, -1)), AmpError, "at least 0, got -1"),
+        (state_of((0.0, 0)), ScaleError, "from 2"),
+        (state_of((float("nan"), 0)), ScaleError, "loss scale"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, error, said):
+    made(0, "O1")
+    with pytest.raises(error, match=said):
+        amp.load_state_dict(state)
+    assert scales() == [(65536.0, 0)]
+
+
+def test_limits_of_this_run_hold_for_a_scale_that_is_loaded(capsys):
+    made(0, "O1", max_loss_scale=1024.0, min_loss_scale=2.0, num_losses=2)
+    assert scales() == [(1024.0, 0)] * 2
+    amp._amp_state.verbosity = 1
+    amp.load_state_dict(state_of((65536.0, 7), (1.0, 1)))
+    assert scales() == [(1024.0, 7), (2.0, 1)]
+    said = capsys.readouterr().err
+    assert "loss scaler 0 is saved at 65536" in said
+    assert "goes on at 2\n" in said
+
+
+def test_a_static_scale_counts_on_and_is_loaded_as_it_is():
+    made(0, "O1", loss_scale=128.0)
+    amp.load_state_dict(state_of((64.0, 123456)))
+    assert scales() == [(64.0, 123456)]
+    assert amp.state_dict() == state_of((64.0, 123456))
+    amp.shutdown()
+    # Where the scale moves, the next good block makes it grow.
+    made(0, "O1")
+    amp.load_state_dict(state_of((64.0, 123456)))
+    amp._amp_state.loss_scalers[0].after_block(overflow=False)
+    assert scales() == [(128.0, 0)]
+
+
+def test_the_scale_moves_by_apexs_rule():
+    made(0, "O1", min_loss_scale=2.0**14, max_loss_scale=2.0**18)
+    scaler = amp._amp_state.loss_scalers[0]
+    wanted, good = 2.0**16, 0
+    for block in range(9000):
+        overflow = block % 4001 in (2000, 2001, 2002, 2500)
+        scaler.after_block(overflow=overflow)
+        good = 0 if overflow else good + 1
+        if overflow:
+            wanted = max(wanted / 2, 2.0**14)
+        elif good == 2000:
+            wanted, good = min(wanted * 2, 2.0**18), 0
+        assert (scaler.loss_scale(), scaler._unskipped) == (wanted, good)
+
+
+def test_scripts_move_a_scale_by_hand():
+    made(0, "O1")
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._has_overflow = True
+    assert scaler.update_scale()
+    assert scales() == [(32768.0, 0)]
+    scaler.clear_overflow_state()
+    assert not scaler.update_scale()
+    assert scales() == [(32768.0, 1)]
+    assert (scaler.dynamic, scaler._max_loss_scale, scaler._scale_seq_len) == (True, 2.0**24, 2000)
+    with pytest.raises(ScaleError, match="min_scale to max_scale"):
+        scaler._loss_scale = 2.0**25
