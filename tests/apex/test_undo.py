@@ -1,0 +1,160 @@
+"""Everything that ``initialize`` does can be undone, and what raises leaves nothing behind."""
+
+import gc
+import multiprocessing
+import os
+
+import pytest
+import torch
+from dispatch_table import kernels, whole_table
+
+from narrowcast.apex import amp
+from narrowcast.casting import _kernels, _lasting
+from narrowcast.errors import NarrowcastError
+
+LEVELS = ("O0", "O1", "O2", "O3")
+NAMES = [
+    *((torch.nn.functional, name) for name in dir(torch.nn.functional)),
+    *((torch, name) for name in dir(torch) if callable(getattr(torch, name))),
+    *((torch.Tensor, name) for name in dir(torch.Tensor)),
+]
+
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.BatchNorm1d(4))
+
+
+def whole_state(optimizer):
+    gc.collect()  # policies end with what holds them, and their kernels with them
+    return {
+        "functions": {(id(owner), name): getattr(owner, name) for owner, name in NAMES},
+        "own names of tensors": set(vars(torch.Tensor)),
+        "kernels": kernels(),
+        "kernels of ours": sorted(op for one in _kernels._libraries.values() for op in one.installed),
+        "engine": torch.autograd._engine_run_backward,
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "optimizer": set(vars(optimizer)) - {"_opt_called"},  # torch's own mark for its schedulers
+        "groups": [[id(p) for p in group["params"]] for group in optimizer.param_groups],
+        "state": (amp._amp_state.opt_properties, amp._amp_state.handle, amp._amp_state.loss_scalers),
+        "policies": dict(_lasting._process.policies),
+    }
+
+
+def compare(after, before):
+    assert {key: after[key] for key in after if after[key] != before[key]} == {}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_process_is_as_before(level):
+    given = model()
+    optimizer = torch.optim.Adam(given.parameters())
+    before = whole_state(optimizer)
+    amp.initialize(given, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    del loss
+    amp.shutdown()
+    compare(whole_state(optimizer), before)
+    amp.shutdown()
+
+
+def test_pytorchs_dispatcher_is_as_before():
+    gc.collect()
+    torch.ones(2, 2).softmax(0)
+    before = whole_table()
+    given = amp.initialize(model(), opt_level="O1", verbosity=0)
+    given(torch.ones(2, 4))
+    assert whole_table() != before
+    amp.shutdown()
+    gc.collect()
+    assert whole_table() == before
+
+
+def test_several_are_undone_together_and_in_any_order():
+    given = [model() for _ in range(4)]
+    optimizer = torch.optim.Adam(given[0].parameters())
+    before = whole_state(optimizer)
+    handles = []
+    for one, level in zip(given, ("O1", "O2", "O1", "O1"), strict=True):
+        amp.initialize(one, optimizer if one is given[0] else None, opt_level=level, verbosity=0)
+        handles.append(amp._amp_state.handle)
+    product = lambda: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype  # noqa: E731
+    handles[0].remove()
+    assert product() == torch.float16
+    handles[3].remove()
+    assert product() == torch.float16  # by the third
+    assert given[2](torch.ones(2, 4)).dtype == torch.float32  # a batch norm of floats
+    handles[2].remove()
+    assert product() == torch.float32
+    handles.clear()
+    amp.shutdown()
+    compare(whole_state(optimizer), before)
+
+
+def test_a_model_that_is_initialized_again_has_the_latest():
+    given = model()
+    amp.initialize(given, opt_level="O1", verbosity=0)
+    amp.initialize(given, opt_level="O1", half_type=torch.bfloat16, verbosity=0)
+    assert given[0].register_forward_hook(lambda _m, _a, output: seen.append(output.dtype))
+    seen = []
+    given(torch.ones(2, 4))
+    assert seen == [torch.bfloat16]
+    amp.shutdown()
+    given(torch.ones(2, 4))
+    assert seen[1:] == [torch.float32]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", ["twice", "losses"])
+def test_what_raises_leaves_nothing(where, level):
+    given = model()
+    optimizer = torch.optim.Adam(given.parameters())
+    before = whole_state(optimizer)
+    weights = {name: value.clone() for name, value in given.state_dict().items()}
+    settings = {"num_losses": 0} if where == "losses" else {}
+    with pytest.raises(NarrowcastError):
+        amp.initialize(
+            given, [optimizer] * (1 + (where == "twice")), opt_level=level, verbosity=0, **settings
+        )
+    compare(whole_state(optimizer), before)
+    assert all(torch.equal(weights[name], value) for name, value in given.state_dict().items())
+    assert {one.dtype for one in given.parameters()} == {torch.float32}
+
+
+def test_a_model_with_a_policy_of_its_own_is_refused_and_the_casts_before_go_on():
+    import narrowcast as nc
+
+    amp.initialize(model(), opt_level="O1", half_type=torch.bfloat16, verbosity=0)
+    given = model()
+    with nc.apply(given, "bf16"), pytest.raises(NarrowcastError, match="has a policy already"):
+        amp.initialize(given, opt_level="O1", verbosity=0)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_another_function_that_was_put_in_front_meanwhile_stays():
+    amp.init()
+    ours = torch.nn.functional.normalize
+    torch.nn.functional.normalize = theirs = lambda x: ours(x)  # noqa: PLW0108
+    try:
+        amp.shutdown()
+        assert torch.nn.functional.normalize is theirs
+        assert theirs(torch.ones(2, 2, dtype=torch.float16)).dtype == torch.float16
+    finally:
+        torch.nn.functional.normalize = ours.__wrapped__
+
+
+def _in_the_child(results):
+    results.put(str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="gpu: no fork here")
+def test_a_forked_process_casts_nothing_outside_of_models():
+    amp.initialize(model(), opt_level="O1", verbosity=0)
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=_in_the_child, args=(results,))
+    process.start()
+    process.join()
+    assert results.get() == "torch.float32"
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
