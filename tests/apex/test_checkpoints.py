@@ -14,12 +14,6 @@ STEPS = 10
 BATCHES = torch.randn(STEPS, 6, 5, generator=torch.Generator().manual_seed(7))
 
 
-@pytest.fixture(autouse=True)
-def _amp_ends():
-    yield
-    amp.shutdown()
-
-
 def made(seed, level, *, num_losses=1, **settings):
     """A model with batch norm and a tied pair of weights, and its optimizer."""
     torch.manual_seed(seed)

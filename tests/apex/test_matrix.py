@@ -18,14 +18,6 @@ RATES = (0.25, 0.5, 0.125)
 START = 2.0**16
 
 
-@pytest.fixture(autouse=True)
-def _amp_ends():
-    allowed = amp._amp_state.allow_incoming_model_not_fp32
-    yield
-    amp.shutdown()
-    amp._amp_state.allow_incoming_model_not_fp32 = allowed
-
-
 class Toy(torch.nn.Module):
     """A weight that is half but under O0, one that stays in float32 under O1 and O2, one without gradient."""
 

@@ -17,12 +17,6 @@ SCALE = 2.0**16
 X = torch.tensor([[0.1875, 0.125, -0.0625, 0.15625]])
 
 
-@pytest.fixture(autouse=True)
-def _amp_ends():
-    yield
-    amp.shutdown()
-
-
 def start(level, make=None, **settings):
     """A linear model whose gradient is ``X``, and its optimizer."""
     model = torch.nn.Linear(4, 1, bias=False)
