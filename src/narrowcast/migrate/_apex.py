@@ -11,6 +11,7 @@ import ast
 from narrowcast.migrate._apex_around import write_around, write_lists
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_imports import keep_with_narrowcast, remove_imports
+from narrowcast.migrate._apex_looks import write_looks
 from narrowcast.migrate._apex_plan import RULE, Plan, device_type, is_apex
 from narrowcast.migrate._apex_regions import Frame, Span
 from narrowcast.migrate._apex_setup import (
@@ -28,7 +29,6 @@ from narrowcast.migrate._apex_steps import (
     in_plain_branch,
     read_blocks,
     write_block,
-    write_looks,
     write_steps,
 )
 from narrowcast.migrate._changes import Changes

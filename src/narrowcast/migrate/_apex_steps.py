@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from narrowcast.migrate._apex_flow import Flow, Function
-from narrowcast.migrate._apex_plan import Plan, root
+from narrowcast.migrate._apex_plan import Plan
 from narrowcast.migrate._apex_setup import Scaler
 from narrowcast.migrate._arguments import argument, is_plain
 from narrowcast.migrate._source import Reference, Source
 from narrowcast.migrate._text import insert_after, insert_before, one_line, unwrap
 
 _SCALE_ORDER = ("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")
-# What looks at gradients, which apex has unscaled when its block ends.
-_LOOKS = re.compile(r"(clip_grad_|clip_grad\b|grad_norm|\.grad\b|all_?reduce_?(grad|and)|synchronize\()")
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +165,7 @@ def find_steps(plan: Plan, flow: Flow, blocks: list[Block]) -> list[ast.Call]:
         if id(source.function(node)) in plain:
             continue
         statement = source.statement(node)
-        if any(_inside(source, node, block) for block in blocks):
+        if any(is_inside(source, node, block) for block in blocks):
             plan.refuse(node, "step inside the block of scale_loss, on gradients that are still scaled")
         if node.args or node.keywords:
             plan.refuse(node, "step with a closure, which torch's scaler does not take")
@@ -181,7 +178,7 @@ def find_steps(plan: Plan, flow: Flow, blocks: list[Block]) -> list[ast.Call]:
     return found
 
 
-def _inside(source: Source, node: ast.AST, block: Block) -> bool:
+def is_inside(source: Source, node: ast.AST, block: Block) -> bool:
     begin, end = source.span(block.statement)
     return begin <= source.start(node) < end
 
@@ -230,7 +227,7 @@ def _write_run(plan: Plan, run: list[ast.Call], scaler: Scaler) -> None:
         statement = source.statement(step)
         for other in suites.values():
             same = source.suite(other) is source.suite(statement)
-            if not same and not _exclusive(source, other, statement):
+            if not same and not exclusive(source, other, statement):
                 plan.refuse(
                     step,
                     "two optimizers step after one backward pass, in places that may both be reached or not: "
@@ -242,175 +239,10 @@ def _write_run(plan: Plan, run: list[ast.Call], scaler: Scaler) -> None:
         insert_after(source, plan.changes, statement, f"{name}.update()")
 
 
-def _exclusive(source: Source, one: ast.stmt, other: ast.stmt) -> bool:
+def exclusive(source: Source, one: ast.stmt, other: ast.stmt) -> bool:
     """Whether two statements are in different branches of one ``if``."""
     around_one = {id(outer): outer for outer in source.around(one)}
     for outer in source.around(other):
         if id(outer) in around_one:
             return isinstance(outer, ast.If)
     return False
-
-
-def write_looks(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Call], scaler: Scaler) -> None:
-    """Unscale before anything looks at gradients, and say whose they are without ``master_params``."""
-    source = plan.source
-    looked: dict[int, tuple[ast.stmt, list[str]]] = {}
-    for reference in plan.references("amp.master_params"):
-        plan.handled(reference)
-        call = plan.call_of(reference)
-        owner = argument(call, 0, "optimizer") if call is not None else None
-        if call is None or owner is None or not is_plain(call):
-            plan.refuse(reference.node, "amp.master_params without its optimizer written out")
-            continue
-        plan.changes.replace(source.span(call), _parameters_of(plan, flow, owner, call))
-        statement = source.statement(call)
-        if not in_plain_branch(source, statement, blocks):
-            looked.setdefault(id(statement), (statement, []))[1].append(source.code(owner))
-    for statement, others in _other_looks(plan, blocks, steps):
-        looked.setdefault(id(statement), (statement, []))[1].extend(others)
-    first: dict[tuple[int, str], ast.stmt] = {}
-    for statement, owners in sorted(looked.values(), key=lambda one: source.start(one[0])):
-        for name in dict.fromkeys(owners):
-            run = _run_of(source, statement, blocks)
-            before = first.get((run, name))
-            if before is not None and not _exclusive(source, before, statement):
-                if source.suite(before) is source.suite(statement):
-                    continue
-                plan.refuse(statement, f"gradients of {name} are looked at twice: unscale_ may come once")
-                continue
-            first[run, name] = statement
-            _check_once(plan, statement, name, steps)
-            if _clause_of_if(source, statement):
-                plan.refuse(statement, "gradients are looked at in an elif: no statement can come before it")
-            if any(_inside(source, statement, block) for block in blocks):
-                plan.note(
-                    statement, "apex looked here at gradients that were still scaled; now they are true"
-                )
-            code = f"{scaler.at(source, statement)}.unscale_({name})"
-            insert_before(source, plan.changes, statement, code, _indent(source, statement, blocks))
-
-
-def _indent(source: Source, statement: ast.stmt, blocks: list[Block]) -> str:
-    """The indentation of a statement once the block around it is gone."""
-    indent = source.indent(statement)
-    for block in blocks:
-        if _inside(source, statement, block):
-            inner = source.indent(block.statement.body[0])
-            return source.indent(block.statement) + indent.removeprefix(inner)
-    return indent
-
-
-def _clause_of_if(source: Source, statement: ast.stmt) -> bool:
-    parent = source.parents[statement]
-    if not isinstance(statement, ast.If) or not isinstance(parent, ast.If):
-        return False
-    return parent.orelse == [statement] and source.text[source.start(statement) :].startswith("elif")
-
-
-def _run_of(source: Source, statement: ast.stmt, blocks: list[Block]) -> int:
-    """The block that a statement comes after (or is in), so that places of one backward pass are known."""
-    starts = [source.start(block.statement) for block in blocks]
-    return max((start for start in starts if start <= source.start(statement)), default=-1)
-
-
-def _other_looks(plan: Plan, blocks: list[Block], steps: list[ast.Call]) -> list[tuple[ast.stmt, list[str]]]:
-    """Statements between a scaled backward pass and the step that look at gradients by themselves."""
-    source, found = plan.source, []
-    for block in blocks:
-        function = source.function(block.statement)
-        begin = source.start(block.statement)
-        later = [
-            source.start(step)
-            for step in steps
-            if source.function(step) is function and source.start(step) > begin
-        ]
-        if not later:
-            continue
-        owners = [source.code(one) for one in block.optimizers]
-        for node in source.nodes:
-            if not isinstance(node, ast.stmt) or not begin < source.start(node) < min(later):
-                continue
-            if source.function(node) is not function or hasattr(node, "body"):
-                continue
-            text = source.code(node)
-            ours = "master_params" in text or in_plain_branch(source, node, blocks)
-            if _LOOKS.search(text) and not ours and source.span(node)[1] <= min(later):
-                found.append((node, owners))
-    return found
-
-
-def _check_once(plan: Plan, statement: ast.stmt, owner: str, steps: list[ast.Call]) -> None:
-    """Refuse to unscale where that happens more often than the step."""
-    source = plan.source
-    outside = {id(outer) for outer in source.around(statement)}
-    for step in steps:
-        if not isinstance(step.func, ast.Attribute) or source.code(step.func.value) != owner:
-            continue
-        if source.function(step) is not source.function(statement) or source.start(step) < source.start(
-            statement
-        ):
-            continue
-        rarer = [
-            outer
-            for outer in source.around(source.statement(step))
-            if id(outer) not in outside and isinstance(outer, ast.If | ast.For | ast.While)
-        ]
-        if rarer:
-            plan.refuse(
-                statement,
-                f"gradients are clipped or read after each backward pass, and {owner} steps under a "
-                "condition of its own: a scaler unscales once a step. Move it to the step first",
-            )
-        return
-
-
-def _parameters_of(plan: Plan, flow: Flow, owner: ast.expr, at: ast.AST) -> str:
-    """The parameters of an optimizer: by its model where that is known and at hand."""
-    source = plan.source
-    if (beside := _in_other_branch(source, at)) is not None:
-        return beside
-    made = [
-        node.value
-        for node in source.nodes
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args
-        and any(source.code(target) == source.code(owner) for target in node.targets)
-    ]  # fmt: skip
-    models = {source.code(one.args[0]) for one in made}
-    if len(made) == len(models) == 1 and len(flow.optimizers) == len({name for _, name in flow.optimizers}):
-        (code,) = models
-        text = code.removesuffix(".parameters()")
-        if (
-            code.endswith(".parameters()")
-            and flow.held(at, text) in flow.models
-            and _at_hand(source, at, text)
-        ):
-            return code
-    text = source.code(owner)
-    return f'[p for group in {text}.param_groups for p in group["params"]]'
-
-
-def _in_other_branch(source: Source, at: ast.AST) -> str | None:
-    """What the same call has as its first argument in the branch that is taken without apex."""
-    call = source.parents[at]
-    statement = source.statement(at)
-    around = source.parents[statement]
-    if not isinstance(call, ast.Call) or not isinstance(around, ast.If) or at not in call.args[:1]:
-        return None
-    other = around.orelse if any(statement is one for one in around.body) else around.body
-    same = [
-        node
-        for one in other
-        for node in ast.walk(one)
-        if isinstance(node, ast.Call) and source.code(node.func) == source.code(call.func) and node.args
-    ]
-    return source.code(same[0].args[0]) if len(same) == 1 else None
-
-
-def _at_hand(source: Source, at: ast.AST, text: str) -> bool:
-    """Whether a variable means the same where ``at`` stands: used in the function around it, or global."""
-    function = source.function(at)
-    if function is None or text.startswith("self."):
-        return True
-    names = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
-    stored = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    return root(text) in names | stored

@@ -42,11 +42,16 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
     first = source = Source(path, text)
     trail: list[Applied] = []
     fixed: list[tuple[int, str, str, bool]] = []
+    # What a stage found nothing to change in: it need not look again.
+    seen: dict[Stage, tuple[Source, Changes]] = {}
     for _ in range(_ROUNDS):
         left: list[tuple[int, str, str, bool]] = []
         before = source.text
         for stage in _STAGES:
-            changes = stage(source, settings)
+            looked, changes = seen.get(stage, (None, Changes()))
+            if looked is not source:
+                changes = stage(source, settings)
+                seen[stage] = source, changes
             told = [(origin(trail, at), rule, message, mends) for at, rule, message, mends in changes.found]
             fixed += [one for one in told if one[3]]
             left += [one for one in told if not one[3]]
