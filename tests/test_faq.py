@@ -1,7 +1,10 @@
 """The texts by which docs/faq.md is searched are what torch raises, and what narrowcast says."""
 
 import ast
+import importlib
 import re
+import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -90,8 +93,44 @@ PROVOKED = {
 }
 
 
-def test_every_text_of_torch_that_is_quoted_is_provoked():
+def import_amp_from_an_apex_of_today(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
+    exec("from apex import amp")
+
+
+def import_without_a_package(name):
+    def run(monkeypatch):
+        monkeypatch.setattr(sys, "path", [])
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.import_module(name)
+
+    return run
+
+
+def look_for_a_cached_weight(monkeypatch):
+    """What apex's cache asked of the graph to see whether a cast belongs to a weight."""
+    weight = torch.ones(2, requires_grad=True)
+    cached = weight.half()
+    assert cached.grad_fn.next_functions[1][0].variable is weight
+
+
+PROVOKED_BY_APEX = {
+    "cannot import name 'amp' from 'apex'": import_amp_from_an_apex_of_today,
+    "No module named 'apex'": import_without_a_package("apex"),
+    "No module named 'amp_C'": import_without_a_package("amp_C"),
+    "tuple index out of range": look_for_a_cached_weight,
+}
+
+
+def test_every_text_that_is_quoted_is_provoked():
     assert quoted("torch says") == list(PROVOKED)
+    assert quoted("apex says") == list(PROVOKED_BY_APEX)
+
+
+@pytest.mark.parametrize("text", PROVOKED_BY_APEX)
+def test_users_of_apex_meet_what_is_quoted(text, monkeypatch):
+    with pytest.raises((ImportError, IndexError), match=re.escape(text)):
+        PROVOKED_BY_APEX[text](monkeypatch)
 
 
 @pytest.mark.parametrize("text", PROVOKED)

@@ -1,0 +1,66 @@
+"""What docs/from-apex.md shows of ``migrate`` is what it does."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.apex import fp16_utils, optimizers, parallel
+from narrowcast.migrate import Settings, migrate_text
+from narrowcast.migrate._mistakes_rules import RULES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from-apex.md").read_text(encoding="utf-8")
+
+
+def test_the_difference_that_is_shown_is_the_one_that_is_made():
+    (shown,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    before, after = (
+        "".join(f"{line[1:]}\n" for line in shown.splitlines() if line[0] in f" {side}") for side in "-+"
+    )
+    outcome = migrate_text(before, Settings())
+    assert outcome.text == after
+    assert all(one.fixed for one in outcome.findings)
+
+
+def test_every_rule_stands_on_the_page_with_its_reason():
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (.+?) \| (.+?) \|$", PAGE, re.MULTILINE)
+    assert [(name, reason) for name, reason, _ in rows] == [(r.name, r.reason) for r in RULES.values()]
+    never = {name for name, _, mended in rows if mended.startswith("no")}
+    from mistaken_programs import WRONG
+
+    mended = {rule for rule, _, _, right in WRONG.values() if right is not None}
+    # Both lie in a region, and are moved out of it together.
+    assert set(RULES) - never == mended | {"step-in-region"}
+
+
+@pytest.mark.parametrize(
+    "call", re.findall(r"^\| `(Fused\w+\(params.*?)` \| `(torch\..+?)` \|", PAGE, re.MULTILINE)
+)
+def test_the_optimizers_that_stand_side_by_side_step_alike(call):
+    weights = []
+    for text in call:
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(8))
+        scope = {"params": [weight], "torch": torch, **vars(optimizers)}
+        optimizer = eval(text, scope)
+        for _ in range(3):
+            weight.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_every_name_of_apex_on_the_page_is_there():
+    from narrowcast.apex import amp
+    from narrowcast.apex.transformer.amp import GradScaler
+
+    assert GradScaler
+    for name in set(re.findall(r"`?amp\.([a-z]\w+)", PAGE)) - {"autocast", "is_enabled"}:
+        assert hasattr(amp, name) or hasattr(torch.amp, name), name
+    for name in re.findall(r"apex\.parallel\.(\w+)", PAGE):
+        assert hasattr(parallel, name)
+    for name in re.findall(r"\b(Fused\w+)", PAGE):
+        assert hasattr(optimizers, name)
+    assert hasattr(fp16_utils, "FP16_Optimizer")
