@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import math
 import weakref
 
@@ -569,3 +570,18 @@ def test_nothing_is_kept_alive():
     del model, optimizer
     gc.collect()
     assert gone() is None
+
+
+def test_what_scripts_reach_into(capsys):
+    assert amp._amp_state.opt_level is None
+    assert amp._amp_state.loss_scalers == []
+    start("O2", num_losses=2)
+    assert (amp._amp_state.opt_level, amp._amp_state.opt_properties.loss_scale) == ("O2", "dynamic")
+    assert len(amp._amp_state.loss_scalers) == 2
+    module = importlib.import_module("narrowcast.apex.amp._amp_state")
+    assert module._amp_state is amp._amp_state
+    assert module.master_params is amp.master_params
+    module.maybe_print("not said at verbosity 0", rank0=True)
+    amp._amp_state.verbosity = 1
+    module.maybe_print("said", True)
+    assert capsys.readouterr().err == "said\n"

@@ -27,6 +27,11 @@ class AmpState:
         self.verbosity = 1
         self.allow_incoming_model_not_fp32 = False
 
+    @property
+    def opt_level(self) -> str | None:
+        """That of the latest ``initialize``; None before it."""
+        return None if self.opt_properties is None else self.opt_properties.opt_level
+
     def reset(self) -> None:
         """As before any ``initialize``; what a person set stays."""
         self.opt_properties, self.loss_scalers, self.handle = None, [], None
@@ -39,3 +44,8 @@ def say(message: str) -> None:
     """Tell the person, on standard error and on the first rank only, unless ``verbosity`` is 0."""
     if amp_state.verbosity > 0 and int(os.environ.get("RANK", "0")) == 0:
         sys.stderr.write(f"{message}\n")
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """apex's name of ``say``, which scripts call too; it is always the first rank that says it."""
+    say(msg)

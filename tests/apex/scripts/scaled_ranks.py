@@ -29,8 +29,9 @@ def train(level, rank, *, delayed, views):
     )
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
 
-    def backward(*, bad=False, wrapped=wrapped, **options):
-        with amp.scale_loss(wrapped(8 * (rank + 1) * X).float().sum() / 8, optimizer, **options) as scaled:
+    def backward(share=1.0, *, bad=False, wrapped=wrapped, **options):
+        loss = wrapped(8 * (rank + 1) * share * X).float().sum() / 8
+        with amp.scale_loss(loss, optimizer, **options) as scaled:
             (scaled * math.inf if bad else scaled).backward()
 
     if delayed:
@@ -38,7 +39,7 @@ def train(level, rank, *, delayed, views):
             backward(delay_unscale=True)
     else:
         backward()
-    backward()
+    backward(0.5)
     (parameter,) = amp.master_params(optimizer)
     accumulated = numbers(parameter.grad)
     optimizer.step()
