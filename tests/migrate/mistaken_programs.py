@@ -154,6 +154,26 @@ class Trainer:
         self.scaler.update()
 """,
     ),
+    "clipped after a loop over micro-batches": (
+        "clip-before-unscale", 4,
+        """\
+for x in loader:
+    for chunk in x.chunk(2):
+        scaler.scale(model(chunk).sum()).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        """\
+for x in loader:
+    for chunk in x.chunk(2):
+        scaler.scale(model(chunk).sum()).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    ),
     "clipped by a method that is called between": (
         "clip-before-unscale", 13,
         """\

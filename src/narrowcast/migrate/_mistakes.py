@@ -43,8 +43,10 @@ def mistakes(source: Source, settings: Settings) -> Changes:
                 for start, end, text in fix.edits:
                     changes.replace((start, end), text)
         rule = RULES[seen.rule]
-        advice = rule.advice.format(scaler=seen.scaler, optimizer=seen.optimizer or "optimizer")
-        changes.tell(source.start(seen.node), rule.name, f"{rule.reason}; {advice}", fixed=fix is not None)
+        said = rule.reason
+        if fix is None:
+            said += f"; {rule.advice.format(scaler=seen.scaler, optimizer=seen.optimizer or 'optimizer')}"
+        changes.tell(source.start(seen.node), rule.name, said, fixed=fix is not None)
     return changes
 
 

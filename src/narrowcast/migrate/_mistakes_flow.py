@@ -139,7 +139,7 @@ class Flow:
         return _join(taken, other)
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While, state: State) -> State | None:
-        """Two iterations; in the second, conditions that hang on the iteration are open."""
+        """Two iterations, one at least; in the second, conditions that hang on the iteration are open."""
         self._expression(node.test if isinstance(node, ast.While) else node.iter, state)
         before, assumed = dict(state), self._assumed
         scaled = None if isinstance(node, ast.While) else self._scaled_by(node.iter)
@@ -162,8 +162,8 @@ class Flow:
             entry = None if end is None else dict(end)
             self._assumed = {k: v for k, v in assumed.items() if k not in self._conditions.of_loops}
         self._assumed = assumed
-        left = _join(before, after)
-        return None if left is None else self._block(node.orelse, dict(left))
+        left = before if after is None else after
+        return self._block(node.orelse, dict(left))
 
     def _try(self, node: ast.Try | ast.TryStar, state: State) -> State | None:
         before = dict(state)
