@@ -155,11 +155,12 @@ def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not any(id(place.resolved.rules) in _process.policies for place in here.places.values()):
             return below(*args, **kwargs)
+        drop_casts()  # so that the pass frees each as it goes
         try:
             with without_autocast():
                 return below(*args, **kwargs)
         finally:
-            drop_casts()
+            drop_casts()  # of what was computed again meanwhile
 
     run.__wrapped__ = below  # type: ignore[attr-defined]
     return run
