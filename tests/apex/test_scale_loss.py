@@ -218,12 +218,19 @@ def test_a_delayed_check_is_made_before_the_step():
 @pytest.mark.parametrize("delayed", [False, True])
 def test_an_exception_in_the_block_brings_the_gradients_back(level, settings, delayed):
     model, optimizer = start(level, **settings)
+
+    def interrupted():
+        weight = model.weight.register_post_accumulate_grad_hook(raises)
+        with pytest.raises(KeyError), amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+        weight.remove()
+
+    interrupted()
+    assert gradient(optimizer) is None
+    assert model.weight.grad is None
     backward(model, optimizer)
     before = gradient(optimizer).clone()
-    weight = model.weight.register_post_accumulate_grad_hook(raises)
-    with pytest.raises(KeyError), amp.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
-    weight.remove()
+    interrupted()
     assert torch.equal(gradient(optimizer), before)
     backward(model, optimizer, delay_unscale=delayed)
     if delayed:
