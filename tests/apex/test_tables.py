@@ -1,0 +1,112 @@
+"""The rules that the lists come to on each device, from PyTorch's own table of it."""
+
+from functools import partial
+
+import listed_calls
+import pytest
+import torch
+from listed_calls import FUNCTIONAL, TENSOR, TORCH
+
+import narrowcast as nc
+from narrowcast.apex import _lists
+from narrowcast.apex._operators import WHOLE
+from narrowcast.apex._rules import plan
+from narrowcast.policy import overloads_of
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+NOT_BY_RULES = {*WHOLE, "cpu"}
+# A method of torch.Tensor is called by the same operator as the function of torch.
+CALLS = {**TENSOR, **TORCH, **FUNCTIONAL}
+IN_HALF = [*_lists.FUNCTIONAL_FP16, *_lists.TENSOR_FP16]
+IN_FLOAT = [name for name in (*_lists.FUNCTIONAL_FP32, *_lists.TENSOR_FP32) if name not in NOT_BY_RULES]
+MIXED = ["addcdiv", "addcmul", "atan2", "cross", "bilinear", "dot", "add", "div", "mul", "cat", "stack"]
+HOT = (
+    "linear",
+    "matmul",
+    "bmm",
+    "baddbmm",
+    "addmm",
+    "mm",
+    "conv2d",
+    "add",
+    "mul",
+    "div",
+    "cat",
+    "relu",
+    "dropout",
+)
+
+
+def kinds(device):
+    made = plan("fp16", [device], {})
+    return {rule.op: rule.compute for rule in made.policy.rules}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_hot_operators_have_no_kernel_in_python(device):
+    named = kinds(device)
+    rare = (".dtype", ".padding")  # overloads of their own, not on every table
+    assert not [op for name in HOT for op in overloads_of(name) if op in named and not op.endswith(rare)]
+
+
+def test_what_differs_on_cuda():
+    named = kinds("cuda")
+    assert not {"softmax.int", "layer_norm", "exp", "sum", "group_norm"} & set(named)
+    in_float = {"gelu", "cross_entropy_loss", "grid_sampler", "std.correction", "binary_cross_entropy"}
+    assert {named[op] for op in in_float} == {"fp32"}
+    not_listed = {"log1p", "rms_norm", "cdist", "einsum", "scaled_dot_product_attention", "huber_loss"}
+    assert {named[op] for op in not_listed} == {"as-is"}
+    assert not {"lstm.input", "_cudnn_rnn", "lstm_cell", "_thnn_fused_lstm_cell"} & {
+        op for op, kind in named.items() if kind == "as-is"
+    }
+
+
+def test_recurrent_layers_on_a_cpu():
+    named = kinds("cpu")
+    assert {named[op] for op in ("lstm.input", "lstm.data", "gru.input", "lstm_cell", "rnn_relu_cell")} == {
+        "lower"
+    }
+
+
+def test_models_on_two_kinds_of_device_follow_the_lists_on_both():
+    both = {rule.op: rule.compute for rule in plan("fp16", ["cpu", "cuda"], {}).policy.rules}
+    assert {op: kind for op, kind in both.items() if kind != "as-is"}.items() >= {
+        op: kind for device in ("cpu", "cuda") for op, kind in kinds(device).items() if kind != "as-is"
+    }.items()
+
+
+def test_the_same_lists_are_the_same_policy():
+    first = plan("fp16", ["cpu"], {}).policy
+    assert plan("fp16", ["cpu"], {}).policy is first
+    assert plan("bf16", ["cpu"], {}).policy is not first
+
+
+@pytest.fixture(params=HALVES, scope="module")
+def by_cudas_table(request):
+    """On a CPU, the rules for CUDA on top of CUDA's table."""
+    made = plan(request.param, ["cuda"], {}, apart="this test")
+    with nc.autocast("cpu", policy=nc.Policy(compute=request.param, tables="cuda", rules=made.policy.rules)):
+        yield HALVES[request.param]
+
+
+def result(name, *dtypes):
+    function, arguments = CALLS[name](partial(listed_calls.tensor, dtype=torch.float32))
+    floating = [one for one in arguments if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    cast = {id(one): one.detach().to(dtypes[min(i, len(dtypes) - 1)]) for i, one in enumerate(floating)}
+    return function(*(cast.get(id(one), one) for one in arguments)).dtype
+
+
+@pytest.mark.parametrize("name", IN_HALF)
+def test_half_on_cuda(name, by_cudas_table):
+    assert result(name, by_cudas_table) == result(name, torch.float32) == by_cudas_table
+
+
+@pytest.mark.parametrize("name", IN_FLOAT)
+def test_float32_on_cuda(name, by_cudas_table):
+    assert result(name, by_cudas_table) == result(name, torch.float32) == torch.float32
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_the_widest_type_on_cuda(name, by_cudas_table):
+    assert result(name, by_cudas_table) == by_cudas_table
+    assert result(name, by_cudas_table, torch.float32) == torch.float32
