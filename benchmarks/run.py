@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from apex_levels import apex_levels
 from baked_inference import baked_inference
 from compiled_step import compiled_step
 from gradient_path import clipped_step, scaler_overhead, whole_step
@@ -29,6 +30,7 @@ BENCHMARKS = [
     rules,
     baked_inference,
     compiled_step,
+    apex_levels,
     clipped_step,
     scaler_overhead,
     whole_step,
