@@ -147,8 +147,10 @@ def _write_training(
             plan.note(reference.node, "the state is the scaler's; one that apex saved does not load into it")
     _write_regions(plan, spans, scaler, always=always)
     plan.needs_torch = True
-    for line in lines:
-        plan.changes.insert(module_line(source), source.newline + line + source.newline)
+    if lines:
+        at = module_line(source)
+        blank = "" if not source.text[source.starts[source.line_of(at)[0] - 2] : at].strip() else source.newline
+        plan.changes.insert(at, blank + "".join(line + source.newline for line in lines))
 
 
 def _again(source: Source, before: list[Setup], setup: Setup) -> bool:

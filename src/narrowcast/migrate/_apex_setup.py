@@ -106,6 +106,8 @@ def _read_level(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
     told = plan.spelling.module
     if level is None or _is(level, "O1"):
         pass
+    elif not isinstance(level, ast.Constant) and plan.target == "narrowcast":
+        plan.refuse(level, "opt_level is read when the script runs, and may be one that keeps half weights")
     elif not isinstance(level, ast.Constant):
         setup.enabled.append(f'{_operand(source, level)} != "O0"')
         plan.note(

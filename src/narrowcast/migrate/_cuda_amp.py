@@ -38,7 +38,19 @@ def cuda_amp(source: Source, settings: Settings) -> Changes:
         if not problems:
             moves.done.add(key)
     move_imports(source, changes, moves, _new_home)
+    _tell_of_imports(source, changes)
     return changes
+
+
+def _tell_of_imports(source: Source, changes: Changes) -> None:
+    """Say which imports stay although they are deprecated, where no use of them says so."""
+    used = {(one.scope, one.name) for one in source.references}
+    for one in source.imports:
+        bound = source.names.bound(one.scope, one.name)
+        if _split(one.full) is None or one.name == "torch" or (one.scope, one.name) in used:
+            continue
+        why = "not used here" if len(bound) == 1 and "?" not in bound else "bound to something else too"
+        changes.tell(source.start(one.statement), RULE, f"{one.full} is deprecated, and {why}", fixed=False)
 
 
 def _split(full: str) -> tuple[str, str] | None:

@@ -57,15 +57,16 @@ def only_names(text: str, names: Iterable[str]) -> list[tuple[str, str | None]]:
 def movable_lines(text: str) -> list[bool]:
     """For each line of a suite whether its indentation may change: not in the middle of a string.
 
-    ``text`` is whole lines of statements, indented.
+    ``text`` is whole lines of statements.
     """
-    module = cst.parse_module("if 1:\n" + text)
+    indented = text[:1] in (" ", "\t", "\f")
+    module = cst.parse_module(f"if 1:\n{text}" if indented else text)
     places = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
     movable = [True] * (len(module.code.splitlines()) + 2)
     for node, place in places.items():
         if isinstance(node, cst.SimpleString | cst.FormattedString):
             _hold(movable, place.start, place.end)
-    return movable[1:]
+    return movable[1:] if indented else movable
 
 
 def _hold(movable: list[bool], start: CodePosition, end: CodePosition) -> None:

@@ -1,0 +1,24 @@
+"""What the tests of rewritings share: a migration that is checked to parse and to be stable."""
+
+import ast
+import textwrap
+
+from narrowcast.migrate import Settings, migrate_text
+
+
+def migrated(text, target="torch", path="train.py"):
+    """The outcome for a text; what it makes parses, and a second run changes nothing."""
+    outcome = migrate_text(textwrap.dedent(text), Settings(target=target), path)
+    ast.parse(outcome.text)
+    assert migrate_text(outcome.text, Settings(target=target), path).text == outcome.text
+    return outcome
+
+
+def left_alone(outcome):
+    """What was left alone: lines and messages."""
+    return [(finding.line, finding.message) for finding in outcome.findings if not finding.fixed]
+
+
+def told(outcome):
+    """The messages of what was changed."""
+    return [finding.message for finding in outcome.findings if finding.fixed]

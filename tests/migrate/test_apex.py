@@ -1,0 +1,601 @@
+"""apex becomes ``torch.amp``, or narrowcast: the whole of a file, or nothing of it."""
+
+import textwrap
+
+import pytest
+from rewriting import left_alone, migrated, told
+
+HEAD = """\
+import torch
+from apex import amp
+
+model = torch.nn.Linear(4, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+NEW_HEAD = """\
+import torch
+
+model = torch.nn.Linear(4, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+LOOP = """\
+for x, y in batches:
+    loss = loss_of(model(x), y)  # both
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+NEW_LOOP = """\
+for x, y in batches:
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = loss_of(model(x), y)  # both
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+INITIALIZE = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")\n'
+SCALER = 'scaler = torch.amp.GradScaler("cuda")\n'
+
+
+def test_the_smallest_script():
+    assert migrated(HEAD + INITIALIZE + LOOP).text == NEW_HEAD + SCALER + NEW_LOOP
+
+
+def test_the_smallest_script_to_narrowcast():
+    text = migrated(HEAD + INITIALIZE + LOOP, "narrowcast").text
+    new = (NEW_HEAD + SCALER + NEW_LOOP).replace("torch.autocast", "nc.autocast")
+    assert text == new.replace("torch.amp.Grad", "nc.Grad").replace(
+        "import torch\n", "import torch\nimport narrowcast as nc\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("imports", "amp"),
+    [
+        ("import apex.amp as mixed\n", "mixed"),
+        ("import apex\n", "apex.amp"),
+        ("import apex.amp\n", "apex.amp"),
+        ("from apex import amp as a, parallel\n", "a"),
+        ("try:\n    from apex import amp\nexcept ImportError:\n    raise ImportError('get apex')\n", "amp"),
+    ],
+)
+def test_by_whatever_name_it_was_imported(imports, amp):
+    text = (HEAD + INITIALIZE + LOOP).replace("from apex import amp\n", imports)
+    assert (
+        migrated(text.replace("amp.", f"{amp}.").replace("apex.apex", "apex")).text
+        == NEW_HEAD + SCALER + NEW_LOOP
+    )
+
+
+# What initialize is called with, and the arguments of the scaler; None: without one that is on.
+SETTINGS = {
+    'opt_level="O1"': "",
+    "": "",
+    'opt_level="O2"': "",
+    'opt_level="O2", keep_batchnorm_fp32=True, loss_scale="dynamic"': "",
+    'opt_level="O1", verbosity=0': "",
+    'opt_level="O1", loss_scale=128.0': ", init_scale=float(128.0), growth_interval=2**31 - 1",
+    'opt_level="O1", loss_scale="64"': ", init_scale=float(64), growth_interval=2**31 - 1",
+    'opt_level="O1", num_losses=2': "",
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_initialize_asks_for(settings):
+    call = f"model, optimizer = amp.initialize(model, optimizer, {settings})\n"
+    scaler = f'scaler = torch.amp.GradScaler("cuda"{SETTINGS[settings]})\n'
+    assert migrated(HEAD + call + LOOP).text == NEW_HEAD + scaler + NEW_LOOP
+
+
+@pytest.mark.parametrize(
+    ("settings", "enabled"),
+    [
+        ('opt_level="O0"', "False"),
+        ('enabled=args.fp16, opt_level="O1"', "args.fp16"),
+        ("opt_level=args.level", 'args.level != "O0"'),
+        ("opt_level=args.level, enabled=a or b", '(a or b) and args.level != "O0"'),
+    ],
+)
+def test_what_is_not_always_on(settings, enabled):
+    call = f"model, optimizer = amp.initialize(model, optimizer, {settings})\n"
+    scaler = f'scaler = torch.amp.GradScaler("cuda", enabled={enabled})\n'
+    loop = NEW_LOOP.replace("dtype=torch.float16)", "dtype=torch.float16, enabled=scaler.is_enabled())")
+    assert migrated(HEAD + call + LOOP).text == NEW_HEAD + scaler + loop
+
+
+def test_a_loss_scale_that_the_script_reads():
+    call = "model, optimizer = amp.initialize(model, optimizer, loss_scale=args.scale)\n"
+    assert (
+        'scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16 if args.scale in (None, "dynamic") '
+        'else float(args.scale), growth_interval=2000 if args.scale in (None, "dynamic") else 2**31 - 1)'
+    ) in migrated(HEAD + call + LOOP).text
+    assert (
+        'scaler = nc.GradScaler("cuda", schedule=None if args.scale in (None, "dynamic") '
+        "else nc.scaling.Static(scale=float(args.scale)))"
+    ) in migrated(HEAD + call + LOOP, "narrowcast").text
+
+
+def test_differences_are_told():
+    call = 'model, optimizer = amp.initialize(model, optimizer, "O1", min_loss_scale=1.0, num_losses=3)\n'
+    call = call.replace('"O1"', 'opt_level="O2", loss_scale=8')
+    messages = " ".join(told(migrated(HEAD + call + LOOP)))
+    for words in (
+        "half weights and fp32 masters",
+        "it halves",
+        "no such limit",
+        "one scaler serves all losses",
+    ):
+        assert words in messages
+
+
+def test_clipping_master_params_unscales_before():
+    loop = LOOP.replace(
+        "    optimizer.step()\n",
+        "    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)\n"
+        "    optimizer.step()\n",
+    )
+    assert (
+        "    scaler.scale(loss).backward()\n"
+        "    scaler.unscale_(optimizer)\n"
+        "    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "    scaler.step(optimizer)\n"
+    ) in migrated(HEAD + INITIALIZE + loop).text
+
+
+def test_clipping_the_model_unscales_before():
+    clip = "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    loop = LOOP.replace("    optimizer.step()\n", f"{clip}    optimizer.step()\n")
+    assert f"    scaler.unscale_(optimizer)\n{clip}    scaler.step" in migrated(HEAD + INITIALIZE + loop).text
+
+
+def test_clipping_inside_the_block_is_told_of():
+    loop = LOOP.replace(
+        "backward()\n",
+        "backward()\n        # how far\n        clip_grad_norm_(amp.master_params(optimizer), 1.0)\n",
+    )
+    outcome = migrated(HEAD + INITIALIZE + loop)
+    assert (
+        "    scaler.scale(loss).backward()\n    # how far\n    scaler.unscale_(optimizer)\n"
+        "    clip_grad_norm_(model.parameters(), 1.0)\n    scaler.step(optimizer)\n"
+    ) in outcome.text
+    assert any("still scaled" in message for message in told(outcome))
+
+
+def test_an_optimizer_of_several_groups_is_named_by_its_groups():
+    head = HEAD.replace("model.parameters()", "[{'params': model.parameters()}]")
+    loop = LOOP.replace(
+        "    optimizer.step()\n", "    clip(amp.master_params(optimizer))\n    optimizer.step()\n"
+    )
+    expected = '    clip([p for group in optimizer.param_groups for p in group["params"]])\n'
+    assert expected in migrated(head + INITIALIZE + loop).text
+
+
+def test_accumulation_over_a_window():
+    loop = """\
+    for i, (x, y) in enumerate(batches):
+        loss = loss_of(model(x), y) / 4
+        with amp.scale_loss(loss, optimizer, delay_unscale=i % 4 != 3) as scaled_loss:
+            scaled_loss.backward()
+        if i % 4 == 3:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    """
+    new = """\
+    for i, (x, y) in enumerate(batches):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_of(model(x), y) / 4
+        scaler.scale(loss).backward()
+        if i % 4 == 3:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+    """
+    text = migrated(HEAD + INITIALIZE + textwrap.dedent(loop)).text
+    assert text == NEW_HEAD + SCALER + textwrap.dedent(new)
+
+
+def test_two_losses_share_a_scaler_that_is_updated_once():
+    loop = """\
+    a, b = net(x)
+    first = loss_of(a)
+    second = loss_of(b)
+    with amp.scale_loss(first, one, loss_id=0) as scaled:
+        scaled.backward(retain_graph=True)
+    with amp.scale_loss(second, [one, two], loss_id=1) as scaled:
+        scaled.backward()
+    one.step()
+    two.step()
+    """
+    new = """\
+    with torch.autocast("cuda", dtype=torch.float16):
+        a, b = net(x)
+        first = loss_of(a)
+        second = loss_of(b)
+    scaler.scale(first).backward(retain_graph=True)
+    scaler.scale(second).backward()
+    scaler.step(one)
+    scaler.step(two)
+    scaler.update()
+    """
+    call = "net, [one, two] = amp.initialize(net, [one, two], num_losses=2)\n"
+    text = migrated("import torch\nfrom apex import amp\n" + call + textwrap.dedent(loop)).text
+    assert text == "import torch\n" + SCALER + textwrap.dedent(new)
+
+
+def test_two_models_that_train_in_turns():
+    text = """\
+    import torch
+    from apex import amp
+    [g, d], [og, od] = amp.initialize([g, d], [og, od], opt_level="O1")
+    for real in batches:
+        fake = g(noise)
+        loss_d = loss(d(fake.detach())) + loss(d(real))
+        with amp.scale_loss(loss_d, od) as scaled:
+            scaled.backward()
+        od.step()
+        loss_g = loss(d(fake))
+        with amp.scale_loss(loss_g, og) as scaled:
+            scaled.backward()
+        og.step()
+    """
+    new = """\
+    import torch
+    scaler = torch.amp.GradScaler("cuda")
+    for real in batches:
+        with torch.autocast("cuda", dtype=torch.float16):
+            fake = g(noise)
+            loss_d = loss(d(fake.detach())) + loss(d(real))
+        scaler.scale(loss_d).backward()
+        scaler.step(od)
+        scaler.update()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss_g = loss(d(fake))
+        scaler.scale(loss_g).backward()
+        scaler.step(og)
+        scaler.update()
+    """
+    assert migrated(text).text == textwrap.dedent(new)
+
+
+def test_a_script_in_functions():
+    text = """\
+    '''Trains.'''
+    import torch
+    from apex import amp
+
+
+    def save(model, path):
+        state = {"model": model.state_dict()}
+        if args.fp16:
+            state["amp"] = amp.state_dict()
+        torch.save(state, path)
+
+
+    def step(net, opt, x, y):
+        out = net(x)
+        loss = torch.nn.functional.mse_loss(out, y)
+        if args.fp16:
+            with amp.scale_loss(loss, opt) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        opt.step()
+        return loss.item()
+
+
+    @torch.no_grad()
+    def evaluate(net, x):
+        net.eval()
+        return net(x)
+
+
+    def main():
+        model = torch.nn.Linear(4, 1).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if args.fp16:
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        step(model, optimizer, x, y)
+        evaluate(net=model, x=x)
+    """
+    new = """\
+    '''Trains.'''
+    import torch
+
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+
+    def save(model, path):
+        state = {"model": model.state_dict()}
+        if args.fp16:
+            state["amp"] = scaler.state_dict()
+        torch.save(state, path)
+
+
+    def step(net, opt, x, y):
+        with torch.autocast("cuda", dtype=torch.float16, enabled=scaler.is_enabled()):
+            out = net(x)
+            loss = torch.nn.functional.mse_loss(out, y)
+        if args.fp16:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        scaler.step(opt)
+        scaler.update()
+        return loss.item()
+
+
+    @torch.no_grad()
+    def evaluate(net, x):
+        net.eval()
+        with torch.autocast("cuda", dtype=torch.float16, enabled=scaler.is_enabled()):
+            return net(x)
+
+
+    def main():
+        global scaler
+        model = torch.nn.Linear(4, 1).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if args.fp16:
+            scaler = torch.amp.GradScaler("cuda")
+        step(model, optimizer, x, y)
+        evaluate(net=model, x=x)
+    """
+    assert migrated(text).text == textwrap.dedent(new)
+
+
+def test_a_class_that_trains_holds_the_scaler():
+    text = """\
+    import torch
+    from apex import amp
+
+
+    class Trainer:
+        def __init__(self, net, opt):
+            self.net, self.opt = net, opt
+
+        def prepare(self):
+            self.net, self.opt = amp.initialize(self.net, self.opt, opt_level="O1")
+
+        def train(self, x, y):
+            loss = self.loss(self.net(x), y)
+            with amp.scale_loss(loss, self.opt) as scaled_loss:
+                scaled_loss.backward()
+            self.opt.step()
+
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return self.net(x)
+    """
+    new = """\
+    import torch
+
+
+    class Trainer:
+        def __init__(self, net, opt):
+            self.scaler = torch.amp.GradScaler("cuda", enabled=False)
+            self.net, self.opt = net, opt
+
+        def prepare(self):
+            self.scaler = torch.amp.GradScaler("cuda")
+
+        def train(self, x, y):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = self.loss(self.net(x), y)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.opt)
+            self.scaler.update()
+
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return self.net(x)
+    """
+    assert migrated(text).text == textwrap.dedent(new)
+
+
+def test_strings_over_several_lines_keep_their_indentation():
+    loop = LOOP.replace(
+        "    loss = loss_of(model(x), y)  # both\n",
+        '    out = model(x, """one\n  two\n    three""")\n\n    loss = loss_of(\n        out,\n'
+        "    # low\n        y)\n",
+    )
+    assert (
+        '        out = model(x, """one\n  two\n    three""")\n\n        loss = loss_of(\n            out,\n'
+        "        # low\n            y)\n"
+    ) in migrated(HEAD + INITIALIZE + loop).text
+
+
+def test_a_scaled_loss_that_is_used_more_than_once_has_a_name():
+    loop = LOOP.replace("scaled_loss.backward()\n", "print(scaled_loss)\n        scaled_loss.backward()\n")
+    assert (
+        "    scaled_loss = scaler.scale(loss)\n    print(scaled_loss)\n    scaled_loss.backward()\n"
+    ) in migrated(HEAD + INITIALIZE + loop).text
+
+
+def test_the_name_of_the_scaler_is_free():
+    head = HEAD + "scaler = StandardScaler()\n"
+    assert 'grad_scaler = torch.amp.GradScaler("cuda")\n' in migrated(head + INITIALIZE + LOOP).text
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ('torch.device("cpu")', '"cpu"'),
+        ('torch.device("cuda:1")', '"cuda"'),
+        ("args.device", '"cuda"'),
+    ],
+)
+def test_the_device_is_that_of_the_script(device, expected):
+    head = HEAD.replace(".cuda()", f".to({device})")
+    assert f"torch.amp.GradScaler({expected})" in migrated(head + INITIALIZE + LOOP).text
+
+
+def test_a_script_that_asks_for_cuda_runs_without():
+    head = HEAD.replace(".cuda()", '.to("cuda" if torch.cuda.is_available() else "cpu")')
+    text = migrated(head + INITIALIZE + LOOP).text
+    assert '\namp_device = "cuda" if torch.cuda.is_available() else "cpu"\n' in text
+    assert "torch.amp.GradScaler(amp_device)" in text
+    assert "torch.autocast(amp_device, dtype=torch.float16)" in text
+
+
+AROUND = {
+    "ddp": (
+        "from apex.parallel import DistributedDataParallel as DDP\nm = DDP(m, delay_allreduce=True)\n",
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(m)\n",
+    ),
+    "ddp by its full name": (
+        "import torch\nimport apex\nm = apex.parallel.DistributedDataParallel(m)\n",
+        "import torch\nm = torch.nn.parallel.DistributedDataParallel(m)\n",
+    ),
+    "batch norms": (
+        "import torch\nfrom apex.parallel import convert_syncbn_model\nm = convert_syncbn_model(m)\n",
+        "import torch\nm = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)\n",
+    ),
+    "torch is imported where it is needed": (
+        "import os\nfrom apex.parallel import convert_syncbn_model\nm = convert_syncbn_model(m)\n",
+        "import os\nimport torch\nm = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)\n",
+    ),
+    "adam": (
+        "import torch\nfrom apex.optimizers import FusedAdam\no = FusedAdam(p, lr=1e-3, adam_w_mode=True)\n",
+        "import torch\no = torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0, fused=True)\n",
+    ),
+    "sgd": (
+        "import torch\nfrom apex import optimizers\no = optimizers.FusedSGD(p, 0.1, momentum=0.9,)\n",
+        "import torch\no = torch.optim.SGD(p, 0.1, momentum=0.9, fused=True,)\n",
+    ),
+    "layer norm": (
+        "import torch\nfrom apex.normalization import FusedLayerNorm as LN\nn = LN(8, eps=1e-6)\n",
+        "import torch\nn = torch.nn.LayerNorm(8, eps=1e-6)\n",
+    ),
+    "imports that nothing uses": (
+        "import torch\nfrom apex.multi_tensor_apply import multi_tensor_applier\n",
+        "import torch\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_stands_around_amp(name):
+    before, after = AROUND[name]
+    assert migrated(before).text == after
+
+
+LISTS = "amp.lists.functional_overrides.FP32_FUNCS.remove('softmax')\n" + (
+    "amp.lists.functional_overrides.FP16_FUNCS.append('softmax')\n"
+)
+
+
+def test_edited_lists_become_rules():
+    text = migrated(HEAD + LISTS + INITIALIZE + LOOP, "narrowcast").text
+    assert (
+        'amp_policy = nc.Policy.preset("fp16").with_rules(\n    nc.rule.op("softmax", compute="lower"),\n)\n'
+        in text
+    )
+    assert 'with nc.autocast("cuda", policy=amp_policy):\n' in text
+
+
+def test_a_list_edit_that_torch_makes_unnecessary_is_told_of():
+    outcome = migrated(HEAD + LISTS + INITIALIZE + LOOP)
+    assert outcome.text == NEW_HEAD + SCALER + NEW_LOOP
+    assert any("softmax stays where torch.autocast has it, in fp32" in message for message in told(outcome))
+
+
+REFUSED = {
+    "O3": (INITIALIZE.replace("O1", "O3") + LOOP, 6, "opt_level O3"),
+    "no such level": (INITIALIZE.replace('"O1"', '"02"') + LOOP, 6, "letter O"),
+    "a level of one's own": (INITIALIZE.replace(")", ", master_weights=True)") + LOOP, 6, "level of its own"),
+    "arguments from elsewhere": (INITIALIZE.replace(")", ", **how)") + LOOP, 6, "not written out"),
+    "a list towards half": (
+        "amp.lists.torch_overrides.FP16_FUNCS.append('exp')\n" + INITIALIZE + LOOP,
+        6, "lists are edited for exp",
+    ),
+    "registered functions": (
+        "amp.register_float_function(torch, 'sigmoid')\n" + INITIALIZE + LOOP, 6, "register_float_function",
+    ),
+    "decorated functions": ("@amp.half_function\ndef f(): pass\n" + INITIALIZE + LOOP, 6, "half_function"),
+    "no initialize": (LOOP, 9, "amp.initialize is not in this file"),
+    "no backward pass": (INITIALIZE, 6, "scale_loss is not in this file"),
+    "no step": (INITIALIZE + LOOP.replace("optimizer.step", "engine.step"), 10, "step() of optimizer"),
+    "a closure": (INITIALIZE + LOOP.replace("r.step()", "r.step(closure)"), 12, "closure"),
+    "no check": (
+        INITIALIZE + LOOP.replace("optimizer) as", "optimizer, delay_overflow_check=True) as"),
+        10, "never does",
+    ),
+    "amp itself": ("keep(amp)\n" + INITIALIZE + LOOP, 6, "amp itself"),
+    "no forward": (INITIALIZE + LOOP.replace("model(x)", "x"), 6, "no call of the model"),
+    "clipping more often than stepping": (
+        INITIALIZE
+        + LOOP.replace(
+            "    optimizer.step()",
+            "    clip_grad_norm_(amp.master_params(optimizer))\n    if c:\n        optimizer.step()",
+        ),
+        12,
+        "unscales once a step",
+    ),
+    "lamb": ("from apex.optimizers import FusedLAMB\nFusedLAMB(p)\n" + INITIALIZE + LOOP, 7, "FusedLAMB has"),
+    "adam without correction": (
+        "from apex.optimizers import FusedAdam\nFusedAdam(p, bias_correction=False)\n" + INITIALIZE + LOOP,
+        7,
+        "bias_correction",
+    ),
+    "everything of amp": ("from apex.amp import *\n" + INITIALIZE + LOOP, 6, "star import"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_leaves_the_whole_file_alone(name):
+    rest, line, words = REFUSED[name]
+    outcome = migrated(HEAD + rest)
+    assert outcome.text == HEAD + rest
+    assert any(at == line and words in message for at, message in left_alone(outcome)), outcome.findings
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_runs_on_with_narrowcast_apex(name):
+    rest, _, _ = REFUSED[name]
+    if name == "a list towards half":  # which is a rule
+        rest = rest.replace("O1", "O2")
+    outcome = migrated(HEAD + rest, "narrowcast")
+    assert outcome.text == (HEAD + rest).replace("from apex", "from narrowcast.apex")
+
+
+def test_o2_and_a_level_that_is_read_keep_narrowcast_apex():
+    for level in ('"O2"', "args.level"):
+        text = HEAD + INITIALIZE.replace('"O1"', level) + LOOP
+        assert migrated(text, "narrowcast").text == text.replace("from apex", "from narrowcast.apex")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import apex\n", "from narrowcast import apex\n"),
+        ("import apex.amp as amp\n", "import narrowcast.apex.amp as amp\n"),
+        ("import os, apex.amp\n", "import os\nimport narrowcast.apex.amp\nfrom narrowcast import apex\n"),
+        (
+            "from apex.parallel import (\n    Reducer,  # r\n)\n",
+            "from narrowcast.apex.parallel import (\n    Reducer,  # r\n)\n",
+        ),
+    ],
+)
+def test_imports_that_stay(before, after):
+    used = "apex.x()\nReducer()\namp.x()\n"
+    assert migrated(before + used, "narrowcast").text == after + used
+
+
+def test_a_package_may_hand_apex_on():
+    outcome = migrated("from apex import amp\n", path="pkg/__init__.py")
+    assert outcome.text == "from apex import amp\n"
+    assert "may be imported from it" in left_alone(outcome)[0][1]
+
+
+def test_a_file_that_asks_whether_apex_is_there_keeps_its_question():
+    text = "try:\n    from apex import amp\n    there = True\nexcept ImportError:\n    there = False\n"
+    assert migrated(text).text == text

@@ -1,0 +1,81 @@
+"""Of apex and native mixed precision side by side the native one stays."""
+
+import textwrap
+
+import pytest
+from rewriting import migrated, told
+
+HEAD = "import torch\nfrom apex import amp\nscaler = torch.amp.GradScaler('cuda')\n"
+NEW_HEAD = "import torch\nscaler = torch.amp.GradScaler('cuda')\n"
+APEX = """\
+    # by apex
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+"""
+NATIVE = """\
+    # by torch
+    scaler.scale(loss).backward()
+"""
+PLAIN = "    loss.backward()\n"
+DEDENTED = textwrap.dedent(NATIVE)
+
+GOLDEN = {
+    "native, then apex": (
+        f'if amp_by == "torch":\n{NATIVE}elif amp_by == "apex":\n{APEX}else:\n{PLAIN}',
+        f'if amp_by == "torch":\n{NATIVE}else:\n{PLAIN}',
+    ),
+    "apex, then native": (
+        f'if amp_by == "apex":\n{APEX}elif amp_by == "torch":\n{NATIVE}else:\n{PLAIN}',
+        f'if amp_by == "torch":\n{NATIVE}else:\n{PLAIN}',
+    ),
+    "apex last": (
+        f'if amp_by == "torch":\n{NATIVE}elif amp_by == "apex":\n{APEX}',
+        f'if amp_by == "torch":\n{NATIVE}',
+    ),
+    "apex, else native": (f"if use_apex:\n{APEX}else:\n{NATIVE}", DEDENTED),
+    "native, else apex": (f"if native:\n{NATIVE}else:\n{APEX}", DEDENTED),
+    "not apex, else apex": (f"if not use_apex:\n{NATIVE}else:\n{APEX}", DEDENTED),
+    "native in an elif, else apex": (
+        f"if off:\n{PLAIN}elif native:\n{NATIVE}else:\n{APEX}",
+        f"if off:\n{PLAIN}else:\n{NATIVE}",
+    ),
+    "apex alone": (
+        f'if args.fp16 and args.amp == "apex":\n{APEX}if native:\n{NATIVE}',
+        f"if native:\n{NATIVE}",
+    ),
+    "nothing else in the suite": (
+        f'if args.fp16:\n    if args.amp == "apex":\n{textwrap.indent(APEX, "    ")}if native:\n{NATIVE}',
+        f"if args.fp16:\n    pass\nif native:\n{NATIVE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_native_branch_stays(name):
+    before, after = GOLDEN[name]
+    outcome = migrated(HEAD + before)
+    assert outcome.text == NEW_HEAD + after
+    assert any("the branch for apex goes" in message for message in told(outcome))
+
+
+def test_the_option_no_longer_offers_apex():
+    option = "parser.add_argument('--amp', default='apex', choices=['apex', 'torch'])\n"
+    branch = f"if args.amp == 'apex':\n{APEX}elif args.amp == 'torch':\n{NATIVE}"
+    outcome = migrated(HEAD + option + branch)
+    assert "parser.add_argument('--amp', default='torch', choices=['torch'])\n" in outcome.text
+    assert not any("nothing refuses" in message for message in told(outcome))
+
+
+def test_that_nothing_refuses_apex_any_more_is_told():
+    outcome = migrated(HEAD + f"if args.amp == 'apex':\n{APEX}elif args.amp == 'torch':\n{NATIVE}")
+    assert any("nothing refuses 'apex'" in message for message in told(outcome))
+
+
+def test_apex_outside_a_branch_of_its_own_keeps_all_of_it():
+    text = HEAD + f'if amp_by == "torch":\n{NATIVE}elif amp_by == "apex":\n{APEX}amp.state_dict()\n'
+    assert migrated(text).text == text
+
+
+def test_to_narrowcast_too():
+    text = migrated(HEAD + f"if use_apex:\n{APEX}else:\n{NATIVE}", "narrowcast").text
+    assert text == f"import torch\nimport narrowcast as nc\nscaler = nc.GradScaler('cuda')\n{DEDENTED}"

@@ -1,0 +1,253 @@
+"""``narrowcast migrate`` as a person calls it."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from narrowcast.cli import main
+
+OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
+NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+
+
+def process(*words, cwd, code=None):
+    """The command in a process of its own, or what ``code`` makes of it."""
+    settings = {k: v for k, v in os.environ.items() if not k.startswith("NARROWCAST_")} | {"COLUMNS": "10000"}
+    start = ["-m", "narrowcast"] if code is None else ["-c", code]
+    done = subprocess.run(
+        [sys.executable, *start, "migrate", *map(str, words)],
+        cwd=cwd,
+        env=settings,
+        capture_output=True,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.fixture
+def narrowcast(capfd, monkeypatch):
+    """The command in this process: most of the time goes into starting one."""
+
+    def call(*words, cwd, columns="10000"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with monkeypatch.context() as there:
+            there.chdir(cwd)
+            code = main(["migrate", *map(str, words)])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.py").write_text(OLD)
+    return tmp_path
+
+
+def test_a_diff_by_default_and_nothing_is_written(folder):
+    code, out, err = process("train.py", cwd=folder)
+    assert code == 0
+    assert out == (
+        "--- train.py\n+++ train.py\n@@ -1,2 +1,2 @@\n import torch\n-scaler = torch.cuda.amp.GradScaler()\n"
+        '+scaler = torch.amp.GradScaler("cuda")\n'
+    )
+    assert "narrowcast: train.py:2: deprecated-amp: changed: torch.cuda.amp.GradScaler is deprecated" in err
+    assert err.endswith(
+        "rule             changed  left alone\ndeprecated-amp         1           0\n1 file, 1 to change\n"
+    )
+    assert (folder / "train.py").read_text() == OLD
+
+
+def test_write_then_nothing_is_left_to_do(folder):
+    assert process("--write", ".", cwd=folder)[:2] == (0, "train.py\n")
+    assert (folder / "train.py").read_text() == NEW
+    assert os.listdir(folder) == ["train.py"]
+    assert process("--write", ".", cwd=folder)[:2] == (0, "")
+    assert process("--check", ".", cwd=folder)[0] == 0
+
+
+def test_check_says_which_files_would_change_by_its_exit_code(folder, narrowcast):
+    (folder / "good.py").write_text(NEW)
+    assert narrowcast("--check", ".", cwd=folder)[:2] == (1, "train.py\n")
+    assert (folder / "train.py").read_text() == OLD
+
+
+def test_to_narrowcast(folder, narrowcast):
+    assert narrowcast("--write", "--to", "narrowcast", "train.py", cwd=folder)[0] == 0
+    assert (
+        folder / "train.py"
+    ).read_text() == 'import torch\nimport narrowcast as nc\nscaler = nc.GradScaler("cuda")\n'
+
+
+def test_json(folder, narrowcast):
+    (folder / "broken.py").write_text("from apex import amp\ndef (\n")
+    (folder / "other.py").write_text("x = 1\n")
+    code, out, _ = narrowcast("--json", ".", cwd=folder)
+    found = json.loads(out)
+    assert code == 3
+    assert (found["schema"], found["target"], found["files_looked_at"]) == (1, "torch", 3)
+    broken, train = found["files"]
+    assert broken["path"] == "broken.py"
+    assert broken["problem"].startswith("does not parse: ")
+    assert train["changes"] is True
+    assert train["diff"].startswith("--- train.py\n")
+    assert train["findings"] == [
+        {
+            "path": "train.py",
+            "line": 2,
+            "column": 10,
+            "rule": "deprecated-amp",
+            "message": "torch.cuda.amp.GradScaler is deprecated: torch.amp.GradScaler with 'cuda'",
+            "fixed": True,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"from apex import amp\ndef (\n", "broken.py: does not parse: "),
+        (b"from apex import amp\nx = '\xff'\n", "broken.py: cannot be decoded: "),
+        (
+            b"# -*- coding: klingon -*-\nfrom apex import amp\n",
+            "broken.py: cannot be decoded: unknown encoding",
+        ),
+        (b"from apex import amp\nx = '\0'\n", "broken.py: does not parse: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_and_the_rest_goes_on(folder, narrowcast, content, words):
+    (folder / "broken.py").write_bytes(content)
+    code, out, err = narrowcast("--write", ".", cwd=folder)
+    assert (code, out) == (3, "train.py\n")
+    assert words in err
+    assert "2 files, 1 to change, 1 not looked at" in err
+    assert (folder / "broken.py").read_bytes() == content
+    assert (folder / "train.py").read_text() == NEW
+
+
+def test_a_file_deeper_than_python_parses(folder, narrowcast):
+    (folder / "train.py").write_text("amp = " + "(" * 5000 + ")" * 5000 + "\n")
+    code, _, err = narrowcast("train.py", cwd=folder)
+    assert code == 3
+    assert "train.py: does not parse: " in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["missing"], "expected files and folders, and missing does not exist"),
+        (["train.ipynb"], "train.ipynb is a notebook, and only Python files can be migrated: write its cells to one "
+         "(jupyter nbconvert --to script train.ipynb), and migrate that"),
+        (["train.py", "--write", "--check"], "one of them at a time"),
+        (["train.py", "--to", "jax"], "jax"),
+        ([], "Missing argument"),
+    ],
+)  # fmt: skip
+def test_wrong_use_is_one_sentence_and_2(folder, narrowcast, words, message):
+    (folder / "train.ipynb").write_text("{}")
+    code, out, err = narrowcast(*words, cwd=folder)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert (folder / "train.py").read_text() == OLD
+
+
+def test_a_file_that_cannot_be_written_is_2_and_stays(folder):
+    # Root may write everywhere: a folder in the place of the new file cannot be renamed to.
+    code = (
+        "import os, sys\n"
+        "def no(*_):\n    raise PermissionError(13, 'Permission denied')\n"
+        "os.replace = no\nfrom narrowcast.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    done = process("--write", "train.py", cwd=folder, code=code)
+    assert done[0] == 2
+    assert "cannot write train.py: Permission denied" in done[2]
+    assert os.listdir(folder) == ["train.py"]
+    assert (folder / "train.py").read_text() == OLD
+
+
+def test_what_a_file_is_stays(folder, narrowcast):
+    path = folder / "train.py"
+    lines = "# -*- coding: latin-1 -*-\r\n# gr\u00fcn\nimport torch\r\nscaler = torch.cuda.amp.GradScaler()"
+    path.write_bytes(lines.encode("latin-1"))
+    path.chmod(0o754)
+    (folder / "link.py").symlink_to(path)
+    assert narrowcast("--write", "link.py", cwd=folder)[0] == 0
+    assert path.read_bytes() == lines.replace("cuda.amp.GradScaler()", 'amp.GradScaler("cuda")').encode(
+        "latin-1"
+    )
+    assert stat.S_IMODE(path.stat().st_mode) == 0o754
+    assert (folder / "link.py").is_symlink()
+
+
+def test_a_byte_order_mark_stays(folder, narrowcast):
+    (folder / "train.py").write_bytes(b"\xef\xbb\xbf" + OLD.encode())
+    assert narrowcast("--write", "train.py", cwd=folder)[0] == 0
+    assert (folder / "train.py").read_bytes() == b"\xef\xbb\xbf" + NEW.encode()
+
+
+def test_folders_of_versions_and_environments_are_passed_over(folder, narrowcast):
+    for name in (".git", ".venv", "__pycache__", "deep/node_modules", "deep/er"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train.py").write_text(OLD)
+    (folder / "notes.txt").write_text(OLD)
+    assert narrowcast("--check", ".", cwd=folder)[1] == "train.py\ndeep/er/train.py\n"
+    assert narrowcast("--check", ".venv", cwd=folder)[1] == ".venv/train.py\n"
+
+
+def test_without_libcst_it_is_one_line(folder):
+    code = (
+        "import sys\nsys.modules['libcst'] = None\n"
+        "from narrowcast.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    assert process("train.py", cwd=folder, code=code) == (
+        2,
+        "",
+        "narrowcast: expected LibCST, which migrate rewrites with, and it is not installed: "
+        "pip install 'narrowcast[migrate]'\n",
+    )
+
+
+def test_torch_is_not_imported(folder):
+    code = (
+        "import sys\nfrom narrowcast.cli import main\ncode = main(sys.argv[1:])\n"
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    assert process("train.py", cwd=folder, code=code)[0] == 0
+
+
+def test_tables_and_lines_fit_eighty_columns(folder, narrowcast):
+    (folder / "train.py").write_text("from torch.cuda.amp import autocast\nx = autocast\n")
+    _, _, err = narrowcast("train.py", cwd=folder, columns="80")
+    assert err.count("left alone") == 2
+    assert max(map(len, err.splitlines())) <= 80
+
+
+def test_no_end_of_line_at_the_end_of_a_file(folder, narrowcast):
+    (folder / "train.py").write_text(OLD.rstrip("\n"))
+    out = narrowcast("train.py", cwd=folder)[1]
+    assert out.count("\\ No newline at end of file\n") == 2
+    patched = subprocess.run(
+        ["git", "apply", "-"], input=out.encode(), cwd=folder, capture_output=True, check=False
+    )
+    assert patched.returncode == 0, patched.stderr
+    assert (folder / "train.py").read_text() == NEW.rstrip("\n")
+
+
+def test_fifty_thousand_lines(folder, narrowcast):
+    line = "total = total + values[index] * weights[index]  # and so on\n"
+    text = OLD + line * 49_998
+    (folder / "train.py").write_text(text)
+    assert narrowcast("--write", "train.py", cwd=folder)[0] == 0
+    assert (folder / "train.py").read_text() == NEW + line * 49_998
+
+
+def test_paths_are_files_and_folders_each_once(folder, narrowcast):
+    _, out, err = narrowcast("--check", "train.py", ".", "./train.py", cwd=folder)
+    assert out == "train.py\n"
+    assert "1 file, 1 to change" in err
+    assert Path(folder / "train.py").read_text() == OLD

@@ -1,0 +1,160 @@
+"""``torch.cuda.amp`` and ``torch.cpu.amp`` become ``torch.amp``."""
+
+import textwrap
+
+import pytest
+from rewriting import left_alone, migrated
+
+GOLDEN = {
+    "a full name": (
+        "import torch\nwith torch.cuda.amp.autocast():\n    pass\n",
+        'import torch\nwith torch.amp.autocast("cuda"):\n    pass\n',
+    ),
+    "arguments by place get names": (
+        "import torch\nwith torch.cuda.amp.autocast(flag, torch.bfloat16, False):  # why\n    pass\n",
+        "import torch\n"
+        'with torch.amp.autocast("cuda", enabled=flag, dtype=torch.bfloat16, cache_enabled=False):  # why\n'
+        "    pass\n",
+    ),
+    "brackets and comments stay": (
+        "import torch\nr = torch.cuda.amp.autocast(\n    (flag),  # one, two\n    dtype = torch.half,\n)\n",
+        'import torch\nr = torch.amp.autocast(\n    "cuda", enabled=(flag),  # one, two\n'
+        "    dtype = torch.half,\n)\n",
+    ),
+    "keywords from a dictionary": (
+        "import torch\nr = torch.cuda.amp.autocast(**how)\n",
+        'import torch\nr = torch.amp.autocast("cuda", **how)\n',
+    ),
+    "the CPU": (
+        "import torch\nwith torch.cpu.amp.autocast(True), torch.cpu.amp.autocast():\n    pass\n",
+        'import torch\nwith torch.amp.autocast("cpu", enabled=True), torch.amp.autocast("cpu"):\n    pass\n',
+    ),
+    "a scaler's arguments keep their places": (
+        "from torch.cuda.amp import GradScaler\ns = GradScaler(2.0, enabled=on)\nt = GradScaler()\n",
+        'from torch.amp import GradScaler\ns = GradScaler("cuda", 2.0, enabled=on)\nt = GradScaler("cuda")\n',
+    ),
+    "an alias": (
+        "from torch.cuda.amp import autocast as ac\n\n\n@ac()\ndef f():\n    pass\n",
+        'from torch.amp import autocast as ac\n\n\n@ac("cuda")\ndef f():\n    pass\n',
+    ),
+    "the module by another name": (
+        "from torch.cuda import amp, device  # both\nwith amp.autocast():\n    pass\n",
+        "from torch.cuda import device\nfrom torch import amp  # both\n"
+        'with amp.autocast("cuda"):\n    pass\n',
+    ),
+    "import as": (
+        "import torch.cuda.amp as amp\ns = amp.GradScaler()\n",
+        'import torch.amp as amp\ns = amp.GradScaler("cuda")\n',
+    ),
+    "import of the module, torch imported too": (
+        "import torch\nimport torch.cuda.amp\ns = torch.cuda.amp.GradScaler()\n",
+        'import torch\ns = torch.amp.GradScaler("cuda")\n',
+    ),
+    "import of the module alone": (
+        "import torch.cuda.amp\ns = torch.cuda.amp.GradScaler()\n",
+        'import torch\ns = torch.amp.GradScaler("cuda")\n',
+    ),
+    "names in brackets": (
+        "from torch.cuda.amp import (\n    GradScaler,  # scales\n    autocast,\n)\n"
+        "s = GradScaler()\na = autocast()\n",
+        "from torch.amp import (\n    GradScaler,  # scales\n    autocast,\n)\n"
+        's = GradScaler("cuda")\na = autocast("cuda")\n',
+    ),
+    "in a function, with tabs and Windows line ends": (
+        "def f():\r\n\tfrom torch.cuda.amp import autocast\r\n\twith autocast():\r\n\t\tpass\r\n",
+        'def f():\r\n\tfrom torch.amp import autocast\r\n\twith autocast("cuda"):\r\n\t\tpass\r\n',
+    ),
+    "custom functions": (
+        "from torch.cuda.amp import custom_bwd, custom_fwd\n@custom_fwd\ndef f(): pass\n"
+        "@custom_fwd(cast_inputs=half)\ndef g(): pass\n@custom_bwd\ndef b(): pass\nh = custom_fwd(f)\n",
+        'from torch.amp import custom_bwd, custom_fwd\n@custom_fwd(device_type="cuda")\ndef f(): pass\n'
+        '@custom_fwd(cast_inputs=half, device_type="cuda")\ndef g(): pass\n@custom_bwd(device_type="cuda")\n'
+        'def b(): pass\nh = custom_fwd(f, device_type="cuda")\n',
+    ),
+    "annotations and questions": (
+        "import torch\ndef f(s: torch.cuda.amp.GradScaler):\n"
+        "    return isinstance(s, torch.cuda.amp.GradScaler)\n",
+        "import torch\ndef f(s: torch.amp.GradScaler):\n    return isinstance(s, torch.amp.GradScaler)\n",
+    ),
+    "the module in which it is defined": (
+        "from torch.cuda.amp.grad_scaler import GradScaler\ns = GradScaler()\n",
+        'from torch.amp import GradScaler\ns = GradScaler("cuda")\n',
+    ),
+    "letters beyond ASCII before it": (
+        'import torch\nx = "äöü"; s = torch.cuda.amp.GradScaler(); y = "ß"\n',
+        'import torch\nx = "äöü"; s = torch.amp.GradScaler("cuda"); y = "ß"\n',
+    ),
+    "two statements in a line": (
+        "from torch.cuda.amp import GradScaler, common; s = GradScaler()\n",
+        'from torch.cuda.amp import common; from torch.amp import GradScaler; s = GradScaler("cuda")\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_rewritten(name):
+    before, after = GOLDEN[name]
+    assert migrated(before).text == after
+
+
+UNTOUCHED = {
+    "another name that is called so": "def f(autocast):\n    with autocast():\n        pass\n",
+    "a local variable hides the import": (
+        "from torch.amp import autocast\ndef f(GradScaler):\n    return GradScaler(), autocast('cuda')\n"
+    ),
+    "torch.amp already": "import torch\ns = torch.amp.GradScaler('cuda')\n",
+    "words in strings and comments": "# torch.cuda.amp.autocast()\nx = 'torch.cuda.amp.GradScaler()'\n",
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_left_as_it_is_without_a_word(name):
+    outcome = migrated(UNTOUCHED[name])
+    assert outcome.text == UNTOUCHED[name]
+    assert outcome.findings == ()
+
+
+UNCLEAR = {
+    "a value": "from torch.cuda.amp import autocast\nregion = autocast if on else other\n",
+    "a base class": "import torch\nclass S(torch.cuda.amp.GradScaler):\n    pass\n",
+    "arguments from a list": "from torch.cuda.amp import autocast\nwith autocast(*how):\n    pass\n",
+    "an import that only others may use": "from torch.cuda.amp import autocast\n",
+    "one of two uses": "from torch.cuda.amp import autocast\nx = autocast\nwith autocast():\n    pass\n",
+    "something else of the module": "import torch\nx = torch.cuda.amp.amp_definitely_not_available()\n",
+    "two things it may be": (
+        "try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    from mine import autocast\n"
+        "with autocast():\n    pass\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_what_is_not_clear_is_left_alone(name):
+    outcome = migrated(UNCLEAR[name])
+    assert outcome.text == UNCLEAR[name]
+    assert [message for _, message in left_alone(outcome) if "is deprecated, and" in message]
+
+
+def test_each_use_by_its_full_name_is_decided_alone():
+    outcome = migrated("import torch\nx = torch.cuda.amp.autocast\ns = torch.cuda.amp.GradScaler()\n")
+    assert outcome.text == 'import torch\nx = torch.cuda.amp.autocast\ns = torch.amp.GradScaler("cuda")\n'
+    assert [line for line, _ in left_alone(outcome)] == [2]
+
+
+def test_findings_have_the_line_of_the_file_as_it_was():
+    text = textwrap.dedent(
+        """\
+        import torch
+        import torch.cuda.amp
+        from torch.cuda.amp import (
+            GradScaler,
+        )
+        a = GradScaler()
+        b = torch.cuda.amp.autocast
+        """
+    )
+    outcome = migrated(text)
+    assert [(finding.line, finding.column, finding.fixed) for finding in outcome.findings] == [
+        (6, 5, True),
+        (7, 5, False),
+    ]

@@ -1,0 +1,59 @@
+"""``torch.amp`` becomes narrowcast where that is asked for."""
+
+import pytest
+from rewriting import migrated
+
+GOLDEN = {
+    "full names": (
+        "import torch\ns = torch.amp.GradScaler('cuda', enabled=on)\n"
+        "with torch.autocast('cuda', torch.half):  # r\n    pass\n",
+        "import torch\nimport narrowcast as nc\ns = nc.GradScaler('cuda', enabled=on)\n"
+        "with nc.autocast('cuda', torch.half):  # r\n    pass\n",
+    ),
+    "imported names": (
+        "'''Text.'''\nfrom torch.amp import GradScaler, autocast\n\ns = GradScaler()\na = autocast('cpu')\n",
+        "'''Text.'''\nimport narrowcast as nc\n\ns = nc.GradScaler()\na = nc.autocast('cpu')\n",
+    ),
+    "one of the imported names": (
+        "from torch import autocast, nn\na = autocast('cpu')\nn = nn.Linear(1, 1)\n",
+        "from torch import nn\nimport narrowcast as nc\na = nc.autocast('cpu')\nn = nn.Linear(1, 1)\n",
+    ),
+    "deprecated ones": (
+        "import torch\ns = torch.cuda.amp.GradScaler()\n",
+        'import torch\nimport narrowcast as nc\ns = nc.GradScaler("cuda")\n',
+    ),
+    "custom functions": (
+        "from torch import amp\n@amp.custom_fwd(device_type='cuda')\ndef f(): pass\n",
+        "import narrowcast as nc\n@nc.custom_fwd(device_type='cuda')\ndef f(): pass\n",
+    ),
+    "a question keeps torch's class, of which narrowcast's is one": (
+        "from torch.amp import GradScaler\ns = GradScaler()\nassert isinstance(s, GradScaler)\n",
+        "from torch.amp import GradScaler\nimport narrowcast as nc\ns = nc.GradScaler()\n"
+        "assert isinstance(s, GradScaler)\n",
+    ),
+    "narrowcast by its name here": (
+        "import torch\nimport narrowcast as n\na = torch.autocast('cpu')\n",
+        "import torch\nimport narrowcast as n\na = n.autocast('cpu')\n",
+    ),
+    "nc is taken": (
+        "import torch\nnc = 5\na = torch.autocast('cpu')\n",
+        "import torch\nimport narrowcast\nnc = 5\na = narrowcast.autocast('cpu')\n",
+    ),
+    "after the imports of the future": (
+        "#!/usr/bin/env python\nfrom __future__ import annotations\nimport torch\n"
+        "a = torch.autocast('cpu')\n",
+        "#!/usr/bin/env python\nfrom __future__ import annotations\nimport torch\nimport narrowcast as nc\n"
+        "a = nc.autocast('cpu')\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_rewritten(name):
+    before, after = GOLDEN[name]
+    assert migrated(before, "narrowcast").text == after
+
+
+def test_only_on_request():
+    text = GOLDEN["full names"][0]
+    assert migrated(text).text == text
