@@ -592,3 +592,41 @@ def test_what_scripts_reach_into(capsys):
     amp._amp_state.verbosity = 1
     module.maybe_print("said", True)
     assert capsys.readouterr().err == "said\n"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("how", ["optimizer", "model", "zeros"])
+def test_gradients_of_a_block_that_names_others_are_not_stepped_on(level, how):
+    models = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=16.0)
+    generator, discriminator = models
+    first, second = optimizers
+
+    def block(loss, optimizer):
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+
+    x = torch.ones(1, 4)
+    block(discriminator(x).float().sum(), second)
+    second.step()
+    second.zero_grad()
+    before = discriminator.weight.detach().clone()
+    # The generator's loss goes through the discriminator, as in adversarial training.
+    block(discriminator(generator(x)).float().sum(), first)
+    first.step()
+    with pytest.raises(
+        AmpError, match="came in a scale_loss block that did not name it, and are scaled by 16"
+    ):
+        second.step()
+    with pytest.raises(AmpError, match="name it in that block"):
+        block(discriminator(x).float().sum(), second)
+    assert torch.equal(discriminator.weight, before)
+    if how == "optimizer":
+        second.zero_grad()
+    else:
+        discriminator.zero_grad(set_to_none=how == "model")
+    block(discriminator(x).float().sum(), second)
+    assert torch.equal(next(amp.master_params(second)).grad, x)
+    second.step()
+    assert torch.equal(discriminator.weight, (before.float() - 1).to(before.dtype)) or level == "O2"

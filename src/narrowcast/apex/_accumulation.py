@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from narrowcast.apex._masters import Masters
-from narrowcast.apex._torch_internals import add_all, is_view
+from narrowcast.apex._torch_internals import add_all, is_view, version_of
 from narrowcast.errors import AmpError
 from narrowcast.gradients import unscale_by
 
@@ -25,12 +25,14 @@ class Accumulation:
     Attributes:
         masters: those of the optimizer's half parameters; None where it has none.
         scaled_by: what the gradients are still scaled by after a block with ``delay_unscale``; else None.
+        strange: what gradients are scaled by that came in a block of other optimizers; None: none did.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.masters: Masters | None = None
         self.scaled_by: float | None = None
+        self.strange: float | None = None
         self._aside: _Gradients = []
         # Scaled gradients of half weights, of which the masters have had their part.
         self._left: _Gradients = []
@@ -39,8 +41,9 @@ class Accumulation:
         """Before the backward pass of a block.
 
         Raises:
-            AmpError: gradients are still scaled, by another scale.
+            AmpError: gradients are still scaled, by another scale or for another optimizer.
         """
+        self.check_own()
         if self.scaled_by not in (None, scale):
             self._check_dropped(scale)
         if self.scaled_by is not None:
@@ -118,6 +121,27 @@ class Accumulation:
                 if low.grad is None:
                     low.grad = gradient
 
+    def writes(self) -> list[tuple[int, int]]:
+        """Which gradients backward passes have written, and how often."""
+        return [(id(p.grad), version_of(p.grad)) for p in self._leaves if p.grad is not None]
+
+    def check_own(self) -> None:
+        """Refuse gradients that a block of other optimizers brought, unless they were cleared.
+
+        Raises:
+            AmpError: there are some.
+        """
+        if self.strange is None:
+            return
+        left = {low for low, gradient in self._left if _is_still_there(low, gradient)}
+        if any(_is_there(p) for p in self._leaves if p not in left):
+            raise AmpError(
+                f"gradients of this {type(self._optimizer).__name__} came in a scale_loss block that did not "
+                f"name it, and are scaled by {self.strange:g}: name it in that block, scale_loss(loss, "
+                "[optimizer, other]), or clear them with zero_grad() after the block"
+            )
+        self.strange = None
+
     def drop_masters_gradients(self) -> None:
         """As a step does."""
         for _, master in self._pairs:
@@ -131,17 +155,25 @@ class Accumulation:
     def _pairs(self) -> Sequence[tuple[torch.Tensor, torch.nn.Parameter]]:
         return () if self.masters is None else self.masters.pairs
 
+    @property
+    def _leaves(self) -> list[torch.Tensor]:
+        """The parameters that backward passes give gradients to."""
+        low_of: dict[torch.Tensor, torch.Tensor] = {master: low for low, master in self._pairs}
+        return [low_of.get(parameter, parameter) for parameter in self._parameters]
+
     def _check_dropped(self, scale: float) -> None:
-        low = [low for low, _ in self._pairs]
-        masters = {master for _, master in self._pairs}
-        scaled = [*low, *(p for p in self._parameters if p not in masters)]
-        if any(p.grad is not None and bool(p.grad.detach().any()) for p in scaled):
+        if any(map(_is_there, self._leaves)):
             raise AmpError(
                 f"the gradients are scaled by {self.scaled_by:g}, left so by scale_loss(..., "
                 f"delay_unscale=True), and this block scales by {scale:g}: their sum cannot be unscaled. "
                 "Give blocks that accumulate with delay_unscale=True one loss_id, or leave delay_unscale out"
             )
         self.scaled_by = None
+
+
+def _is_there(parameter: torch.Tensor) -> bool:
+    """Whether it has a gradient that is not zero; waits for the device."""
+    return parameter.grad is not None and bool(parameter.grad.detach().any())
 
 
 def _is_still_there(low: torch.Tensor, gradient: torch.Tensor) -> bool:

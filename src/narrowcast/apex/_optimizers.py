@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from narrowcast.weights import hold
 
 _STASH = "_amp_stash"
 _numbers = itertools.count()
+_active: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
 
 
 class _ClosureOverflowError(Exception):
@@ -67,6 +70,7 @@ class PreparedOptimizer:
             self._wrap("step", self._step)
             self._wrap("zero_grad", self._zero_grad)
             self._wrap("add_param_group", self._add_param_group)
+            _active.add(self)
         setattr(optimizer, _STASH, self)
 
     @property
@@ -105,6 +109,7 @@ class PreparedOptimizer:
         if not self._active:
             return {}
         self._active = False
+        _active.discard(self)
         for name, (wrapper, instance) in self._before.items():
             if vars(self.optimizer).get(name) == wrapper:
                 delattr(self.optimizer, name)
@@ -141,7 +146,7 @@ class PreparedOptimizer:
 
     def _zero_grad(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.gradients.forget_what_is_left()
-        self.gradients.scaled_by = None
+        self.gradients.scaled_by = self.gradients.strange = None
         return inner(*args, **kwargs)
 
     def _add_param_group(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -167,6 +172,7 @@ class PreparedOptimizer:
                 "so by scale_loss(..., delay_unscale=True): leave delay_unscale out for the last backward "
                 "pass before a step, or call zero_grad() to drop them"
             )
+        self.gradients.check_own()
         if closure is not None and self.scales:
             return self._step_with_closure(inner, args, kwargs, closure)
         with self.gradients.what_is_left_hidden():
@@ -347,6 +353,18 @@ def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer | None:
     """What ``amp.initialize`` made of this optimizer; None where it was not given one."""
     found = vars(optimizer).get(_STASH)
     return found if isinstance(found, PreparedOptimizer) else None
+
+
+@contextmanager
+def others_watched(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[None]:
+    """Remember of optimizers that are not named which of them got gradients inside."""
+    before = [(one, one.gradients.writes()) for one in _active if one not in named]
+    try:
+        yield
+    finally:
+        for one, writes in before:
+            if scale != 1.0 and not one.in_block and one.gradients.writes() != writes:
+                one.gradients.strange = scale
 
 
 def _recast_state(optimizer: torch.optim.Optimizer) -> None:

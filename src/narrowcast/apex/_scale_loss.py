@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex._optimizers import Finding, PreparedOptimizer, optimizer_of, prepared, settle
+from narrowcast.apex._optimizers import (
+    Finding,
+    PreparedOptimizer,
+    optimizer_of,
+    others_watched,
+    prepared,
+    settle,
+)
 from narrowcast.apex._state import amp_state
 from narrowcast.errors import AmpError
 from narrowcast.gradients import check_apart
@@ -51,7 +58,8 @@ def scale_loss(
 
     Raises:
         AmpError: ``amp.initialize`` was not called, or not with these optimizers; ``loss_id`` out of range;
-            a block within a block of the same optimizer; gradients that are still scaled by another scale.
+            a block within a block of the same optimizer; gradients that are still scaled by another scale,
+            or that came in a block of other optimizers and were not cleared.
         SettingError: a parameter that two of the optimizers share.
 
     Source: apex ``amp/handle.py``; https://nvidia.github.io/apex/advanced.html
@@ -69,7 +77,8 @@ def scale_loss(
     scale = scaler.loss_scale()
     _begin(named, scale, delayed=delay_unscale)
     try:
-        yield loss.float() if scale == 1.0 else loss.float() * scale
+        with others_watched(named, scale):
+            yield loss.float() if scale == 1.0 else loss.float() * scale
         found = [one.gradients.end(scale, delayed=delay_unscale) for one in named]
     except BaseException:
         for one in named:
