@@ -174,6 +174,31 @@ for x in loader:
     scaler.update()
 """,
     ),
+    "clipped part by part": (
+        "clip-before-unscale", 4,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    for part in model.children():
+        clip_grad_norm_(part.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        None,
+    ),
+    "clipped, and perhaps left out": (
+        "clip-before-unscale", 3,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    if not norm.isfinite():
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        None,
+    ),
     "clipped by a method that is called between": (
         "clip-before-unscale", 13,
         """\

@@ -4,7 +4,7 @@ import ast
 from difflib import SequenceMatcher
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from narrowcast.migrate import Settings, migrate_text
@@ -26,13 +26,14 @@ BACKWARD = "scaler.scale(model(x).sum()).backward()"
 CLIP = (
     "clip_grad_norm_(model.parameters(), 1e9)"  # changes nothing, so that later lines see what earlier left
 )
+UNSCALE = "scaler.unscale_(optimizer)"
 PLAIN = "optimizer.step()"
 STEP = "scaler.step(optimizer)"
 LINES = [
     BACKWARD,
     BACKWARD,
     CLIP,
-    "scaler.unscale_(optimizer)",
+    UNSCALE,
     STEP,
     "scaler.update()",
     PLAIN,
@@ -63,8 +64,11 @@ def run(lines):
     return scaled, None
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.lists(st.sampled_from(LINES), min_size=1, max_size=9))
+@example([UNSCALE, "scaler.update()", UNSCALE, "scaler.update()"])
+@example([STEP, BACKWARD, PLAIN])
+@example([UNSCALE, BACKWARD, STEP, PLAIN, CLIP])
 def test_what_is_told_of_straight_code_is_what_torch_does(lines):
     lines = [BACKWARD, *lines]
     scaled, raised = run(lines)
@@ -112,7 +116,7 @@ def _indented(head, lines):
     return [*body, "finally:", "    pass"] if head == "try:" else body
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(BLOCKS, st.sampled_from(["\n", "\r\n"]))
 def test_generated_programs_stay_programs(lines, newline):
     text = newline.join([*HEAD.splitlines(), "i = amp = 1", *lines, ""])
