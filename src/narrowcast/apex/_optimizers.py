@@ -37,7 +37,7 @@ class PreparedOptimizer:
     """One optimizer of one ``amp.initialize``, and what stands between its gradients and its next step.
 
     Attributes:
-        optimizer: it; its ``step``, ``zero_grad`` and ``add_param_group`` go through here.
+        optimizer: it; its ``step`` and ``zero_grad`` go through here.
         properties, loss_scalers: those of its ``initialize``.
         gradients: what becomes of its gradients in ``scale_loss`` blocks.
         findings: of blocks whose gradients were looked at, and nobody has read the answer yet.
@@ -69,7 +69,6 @@ class PreparedOptimizer:
             _recast_state(optimizer)
             self._wrap("step", self._step)
             self._wrap("zero_grad", self._zero_grad)
-            self._wrap("add_param_group", self._add_param_group)
             _active.add(self)
         setattr(optimizer, _STASH, self)
 
@@ -148,11 +147,6 @@ class PreparedOptimizer:
         self.gradients.forget_what_is_left()
         self.gradients.scaled_by = self.gradients.strange = None
         return inner(*args, **kwargs)
-
-    def _add_param_group(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        returned = inner(*args, **kwargs)
-        self.refresh()
-        return returned
 
     def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.in_block:
