@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Target = Literal["torch", "narrowcast"]
+"""What to migrate to, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
