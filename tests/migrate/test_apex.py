@@ -505,7 +505,7 @@ def test_edited_lists_become_rules():
 def test_a_list_edit_that_torch_makes_unnecessary_is_told_of():
     outcome = migrated(HEAD + LISTS + INITIALIZE + LOOP)
     assert outcome.text == NEW_HEAD + SCALER + NEW_LOOP
-    assert any("softmax stays where torch.autocast has it, in fp32" in message for message in told(outcome))
+    assert any("softmax stays as torch.autocast has it" in message for message in told(outcome))
 
 
 REFUSED = {

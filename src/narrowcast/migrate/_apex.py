@@ -149,7 +149,8 @@ def _write_training(
     plan.needs_torch = True
     if lines:
         at = module_line(source)
-        blank = "" if not source.text[source.starts[source.line_of(at)[0] - 2] : at].strip() else source.newline
+        before = source.text[source.starts[max(source.line_of(at)[0] - 2, 0)] : at]
+        blank = source.newline if before.strip() else ""
         plan.changes.insert(at, blank + "".join(line + source.newline for line in lines))
 
 

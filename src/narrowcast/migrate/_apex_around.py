@@ -279,8 +279,8 @@ def _rule(plan: Plan, name: str, edits: list[_ListEdit]) -> list[str]:
     if place is not None and removed and _WIDER[place] < _WIDER[removed[-1].place]:
         plan.note(
             first,
-            f"{name} stays where torch.autocast has it, in fp32: its tables cannot be edited (cast inputs, "
-            "or migrate --to narrowcast for a rule)",
+            f"{name} stays as torch.autocast has it, on CUDA in fp32: its tables cannot be edited (cast its "
+            "input, or migrate --to narrowcast for a rule)",
         )
         return []
     plan.refuse(

@@ -33,12 +33,12 @@ def without_names(text: str, names: Iterable[str]) -> str | None:
     if kept[-1] is not statement.names[-1]:
         # The last of a list in brackets may have a comma, which keeps the line break before the bracket.
         kept[-1] = kept[-1].with_changes(comma=statement.names[-1].comma)
-    return _code(statement.with_changes(names=kept))
+    return _code(statement.with_changes(names=kept), text)
 
 
 def from_module(text: str, module: str) -> str:
     """The statement ``from x import ...`` with another module."""
-    return _code(_import(text).with_changes(module=dotted(module), relative=()))
+    return _code(_import(text).with_changes(module=dotted(module), relative=()), text)
 
 
 def only_names(text: str, names: Iterable[str]) -> list[tuple[str, str | None]]:
@@ -82,5 +82,6 @@ def _import(text: str) -> cst.Import | cst.ImportFrom:
     return statement
 
 
-def _code(node: cst.CSTNode) -> str:
-    return cst.Module(body=()).code_for_node(node)
+def _code(node: cst.CSTNode, text: str) -> str:
+    # Line ends that are the module's own are not kept in the statement.
+    return cst.Module(body=(), default_newline="\r\n" if "\r\n" in text else "\n").code_for_node(node)
