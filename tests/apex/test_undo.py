@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import weakref
 
 import pytest
 import torch
@@ -66,9 +67,26 @@ def test_pytorchs_dispatcher_is_as_before():
     given = amp.initialize(model(), opt_level="O1", verbosity=0)
     given(torch.ones(2, 4))
     assert whole_table() != before
+    handle = amp._amp_state.handle  # what a script keeps of it is nothing to the dispatcher
     amp.shutdown()
     gc.collect()
     assert whole_table() == before
+    assert not handle.is_active()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_nobody_holds_any_more_ends(level):
+    given = model()
+    optimizer = torch.optim.Adam(given.parameters())
+    weak = [weakref.ref(one) for one in (given, given[0].weight, optimizer)]
+    amp.initialize(given, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    del given, optimizer, loss
+    gc.collect()
+    assert [one() for one in weak] == [None, None, None]
+    amp.shutdown()
 
 
 def test_several_are_undone_together_and_in_any_order():

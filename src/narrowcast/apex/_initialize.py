@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from narrowcast.apex._function_casts import Handle, start_casts
 from narrowcast.apex._functions import forget_registered
 from narrowcast.apex._levels import DISABLED, Properties, properties
 from narrowcast.apex._models import CastModel, check_models
-from narrowcast.apex._optimizers import prepare_optimizers
+from narrowcast.apex._optimizers import PreparedOptimizer, prepare_optimizers
 from narrowcast.apex._state import amp_state, say
 
 _Undo = Callable[[], object]
@@ -128,13 +129,17 @@ def _start(
     max_loss_scale: float,
 ) -> None:
     cast_models: list[CastModel] = []
-    prepared = None
+    # Weak, and models are held weakly too: what is in force is no reason to keep them.
+    parts: list[weakref.ref[PreparedOptimizer]] = []
     handle: Handle | None = None
 
     def undo() -> None:
         if handle is not None:
             handle.remove()
-        values: dict[torch.Tensor, torch.Tensor] = {} if prepared is None else prepared.undo()
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        for each in reversed(parts):
+            part = each()
+            values.update({} if part is None else part.undo())
         for one in reversed(cast_models):
             one.undo({**one.originals, **values})
 
@@ -150,6 +155,7 @@ def _start(
             max_loss_scale=max_loss_scale,
             originals=originals,
         )
+        parts = [weakref.ref(one) for one in prepared.each]
         if wanted.patch_torch_functions:
             handle = start_casts(models, wanted.half_type)
     except BaseException:

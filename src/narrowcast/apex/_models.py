@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,51 +56,65 @@ class CastModel:
     """
 
     def __init__(self, model: torch.nn.Module, properties: Properties) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
         self.originals: dict[torch.Tensor, torch.Tensor] = {}
-        self._wide: list[tuple[torch.Tensor, torch.dtype]] = []
+        self._before: dict[str, tuple[torch.dtype, torch.dtype]] = {}  # by name: what it was, and is
         self._handles: list[Any] = []
         inputs, outputs = properties.cast_model_type, properties.cast_model_outputs
         if inputs is not None:
-            self._cast_weights(inputs, bool(properties.keep_batchnorm_fp32))
+            self._cast_weights(model, inputs, bool(properties.keep_batchnorm_fp32))
             outputs = outputs or torch.float32
             self._handles += keep_masters(model)
             export = _FloatExport()
             modules: Any = model.modules()
             self._handles += [module.register_state_dict_post_hook(export) for module in modules]
-        self._forward: _CastForward | None = None
+        self._forward: weakref.ref[_CastForward] | None = None
         if outputs is not None:
-            self._forward = vars(model)["forward"] = _CastForward(
-                model, inputs, outputs, vars(model).get("forward")
-            )
+            forward = _CastForward(model, inputs, outputs, vars(model).get("forward"))
+            self._forward, vars(model)["forward"] = weakref.ref(forward), forward
             vars(model)[REPLICATE] = _Replicate(model)
 
-    def _cast_weights(self, dtype: torch.dtype, keep_batchnorm: bool) -> None:
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        before = {tensor: tensor.dtype for tensor in tensors}
+    def _cast_weights(self, model: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
+        before = {name: tensor.dtype for name, tensor in _tensors_of(model).items()}
         if dtype in LOW_DTYPES:
             keep = is_batch_or_instance_norm if keep_batchnorm else None
-            self.originals = lower(self.model, dtype, keep_fp32=keep)
+            self.originals = lower(model, dtype, keep_fp32=keep)
         else:
-            self.model.to(dtype)
-        self._wide = [(tensor, was) for tensor, was in before.items() if tensor.dtype != was]
+            model.to(dtype)
+        self._before = {
+            name: (before[name], tensor.dtype)
+            for name, tensor in _tensors_of(model).items()
+            if tensor.dtype != before[name]
+        }
 
     def undo(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """As before ``initialize``, but for the weights' values, which are those of now, or in ``values``."""
         for handle in self._handles:
             handle.remove()
-        its, ours = vars(self.model), self._forward
-        if ours is not None and its["forward"] is ours:
+        model = self._model()
+        if model is None:
+            return
+        its, ours = vars(model), None if self._forward is None else self._forward()
+        is_there = its.get("forward") is ours
+        if ours is not None and is_there:
             del its["forward"]
             its.pop(REPLICATE, None)
             if ours.before is not None:
                 its["forward"] = ours.before
         with torch.no_grad():
-            for tensor, dtype in self._wide:
+            for name, tensor in _tensors_of(model).items():
+                was, became = self._before.get(name, (None, None))
+                if was is None or tensor.dtype != became:
+                    continue  # of another module by now, or cast by somebody else
                 gradient, tensor.grad = tensor.grad, None
-                tensor.data = values.get(tensor, tensor).detach().to(dtype, copy=True)
+                tensor.data = values.get(tensor, tensor).detach().to(was, copy=True)
                 if gradient is not None:
-                    tensor.grad = gradient.to(dtype)
+                    tensor.grad = gradient.to(was)
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, each once, by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 class _CastForward:
