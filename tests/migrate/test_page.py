@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import narrowcast as nc
 from narrowcast.apex import fp16_utils, optimizers, parallel
 from narrowcast.migrate import Settings, migrate_text
 from narrowcast.migrate._mistakes_rules import RULES
@@ -50,6 +51,16 @@ def test_the_optimizers_that_stand_side_by_side_step_alike(call):
             optimizer.zero_grad()
         weights.append(weight.detach())
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    "call", sorted(set(re.findall(r"`(nc\.(?:GradScaler|Stepper|rule)[\w.]*\([^`]*\))`", PAGE)))
+)
+def test_what_narrowcast_has_instead_can_be_called(call):
+    model = torch.nn.Linear(2, 2)
+    scope = {"nc": nc, "model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "group": None}
+    # The documents say "cuda", and these machines may have none.
+    assert eval(call.replace('"cuda"', '"cpu"'), scope) is not None
 
 
 def test_every_name_of_apex_on_the_page_is_there():
