@@ -141,8 +141,8 @@ def test_a_file_deeper_than_python_parses(folder, narrowcast):
     ("words", "message"),
     [
         (["missing"], "expected files and folders, and missing does not exist"),
-        (["train.ipynb"], "train.ipynb is a notebook, and only Python files can be migrated: write its cells to one "
-         "(jupyter nbconvert --to script train.ipynb), and migrate that"),
+        (["train.ipynb"], "train.ipynb is a notebook, and only Python files can be migrated: "
+         "write its cells to one (jupyter nbconvert --to script train.ipynb), and migrate that"),
         (["train.py", "--write", "--check"], "one of them at a time"),
         (["train.py", "--to", "jax"], "jax"),
         ([], "Missing argument"),
