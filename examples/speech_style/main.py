@@ -1,9 +1,10 @@
 """Teach a small relative of Tacotron to speak: from synthetic phonemes to the frames of a spectrogram.
 
 A sequence-to-sequence network with attention is trained in fp32 (`--amp none`), with torch's own mixed
-precision (`--amp torch`) or with narrowcast's: `updates.py` has the three side by side. The gradients of the
-fp32 master parameters are clipped. `speech.py` makes the utterances, `tacotron.py` the network. Losses are
-kept on the device and read once in `--log-every` updates, so that no update waits for Python.
+precision (`--amp torch`), by apex's calls (`--amp apex`) or with narrowcast's: `updates.py` has the four side
+by side. The gradients of the fp32 master parameters are clipped. `speech.py` makes the utterances,
+`tacotron.py` the network. Losses are kept on the device and read once in `--log-every` updates, so that no
+update waits for Python (apex's calls wait once in each, to know whether gradients overflowed).
 
 The log has a line of JSON for each reading, without times: a run that is stopped and resumed writes the same
 lines. The checkpoint holds the masters, optimizer, schedule, loss scale, the place in the data and the random
@@ -13,6 +14,7 @@ Run it:
 
     python examples/speech_style/main.py
     python examples/speech_style/main.py --amp torch --format fp16
+    python examples/speech_style/main.py --amp apex --format fp16 --master-weights
     python examples/speech_style/main.py --steps 100
     python examples/speech_style/main.py --steps 200 --resume
     torchrun --nproc-per-node 2 examples/speech_style/main.py
@@ -44,9 +46,10 @@ from tacotron import FRAMES_A_STEP, Tacotron, look, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
-from updates import DTYPES, Fp32Updates, NarrowcastUpdates, TorchUpdates
+from updates import DTYPES, ApexUpdates, Fp32Updates, NarrowcastUpdates, TorchUpdates
 
 import narrowcast as nc
+from narrowcast.apex import amp
 
 NAME = "speech_style"
 WARM_UP = 30
@@ -98,12 +101,16 @@ def indices(arguments: argparse.Namespace, epoch: int, batch: int) -> Iterator[t
 def make(arguments: argparse.Namespace) -> tuple[nn.Module, Fp32Updates]:
     """Return the model, perhaps wrapped in DDP, and what updates it."""
     torch.manual_seed(arguments.seed)
-    model = Tacotron(arguments.bins, arguments.width).to(arguments.device)
-    if arguments.master_weights and RANKS > 1:
-        nc.weights.lower(model, DTYPES[arguments.format])  # DDP makes its buckets for the low format
+    model: nn.Module = Tacotron(arguments.bins, arguments.width).to(arguments.device)
+    optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, fused=True)
+    # DDP makes its buckets for the format that the weights are in.
+    if arguments.amp == "apex":
+        level = "O2" if arguments.master_weights else "O1"
+        amp.initialize(model, optimizer, opt_level=level, half_type=DTYPES[arguments.format])
+    elif arguments.master_weights and RANKS > 1:
+        nc.weights.lower(model, DTYPES[arguments.format])
     if RANKS > 1:
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), arguments.learning_rate, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, math.sqrt(WARM_UP / (step + 1)))
     )
@@ -112,6 +119,8 @@ def make(arguments: argparse.Namespace) -> tuple[nn.Module, Fp32Updates]:
         return model, Fp32Updates(*common)
     if arguments.amp == "torch":
         return model, TorchUpdates(*common, arguments.format)
+    if arguments.amp == "apex":
+        return model, ApexUpdates(*common)
     return model, NarrowcastUpdates(*common, arguments.format, master_weights=arguments.master_weights)
 
 
@@ -251,8 +260,8 @@ def device(text: str) -> torch.device:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Synthetic speech, trained in one of three ways.")
-    parser.add_argument("--amp", choices=("none", "torch", "narrowcast"), default="narrowcast")
+    parser = argparse.ArgumentParser(description="Synthetic speech, trained in one of four ways.")
+    parser.add_argument("--amp", choices=("none", "torch", "apex", "narrowcast"), default="narrowcast")
     parser.add_argument("--format", choices=tuple(DTYPES), default="bf16", help="of mixed precision (bf16)")
     parser.add_argument(
         "--master-weights", action="store_true", help="hold the model's weights in that format too"
@@ -284,8 +293,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"argument --batch-size: expected at most the {arguments.utterances} utterances")
     if arguments.width % 2:
         parser.error(f"argument --width: expected an even number, not {arguments.width}")
-    if arguments.master_weights and arguments.amp != "narrowcast":
-        parser.error("argument --master-weights: expected --amp narrowcast, which has them")
+    if arguments.master_weights and arguments.amp not in ("apex", "narrowcast"):
+        parser.error("argument --master-weights: expected --amp apex or narrowcast, which have them")
     return arguments
 
 

@@ -73,9 +73,10 @@ class Tacotron(nn.Module):
         states, contexts, weights = [], [], []
         for heard in self.prenet(seen).unbind(dim=1):
             state = self.decode(torch.cat([heard, context], dim=1), state)
-            last = self.attention(state, keys, torch.stack([last, so_far], dim=1), padding)
+            places = torch.stack([last, so_far], dim=1).to(memory.dtype)
+            last = self.attention(state, keys, places, padding)
             so_far = so_far + last
-            context = torch.bmm(last.unsqueeze(1), memory).squeeze(1)
+            context = torch.bmm(last.unsqueeze(1).to(memory.dtype), memory).squeeze(1)
             states.append(state)
             contexts.append(context)
             weights.append(last)

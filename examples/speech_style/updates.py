@@ -1,4 +1,4 @@
-"""Three ways to a parameter update with clipping: in fp32, with torch.amp, and with narrowcast.
+"""Four ways to a parameter update with clipping: in fp32, by torch.amp, by apex's calls, by narrowcast.
 
 Each keeps the parameters that the optimizer updates, the masters, in fp32, and clips their gradients.
 """
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import narrowcast as nc
+from narrowcast.apex import amp
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,6 +80,25 @@ class TorchUpdates(Fp32Updates):
 
     def saved(self) -> dict[str, Any]:
         return super().saved() | {"scaler": self.scaler}
+
+
+class ApexUpdates(Fp32Updates):
+    """apex's calls, after ``amp.initialize`` of model and optimizer; ``narrowcast.apex`` answers them."""
+
+    def update(self, loss: torch.Tensor) -> Any:
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        norm = clip_grad_norm_(amp.master_params(self.optimizer), self.max_norm)
+        self.optimizer.step()  # does nothing after an overflow, and says so
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def loss_scale(self) -> float:
+        return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+    def saved(self) -> dict[str, Any]:
+        return super().saved() | {"scaler": amp}  # which has state_dict and load_state_dict, as a scaler has
 
 
 class NarrowcastUpdates(Fp32Updates):

@@ -1,4 +1,4 @@
-"""Synthetic speech in three ways of mixed precision: learns, resumes to the bit, and reads nothing back."""
+"""Synthetic speech in four ways of mixed precision: learns, resumes to the bit, and reads nothing back."""
 
 import json
 import re
@@ -8,6 +8,7 @@ import torch
 from example_runs import EXAMPLES, assert_same, doctor, load, refused, run, succeeded
 
 import narrowcast as nc
+from narrowcast.apex import amp
 from narrowcast.attach import call_site
 from narrowcast.observe import HostReads
 
@@ -23,6 +24,10 @@ WAYS = [
     ("--amp", "narrowcast", "--format", "fp16"),
     ("--amp", "narrowcast", "--format", "bf16", "--master-weights"),
     ("--amp", "narrowcast", "--format", "fp16", "--master-weights"),
+    ("--amp", "apex", "--format", "bf16"),
+    ("--amp", "apex", "--format", "fp16"),
+    ("--amp", "apex", "--format", "bf16", "--master-weights"),
+    ("--amp", "apex", "--format", "fp16", "--master-weights"),
 ]
 in_each_way = pytest.mark.parametrize("way", WAYS, ids=" ".join)
 
@@ -39,6 +44,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_apex_stays():
+    yield
+    amp.shutdown()
 
 
 def log_of(folder):
@@ -158,7 +169,7 @@ def test_overflows_are_skipped_and_the_log_says_so(speech, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--amp", "apex"), "argument --amp: invalid choice: 'apex' (choose from "),
+        (("--amp", "tensorflow"), "argument --amp: invalid choice: 'tensorflow' (choose from "),
         (("--steps", "0"), "argument --steps: expected a whole number from 1 up, not 0"),
         (("--clip", "-1"), "argument --clip: expected a number above 0, not -1"),
         (("--learning-rate", "nan"), "argument --learning-rate: expected a number above 0, not nan"),
@@ -169,7 +180,7 @@ def test_overflows_are_skipped_and_the_log_says_so(speech, tmp_path, monkeypatch
         ),
         (
             ("--amp", "torch", "--master-weights"),
-            "argument --master-weights: expected --amp narrowcast, which has them",
+            "argument --master-weights: expected --amp apex or narrowcast, which have them",
         ),
         (("--device", "gpu"), "argument --device: expected cpu or cuda, not gpu"),
     ],
