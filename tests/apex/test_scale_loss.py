@@ -245,6 +245,7 @@ def test_what_the_block_yields():
     _, optimizer = start("O1", loss_scale=3.0)
     with amp.scale_loss(half, optimizer) as scaled:
         assert torch.equal(scaled, torch.tensor([3.0, 6.0]))
+        assert scaled.dtype == torch.float32
     amp.shutdown()
     _, optimizer = start("O0")
     with amp.scale_loss(half, optimizer) as scaled:
@@ -624,6 +625,10 @@ def test_gradients_of_a_block_that_names_others_are_not_stepped_on(level, how):
     assert torch.equal(discriminator.weight, before)
     if how == "optimizer":
         second.zero_grad()
+        discriminator(x).float().sum().backward()  # by hand, and unscaled
+        second.step()
+        second.zero_grad()
+        before = discriminator.weight.detach().clone()
     else:
         discriminator.zero_grad(set_to_none=how == "model")
     block(discriminator(x).float().sum(), second)
