@@ -599,3 +599,14 @@ def test_a_package_may_hand_apex_on():
 def test_a_file_that_asks_whether_apex_is_there_keeps_its_question():
     text = "try:\n    from apex import amp\n    there = True\nexcept ImportError:\n    there = False\n"
     assert migrated(text).text == text
+
+
+def test_a_loop_over_gradients_is_unscaled_once():
+    loop = LOOP.replace(
+        "    optimizer.step()\n",
+        "    for p in model.parameters():\n        p.grad.clamp_(-1, 1)\n    optimizer.step()\n",
+    )
+    assert (
+        "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n    for p in model.parameters():\n"
+        "        p.grad.clamp_(-1, 1)\n    scaler.step(optimizer)\n"
+    ) in migrated(HEAD + INITIALIZE + loop).text

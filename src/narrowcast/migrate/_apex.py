@@ -24,7 +24,7 @@ from narrowcast.migrate._apex_setup import (
     write_setup,
 )
 from narrowcast.migrate._apex_steps import (
-    Block,
+    Blocks,
     find_steps,
     in_plain_branch,
     read_blocks,
@@ -104,9 +104,7 @@ def _take_out_check(plan: Plan, reference: Reference) -> None:
             plan.gone.append(around)
 
 
-def _write_training(
-    plan: Plan, flow: Flow, setups: list[Setup], blocks: list[Block], rules: list[str]
-) -> None:
+def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks, rules: list[str]) -> None:
     source = plan.source
     steps = find_steps(plan, flow, blocks)
     if not blocks and any(setup.optimizers for setup in setups):
@@ -160,7 +158,7 @@ def _again(source: Source, before: list[Setup], setup: Setup) -> bool:
     return any(source.suite(one.statement) is suite for one in before)
 
 
-def _write_uses(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Call], scaler: Scaler) -> None:
+def _write_uses(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], scaler: Scaler) -> None:
     # First what comes after statements, then what comes before: at one place it stands in this order.
     write_steps(plan, steps, blocks, scaler)
     write_looks(plan, flow, blocks, steps, scaler)
@@ -169,7 +167,7 @@ def _write_uses(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Cal
         plan.note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
 
 
-def _regions(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Call]) -> list[Span]:
+def _regions(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call]) -> list[Span]:
     """The first and last statements of each region of the file."""
     source = plan.source
     marks = {id(block.statement) for block in blocks} | {id(source.statement(step)) for step in steps}
@@ -191,9 +189,8 @@ def _regions(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Call])
     for node, body in bodies:
         losses = [
             block.loss
-            for block in blocks
-            if (source.function(block.statement) or source.tree) is node
-            and not in_plain_branch(source, block.statement, blocks)
+            for block in blocks.by_function.get(id(None if node is source.tree else node), ())
+            if not in_plain_branch(source, block.statement, blocks)
         ]
         found += Frame(source, flow, body, losses, is_barrier).spans()
     return found

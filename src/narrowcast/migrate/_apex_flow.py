@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from narrowcast.migrate._source import Source
 
@@ -31,13 +33,23 @@ _WRAPPERS = (
 )
 
 
-@dataclass(slots=True)
+@dataclass
 class Flow:
     """Texts that stand for models and for optimizers, followed through assignments and calls in the file."""
 
     source: Source
     models: set[Held] = field(default_factory=set)
     optimizers: set[Held] = field(default_factory=set)
+
+    @cached_property
+    def made(self) -> dict[str, list[ast.Call]]:
+        """The calls with arguments whose value a variable is given, by its text."""
+        found: dict[str, list[ast.Call]] = defaultdict(list)
+        for node in self.source.nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args:
+                for target in node.targets:
+                    found[self.source.code(target)].append(node.value)
+        return found
 
     def held(self, node: ast.AST, text: str | None = None) -> Held:
         """What an expression is called here, with its class if it belongs to one."""

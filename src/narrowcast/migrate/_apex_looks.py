@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 
-from narrowcast.migrate._apex_flow import Flow
+from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_plan import Plan, root
 from narrowcast.migrate._apex_setup import Scaler
-from narrowcast.migrate._apex_steps import Block, exclusive, in_plain_branch, is_inside
+from narrowcast.migrate._apex_steps import Blocks, exclusive, in_plain_branch
 from narrowcast.migrate._arguments import argument, is_plain
 from narrowcast.migrate._source import Source
 from narrowcast.migrate._text import insert_before
 
 # What looks at gradients, which apex has unscaled when its block ends.
+Steps = Mapping[int, list[ast.Call]]
 _LOOKS = re.compile(r"(clip_grad_|clip_grad\b|grad_norm|\.grad\b|all_?reduce_?(grad|and)|synchronize\()")
 
 
-def write_looks(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Call], scaler: Scaler) -> None:
+def write_looks(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], scaler: Scaler) -> None:
     """Unscale before anything looks at gradients, and say whose they are without ``master_params``."""
     source = plan.source
+    by_function: dict[int, list[ast.Call]] = defaultdict(list)
+    for step in steps:
+        by_function[id(source.function(step))].append(step)
     looked: dict[int, tuple[ast.stmt, list[str]]] = {}
     for reference in plan.references("amp.master_params"):
         plan.handled(reference)
@@ -29,15 +35,16 @@ def write_looks(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Cal
             plan.refuse(reference.node, "amp.master_params without its optimizer written out")
             continue
         plan.changes.replace(source.span(call), _parameters_of(plan, flow, owner, call))
-        statement = source.statement(call)
+        statement = _anchor(source, source.statement(call), blocks)
         if not in_plain_branch(source, statement, blocks):
             looked.setdefault(id(statement), (statement, []))[1].append(source.code(owner))
-    for statement, others in _other_looks(plan, blocks, steps):
+    for inner, others in _other_looks(plan, blocks, by_function):
+        statement = _anchor(source, inner, blocks)
         looked.setdefault(id(statement), (statement, []))[1].extend(others)
     first: dict[tuple[int, str], ast.stmt] = {}
     for statement, owners in sorted(looked.values(), key=lambda one: source.start(one[0])):
         for name in dict.fromkeys(owners):
-            run = _run_of(source, statement, blocks)
+            run = blocks.number_before(source.start(statement))
             before = first.get((run, name))
             if before is not None and not exclusive(source, before, statement):
                 if source.suite(before) is source.suite(statement):
@@ -45,10 +52,10 @@ def write_looks(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Cal
                 plan.refuse(statement, f"gradients of {name} are looked at twice: unscale_ may come once")
                 continue
             first[run, name] = statement
-            _check_once(plan, statement, name, steps)
+            _check_once(plan, statement, name, by_function)
             if _clause_of_if(source, statement):
                 plan.refuse(statement, "gradients are looked at in an elif: no statement can come before it")
-            if any(is_inside(source, statement, block) for block in blocks):
+            if blocks.around(source, statement) is not None:
                 plan.note(
                     statement, "apex looked here at gradients that were still scaled; now they are true"
                 )
@@ -56,14 +63,13 @@ def write_looks(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Cal
             insert_before(source, plan.changes, statement, code, _indent(source, statement, blocks))
 
 
-def _indent(source: Source, statement: ast.stmt, blocks: list[Block]) -> str:
+def _indent(source: Source, statement: ast.stmt, blocks: Blocks) -> str:
     """The indentation of a statement once the block around it is gone."""
     indent = source.indent(statement)
-    for block in blocks:
-        if is_inside(source, statement, block):
-            inner = source.indent(block.statement.body[0])
-            return source.indent(block.statement) + indent.removeprefix(inner)
-    return indent
+    block = blocks.around(source, statement)
+    if block is None:
+        return indent
+    return source.indent(block.statement) + indent.removeprefix(source.indent(block.statement.body[0]))
 
 
 def _clause_of_if(source: Source, statement: ast.stmt) -> bool:
@@ -73,48 +79,48 @@ def _clause_of_if(source: Source, statement: ast.stmt) -> bool:
     return parent.orelse == [statement] and source.text[source.start(statement) :].startswith("elif")
 
 
-def _run_of(source: Source, statement: ast.stmt, blocks: list[Block]) -> int:
-    """The block that a statement comes after (or is in), so that places of one backward pass are known."""
-    starts = [source.start(block.statement) for block in blocks]
-    return max((start for start in starts if start <= source.start(statement)), default=-1)
-
-
-def _other_looks(plan: Plan, blocks: list[Block], steps: list[ast.Call]) -> list[tuple[ast.stmt, list[str]]]:
-    """Statements between a scaled backward pass and the step that look at gradients by themselves."""
-    source, found = plan.source, []
-    for block in blocks:
-        function = source.function(block.statement)
-        begin = source.start(block.statement)
-        later = [
-            source.start(step)
-            for step in steps
-            if source.function(step) is function and source.start(step) > begin
-        ]
-        if not later:
-            continue
-        owners = [source.code(one) for one in block.optimizers]
-        for node in source.nodes:
-            if not isinstance(node, ast.stmt) or not begin < source.start(node) < min(later):
-                continue
-            if source.function(node) is not function or hasattr(node, "body"):
-                continue
-            text = source.code(node)
-            ours = "master_params" in text or in_plain_branch(source, node, blocks)
-            if _LOOKS.search(text) and not ours and source.span(node)[1] <= min(later):
-                found.append((node, owners))
+def _anchor(source: Source, statement: ast.stmt, blocks: Blocks) -> ast.stmt:
+    """The statement before which gradients are unscaled, once: the outermost loop after the backward pass."""
+    found, since = statement, blocks.number_before(source.start(statement))
+    for outer in source.around(statement):
+        if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
+            if blocks.number_before(source.start(outer)) != since:
+                break
+            found = outer
+        elif isinstance(outer, Function | ast.ClassDef):
+            break
     return found
 
 
-def _check_once(plan: Plan, statement: ast.stmt, owner: str, steps: list[ast.Call]) -> None:
+def _other_looks(plan: Plan, blocks: Blocks, steps: Steps) -> list[tuple[ast.stmt, list[str]]]:
+    """Statements between a scaled backward pass and the step that look at gradients by themselves."""
+    source, found = plan.source, []
+    looks: dict[int, list[ast.stmt]] = defaultdict(list)
+    for node in source.nodes:
+        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
+            text = source.code(node)
+            if _LOOKS.search(text) and "master_params" not in text:
+                looks[id(source.function(node))].append(node)
+    for function, inside in blocks.by_function.items():
+        for block in inside:
+            later = [start for step in steps.get(function, ()) if (start := source.start(step)) > block.start]
+            owners = [source.code(one) for one in block.optimizers]
+            for node in looks[function] if later else ():
+                if block.start < source.start(node) < min(later) and not in_plain_branch(
+                    source, node, blocks
+                ):
+                    found.append((node, owners))
+    return found
+
+
+def _check_once(plan: Plan, statement: ast.stmt, owner: str, steps: Steps) -> None:
     """Refuse to unscale where that happens more often than the step."""
     source = plan.source
     outside = {id(outer) for outer in source.around(statement)}
-    for step in steps:
+    for step in steps.get(id(source.function(statement)), ()):
         if not isinstance(step.func, ast.Attribute) or source.code(step.func.value) != owner:
             continue
-        if source.function(step) is not source.function(statement) or source.start(step) < source.start(
-            statement
-        ):
+        if source.start(step) < source.start(statement):
             continue
         rarer = [
             outer
@@ -135,12 +141,7 @@ def _parameters_of(plan: Plan, flow: Flow, owner: ast.expr, at: ast.AST) -> str:
     source = plan.source
     if (beside := _in_other_branch(source, at)) is not None:
         return beside
-    made = [
-        node.value
-        for node in source.nodes
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.args
-        and any(source.code(target) == source.code(owner) for target in node.targets)
-    ]  # fmt: skip
+    made = flow.made.get(source.code(owner), [])
     models = {source.code(one.args[0]) for one in made}
     if len(made) == len(models) == 1 and len(flow.optimizers) == len({name for _, name in flow.optimizers}):
         (code,) = models

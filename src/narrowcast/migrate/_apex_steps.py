@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_plan import Plan
@@ -25,12 +27,42 @@ class Block:
     loss: ast.expr
     optimizers: list[ast.expr]
     name: str | None
-    optional: list[ast.If] = field(default_factory=list)
+    start: int
+    function: Function | None
 
 
-def read_blocks(plan: Plan, flow: Flow) -> list[Block]:
+class Blocks(list[Block]):
+    """The blocks of a file, in their order, with ways to find one."""
+
+    @cached_property
+    def by_id(self) -> dict[int, Block]:
+        """Each block by the ``id`` of its statement."""
+        return {id(block.statement): block for block in self}
+
+    def around(self, source: Source, node: ast.AST) -> Block | None:
+        """The block in which ``node`` stands."""
+        return next((self.by_id[id(one)] for one in source.around(node) if id(one) in self.by_id), None)
+
+    def number_before(self, offset: int) -> int:
+        """How many blocks begin before a character, or at it."""
+        return bisect_right(self._starts, offset)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [block.start for block in self]
+
+    @cached_property
+    def by_function(self) -> dict[int, list[Block]]:
+        """The blocks of each function, by its ``id``; of the module by that of None."""
+        found: dict[int, list[Block]] = defaultdict(list)
+        for block in self:
+            found[id(block.function)].append(block)
+        return found
+
+
+def read_blocks(plan: Plan, flow: Flow) -> Blocks:
     """Every ``scale_loss`` of the file; what is no plain block is refused in ``plan``."""
-    blocks = []
+    blocks = Blocks()
     for reference in plan.references("amp.scale_loss"):
         plan.handled(reference)
         block = _read_block(plan, reference)
@@ -65,7 +97,8 @@ def _read_block(plan: Plan, reference: Reference) -> Block | None:
     if given["loss_id"] is not None:
         plan.note(given["loss_id"], "loss_id goes: one scaler serves all losses")
     listed = list(optimizers.elts) if isinstance(optimizers, ast.List | ast.Tuple) else [optimizers]
-    return Block(statement, call, loss, listed, name.id)
+    begin, function = plan.source.start(statement), plan.source.function(statement)
+    return Block(statement, call, loss, listed, name.id, begin, function)
 
 
 def write_block(plan: Plan, block: Block, scaler: Scaler) -> None:
@@ -114,14 +147,14 @@ def _in_loop(source: Source, node: ast.AST, block: ast.With) -> bool:
     return False
 
 
-def in_plain_branch(source: Source, node: ast.AST, blocks: list[Block]) -> bool:
+def in_plain_branch(source: Source, node: ast.AST, blocks: Blocks) -> bool:
     """Whether ``node`` is in the branch of an ``if`` that is taken without apex."""
     inner: ast.AST = node
     for outer in source.around(node):
         if isinstance(outer, ast.If):
             here = outer.body if any(inner is one for one in outer.body) else outer.orelse
             other = outer.orelse if here is outer.body else outer.body
-            if _holds(source, other, blocks) and not _holds(source, here, blocks):
+            if _holds(other, blocks) and not _holds(here, blocks):
                 return True
             if _masters(source, other) and not _masters(source, here):
                 return True
@@ -133,13 +166,11 @@ def _masters(source: Source, suite: list[ast.stmt]) -> bool:
     return any("master_params(" in source.code(one) for one in suite)
 
 
-def _holds(source: Source, suite: list[ast.stmt], blocks: list[Block]) -> bool:
-    spans = [source.span(one) for one in suite]
-    starts = [source.start(block.statement) for block in blocks]
-    return any(begin <= start < end for begin, end in spans for start in starts)
+def _holds(suite: list[ast.stmt], blocks: Blocks) -> bool:
+    return any(id(node) in blocks.by_id for one in suite for node in ast.walk(one))
 
 
-def find_steps(plan: Plan, flow: Flow, blocks: list[Block]) -> list[ast.Call]:
+def find_steps(plan: Plan, flow: Flow, blocks: Blocks) -> list[ast.Call]:
     """The ``step()`` calls of optimizers whose losses apex scales."""
     source = plan.source
     with_blocks = {id(source.function(block.statement)) for block in blocks}
@@ -165,7 +196,7 @@ def find_steps(plan: Plan, flow: Flow, blocks: list[Block]) -> list[ast.Call]:
         if id(source.function(node)) in plain:
             continue
         statement = source.statement(node)
-        if any(is_inside(source, node, block) for block in blocks):
+        if blocks.around(source, node) is not None:
             plan.refuse(node, "step inside the block of scale_loss, on gradients that are still scaled")
         if node.args or node.keywords:
             plan.refuse(node, "step with a closure, which torch's scaler does not take")
@@ -178,12 +209,7 @@ def find_steps(plan: Plan, flow: Flow, blocks: list[Block]) -> list[ast.Call]:
     return found
 
 
-def is_inside(source: Source, node: ast.AST, block: Block) -> bool:
-    begin, end = source.span(block.statement)
-    return begin <= source.start(node) < end
-
-
-def _check_all_step(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast.Call]) -> None:
+def _check_all_step(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call]) -> None:
     """Each optimizer that has scaled gradients must step by the scaler."""
     source = plan.source
     stepped = {flow.held(step.func.value) for step in steps if isinstance(step.func, ast.Attribute)}
@@ -198,18 +224,17 @@ def _check_all_step(plan: Plan, flow: Flow, blocks: list[Block], steps: list[ast
                 )
 
 
-def write_steps(plan: Plan, steps: list[ast.Call], blocks: list[Block], scaler: Scaler) -> None:
+def write_steps(plan: Plan, steps: list[ast.Call], blocks: Blocks, scaler: Scaler) -> None:
     """Step by the scaler, and update it once after the last step before the next backward pass."""
     source = plan.source
     by_function: dict[int, list[ast.Call]] = defaultdict(list)
     for step in steps:
         by_function[id(source.function(step))].append(step)
-    starts = sorted(source.start(block.statement) for block in blocks)
     for group in by_function.values():
         runs: list[list[ast.Call]] = []
         for step in group:
-            last = source.start(runs[-1][-1]) if runs else -1
-            if runs and not any(last < start < source.start(step) for start in starts):
+            since = blocks.number_before(source.start(runs[-1][-1])) if runs else -1
+            if since == blocks.number_before(source.start(step)):
                 runs[-1].append(step)
             else:
                 runs.append([step])
