@@ -244,6 +244,18 @@ def test_keep_batchnorm_fp32_in_words(word, kept):
     assert found[0].weight.dtype == torch.float16
 
 
+def test_o1_without_its_functions_casts_nothing():
+    found = initialize(model(), opt_level="O1", patch_torch_functions=False)
+    assert found(torch.ones(2, 2, 1, 1)).dtype == torch.float32
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    assert amp._amp_state.handle is None
+
+
+def test_half_type_names_the_weights_too():
+    assert initialize(model(), opt_level="O2", half_type=torch.bfloat16)[0].weight.dtype == torch.bfloat16
+    assert amp._amp_state.opt_properties.cast_model_type == torch.bfloat16
+
+
 def test_loss_scales_that_float_can_read():
     initialize(model(), opt_level="O1", loss_scale="128.0")
     assert amp._amp_state.opt_properties.loss_scale == 128.0

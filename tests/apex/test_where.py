@@ -110,6 +110,28 @@ def test_backward_passes_cast_nothing(how, half):
     assert product().dtype == half
 
 
+@halves
+def test_a_custom_backward_that_brings_its_region_back_has_it(half):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x @ x
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            seen.append(product().dtype)
+            return gradient.float()
+
+    initialize(small_model(), half)
+    seen = []
+    Product.apply(torch.ones(2, 2, requires_grad=True)).float().sum().backward()
+    assert seen == [half]
+    assert product().dtype == half
+
+
 def test_gradients_of_gradients_cast_nothing():
     initialize(small_model())
     x = torch.randn(4, 4, requires_grad=True)

@@ -52,6 +52,8 @@ def initialize(
     from now on in calls outside of them in this thread, on the models' types of device, until ``shutdown()``;
     a second call of ``initialize`` takes its place there, and leaves the models of the first as they are.
     Backward passes cast nothing. Put models on their device before, wrap them for several devices after.
+    Casts of weights are kept from one backward pass to the next and follow every write but those through
+    ``.data`` between two forwards: ``nc.casting.drop_casts()`` after them.
 
     Values that overflow half become infinities, NaN stays NaN, subnormals are kept; float64, integers and
     complex numbers stay under O1. Source: apex ``amp/frontend.py`` and ``amp/_initialize.py``.
