@@ -7,6 +7,7 @@ that it is there in whatever thread calls the module: where no region of it is o
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -192,8 +193,13 @@ class _ModelHook(Hook):
 
     _structure: Structure | None = None
 
+    @functools.cached_property
+    def _names_modules(self) -> bool:
+        # A policy does not change, and one made of apex's lists has 200 rules to look through.
+        return self.policy.names_modules
+
     def _prepare(self, module: torch.nn.Module) -> None:
-        if self.policy.names_modules and (self._structure is None or not self._structure.holds()):
+        if self._names_modules and (self._structure is None or not self._structure.holds()):
             _follow(module, self)
             self._structure = Structure(module)
 
