@@ -89,16 +89,6 @@ def test_in_the_widest_type(module, name, half):
         assert result.dtype == (first if in_place else wider), (first, second)
 
 
-def test_every_name_is_called_here():
-    for door, calls in CALLS.values():
-        listed = {
-            name
-            for list_name in ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS")
-            for name in getattr(door, list_name, ())
-        }
-        assert listed - NOT_CALLED <= set(calls)
-
-
 def test_what_goes_to_the_cpu_keeps_its_type(half):
     assert torch.ones(2, dtype=half).cpu().dtype == half
 

@@ -81,6 +81,13 @@ def test_the_same_lists_are_the_same_policy():
     assert plan("bf16", ["cpu"], {}).policy is not first
 
 
+def test_every_name_on_a_list_has_its_call():
+    called = {"functional_overrides": FUNCTIONAL, "torch_overrides": TORCH, "tensor_overrides": TENSOR}
+    for door, lists in _lists.ORIGINAL.items():
+        names = {name for entries in lists.values() for name in entries if isinstance(name, str)}
+        assert names - set(called[door]) <= {"cpu", "__ipow__"}  # which have tests of their own
+
+
 @pytest.fixture(params=HALVES, scope="module")
 def by_cudas_table(request):
     """On a CPU, the rules for CUDA on top of CUDA's table."""
