@@ -56,7 +56,8 @@ def _seen(script: Script) -> list[Seen]:
     if script.scalers:
         reach = Reach(script)
         for function in script.functions():
-            seen += Flow(script, reach, function).follow()
+            if function in script.scaling_functions:
+                seen += Flow(script, reach, function).follow()
     first: dict[tuple[int, str], Seen] = {}
     for one in sorted(seen, key=lambda one: script.source.start(one.node)):
         first.setdefault((_lines(one.node)[0], one.rule), one)

@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass, field
 
 from narrowcast.migrate._mistakes_flow import Seen
-from narrowcast.migrate._mistakes_names import Script, method, within
+from narrowcast.migrate._mistakes_names import Script, method, text_of, within
 from narrowcast.migrate._mistakes_places import ancestors, is_backward, is_step, region_around
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -102,9 +102,7 @@ class Fixes:
     def _calls(self, node: ast.AST, scaler: str, name: str) -> list[ast.Call]:
         """The calls ``scaler.name(...)`` in the function of ``node``."""
         function = self._function(node)
-        return [
-            c for c in self._script.calls if method(c) == (scaler, name) and self._function(c) is function
-        ]
+        return [c for c in self._script.used.get((scaler, name), ()) if self._function(c) is function]
 
     def _branches(self, node: ast.AST) -> set[tuple[str, bool]]:
         """The conditions under which a node is reached in its function."""
@@ -112,7 +110,7 @@ class Fixes:
         inner = node
         for outer in ancestors(self._script, node):
             if isinstance(outer, ast.If):
-                found.add((ast.unparse(outer.test), inner in outer.body))
+                found.add((text_of(outer.test), inner in outer.body))
             elif isinstance(
                 outer,
                 (
@@ -144,8 +142,8 @@ class Fixes:
             return None
         steps = [c for c in self._calls(clip, seen.scaler, "step") if c.lineno > clip.lineno and c.args]
         if seen.optimizer is not None:
-            steps = [c for c in steps if ast.unparse(c.args[0]) == seen.optimizer]
-        optimizers = {ast.unparse(c.args[0]) for c in steps}
+            steps = [c for c in steps if text_of(c.args[0]) == seen.optimizer]
+        optimizers = {text_of(c.args[0]) for c in steps}
         if len(optimizers) != 1 or len(steps) != 1:
             return None
         step, optimizer = steps[0], optimizers.pop()
@@ -162,7 +160,7 @@ class Fixes:
         self._insert(fix, clip, f"{seen.scaler}.unscale_({optimizer})")
         for late in self._calls(clip, seen.scaler, "unscale_"):
             statement = self._statement(late)
-            if late.lineno > clip.lineno and ast.unparse(late.args[0]) == optimizer:
+            if late.lineno > clip.lineno and text_of(late.args[0]) == optimizer:
                 if statement is None or statement not in self._block(clip):
                     return None
                 self._delete(fix, statement)
@@ -191,7 +189,7 @@ class Fixes:
         if second is None or not isinstance(second, ast.Expr):
             return None
         for earlier in reversed(self._block(second)[: self._block(second).index(second)]):
-            if ast.unparse(earlier) == ast.unparse(second):
+            if text_of(earlier) == text_of(second):
                 fix = Fix()
                 self._delete(fix, second)
                 return fix
@@ -212,7 +210,7 @@ class Fixes:
             return None
         fix = Fix()
         self._delete(fix, update)
-        if not any(ast.unparse(one) == ast.unparse(update) for one in rest[rest.index(steps[-1]) :]):
+        if not any(text_of(one) == text_of(update) for one in rest[rest.index(steps[-1]) :]):
             self._insert(fix, steps[-1], f"{seen.scaler}.update()", behind=True)
         return fix
 
@@ -224,7 +222,7 @@ class Fixes:
         if seen.node.args or seen.node.keywords or step.lineno != step.end_lineno:
             return None
         if any(
-            ast.unparse(c.args[0]) == seen.optimizer for c in self._calls(step, seen.scaler, "step") if c.args
+            text_of(c.args[0]) == seen.optimizer for c in self._calls(step, seen.scaler, "step") if c.args
         ):
             return None
         scales = self._calls(step, seen.scaler, "scale")

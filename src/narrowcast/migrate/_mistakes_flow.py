@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.migrate._mistakes_names import Script, argument, method
+from narrowcast.migrate._mistakes_names import Script, argument, method, text_of
 from narrowcast.migrate._mistakes_paths import Conditions, bound
 from narrowcast.migrate._mistakes_reach import CLIPPING, Reach
 
@@ -151,7 +151,7 @@ class Flow:
             self._leaving.append(([], []))
             self._bind(node, entry)
             if scaled is not None and not isinstance(node, ast.While):
-                self._scaled_names[ast.unparse(node.target)] = scaled
+                self._scaled_names[text_of(node.target)] = scaled
             end = self._block(node.body, entry)
             continued, broken = self._leaving.pop()
             for one in continued:
@@ -198,8 +198,8 @@ class Flow:
 
     def _scaled_by(self, node: ast.AST) -> str | None:
         """The scaler whose scale an expression carries."""
-        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in self._scaled_names:
-            return self._scaled_names[ast.unparse(node)]
+        if isinstance(node, (ast.Name, ast.Attribute)) and text_of(node) in self._scaled_names:
+            return self._scaled_names[text_of(node)]
         if isinstance(node, ast.Call):
             used = method(node)
             if used and used[0] in self._script.scalers:
@@ -274,7 +274,7 @@ class Flow:
         return all(value is NO for key, value in state.items() if key[1] == "clean" and key[0] in in_use)
 
     def _clip(self, node: ast.Call, state: State) -> None:
-        mentioned = {ast.unparse(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
+        mentioned = {text_of(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
         if self._divides or mentioned & set(self._script.scalers):
             return  # the limit may be multiplied by the scale
         optimizer = self._script.optimizer_of(node.args[0] if node.args else None)
@@ -291,7 +291,7 @@ class Flow:
             state["", "clipped"] = (node, optimizer)
 
     def _scaler_call(self, node: ast.Call, scaler: str, name: str, state: State) -> None:
-        optimizer = ast.unparse(node.args[0]) if node.args else None
+        optimizer = text_of(node.args[0]) if node.args else None
         if name == "unscale_" and optimizer is not None:
             if _get(state, scaler, "called", optimizer) is YES:
                 self._say("unscale-twice", node, scaler, optimizer)

@@ -47,10 +47,25 @@ def within(node: ast.AST) -> Iterator[ast.AST]:
             yield from within(child)
 
 
+def text_of(node: ast.AST) -> str:
+    """The text of an expression in Python's own spelling, kept with the node."""
+    kept = vars(node)
+    text: str | None = kept.get("_text")
+    if text is None:
+        if isinstance(node, ast.Name):
+            text = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute, ast.Call)):
+            text = f"{text_of(node.value)}.{node.attr}"
+        else:
+            text = ast.unparse(node)
+        kept["_text"] = text
+    return text
+
+
 def method(node: ast.AST) -> tuple[str, str] | None:
     """The receiver's text and the method's name of a call ``receiver.name(...)``."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return ast.unparse(node.func.value), node.func.attr
+        return text_of(node.func.value), node.func.attr
     return None
 
 
@@ -115,9 +130,9 @@ class Script:
                     pairs = [(target, node.value)]
                     if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                         pairs = list(zip(target.elts, node.value.elts, strict=False))
-                    found += [(ast.unparse(one), value) for one, whole in pairs for value in _values(whole)]
+                    found += [(text_of(one), value) for one, whole in pairs for value in _values(whole)]
             elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-                found += [(ast.unparse(node.target), value) for value in _values(node.value)]
+                found += [(text_of(node.target), value) for value in _values(node.value)]
         return found
 
     def qualified(self, node: ast.AST) -> str | None:
@@ -132,6 +147,22 @@ class Script:
     def called(self, node: ast.AST) -> str | None:
         """The full name of what a call calls."""
         return self.qualified(node.func) if isinstance(node, ast.Call) else None
+
+    @cached_property
+    def used(self) -> dict[tuple[str, str], list[ast.Call]]:
+        """(receiver, method) -> its calls."""
+        found: dict[tuple[str, str], list[ast.Call]] = {}
+        for call in self.calls:
+            name = method(call)
+            if name is not None:
+                found.setdefault(name, []).append(call)
+        return found
+
+    @cached_property
+    def scaling_functions(self) -> set[ast.AST]:
+        """The functions, and the script itself, that call a method of a scaler."""
+        calls = (call for (text, _), calls in self.used.items() if text in self.scalers for call in calls)
+        return {self.source.function(call) or self.tree for call in calls}
 
     @cached_property
     def made_scalers(self) -> dict[str, list[ast.Call]]:
@@ -178,7 +209,7 @@ class Script:
                 continue
             used.setdefault(receiver[0], set()).add(receiver[1])
             if receiver[0] in self.scalers and receiver[1] in ("step", "unscale_") and call.args:
-                found.add(ast.unparse(call.args[0]))
+                found.add(text_of(call.args[0]))
         found |= {text for text, names in used.items() if {"zero_grad", "step"} <= names}
         return found - set(self.scalers) - set(self.steppers)
 
@@ -190,25 +221,33 @@ class Script:
         for call in self.calls:
             used = method(call)
             if used and used[0] in self.scalers and used[1] in names and call.args:
-                found.setdefault(ast.unparse(call.args[0]), set()).add(used[0])
+                found.setdefault(text_of(call.args[0]), set()).add(used[0])
         return found
 
     def optimizer_of(self, parameters: ast.expr | None) -> str | None:
         """The one optimizer that was made of the parameters of a module, as in ``model.parameters()``."""
         if parameters is None:
             return None
-        text = ast.unparse(parameters)
-        made = {
-            target
-            for target, value in self.assignments
-            if isinstance(value, ast.Call) and value.args and ast.unparse(value.args[0]) == text
-        } & self.optimizers
-        return made.pop() if len(made) == 1 and text.endswith(".parameters()") else None
+        text = text_of(parameters)
+        made = self._made_of.get(text, set()) & self.optimizers
+        return next(iter(made)) if len(made) == 1 and text.endswith(".parameters()") else None
+
+    @cached_property
+    def _made_of(self) -> dict[str, set[str]]:
+        """First argument of a call -> what is assigned what it returns."""
+        found: dict[str, set[str]] = {}
+        for target, value in self.assignments:
+            if isinstance(value, ast.Call) and value.args:
+                found.setdefault(text_of(value.args[0]), set()).add(target)
+        return found
 
     def never_unscales(self, scaler: str) -> bool:
         """Whether nothing that this file can see unscales the gradients of a scaler before it steps."""
-        named = {node.attr for node in self.nodes if isinstance(node, ast.Attribute)}
-        return scaler in self.made_scalers and scaler not in self.handed_out and "unscale_" not in named
+        return scaler in self.made_scalers and scaler not in self.handed_out and not self._unscales
+
+    @cached_property
+    def _unscales(self) -> bool:
+        return any(isinstance(node, ast.Attribute) and node.attr == "unscale_" for node in self.nodes)
 
     @cached_property
     def steppers(self) -> set[str]:
@@ -259,7 +298,7 @@ class Script:
     def region(self, node: ast.expr) -> tuple[str, ast.Call] | None:
         """Whose region an expression opens and the call that makes it; None where it opens none."""
         if not isinstance(node, ast.Call):
-            kept = self._kept_regions.get(ast.unparse(node))
+            kept = self._kept_regions.get(text_of(node))
             if kept is None:
                 return None
             node = kept
@@ -288,7 +327,7 @@ class Script:
     def on_cpu_only(self) -> bool:
         """Whether every region and every scaler is one for the CPU, which nobody waits for."""
         devices = [
-            argument(call, 0, "device_type") for call in self.regions if "cpu" not in ast.unparse(call.func)
+            argument(call, 0, "device_type") for call in self.regions if "cpu" not in text_of(call.func)
         ]
         made = [call for calls in self.made_scalers.values() for call in calls]
         devices += [argument(call, 0, "device") for call in made]
@@ -314,13 +353,13 @@ class Script:
         for node in self.nodes:
             if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
                 continue
-            if not isinstance(node.ctx, ast.Load) or ast.unparse(node) not in self.scalers:
+            if not isinstance(node.ctx, ast.Load) or text_of(node) not in self.scalers:
                 continue
             outer = self.parents[node]
             if not isinstance(
                 outer, (ast.Attribute, ast.Compare, ast.If, ast.IfExp, ast.BoolOp, ast.UnaryOp)
             ):
-                found.add(ast.unparse(node))
+                found.add(text_of(node))
         return found
 
 

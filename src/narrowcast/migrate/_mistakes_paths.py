@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from narrowcast.migrate._mistakes_names import Script, method, within
+from narrowcast.migrate._mistakes_names import Script, method, text_of, within
 
 # 2**6 paths are followed through a function; conditions beyond that are taken to be open.
 _MOST_CONDITIONS = 6
@@ -26,11 +26,11 @@ def bound(node: ast.AST) -> Iterator[str]:
     for target in targets:
         for inner in ast.walk(target):
             if isinstance(inner, (ast.Name, ast.Attribute)) and isinstance(inner.ctx, ast.Store):
-                yield ast.unparse(inner)
+                yield text_of(inner)
 
 
 def _texts(node: ast.AST) -> set[str]:
-    return {ast.unparse(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
+    return {text_of(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
 
 
 class Conditions:
@@ -108,10 +108,10 @@ class Conditions:
     def _atom(self, test: ast.expr) -> tuple[str, bool]:
         """A condition's text, and whether the test asks that it holds or that it does not."""
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
-            left, operator, right = ast.unparse(test.left), test.ops[0], ast.unparse(test.comparators[0])
+            left, operator, right = text_of(test.left), test.ops[0], text_of(test.comparators[0])
             if left in self._scalers and right == "None":
                 return left, isinstance(operator, (ast.IsNot, ast.NotEq))
             if isinstance(operator, (ast.IsNot, ast.NotEq, ast.NotIn)):
                 same = {ast.IsNot: "is", ast.NotEq: "==", ast.NotIn: "in"}[type(operator)]
                 return f"{left} {same} {right}", False
-        return ast.unparse(test), True
+        return text_of(test), True

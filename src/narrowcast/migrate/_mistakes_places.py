@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from narrowcast.migrate._mistakes_flow import Seen
-from narrowcast.migrate._mistakes_names import Script, argument, method, within
+from narrowcast.migrate._mistakes_names import Script, argument, method, text_of, within
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -108,7 +108,7 @@ def _scalers_unused(script: Script) -> Iterator[Seen]:
 
 
 def _first_argument(call: ast.Call) -> str | None:
-    return ast.unparse(call.args[0]) if call.args else None
+    return text_of(call.args[0]) if call.args else None
 
 
 def _half_weights(script: Script) -> Iterator[Seen]:
@@ -139,7 +139,7 @@ def _is_conditional(script: Script, node: ast.AST) -> bool:
 
 def _schedulers_first(script: Script) -> Iterator[Seen]:
     """A scheduler that moves before the optimizer's step in one block of statements."""
-    for node in [script.tree, *script.nodes]:
+    for node in [script.tree, *script.nodes] if script.schedulers and script.scalers else ():
         for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
             if not isinstance(block, list):
                 continue
@@ -149,7 +149,7 @@ def _schedulers_first(script: Script) -> Iterator[Seen]:
                 if waiting is None and call is not None and _moves(script, call):
                     waiting = call if isinstance(call, ast.Call) else None
                 elif any(is_step(script, inner) for inner in within(statement)):
-                    if waiting is not None and call is not None and script.scalers:
+                    if waiting is not None and call is not None:
                         yield Seen("scheduler-before-step", waiting, "scaler")
                     break
 
@@ -220,14 +220,14 @@ def _losses(script: Script, trains: list[ast.AST]) -> set[str]:
             if isinstance(part, ast.Call) and (inner := method(part)) and inner[0] in script.scalers:
                 part = part.args[0] if part.args else part  # noqa: PLW2901
             if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript)):
-                found.add(ast.unparse(part))
+                found.add(text_of(part))
     return found
 
 
 def _reads(script: Script, node: ast.expr, losses: set[str]) -> bool:
     """Whether an expression waits for the device: ``.item()``, ``.cpu().numpy()``, a loss that is printed."""
     if isinstance(node, ast.FormattedValue):
-        return ast.unparse(node.value) in losses
+        return text_of(node.value) in losses
     used = method(node)
     if used is not None and isinstance(node, ast.Call):
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
@@ -237,6 +237,6 @@ def _reads(script: Script, node: ast.expr, losses: set[str]) -> bool:
         return used[1] == "numpy" and (".cpu()" in used[0] or used[0].removesuffix(".detach()") in losses)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "float"):
         return any(
-            ast.unparse(one).removesuffix(".detach()").removesuffix(".data") in losses for one in node.args
+            text_of(one).removesuffix(".detach()").removesuffix(".data") in losses for one in node.args
         )
     return False

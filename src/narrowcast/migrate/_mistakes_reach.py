@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from functools import cached_property
 
-from narrowcast.migrate._mistakes_names import Script, method, within
+from narrowcast.migrate._mistakes_names import Script, method, text_of, within
 
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm_?|value_)$|timm\.utils\..*clip_grad$")
 
@@ -27,9 +28,7 @@ class Reach:
                 continue
             inside = list(ast.walk(function))
             texts = {
-                ast.unparse(node)
-                for node in inside
-                if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+                text_of(node) for node in inside if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
             }
             mentions.setdefault(function.name, set()).update(set(self._script.scalers) & texts)
             calls.setdefault(function.name, set()).update(
@@ -55,9 +54,8 @@ class Reach:
     def may_touch(self, call: ast.Call) -> set[str]:
         """The scalers that an unknown call may scale, unscale, step or update with."""
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        texts = {
-            ast.unparse(inner) for value in given for inner in within(value) if isinstance(inner, ast.expr)
-        }
+        parts = (inner for value in given for inner in within(value))
+        texts = {text_of(one) for one in parts if isinstance(one, (ast.Name, ast.Attribute, ast.Subscript))}
         touched = {
             text for text in self._script.scalers if {text, text.rpartition(".")[0]} & (texts - {"self"})
         }
@@ -80,11 +78,9 @@ class Reach:
     def _clipping(self) -> dict[str, ast.Call]:
         """Name of a function here that touches no scaler -> what it clips first, however it is called."""
         found: dict[str, ast.Call] = {}
-        names = [
-            function.name for function in self._script.functions() if not isinstance(function, ast.Module)
-        ]
+        names = Counter(f.name for f in self._script.functions() if not isinstance(f, ast.Module))
         for function in self._script.functions():
-            if isinstance(function, ast.Module) or names.count(function.name) > 1:
+            if isinstance(function, ast.Module) or names[function.name] > 1:
                 continue
             for statement in function.body:
                 if (
