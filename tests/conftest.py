@@ -28,6 +28,7 @@ BUDGET_S = defaultdict(
         "examples": 1200.0,
         "cli": 900.0,
         "gradients": 240.0,
+        "migrate": 240.0,
         "policy": 180.0,
         "report": 180.0,
         "training": 480.0,

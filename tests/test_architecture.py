@@ -129,7 +129,7 @@ def modules_after(code: str) -> set[str]:
     return set(importlib.import_module("json").loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("room", sorted(TORCH_FREE - {"apex", "integrations", "migrate"}))
+@pytest.mark.parametrize("room", sorted(TORCH_FREE - {"apex", "integrations"}))
 def test_rooms_without_torch_do_not_import_it(room):
     assert "torch" not in modules_after(f"import narrowcast.{room}")
 

@@ -36,6 +36,7 @@ PAGES = {
         "--json",
     ],
     ("explain", "-h"): ["SCRIPT", "--policy", "--against", "--lock", "--check", "--all", "--json", "--steps"],
+    ("migrate", "-h"): ["PATH", "--write", "--check", "--to", "--json", "Exit code 1: with --check"],
     ("--version",): [narrowcast.__version__],
 }
 PROGRAM = """\

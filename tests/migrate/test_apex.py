@@ -565,6 +565,7 @@ def test_what_is_refused_runs_on_with_narrowcast_apex(name):
         rest = rest.replace("O1", "O2")
     outcome = migrated(HEAD + rest, "narrowcast")
     assert outcome.text == (HEAD + rest).replace("from apex", "from narrowcast.apex")
+    assert any(message.startswith("kept, with narrowcast.apex: ") for message in told(outcome))
 
 
 def test_o2_and_a_level_that_is_read_keep_narrowcast_apex():
@@ -607,6 +608,6 @@ def test_a_loop_over_gradients_is_unscaled_once():
         "    for p in model.parameters():\n        p.grad.clamp_(-1, 1)\n    optimizer.step()\n",
     )
     assert (
-        "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n    for p in model.parameters():\n"
-        "        p.grad.clamp_(-1, 1)\n    scaler.step(optimizer)\n"
+        "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n"
+        "    for p in model.parameters():\n        p.grad.clamp_(-1, 1)\n    scaler.step(optimizer)\n"
     ) in migrated(HEAD + INITIALIZE + loop).text

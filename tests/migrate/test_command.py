@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_goes_on(folder, narrow
     code, out, err = narrowcast("--write", ".", cwd=folder)
     assert (code, out) == (3, "train.py\n")
     assert words in err
-    assert "2 files, 1 to change, 1 not looked at" in err
+    assert "2 files, 1 changed, 1 not looked at" in err
     assert (folder / "broken.py").read_bytes() == content
     assert (folder / "train.py").read_text() == NEW
 

@@ -72,7 +72,7 @@ def migrate(
         text = "".join(diff_of(outcome, color=sys.stdout.isatty()) for outcome in changed).rstrip("\n")
     if text and not show(text):
         return NOT_WRITTEN
-    print(summary_text(outcomes), file=sys.stderr)  # noqa: T201
+    print(summary_text(outcomes, written=write), file=sys.stderr)  # noqa: T201
     if check and changed:
         return WOULD_CHANGE
     return NOT_LOOKED_AT if any(outcome.problem is not None for outcome in outcomes) else 0

@@ -55,9 +55,10 @@ def apex(source: Source, settings: Settings) -> Changes:
     if not plan.refused:
         return plan.changes
     left = Changes()
+    kept = settings.target == "narrowcast"
     for at, reason in dict.fromkeys(plan.refused):
-        left.tell(at, RULE, reason, fixed=False)
-    if settings.target == "narrowcast":
+        left.tell(at, RULE, f"kept, with narrowcast.apex: {reason}" if kept else reason, fixed=kept)
+    if kept:
         keep_with_narrowcast(source, left)
     return left
 

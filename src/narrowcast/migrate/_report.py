@@ -49,8 +49,11 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
     return told
 
 
-def summary_text(outcomes: Sequence[FileOutcome]) -> str:
-    """A table of the rules, with how often each was found, and how many files that concerns."""
+def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False) -> str:
+    """A table of the rules, with how often each was found, and how many files that concerns.
+
+    ``written``: the files were changed; otherwise they would be.
+    """
     counts: dict[str, Counter[bool]] = defaultdict(Counter)
     for outcome in outcomes:
         for finding in outcome.findings:
@@ -59,11 +62,11 @@ def summary_text(outcomes: Sequence[FileOutcome]) -> str:
     lines = [f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}"] if counts else []
     for rule, count in sorted(counts.items()):
         lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
-    changed, problems = sum(one.changes for one in outcomes), sum(one.problem is not None for one in outcomes)
-    lines.append(
-        f"{len(outcomes)} {'file' if len(outcomes) == 1 else 'files'}, {changed} to change"
-        + (f", {problems} not looked at" if problems else "")
-    )
+    changed = sum(one.changes for one in outcomes)
+    problems = sum(one.problem is not None for one in outcomes)
+    files = f"{len(outcomes)} {'file' if len(outcomes) == 1 else 'files'}"
+    missed = f", {problems} not looked at" if problems else ""
+    lines.append(f"{files}, {changed} {'changed' if written else 'to change'}{missed}")
     return "\n".join(lines)
 
 
