@@ -475,6 +475,10 @@ AROUND = {
         "import torch\nfrom apex.normalization import FusedLayerNorm as LN\nn = LN(8, eps=1e-6)\n",
         "import torch\nn = torch.nn.LayerNorm(8, eps=1e-6)\n",
     ),
+    "a star of which nothing is used": (
+        "import torch\nfrom apex.fp16_utils import *\nx = torch.ones(1)\n",
+        "import torch\nx = torch.ones(1)\n",
+    ),
     "imports that nothing uses": (
         "import torch\nfrom apex.multi_tensor_apply import multi_tensor_applier\n",
         "import torch\n",
@@ -545,6 +549,10 @@ REFUSED = {
         "from apex.optimizers import FusedAdam\nFusedAdam(p, bias_correction=False)\n" + INITIALIZE + LOOP,
         7,
         "bias_correction",
+    ),
+    "one of a star": (
+        "from apex.fp16_utils import *\nto_python_float(loss)\n" + INITIALIZE + LOOP,
+        6, "to_python_float may be",
     ),
     "everything of amp": ("from apex.amp import *\n" + INITIALIZE + LOOP, 6, "star import"),
 }  # fmt: skip

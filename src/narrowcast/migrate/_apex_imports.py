@@ -14,6 +14,11 @@ from narrowcast.migrate._text import import_line, reaches
 from narrowcast.migrate._to_narrowcast import narrowcast_name
 
 _KEPT_RULE = "apex"
+_FP16_UTILS = {
+    "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler", "clip_grad_norm",
+    "convert_module", "convert_network", "master_params_to_model_params", "model_grads_to_master_grads",
+    "network_to_half", "prep_param_lists", "to_python_float", "tofp16",
+}  # fmt: skip
 
 
 def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
@@ -30,7 +35,7 @@ def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
     for one in ours:
         moves.done.add((one.scope, one.name))
         if one.full.endswith(".*"):
-            plan.refuse(one.statement, "a star import of apex: what of it is used is not known")
+            _refuse_star(plan, one)
         elif (
             "?" in source.names.bound(one.scope, one.name) or len(source.names.bound(one.scope, one.name)) > 1
         ):
@@ -63,6 +68,16 @@ def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
         if not reaches(source, name, module):
             line = f"import {module}" if name == module else f"import {module} as {name}"
             plan.changes.edits.insert(0, import_line(source, line))
+
+
+def _refuse_star(plan: Plan, one: Imported) -> None:
+    """Refuse a star import, unless nothing that it brings is named in the file."""
+    names = {node.id for node in plan.source.nodes if isinstance(node, ast.Name)}
+    used = sorted(names & _FP16_UTILS)
+    if one.full != "apex.fp16_utils.*":
+        plan.refuse(one.statement, "a star import of apex: what of it is used is not known")
+    elif used:
+        plan.refuse(one.statement, f"a star import of apex, of which {', '.join(used)} may be used")
 
 
 def _probes(source: Source, one: Imported) -> bool:

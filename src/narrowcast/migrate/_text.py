@@ -135,7 +135,7 @@ def module_line(source: Source) -> int:
         if isinstance(statement, ast.Import | ast.ImportFrom) or (
             isinstance(statement, ast.Try | ast.If)
             and any(isinstance(one, ast.Import | ast.ImportFrom) for one in ast.walk(statement))
-            and not any(isinstance(one, ast.Call) for one in ast.walk(statement))
+            and not any(isinstance(call, ast.Call) for one in statement.body for call in ast.walk(one))
         ):
             last = statement
     return after_imports(source) if last is None else source.lines(last)[1]
