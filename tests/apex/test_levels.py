@@ -271,3 +271,23 @@ def test_what_is_said(capsys):
         "amp: O1: weights as they are, functions bfloat16 or float32 by the lists, loss scale dynamic",
         "amp: O2: weights float16, functions as they come, loss scale 128",
     ]
+
+
+def test_an_eps_that_half_does_not_hold_is_said(capsys):
+    """apex's O3 with Adam as it comes: 0 / 0 where a gradient is 0."""
+    for level, eps in (("O3", 1e-8), ("O3", 1e-4), ("O2", 1e-8), ("O1", 1e-8)):
+        net = model()
+        optimizer = torch.optim.Adam(net.parameters(), eps=eps)
+        amp.initialize(net, optimizer, opt_level=level)
+        said = [line for line in capsys.readouterr().err.splitlines() if "eps" in line]
+        expected = [
+            "amp: Adam keeps its state in float16 with the weights, where its eps of 1e-08 is 0 and weights "
+            "become NaN: give it eps=1e-4, or choose opt_level='O2'"
+        ]
+        assert said == (expected if (level, eps) == ("O3", 1e-8) else [])
+        if level == "O3":
+            for weight in net.parameters():
+                weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            assert any(weight.isnan().any() for weight in net.parameters()) == (eps == 1e-8)
+        amp.shutdown()

@@ -19,7 +19,7 @@ from narrowcast.apex._masters import Masters
 from narrowcast.apex._state import amp_state, say
 from narrowcast.errors import AmpError
 from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
-from narrowcast.weights import hold
+from narrowcast.weights import hold, lost_eps
 
 _STASH = "_amp_stash"
 _numbers = itertools.count()
@@ -66,6 +66,7 @@ class PreparedOptimizer:
         self._before: dict[str, tuple[Any, Any]] = {}
         if properties.enabled:
             self.refresh(originals)
+            self._say_that_eps_is_lost()
             _recast_state(optimizer)
             self._wrap("step", self._step)
             self._wrap("zero_grad", self._zero_grad)
@@ -98,6 +99,14 @@ class PreparedOptimizer:
             say(
                 "amp: master_params was read inside a scale_loss block, where gradients are scaled, and "
                 "those of masters are not there yet: clip after the block"
+            )
+
+    def _say_that_eps_is_lost(self) -> None:
+        eps = lost_eps(self.optimizer)
+        if eps is not None:
+            say(
+                f"amp: {self._name} keeps its state in float16 with the weights, where its eps of {eps:g} is "
+                "0 and weights become NaN: give it eps=1e-4, or choose opt_level='O2'"
             )
 
     def undo(self) -> dict[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from narrowcast.gradients import GradScaler, check_apart
 from narrowcast.policy import Policy, as_policy, resolve
 from narrowcast.scaling import Off, Static
 from narrowcast.training._lane import Lane, check_settings
-from narrowcast.weights import held_by, hold, lower
+from narrowcast.weights import held_by, hold, lost_eps, lower
 
 
 def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.dtype]:
@@ -122,19 +122,15 @@ def _warn_of_low_weights(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def _warn_of_lost_eps(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """An ``eps`` that is 0 in fp16 divides 0 by 0 where a gradient is 0, and the weights are NaN."""
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            eps = group.get("eps")
-            in_fp16 = any(parameter.dtype == torch.float16 for parameter in group["params"])
-            if in_fp16 and isinstance(eps, float) and 0 < eps <= 2.0**-25:
-                warnings.warn(
-                    f"{type(optimizer).__name__} keeps its state in fp16 with the weights, where its eps of "
-                    f'{eps} is 0 and weights become NaN: give it eps=1e-4, or use policy="O2"',
-                    UserWarning,
-                    stacklevel=4,
-                )
-                break
+        eps = lost_eps(optimizer)
+        if eps is not None:
+            warnings.warn(
+                f"{type(optimizer).__name__} keeps its state in fp16 with the weights, where its eps of "
+                f'{eps} is 0 and weights become NaN: give it eps=1e-4, or use policy="O2"',
+                UserWarning,
+                stacklevel=4,
+            )
 
 
 def _as_list(one: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from narrowcast.weights._fits import check_state
 from narrowcast.weights._held import HeldWeights, held_by, hold
-from narrowcast.weights._lower import is_batch_or_instance_norm, lower
+from narrowcast.weights._lower import is_batch_or_instance_norm, lost_eps, lower
 from narrowcast.weights._meter import SurvivingUpdates, UpdateMeter
 from narrowcast.weights._rounding import round_stochastically
 from narrowcast.weights._values import set_values
@@ -15,6 +15,7 @@ __all__ = [
     "held_by",
     "hold",
     "is_batch_or_instance_norm",
+    "lost_eps",
     "lower",
     "round_stochastically",
     "set_values",

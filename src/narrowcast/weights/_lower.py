@@ -1,4 +1,4 @@
-"""A float32 model cast down in place, with its float32 values handed out for those who will need them."""
+"""A float32 model cast down in place, its float32 values for those who will need them, and what is lost."""
 
 from __future__ import annotations
 
@@ -100,3 +100,16 @@ def _cast_parameter(parameter: torch.Tensor, dtype: torch.dtype) -> None:
     parameter.data = parameter.data.to(dtype)
     if gradient is not None:
         parameter.grad = gradient.to(dtype)
+
+
+def lost_eps(optimizer: torch.optim.Optimizer) -> float | None:
+    """An ``eps`` of ``optimizer`` that is 0 in fp16, where weights and so its state are; None: there is none.
+
+    It divides 0 by 0 where a gradient is 0, and the weights become NaN.
+    """
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        in_fp16 = any(parameter.dtype == torch.float16 for parameter in group["params"])
+        if in_fp16 and isinstance(eps, float) and 0 < eps <= 2.0**-25:
+            return eps
+    return None
