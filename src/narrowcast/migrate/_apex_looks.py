@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -26,6 +27,7 @@ def write_looks(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], s
     by_function: dict[int, list[ast.Call]] = defaultdict(list)
     for step in steps:
         by_function[id(source.function(step))].append(step)
+    starts = sorted(source.start(step) for step in steps)
     looked: dict[int, tuple[ast.stmt, list[str]]] = {}
     for reference in plan.references("amp.master_params"):
         plan.handled(reference)
@@ -35,11 +37,11 @@ def write_looks(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], s
             plan.refuse(reference.node, "amp.master_params without its optimizer written out")
             continue
         plan.changes.replace(source.span(call), _parameters_of(plan, flow, owner, call))
-        statement = _anchor(source, source.statement(call), blocks)
+        statement = _anchor(source, source.statement(call), blocks, starts)
         if not in_plain_branch(source, statement, blocks):
             looked.setdefault(id(statement), (statement, []))[1].append(source.code(owner))
     for inner, others in _other_looks(plan, blocks, by_function):
-        statement = _anchor(source, inner, blocks)
+        statement = _anchor(source, inner, blocks, starts)
         looked.setdefault(id(statement), (statement, []))[1].extend(others)
     first: dict[tuple[int, str], ast.stmt] = {}
     for statement, owners in sorted(looked.values(), key=lambda one: source.start(one[0])):
@@ -79,12 +81,16 @@ def _clause_of_if(source: Source, statement: ast.stmt) -> bool:
     return parent.orelse == [statement] and source.text[source.start(statement) :].startswith("elif")
 
 
-def _anchor(source: Source, statement: ast.stmt, blocks: Blocks) -> ast.stmt:
-    """The statement before which gradients are unscaled, once: the outermost loop after the backward pass."""
+def _anchor(source: Source, statement: ast.stmt, blocks: Blocks, steps: list[int]) -> ast.stmt:
+    """The statement before which gradients are unscaled, once: the outermost loop after the backward pass.
+
+    A loop with a step in it is that of training, also where its backward pass is in another function.
+    """
     found, since = statement, blocks.number_before(source.start(statement))
     for outer in source.around(statement):
         if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
-            if blocks.number_before(source.start(outer)) != since:
+            begin, end = source.span(outer)
+            if blocks.number_before(begin) != since or bisect_left(steps, begin) != bisect_left(steps, end):
                 break
             found = outer
         elif isinstance(outer, Function | ast.ClassDef):
