@@ -619,3 +619,28 @@ def test_a_loop_over_gradients_is_unscaled_once():
         "    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n"
         "    for p in model.parameters():\n        p.grad.clamp_(-1, 1)\n    scaler.step(optimizer)\n"
     ) in migrated(HEAD + INITIALIZE + loop).text
+
+
+def test_clipping_in_the_loop_of_training_is_unscaled_in_it():
+    text = """\
+    import torch
+    from apex import amp
+
+
+    def backward(model, optimizer, x):
+        loss = model(x).sum()
+        with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+            scaled_loss.backward()
+
+
+    model, optimizer = amp.initialize(model, optimizer)
+    for batch in batches:
+        for x in batch:
+            backward(model, optimizer, x)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+    """
+    assert (
+        "        backward(model, optimizer, x)\n    scaler.unscale_(optimizer)\n"
+        "    torch.nn.utils.clip_grad_norm_("
+    ) in migrated(text).text

@@ -130,6 +130,22 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_goes_on(folder, narrow
     assert (folder / "train.py").read_text() == NEW
 
 
+def test_a_fault_of_narrowcast_names_the_file_and_the_rest_goes_on(folder, narrowcast, monkeypatch):
+    from narrowcast.migrate import _driver
+
+    def stage(source, settings):
+        if source.path == "broken.py":
+            raise KeyError("none such")
+        return cuda_amp(source, settings)
+
+    cuda_amp = _driver.cuda_amp
+    monkeypatch.setattr(_driver, "_STAGES", (stage,))
+    (folder / "broken.py").write_text(OLD)
+    code, out, err = narrowcast("--write", ".", cwd=folder)
+    assert (code, out) == (3, "train.py\n")
+    assert "broken.py: narrowcast failed on it, please report: KeyError('none such')" in err
+
+
 def test_a_file_deeper_than_python_parses(folder, narrowcast):
     (folder / "train.py").write_text("amp = " + "(" * 5000 + ")" * 5000 + "\n")
     code, _, err = narrowcast("train.py", cwd=folder)

@@ -150,7 +150,8 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
         at = module_line(source)
         before = source.text[source.starts[max(source.line_of(at)[0] - 2, 0)] : at]
         blank = source.newline if before.strip() else ""
-        plan.changes.insert(at, blank + "".join(line + source.newline for line in lines))
+        after = source.newline if source.text[at : at + 200].lstrip(" \t")[:1] not in ("\r", "\n") else ""
+        plan.changes.insert(at, blank + "".join(line + source.newline for line in lines) + after)
 
 
 def _again(source: Source, before: list[Setup], setup: Setup) -> bool:

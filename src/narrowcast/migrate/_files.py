@@ -107,6 +107,8 @@ def migrate_file(path: Path, settings: Settings) -> FileOutcome:
         outcome = migrate_text(text, settings, str(path))
     except SyntaxError as error:
         return FileOutcome(path=str(path), problem=f"does not parse: {_where(error)}")
+    except Exception as error:  # of this package, not of the file: the other files go on
+        return FileOutcome(path=str(path), problem=f"narrowcast failed on it, please report: {error!r}")
     return FileOutcome(path=str(path), before=text, after=outcome.text, findings=outcome.findings)
 
 
