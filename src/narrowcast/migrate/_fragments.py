@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import libcst as cst
 from libcst.metadata import CodePosition, MetadataWrapper, PositionProvider
 
-_Alias = cst.ImportAlias
+# Without one of these no string goes on in the next line, and nothing has to be parsed.
+_MAY_GO_ON = re.compile(r"\"\"\"|\'\'\'|\\[\r\n]")
+_NEWLINE = re.compile(r"\r\n?|\n")
 
 
 def dotted(name: str) -> cst.Attribute | cst.Name:
@@ -59,6 +62,8 @@ def movable_lines(text: str) -> list[bool]:
 
     ``text`` is whole lines of statements.
     """
+    if not _MAY_GO_ON.search(text):
+        return [True] * (len(_NEWLINE.findall(text)) + 2)
     indented = text[:1] in (" ", "\t", "\f")
     module = cst.parse_module(f"if 1:\n{text}" if indented else text)
     places = MetadataWrapper(module, unsafe_skip_copy=True).resolve(PositionProvider)
