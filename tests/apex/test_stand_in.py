@@ -64,10 +64,17 @@ assert amp.__spec__.name == "narrowcast.apex.amp"
 pickled = b"capex.fp16_utils.loss_scaler\\nLossScaler\\n)\\x81."
 assert type(pickle.loads(pickled)) is apex.fp16_utils.LossScaler
 assert importlib.util.find_spec("apex.amp") is amp.__spec__
+from apex.multi_tensor_apply import multi_tensor_applier
+assert not multi_tensor_applier.available
+try:
+    multi_tensor_applier(None, None, [])
+except RuntimeError as error:
+    assert "torch's optimizers with fused=True" in str(error)
+else:
+    raise AssertionError
 for statement in (
     "import apex.normalization",
-    "from apex import multi_tensor_apply",
-    "from apex.multi_tensor_apply import multi_tensor_applier",
+    "from apex import RNN",
     "from apex.parallel.LARC import LARC",
     "import apex.contrib.xentropy",
     "from apex.transformer import parallel_state",
@@ -206,10 +213,13 @@ def test_every_name_that_scripts_import_is_answered_for(ended):
     found = ended["names"]
     assert found.code == 0, found.stderr
     assert found.stderr == ANSWERING
-    known = "apex.amp, apex.fp16_utils, apex.optimizers, apex.parallel and apex.transformer.amp"
+    known = (
+        "apex.amp, apex.fp16_utils, apex.multi_tensor_apply, apex.optimizers, apex.parallel and "
+        "apex.transformer.amp"
+    )
     lines = found.stdout.splitlines()
     names = [
-        "normalization", "multi_tensor_apply", "multi_tensor_apply", "parallel.LARC", "contrib",
+        "normalization", "RNN", "parallel.LARC", "contrib",
         "transformer.parallel_state", "_fused", "amp.nonsense",
     ]  # fmt: skip
     for line, name in zip(lines, names, strict=True):

@@ -1,7 +1,7 @@
 """apex's mixed precision on top of the rooms above: ``from narrowcast.apex import amp`` in place of apex's.
 
-``amp``, ``fp16_utils``, ``optimizers``, ``parallel`` and ``transformer.amp`` have apex's names. Each is
-imported on first use.
+``amp``, ``fp16_utils``, ``multi_tensor_apply``, ``optimizers``, ``parallel`` and ``transformer.amp`` have
+apex's names. Each is imported on first use.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from narrowcast.apex import amp, fp16_utils, optimizers, parallel, transformer
+    from narrowcast.apex import amp, fp16_utils, multi_tensor_apply, optimizers, parallel, transformer
 
-__all__ = ["amp", "fp16_utils", "optimizers", "parallel", "transformer"]
+__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "optimizers", "parallel", "transformer"]
 
 
 def __getattr__(name: str) -> object:

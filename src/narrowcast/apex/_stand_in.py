@@ -15,11 +15,15 @@ from typing import Any
 from narrowcast.errors import ApexModuleError
 
 _OURS = "narrowcast.apex"
-OFFERED = ("apex.amp", "apex.fp16_utils", "apex.optimizers", "apex.parallel", "apex.transformer.amp")
+OFFERED = (
+    *("apex.amp", "apex.fp16_utils", "apex.multi_tensor_apply", "apex.optimizers", "apex.parallel"),
+    "apex.transformer.amp",
+)
 # Files of apex that scripts import from, and that pickled objects name.
 _FILES_OF_APEX = {
     "apex.amp": ("amp", "frontend", "handle", "scaler"),
     "apex.fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"),
+    "apex.multi_tensor_apply": ("multi_tensor_apply",),
     "apex.optimizers": ("fused_adagrad", "fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
     "apex.parallel": ("distributed", "optimized_sync_batchnorm", "sync_batchnorm"),
     "apex.transformer.amp": ("grad_scaler",),
@@ -27,8 +31,6 @@ _FILES_OF_APEX = {
 _INSTEAD = {
     "apex.contrib": "its layers are kernels of their own; torch.nn has layers for most",
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear computes the same",
-    "apex.multi_tensor_apply": "torch's optimizers with fused=True and torch.nn.utils.clip_grad_norm_ take "
-    "many tensors at once by themselves",
     "apex.normalization": "torch.nn.LayerNorm and torch.nn.RMSNorm compute the same, and are fused",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
