@@ -32,8 +32,8 @@ class MultiTensorApply:
         """
         raise UnsupportedError(
             "apex's kernels for many tensors at once (amp_C) are not there: ask "
-            "multi_tensor_applier.available first, or use torch's optimizers with fused=True and torch.nn.utils.clip_grad_norm_, which take "
-            "many tensors at once by themselves"
+            "multi_tensor_applier.available first, or use torch's optimizers with fused=True and "
+            "torch.nn.utils.clip_grad_norm_, which take many tensors at once by themselves"
         )
 
     def __call__(self, op: Any, noop_flag_buffer: Any, tensor_lists: Any, *args: Any) -> Any:
