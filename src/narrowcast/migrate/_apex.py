@@ -134,8 +134,12 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
         plan.device = "amp_device"
     if scaler is not None and scaler.place == "global":
         lines.append(write_global(plan, scaler, setups))
-    for index, setup in enumerate(setups):
-        write_setup(plan, setup, scaler, again=_again(source, setups[:index], setup))
+    suites: set[int] = set()
+    for setup in setups:
+        suite = id(source.suite(setup.statement))
+        # Of two in one suite the second finds the scaler made.
+        write_setup(plan, setup, scaler, again=suite in suites)
+        suites.add(suite)
     if scaler is not None:
         _write_uses(plan, flow, blocks, steps, scaler)
         for reference in states:
@@ -152,12 +156,6 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
         blank = source.newline if before.strip() else ""
         after = source.newline if source.text[at : at + 200].lstrip(" \t")[:1] not in ("\r", "\n") else ""
         plan.changes.insert(at, blank + "".join(line + source.newline for line in lines) + after)
-
-
-def _again(source: Source, before: list[Setup], setup: Setup) -> bool:
-    """Whether the scaler was made already by another ``initialize`` of the same suite."""
-    suite = source.suite(setup.statement)
-    return any(source.suite(one.statement) is suite for one in before)
 
 
 def _write_uses(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], scaler: Scaler) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from narrowcast.migrate._changes import Finding
+from narrowcast.migrate._diff import unified_diff
 from narrowcast.migrate._files import FileOutcome
 from narrowcast.migrate._settings import Settings
 
@@ -21,7 +21,7 @@ def diff_of(outcome: FileOutcome, *, color: bool = False) -> str:
     """The change of one file as a unified diff; empty where nothing changes."""
     before, after = _LINE.findall(outcome.before), _LINE.findall(outcome.after)
     lines = []
-    for line in difflib.unified_diff(before, after, outcome.path, outcome.path):
+    for line in unified_diff(before, after, outcome.path):
         ended = line.endswith(("\n", "\r"))
         text = line if ended else f"{line}\n\\ No newline at end of file\n"
         lines.append(_colored(text) if color else text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from narrowcast.migrate._changes import Changes, Edit
@@ -95,7 +96,7 @@ def _comments_before(source: Source, begin: int, limit: int) -> int:
 
 def _line_starts(source: Source, begin: int, end: int) -> list[int]:
     """The starts of the lines of a suite that may be indented otherwise: no blank ones, none in a string."""
-    starts = [start for start in source.starts if begin <= start < end]
+    starts = source.starts[bisect_left(source.starts, begin) : bisect_left(source.starts, end)]
     movable = movable_lines(source.text[begin:end])
     return [
         start
