@@ -200,6 +200,30 @@ def test_what_was_written_to_a_weight_counts_for_its_master():
     assert torch.equal(model.state_dict()["0.weight"][0], torch.full((5,), 0.125))
 
 
+def set_by(way, weight):
+    if way == "fill":
+        weight.data.fill_(0.125)
+    elif way == "init":
+        torch.nn.init.constant_(weight.data, 0.125)
+    else:
+        weight.data = torch.full_like(weight.data, 0.125)
+
+
+@pytest.mark.parametrize("way", ["fill", "init", "another tensor"])
+def test_weights_set_through_data_before_the_first_step_count(way):
+    """As initializations of weights do, which scripts run after amp.initialize too; later ones are lost."""
+    model, optimizer = made(0, "O2")
+    set_by(way, model[0].weight)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(model[0].weight, torch.full_like(model[0].weight, 0.125))
+    assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 5), 0.125))
+    set_by(way, model[0].bias)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert not torch.equal(model[0].bias, torch.full_like(model[0].bias, 0.125))
+
+
 def test_the_state_is_apexs():
     made(0, "O1", num_losses=2)
     amp._amp_state.loss_scalers[1]._loss_scale = 256.0

@@ -325,6 +325,21 @@ def test_what_others_write_is_never_overwritten(dtype, updates, give_gradients):
     assert low.abs().max() <= 0.5
 
 
+def test_weights_that_are_set_through_data_before_the_first_step_count_for_masters(dtype):
+    """Such a write leaves no trace that could be asked for at every step."""
+    low = torch.nn.Parameter(torch.randn(50).to(dtype))
+    kept = low.detach().float() * (1 + 2.0**-14)
+    optimizer = torch.optim.SGD([low], lr=0.01)
+    handle = hold(optimizer, "masters", originals={low: kept})
+    low.data[:20] = 0.25
+    low.grad = torch.zeros_like(low)
+    optimizer.step()
+    assert torch.equal(low[:20].float(), torch.full((20,), 0.25))
+    after = handle.full_values()[low]
+    assert torch.equal(after[:20], torch.full((20,), 0.25))
+    assert torch.equal(after[20:], kept[20:])
+
+
 def test_an_embedding_that_renormalizes_itself_is_respected(dtype):
     embedding = torch.nn.Embedding(6, 8, max_norm=0.5)
     lower(embedding, dtype)

@@ -48,12 +48,13 @@ def hold(
 
     A low parameter that something else wrote to between steps in place (``load_state_dict``, a clamp) wins
     over what was kept, element by element; a residual that fits its new number stays. A write through
-    ``.data`` is not noticed. A step that does not happen, or that a fused optimizer leaves out, leaves every
-    bit of the low parameters. After one that raised, the next goes on from where it stopped. NaN and
-    infinities in a working parameter reach the low one; a finite value past the largest number becomes an
-    infinity there, which a master outlives and a residual does not. Closures are evaluated with the low
-    parameters, brought up to date before each evaluation. DTensors are held part by part. Parameters added
-    later with ``add_param_group`` are held from the next step on. CUDA graphs cannot capture the step.
+    ``.data`` is noticed before the first step, and not after it. A step that does not happen, or that a fused
+    optimizer leaves out, leaves every bit of the low parameters. After one that raised, the next goes on from
+    where it stopped. NaN and infinities in a working parameter reach the low one; a finite value past the
+    largest number becomes an infinity there, which a master outlives and a residual does not. Closures are
+    evaluated with the low parameters, brought up to date before each evaluation. DTensors are held part by
+    part. Parameters added later with ``add_param_group`` are held from the next step on. CUDA graphs cannot
+    capture the step.
 
     Args:
         optimizer: any that takes dense gradients and works on ``param_groups``.
@@ -268,7 +269,8 @@ class HeldWeights:
         for name, value in vars(low).items():
             # Marks that users put on parameters for their optimizers to read.
             vars(working).setdefault(name, value)
-        pair = Pair(low, working, seen=version_of(low))
+        # The first step looks for writes through .data too: weights are often set before it.
+        pair = Pair(low, working, seen=None)
         full = local(working).detach()
         if original is not None:
             full = _agreed(local(original).detach(), local(low))
