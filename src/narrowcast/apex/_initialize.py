@@ -51,7 +51,8 @@ def initialize(
     are nested, and their ``state_dict()`` is in float32. O1 casts in each call of a model in any thread, and
     from now on in calls outside of them in this thread, on the models' types of device, until ``shutdown()``;
     a second call of ``initialize`` takes its place there, and leaves the models of the first as they are.
-    Backward passes cast nothing. Put models on their device before, wrap them for several devices after.
+    Backward passes cast nothing. Put models on their device before, wrap them for several devices after, in
+    DDP or ``fully_shard``: the first ``scale_loss`` block hands the optimizer what ``fully_shard`` has made.
     Casts of weights are kept from one backward pass to the next and follow every write but those through
     ``.data`` between two forwards: ``nc.casting.drop_casts()`` after them.
 
@@ -156,6 +157,7 @@ def _start(
             min_loss_scale=min_loss_scale,
             max_loss_scale=max_loss_scale,
             originals=originals,
+            models=models,
         )
         parts = [weakref.ref(one) for one in prepared.each]
         if wanted.patch_torch_functions:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from narrowcast.apex._accumulation import Accumulation
+from narrowcast.apex._findings import Finding, settle
 from narrowcast.apex._levels import LOW_DTYPES, Properties
 from narrowcast.apex._loss_scaler import LossScaler, loss_scalers_for
 from narrowcast.apex._masters import Masters
+from narrowcast.apex._sharding import Places, is_sharded, shared_out
 from narrowcast.apex._state import amp_state, say
 from narrowcast.errors import AmpError
 from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
@@ -52,19 +54,22 @@ class PreparedOptimizer:
         properties: Properties,
         loss_scalers: list[LossScaler],
         originals: Mapping[torch.Tensor, torch.Tensor],
+        models: Sequence[torch.nn.Module] = (),
     ) -> None:
         self.optimizer = optimizer
         self.properties = properties
         self.loss_scalers = loss_scalers
         self.gradients = Accumulation(optimizer)
-        self.findings: list[Any] = []
+        self.findings: list[Finding] = []
         self.skip: str | None = None
         self.in_block = False
         self.number = next(_numbers)
         self._said = False
         self._active = True
         self._before: dict[str, tuple[Any, Any]] = {}
+        self._places: Places | None = None
         if properties.enabled:
+            self._places = Places(models, optimizer)
             self.refresh(originals)
             self._say_that_eps_is_lost()
             _recast_state(optimizer)
@@ -91,6 +96,41 @@ class PreparedOptimizer:
                 return
             self.gradients.masters = Masters(hold(self.optimizer, originals=originals))
         self.gradients.masters.refresh()
+
+    def follow_sharding(self) -> None:
+        """At the end of the first block: go on with the parameters that ``fully_shard`` has made since.
+
+        Raises:
+            AmpError: the optimizer has stepped before they were made.
+        """
+        places, self._places = self._places, None
+        if places is None:
+            return
+        new = places.replaced()
+        if lost := places.lost(new):
+            say(
+                f"amp: {lost} parameters of this {self._name} are in no model any more, so that what it does "
+                "trains nothing there: FullyShardedDataParallel needs an optimizer that was made after it, "
+                "fully_shard does not"
+            )
+        if not new:
+            return
+        masters = self.gradients.masters
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        if masters is not None:
+            pairs = [(low, new[low]) for low, _ in masters.pairs if low in new]
+            values = {now: shared_out(masters.full_value(low), now) for low, now in pairs}
+            masters.held.remove()
+            masters.forget()
+            self.gradients.masters = None
+        if any(parameter in self.optimizer.state for parameter in new):
+            raise AmpError(
+                f"fully_shard came after this {self._name} had stepped, and its state is not sharded: call "
+                "fully_shard right after amp.initialize"
+            )
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [new.get(parameter, parameter) for parameter in group["params"]]
+        self.refresh(values)
 
     def say_that_gradients_are_scaled(self) -> None:
         """Once, where they are read within a block."""
@@ -131,9 +171,10 @@ class PreparedOptimizer:
         self.refresh()
         values = {low: masters.full_value(low) for low, _ in masters.pairs}
         for low, value in values.items():
-            # In float32 before the state goes back to it, which would else be rounded to half.
             low.grad = None
-            low.data = value
+            if not is_sharded(low):  # which cannot change its format
+                # In float32 before the state goes back to it, which would else be rounded to half.
+                low.data = value
         masters.held.remove()
         masters.forget()
         return values
@@ -227,55 +268,6 @@ class PreparedOptimizer:
         return type(self.optimizer).__name__
 
 
-class Finding:
-    """What one ``scale_loss`` block found in gradients, not yet read from the device.
-
-    Args:
-        found: for each optimizer what ``Accumulation.end`` returned.
-    """
-
-    def __init__(
-        self,
-        scaler: LossScaler,
-        loss_id: int,
-        optimizers: Sequence[PreparedOptimizer],
-        found: Sequence[torch.Tensor],
-    ) -> None:
-        self.scaler, self.loss_id, self.optimizers = scaler, loss_id, list(optimizers)
-        self.flags = torch.stack([pair.to(found[0].device) for pair in found]).flatten()
-        for one in self.optimizers:
-            one.findings.append(self)
-
-    def act(self, flags: Sequence[float]) -> None:
-        """Move the scale, and have the next step of each optimizer left out where it must be."""
-        overflow = any(new > 0 for new in flags[0::2])
-        before = self.scaler.loss_scale()
-        self.scaler.after_block(overflow=overflow)
-        after = self.scaler.loss_scale()
-        for one, total in zip(self.optimizers, flags[1::2], strict=True):
-            one.findings.remove(self)
-            if overflow:
-                scale = f"stays at {after}" if after == before else f"reducing loss scale to {after}"
-                one.skip = f"Gradient overflow.  Skipping step, loss scaler {self.loss_id} {scale}"
-            elif total > 0 and one.skip is None:
-                one.skip = (
-                    "Skipping step, gradients from before the scale_loss block are not finite: clear them "
-                    "with zero_grad()"
-                )
-
-
-def settle(findings: Sequence[Finding]) -> None:
-    """Read what was found, in one wait for the device, and act on it."""
-    waiting = list(findings)
-    if waiting:
-        device = waiting[0].flags.device
-        flags = torch.cat([finding.flags.to(device) for finding in waiting]).tolist()
-        for finding in waiting:
-            count = len(finding.flags)
-            finding.act(flags[:count])
-            del flags[:count]
-
-
 class PreparedOptimizers:
     """All optimizers of one ``amp.initialize``."""
 
@@ -302,6 +294,7 @@ def prepare_optimizers(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     originals: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    models: Sequence[torch.nn.Module] = (),
 ) -> PreparedOptimizers:
     """Make optimizers ready for ``scale_loss``; under O2 their half parameters are replaced by masters.
 
@@ -309,6 +302,7 @@ def prepare_optimizers(
 
     Args:
         originals: float32 values, by half weight, that masters start from where they round to it.
+        models: those that the optimizers' parameters are of.
 
     Raises:
         AmpError: an optimizer that was prepared before, twice in the list, or is no optimizer; a number of
@@ -332,7 +326,7 @@ def prepare_optimizers(
             before = prepared(optimizer)
             if before is not None:
                 before.undo()  # amp was asked to do nothing with it
-            done.each.append(PreparedOptimizer(optimizer, properties, scalers, originals or {}))
+            done.each.append(PreparedOptimizer(optimizer, properties, scalers, originals or {}, models))
     except BaseException:
         done.undo()
         raise

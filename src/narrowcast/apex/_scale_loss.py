@@ -8,14 +8,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex._optimizers import (
-    Finding,
-    PreparedOptimizer,
-    optimizer_of,
-    others_watched,
-    prepared,
-    settle,
-)
+from narrowcast.apex._findings import Finding, settle
+from narrowcast.apex._optimizers import PreparedOptimizer, optimizer_of, others_watched, prepared
 from narrowcast.apex._state import amp_state
 from narrowcast.errors import AmpError
 from narrowcast.gradients import check_apart
@@ -73,12 +67,16 @@ def scale_loss(
     scaler = _scaler_for(named, loss_id)
     if not any(one.scales for one in named):
         yield loss.float()
+        for one in named:
+            one.follow_sharding()
         return
     scale = scaler.loss_scale()
     _begin(named, scale, delayed=delay_unscale)
     try:
         with others_watched(named, scale):
             yield loss.float() if scale == 1.0 else loss.float() * scale
+        for one in named:
+            one.follow_sharding()
         found = [one.gradients.end(scale, delayed=delay_unscale) for one in named]
     except BaseException:
         for one in named:

@@ -47,14 +47,14 @@ def hold(
     from them between steps is NaN. Parameters of other dtypes are left alone.
 
     A low parameter that something else wrote to between steps in place (``load_state_dict``, a clamp) wins
-    over what was kept, element by element; a residual that fits its new number stays. A write through
-    ``.data`` is noticed before the first step, and not after it. A step that does not happen, or that a fused
-    optimizer leaves out, leaves every bit of the low parameters. After one that raised, the next goes on from
-    where it stopped. NaN and infinities in a working parameter reach the low one; a finite value past the
-    largest number becomes an infinity there, which a master outlives and a residual does not. Closures are
-    evaluated with the low parameters, brought up to date before each evaluation. DTensors are held part by
-    part. Parameters added later with ``add_param_group`` are held from the next step on. CUDA graphs cannot
-    capture the step.
+    over what was kept, element by element; a residual that fits its new number stays. Writes through
+    ``.data`` are noticed until the first step. A step that does not happen, or that a fused optimizer leaves
+    out, leaves every bit of the low parameters. After one that raised, the next goes on from where it
+    stopped. NaN and infinities in a working parameter reach the low one; a finite value past the largest
+    number becomes an infinity there, which a master outlives and a residual does not. Closures are evaluated
+    with the low parameters, brought up to date before each evaluation. DTensors are held part by part.
+    Parameters added later with ``add_param_group`` are held from the next step on. CUDA graphs cannot capture
+    the step.
 
     Args:
         optimizer: any that takes dense gradients and works on ``param_groups``.
@@ -269,8 +269,7 @@ class HeldWeights:
         for name, value in vars(low).items():
             # Marks that users put on parameters for their optimizers to read.
             vars(working).setdefault(name, value)
-        # The first step looks for writes through .data too: weights are often set before it.
-        pair = Pair(low, working, seen=None)
+        pair = Pair(low, working, seen=None)  # .data too may be written to until the first step
         full = local(working).detach()
         if original is not None:
             full = _agreed(local(original).detach(), local(low))
@@ -390,11 +389,8 @@ def _check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch
             f"a parameter of shape {shape} is a {type(low.data).__name__}: plain tensors and DTensors can be "
             "held, so leave it out of this optimizer"
         )
-    if original is not None and (original.dtype, original.shape, original.device) != (
-        torch.float32,
-        low.shape,
-        low.device,
-    ):
+    wanted = (torch.float32, low.shape, low.device)
+    if original is not None and (original.dtype, original.shape, original.device) != wanted:
         raise WeightsError(
             f"the original of a parameter of shape {shape} on {low.device} must be a float32 tensor of that "
             f"shape there, not {str(original.dtype).removeprefix('torch.')} of shape "

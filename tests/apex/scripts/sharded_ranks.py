@@ -1,0 +1,81 @@
+"""One rank of two on gloo: ``fully_shard`` after ``amp.initialize``, and DDP beside it; one JSON line."""
+
+import copy
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowcast.apex import amp
+
+RANK, STORE = int(sys.argv[1]), sys.argv[2]
+STEPS, OVERFLOW = 4, 2
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trained(start, level, wrapped):
+    model = copy.deepcopy(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-6)
+    scale = {"loss_scale": 2.0**10} if level == "O0" else {}
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, half_type=torch.bfloat16, verbosity=0, **scale
+    )
+    if wrapped == "fully_shard":
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(2 * step + RANK))
+        optimizer.zero_grad()
+        loss = model(x).float().square().mean() * (float("inf") if step == OVERFLOW and RANK else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 2.0**-4)
+        optimizer.step()
+        losses.append(loss.item())
+    found = {
+        "losses": losses,
+        "masters": [whole(p.detach()).tolist() for p in amp.master_params(optimizer)],
+        "weights": [whole(p.detach()).tolist() for p in model.parameters()],
+        "exported": [whole(value).tolist() for value in model.state_dict().values()],
+        "scale": amp._amp_state.loss_scalers[0].loss_scale(),
+    }
+    amp.shutdown()
+    return found
+
+
+def main():
+    dist.init_process_group("gloo", init_method=f"file://{STORE}", rank=RANK, world_size=2)
+    torch.manual_seed(0)
+    start = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    found = {
+        level: {wrapped: trained(start, level, wrapped) for wrapped in ("fully_shard", "ddp")}
+        for level in ("O0", "O1", "O2")
+    }
+    late = copy.deepcopy(start)
+    optimizer = torch.optim.AdamW(late.parameters())
+    amp.initialize(late, optimizer, opt_level="O1", half_type=torch.bfloat16, verbosity=0)
+    late(torch.ones(1, 8)).float().sum().backward()
+    optimizer.step()
+    fully_shard(late)
+    try:
+        with amp.scale_loss(late(torch.ones(1, 8)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+    except RuntimeError as error:
+        found["late"] = str(error)
+    amp.shutdown()
+    print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

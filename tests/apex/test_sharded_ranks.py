@@ -1,0 +1,78 @@
+"""``fully_shard`` around what ``amp.initialize`` returned trains as DDP does, on two processes of gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.apex import amp
+
+SCRIPT = Path(__file__).parent / "scripts" / "sharded_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two processes found."""
+    store = tmp_path_factory.mktemp("sharded") / "store"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    ended = [process.communicate(timeout=240) for process in processes]
+    for process, (_, stderr) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, stderr
+    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in ended]
+
+
+def flat(nested):
+    return torch.cat([torch.tensor(one, dtype=torch.float64).flatten() for one in nested])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_it_trains_as_ddp_does(ranks, level):
+    """The mean of two ranks' gradients is a sum of two numbers, the same in any order and bucket.
+
+    Norms of shards add up in another order than those of whole tensors: a few units of 2**-24 in the factor
+    by which gradients are clipped, of which AdamW leaves as much in an update of at most its rate a step.
+    """
+    first, second = (rank[level]["fully_shard"] for rank in ranks)
+    for key in ("masters", "weights", "exported", "scale"):
+        assert first[key] == second[key]
+    ddp = ranks[0][level]["ddp"]
+    assert first["scale"] == ddp["scale"] == (2.0**10 if level == "O0" else 2.0**15)
+    limit = 4 * 2.0**-6 * 64 * 2.0**-24
+    for key in ("masters", "exported"):
+        assert (flat(first[key]) - flat(ddp[key])).abs().max() <= limit
+    assert first["losses"][1] != first["losses"][0]
+    wide = 2.0**-8 if level == "O2" else limit  # at most one step of bf16 below 2
+    assert (flat(first["weights"]) - flat(ddp["weights"])).abs().max() <= wide
+
+
+def test_sharding_after_a_step_is_refused(ranks):
+    for rank in ranks:
+        assert rank["late"].startswith("fully_shard came after this AdamW had stepped")
+
+
+def test_parameters_that_are_in_no_model_any_more_are_said(capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level="O1")
+    model[1] = torch.nn.Linear(2, 1)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    amp.shutdown()
+    said = [line for line in capsys.readouterr().err.splitlines() if "any more" in line]
+    assert len(said) == 1
+    assert said[0].startswith("amp: 2 parameters of this SGD are in no model any more, so that what it does")
