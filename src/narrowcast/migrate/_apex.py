@@ -71,7 +71,7 @@ def _write(plan: Plan) -> None:
     ]
     for setup in setups:
         hold(flow, setup)
-    blocks = read_blocks(plan, flow)
+    blocks = read_blocks(plan, flow, [setup.call for setup in setups])
     flow.follow()
     homes = write_around(plan)
     rules = write_lists(plan)

@@ -176,7 +176,8 @@ def _in_other_branch(source: Source, at: ast.AST) -> str | None:
         for node in ast.walk(one)
         if isinstance(node, ast.Call) and source.code(node.func) == source.code(call.func) and node.args
     ]
-    return source.code(same[0].args[0]) if len(same) == 1 else None
+    code = source.code(same[0].args[0]) if len(same) == 1 else None
+    return code if code is not None and "master_params(" not in code else None
 
 
 def _at_hand(source: Source, at: ast.AST, text: str) -> bool:

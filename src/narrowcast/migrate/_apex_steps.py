@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +33,16 @@ class Block:
 
 
 class Blocks(list[Block]):
-    """The blocks of a file, in their order, with ways to find one."""
+    """The blocks of a file, in their order, with ways to find one.
+
+    Attributes:
+        setups: the calls of ``amp.initialize``.
+    """
+
+    def __init__(self, setups: Iterable[ast.Call] = ()) -> None:
+        super().__init__()
+        self.setups = list(setups)
+        self._switches: set[tuple[str, bool]] | None = None
 
     @cached_property
     def by_id(self) -> dict[int, Block]:
@@ -51,6 +61,27 @@ class Blocks(list[Block]):
     def _starts(self) -> list[int]:
         return [block.start for block in self]
 
+    def switches(self, source: Source) -> set[tuple[str, bool]]:
+        """The conditions, and whether they hold, under which losses are scaled and else are not.
+
+        Where a loss is scaled in one branch and goes backward as it is in the other, the condition asks for
+        apex; so it does around ``amp.initialize``. One that only tells when a loss is scaled does not.
+        """
+        if self._switches is None:
+            self._switches = set()
+            setups = {id(one) for made in self.setups for one in source.around(made)}
+            for node in source.nodes:
+                if not isinstance(node, ast.If):
+                    continue
+                for suite, other, holds in ((node.body, node.orelse, True), (node.orelse, node.body, False)):
+                    apart = _holds(suite, self) and _is_plain(other, self)
+                    makes = id(node) in setups and any(
+                        made is inner for one in suite for inner in ast.walk(one) for made in self.setups
+                    )
+                    if apart or makes:
+                        self._switches.add(condition(source, node.test, holds))
+        return self._switches
+
     @cached_property
     def by_function(self) -> dict[int, list[Block]]:
         """The blocks of each function, by its ``id``; of the module by that of None."""
@@ -60,9 +91,9 @@ class Blocks(list[Block]):
         return found
 
 
-def read_blocks(plan: Plan, flow: Flow) -> Blocks:
+def read_blocks(plan: Plan, flow: Flow, setups: Iterable[ast.Call]) -> Blocks:
     """Every ``scale_loss`` of the file; what is no plain block is refused in ``plan``."""
-    blocks = Blocks()
+    blocks = Blocks(setups)
     for reference in plan.references("amp.scale_loss"):
         plan.handled(reference)
         block = _read_block(plan, reference)
@@ -151,15 +182,23 @@ def in_plain_branch(source: Source, node: ast.AST, blocks: Blocks) -> bool:
     """Whether ``node`` is in the branch of an ``if`` that is taken without apex."""
     inner: ast.AST = node
     for outer in source.around(node):
-        if isinstance(outer, ast.If):
-            here = outer.body if any(inner is one for one in outer.body) else outer.orelse
-            other = outer.orelse if here is outer.body else outer.body
-            if _holds(other, blocks) and not _holds(here, blocks):
+        if isinstance(outer, ast.If) and inner is not outer.test:
+            in_body = any(inner is one for one in outer.body)
+            here, other = (outer.body, outer.orelse) if in_body else (outer.orelse, outer.body)
+            test, holds = condition(source, outer.test, in_body)
+            if _is_plain(here, blocks) and (_holds(other, blocks) or _masters(source, other)):
                 return True
-            if _masters(source, other) and not _masters(source, here):
+            if (test, not holds) in blocks.switches(source) and not _holds(here, blocks):
                 return True
         inner = outer
     return False
+
+
+def condition(source: Source, test: ast.expr, holds: bool) -> tuple[str, bool]:
+    """A test without the ``not`` before it, and whether it holds."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, holds = test.operand, not holds
+    return source.code(test), holds
 
 
 def _masters(source: Source, suite: list[ast.stmt]) -> bool:
@@ -170,17 +209,28 @@ def _holds(suite: list[ast.stmt], blocks: Blocks) -> bool:
     return any(id(node) in blocks.by_id for one in suite for node in ast.walk(one))
 
 
+def _is_plain(suite: list[ast.stmt], blocks: Blocks) -> bool:
+    """Whether a suite goes backward from a loss that is not scaled."""
+    return not _holds(suite, blocks) and any(is_backward(node) for one in suite for node in ast.walk(one))
+
+
+def is_backward(node: ast.AST) -> bool:
+    """Whether a node is a call of a ``backward``."""
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
+    )
+
+
 def find_steps(plan: Plan, flow: Flow, blocks: Blocks) -> list[ast.Call]:
     """The ``step()`` calls of optimizers whose losses apex scales."""
     source = plan.source
     with_blocks = {id(source.function(block.statement)) for block in blocks}
+    # A backward() of this file that scales is none of a plain loss.
+    helps = any(block.function is not None and block.function.name == "backward" for block in blocks)
     plain = {
         id(source.function(node))
         for node in source.nodes
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "backward"
-        and id(source.function(node)) not in with_blocks
+        if is_backward(node) and not helps and id(source.function(node)) not in with_blocks
     }  # fmt: skip
     found = []
     for node in source.nodes:
