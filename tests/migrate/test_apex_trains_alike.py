@@ -9,7 +9,7 @@ import io
 import textwrap
 
 import pytest
-from rewriting import left_alone, migrated
+from rewriting import left_alone, migrated, told
 
 from narrowcast.apex import amp
 
@@ -161,9 +161,60 @@ def test_the_branch_without_apex_stays_plain(name, use_amp):
     assert not left_alone(outcome)
 
 
-def test_a_loss_that_is_scaled_in_some_iterations_alone_steps_by_the_scaler_in_all():
+def test_a_step_where_no_loss_went_backward_is_an_error_of_torch_and_refused():
     loop = LOOP.replace("    with amp", "    if i % 2 == 0:\n        with amp").replace(
         "        scaled_loss.b", "            scaled_loss.b"
     )
-    text = migrated(HEAD + loop + "        optimizer.step()\n    else:\n        optimizer.step()\n").text
-    assert text.count("scaler.step(optimizer)") == 2
+    text = HEAD + loop + "        optimizer.step()\n    else:\n        optimizer.step()\n"
+    outcome = migrated(text)
+    assert outcome.text == text
+    assert "would train wrongly here (update-between-steps)" in left_alone(outcome)[0][1]
+
+
+# Mistakes that only show once the whole is made: where they stand, and the rule that tells of them.
+WRONG = {
+    "gradients of a scaled loss": (
+        """\
+        torch.autograd.grad(scaled_loss, model.parameters())
+        optimizer.step()
+        """,
+        "scaled-autograd-grad",
+    ),
+    "two steps": (
+        """\
+        optimizer.step()
+        optimizer.step()
+        """,
+        "update-missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("comment", ["", "  # narrowcast: ignore"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_train_wrongly_is_refused(name, comment):
+    body, rule = WRONG[name]
+    text = script(body.replace(")\n", f"){comment}\n"))
+    outcome = migrated(text)
+    assert outcome.text == text
+    assert any(f"would train wrongly here ({rule})" in message for _, message in left_alone(outcome))
+    kept = migrated(text, "narrowcast")
+    assert kept.text == text.replace("from apex", "from narrowcast.apex")
+    assert any(
+        f"kept, with narrowcast.apex: the rewriting would train wrongly here ({rule})" in one
+        for one in told(kept)
+    )
+
+
+def test_a_mistake_of_the_script_itself_is_no_reason_to_refuse():
+    native = """\
+    def other(scaler, net, opt, loss):
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # narrowcast: ignore
+        scaler.step(opt)
+        scaler.update()
+
+
+    """
+    text = script("optimizer.step()\n", before=native)
+    assert not left_alone(migrated(text))

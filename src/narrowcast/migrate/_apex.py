@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 
 from narrowcast.migrate._apex_around import write_around, write_lists
+from narrowcast.migrate._apex_check import check
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_imports import keep_with_narrowcast, remove_imports
 from narrowcast.migrate._apex_looks import write_looks
@@ -52,6 +53,8 @@ def apex(source: Source, settings: Settings) -> Changes:
         return Changes()
     plan = Plan(source, settings.target, device=device_type(source))
     _write(plan)
+    if not plan.refused:
+        plan.refused += check(source, plan.changes, settings)
     if not plan.refused:
         return plan.changes
     left = Changes()
