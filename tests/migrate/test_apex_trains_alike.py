@@ -218,3 +218,205 @@ def test_a_mistake_of_the_script_itself_is_no_reason_to_refuse():
     """
     text = script("optimizer.step()\n", before=native)
     assert not left_alone(migrated(text))
+
+
+# Helpers, and what the loop does between its backward pass and its step.
+LOOKS = {
+    "a function that takes the optimizer": (
+        """\
+        def limit(optimizer, most):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad.data.clamp_(-most, most)
+        """,
+        "limit(optimizer, 0.005)\noptimizer.step()\n",
+    ),
+    "a function that takes the model": (
+        """\
+        def average(net):
+            for p in net.parameters():
+                p.grad.data /= p.grad.data.norm() + 2.0**-20
+        """,
+        "average(model)\noptimizer.step()\n",
+    ),
+    "an object that holds the parameters": (
+        """\
+        class Clip:
+            def __init__(self, params):
+                self.params = list(params)
+            def __call__(self):
+                torch.nn.utils.clip_grad_norm_(self.params, 0.01)
+        clip = Clip(model.parameters())
+        """,
+        "clip()\noptimizer.step()\n",
+    ),
+    "a function of another module": (
+        "from torch.nn.utils import clip_grad_value_ as bounded\n",
+        "bounded(model.parameters(), 0.005)\noptimizer.step()\n",
+    ),
+    "a number read first and used later": (
+        """\
+        def norm_of(net):
+            return sum(p.grad.double().norm() for p in net.parameters())
+        """,
+        """\
+        n = norm_of(model)
+        if n > 0.02:
+            for p in model.parameters():
+                p.grad.data.mul_(0.02 / n)
+        optimizer.step()
+        """,
+    ),
+    "a look in the test of an if": (
+        """\
+        def norm_of(net):
+            return sum(p.grad.double().norm() for p in net.parameters())
+        """,
+        """\
+        if norm_of(model) > 0.02:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+            optimizer.step()
+        else:
+            optimizer.step()
+        """,
+    ),
+    "looks in two ifs": (
+        "",
+        """\
+        if i % 2:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.02)
+        if i % 3:
+            torch.nn.utils.clip_grad_value_(amp.master_params(optimizer), 0.005)
+        optimizer.step()
+        """,
+    ),
+    "clipping and stepping under the same condition": (
+        "",
+        """\
+        if i > 1:
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.02)
+        if i > 1:
+            optimizer.step()
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["torch", "narrowcast"])
+@pytest.mark.parametrize("name", LOOKS)
+def test_whatever_looks_at_gradients_meets_them_unscaled(name, target):
+    before, body = LOOKS[name]
+    outcome = trains_alike(script(body, before), target)
+    assert outcome.text.count("unscale_(optimizer)") == 1
+    assert not left_alone(outcome)
+
+
+def test_gradients_are_unscaled_before_the_first_that_reads_them():
+    before, body = LOOKS["a number read first and used later"]
+    assert (
+        "    scaler.scale(loss).backward()\n"
+        "    scaler.unscale_(optimizer)\n"
+        "    n = norm_of(model)\n"
+        "    if n > 0.02:\n"
+        "        for p in model.parameters():\n"
+    ) in migrated(script(body, before)).text
+
+
+METHODS = """\
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+    def limit(self):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+
+    def train(self, x):
+        self.optimizer.zero_grad()
+        loss = self.model(x).float().sum() / 256
+        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        self.limit()
+        self.optimizer.step()
+
+
+trainer = Trainer(model, optimizer)
+for i in range(6):
+    trainer.train(torch.tensor([[1.0, 2.0]]) * (i + 1))
+"""
+
+
+@pytest.mark.parametrize("target", ["torch", "narrowcast"])
+def test_methods_that_look_at_gradients(target):
+    text = trains_alike(HEAD + METHODS + TAIL, target).text
+    assert "        self.scaler.unscale_(self.optimizer)\n        self.limit()\n" in text
+
+
+APART = """\
+def backward(loss, optimizer):
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def limit(net):
+    for p in net.parameters():
+        p.grad.clamp_(-0.005, 0.005)
+
+
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+for i in range(6):
+    optimizer.zero_grad()
+    loss = model(torch.tensor([[1.0, 2.0]]) * (i + 1)).float().sum() / 256
+    backward(loss, optimizer)
+    limit(model)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("target", ["torch", "narrowcast"])
+def test_a_backward_pass_in_a_function_of_its_own(target):
+    text = trains_alike(HEAD + APART + TAIL, target).text
+    assert "    backward(loss, optimizer)\n    scaler.unscale_(optimizer)\n    limit(model)\n" in text
+
+
+ACCUMULATED = LOOP.replace("optimizer.zero_grad()", "last = i % 2 == 1").replace(
+    "loss, optimizer)", "loss, optimizer, delay_unscale=not last)"
+)
+LIMIT = "def limit(net):\n    for p in net.parameters():\n        p.grad.clamp_(-0.005, 0.005)\n"
+
+
+@pytest.mark.parametrize("target", ["torch", "narrowcast"])
+def test_a_window_of_iterations_is_unscaled_where_it_steps(target):
+    body = "    if last:\n        limit(model)\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    text = trains_alike(HEAD + LIMIT + ACCUMULATED + body + TAIL, target).text
+    assert "    if last:\n        scaler.unscale_(optimizer)\n        limit(model)\n" in text
+
+
+def test_a_look_in_every_iteration_of_a_window_is_refused():
+    body = "    limit(model)\n    if last:\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    outcome = migrated(HEAD + LIMIT + ACCUMULATED + body)
+    assert any("unscales once a step" in message for _, message in left_alone(outcome))
+
+
+def test_a_look_between_two_backward_passes_is_refused():
+    body = (
+        "    limit(model)\n    with amp.scale_loss(loss, optimizer) as again:\n        again.backward()\n"
+        "    optimizer.step()\n"
+    )
+    outcome = migrated(HEAD + LIMIT + LOOP + body)
+    assert any("between two backward passes" in message for _, message in left_alone(outcome))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lr = optimizer.param_groups[0]['lr']",
+        "print(scheduler.get_last_lr())",
+        "model.train()",
+        "torch.save(model, f)",
+    ],
+)
+def test_what_is_known_not_to_look_is_left_alone(line):
+    assert (
+        "unscale_"
+        not in migrated(script(f"{line}\noptimizer.step()\n", "scheduler = Decay(optimizer)\n")).text
+    )

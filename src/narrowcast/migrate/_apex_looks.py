@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import ast
-import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_plan import Plan, root
 from narrowcast.migrate._apex_setup import Scaler
-from narrowcast.migrate._apex_steps import Blocks, exclusive, in_plain_branch
+from narrowcast.migrate._apex_steps import Blocks, condition, in_plain_branch
+from narrowcast.migrate._apex_windows import Windows
 from narrowcast.migrate._arguments import argument, is_plain
 from narrowcast.migrate._source import Source
 from narrowcast.migrate._text import insert_before
 
-# What looks at gradients, which apex has unscaled when its block ends.
 Steps = Mapping[int, list[ast.Call]]
-_LOOKS = re.compile(r"(clip_grad_|clip_grad\b|grad_norm|\.grad\b|all_?reduce_?(grad|and)|synchronize\()")
+_MORE_OFTEN = (
+    "gradients are clipped or read after each backward pass, and {name} steps under a condition of its own: "
+    "a scaler unscales once a step. Move it to the step first"
+)
+_TWICE = "gradients of {name} are looked at twice: unscale_ may come once"
 
 
 def write_looks(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], scaler: Scaler) -> None:
@@ -28,7 +31,30 @@ def write_looks(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], s
     for step in steps:
         by_function[id(source.function(step))].append(step)
     starts = sorted(source.start(step) for step in steps)
-    looked: dict[int, tuple[ast.stmt, list[str]]] = {}
+    looked: dict[tuple[int, int, str], list[ast.stmt]] = defaultdict(list)
+    found = [*_masters(plan, flow, blocks), *Windows(plan, flow, blocks, steps).looks()]
+    for statement, name in sorted(found, key=lambda one: source.start(one[0])):
+        run = id(source.function(statement)), blocks.number_before(source.start(statement)), name
+        looked[run].append(_anchor(source, statement, blocks, starts))
+    for (_, _, name), statements in looked.items():
+        for statement in _places(plan, blocks, statements, name):
+            if not _steps_after(source, statement, name, by_function):
+                plan.refuse(statement, _MORE_OFTEN.format(name=name))
+            if _clause_of_if(source, statement):
+                plan.refuse(statement, "gradients are looked at in an elif: no statement can come before it")
+            if not source.stands_alone(statement):
+                plan.refuse(statement, "what looks at gradients shares its line with another statement")
+            if blocks.around(source, statement) is not None:
+                plan.note(
+                    statement, "apex looked here at gradients that were still scaled; now they are true"
+                )
+            code = f"{scaler.at(source, statement)}.unscale_({name})"
+            insert_before(source, plan.changes, statement, code, _indent(source, statement, blocks))
+
+
+def _masters(plan: Plan, flow: Flow, blocks: Blocks) -> Iterator[tuple[ast.stmt, str]]:
+    """The statements that ask for ``master_params``, and of which optimizer."""
+    source = plan.source
     for reference in plan.references("amp.master_params"):
         plan.handled(reference)
         call = plan.call_of(reference)
@@ -37,32 +63,104 @@ def write_looks(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], s
             plan.refuse(reference.node, "amp.master_params without its optimizer written out")
             continue
         plan.changes.replace(source.span(call), _parameters_of(plan, flow, owner, call))
-        statement = _anchor(source, source.statement(call), blocks, starts)
+        statement = source.statement(call)
         if not in_plain_branch(source, statement, blocks):
-            looked.setdefault(id(statement), (statement, []))[1].append(source.code(owner))
-    for inner, others in _other_looks(plan, blocks, by_function):
-        statement = _anchor(source, inner, blocks, starts)
-        looked.setdefault(id(statement), (statement, []))[1].extend(others)
-    first: dict[tuple[int, str], ast.stmt] = {}
-    for statement, owners in sorted(looked.values(), key=lambda one: source.start(one[0])):
-        for name in dict.fromkeys(owners):
-            run = blocks.number_before(source.start(statement))
-            before = first.get((run, name))
-            if before is not None and not exclusive(source, before, statement):
-                if source.suite(before) is source.suite(statement):
-                    continue
-                plan.refuse(statement, f"gradients of {name} are looked at twice: unscale_ may come once")
-                continue
-            first[run, name] = statement
-            _check_once(plan, statement, name, by_function)
-            if _clause_of_if(source, statement):
-                plan.refuse(statement, "gradients are looked at in an elif: no statement can come before it")
-            if blocks.around(source, statement) is not None:
-                plan.note(
-                    statement, "apex looked here at gradients that were still scaled; now they are true"
-                )
-            code = f"{scaler.at(source, statement)}.unscale_({name})"
-            insert_before(source, plan.changes, statement, code, _indent(source, statement, blocks))
+            yield statement, source.code(owner)
+
+
+def _places(plan: Plan, blocks: Blocks, looks: list[ast.stmt], name: str) -> list[ast.stmt]:
+    """Before which statements gradients are unscaled, once on each path, for all that look at them."""
+    source = plan.source
+    paths = [_path(source, one) for one in looks]
+    depth = 0
+    while all(len(path) > depth + 1 for path in paths) and len({id(path[depth]) for path in paths}) == 1:
+        depth += 1
+    level: dict[int, list[ast.stmt]] = defaultdict(list)
+    for path, one in zip(paths, looks, strict=True):
+        level[id(source.suite(path[depth]))].append(one)
+    if len(level) > 1:
+        # Under one statement, in several of its suites.
+        if isinstance(paths[0][depth - 1], ast.If):
+            return [place for part in level.values() for place in _places(plan, blocks, part, name)]
+        whole = paths[0][depth - 1]
+        if _holds_block(whole, blocks):
+            plan.refuse(looks[0], _TWICE.format(name=name))
+        return [whole]
+    before, first = paths[0][depth], looks[0]
+    if all(path[depth] is before for path in paths):
+        return [first]
+    if _holds_block(before, blocks):
+        # The first stands by its backward pass; what follows it meets gradients that are unscaled.
+        around = {id(outer) for outer in source.around(first)}
+        near = [block for block in blocks if id(block.statement) in {id(one) for one in ast.walk(before)}]
+        if not any(id(source.parents[block.statement]) in around for block in near):
+            plan.refuse(first, _TWICE.format(name=name))
+        inside = [one for path, one in zip(paths, looks, strict=True) if path[depth] is before]
+        return _places(plan, blocks, inside, name)
+    return [before]
+
+
+def _holds_block(statement: ast.stmt, blocks: Blocks) -> bool:
+    return any(id(node) in blocks.by_id for node in ast.walk(statement))
+
+
+def _path(source: Source, statement: ast.stmt) -> list[ast.stmt]:
+    """The statements around one within its function, outermost first, itself last."""
+    path = [statement]
+    for outer in source.around(statement):
+        if isinstance(outer, Function | ast.ClassDef):
+            break
+        if isinstance(outer, ast.stmt):
+            path.append(outer)
+    return path[::-1]
+
+
+def _steps_after(source: Source, statement: ast.stmt, name: str, steps: Steps) -> bool:
+    """Whether the optimizer steps whenever ``statement`` was reached; so where its step is elsewhere."""
+    own = [
+        step
+        for step in steps.get(id(source.function(statement)), ())
+        if isinstance(step.func, ast.Attribute) and source.code(step.func.value) == name
+    ]
+    if not any(source.start(step) >= source.start(statement) for step in own):
+        return True
+    held: set[tuple[str, bool]] = set()
+    here: ast.stmt = statement
+    first = True
+    while True:
+        suite = source.suite(here)
+        at = next(index for index, one in enumerate(suite) if one is here)
+        if any(_always(source, one, name, held) for one in suite[at if first else at + 1 :]):
+            return True
+        first = False
+        outer = source.parents[here]
+        if isinstance(outer, ast.If):
+            held.add(condition(source, outer.test, any(here is one for one in outer.body)))
+        elif not isinstance(outer, ast.With | ast.Try):
+            return False
+        here = outer
+
+
+def _always(source: Source, statement: ast.stmt, name: str, held: set[tuple[str, bool]]) -> bool:
+    """Whether a statement steps whenever it is reached under the conditions ``held``."""
+    if isinstance(statement, ast.If):
+        if condition(source, statement.test, True) in held:
+            return any(_always(source, one, name, held) for one in statement.body)
+        if condition(source, statement.test, False) in held:
+            return any(_always(source, one, name, held) for one in statement.orelse)
+        return all(
+            any(_always(source, one, name, held) for one in suite)
+            for suite in (statement.body, statement.orelse)
+        )
+    if isinstance(statement, ast.With | ast.Try):
+        return any(_always(source, one, name, held) for one in statement.body)
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr == "step"
+        and source.code(call.func.value) == name
+    )
 
 
 def _indent(source: Source, statement: ast.stmt, blocks: Blocks) -> str:
@@ -96,50 +194,6 @@ def _anchor(source: Source, statement: ast.stmt, blocks: Blocks, steps: list[int
         elif isinstance(outer, Function | ast.ClassDef):
             break
     return found
-
-
-def _other_looks(plan: Plan, blocks: Blocks, steps: Steps) -> list[tuple[ast.stmt, list[str]]]:
-    """Statements between a scaled backward pass and the step that look at gradients by themselves."""
-    source, found = plan.source, []
-    looks: dict[int, list[ast.stmt]] = defaultdict(list)
-    for node in source.nodes:
-        if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-            text = source.code(node)
-            if _LOOKS.search(text) and "master_params" not in text:
-                looks[id(source.function(node))].append(node)
-    for function, inside in blocks.by_function.items():
-        for block in inside:
-            later = [start for step in steps.get(function, ()) if (start := source.start(step)) > block.start]
-            owners = [source.code(one) for one in block.optimizers]
-            for node in looks[function] if later else ():
-                if block.start < source.start(node) < min(later) and not in_plain_branch(
-                    source, node, blocks
-                ):
-                    found.append((node, owners))
-    return found
-
-
-def _check_once(plan: Plan, statement: ast.stmt, owner: str, steps: Steps) -> None:
-    """Refuse to unscale where that happens more often than the step."""
-    source = plan.source
-    outside = {id(outer) for outer in source.around(statement)}
-    for step in steps.get(id(source.function(statement)), ()):
-        if not isinstance(step.func, ast.Attribute) or source.code(step.func.value) != owner:
-            continue
-        if source.start(step) < source.start(statement):
-            continue
-        rarer = [
-            outer
-            for outer in source.around(source.statement(step))
-            if id(outer) not in outside and isinstance(outer, ast.If | ast.For | ast.While)
-        ]
-        if rarer:
-            plan.refuse(
-                statement,
-                f"gradients are clipped or read after each backward pass, and {owner} steps under a "
-                "condition of its own: a scaler unscales once a step. Move it to the step first",
-            )
-        return
 
 
 def _parameters_of(plan: Plan, flow: Flow, owner: ast.expr, at: ast.AST) -> str:
