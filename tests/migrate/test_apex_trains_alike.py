@@ -420,3 +420,66 @@ def test_what_is_known_not_to_look_is_left_alone(line):
         "unscale_"
         not in migrated(script(f"{line}\noptimizer.step()\n", "scheduler = Decay(optimizer)\n")).text
     )
+
+
+def test_a_flag_that_told_whether_apex_is_there_stays_true():
+    asked = "try:\n    from apex import amp\n    has_apex = True\nexcept ImportError:\n    has_apex = False\n"
+    text = (
+        script("optimizer.step()\n")
+        .replace("from apex import amp\n", asked)
+        .replace("model, optimizer = amp", "if has_apex:\n    model, optimizer = amp")
+    )
+    outcome = trains_alike(text, "torch")
+    assert outcome.text.startswith("import torch\nhas_apex = True\n")
+    assert any("no longer asked, and this stays: has_apex = True" in message for message in told(outcome))
+
+
+ONE_LINE = {
+    "a block on one line": (
+        LOOP.replace("scaled_loss:\n        ", "scaled_loss: "),
+        "    optimizer.step()\n",
+        "    scaler.scale(loss).backward()\n",
+    ),
+    "a step that shares its line": (
+        LOOP,
+        "    optimizer.step(); optimizer.zero_grad()\n",
+        "    scaler.step(optimizer); scaler.update(); optimizer.zero_grad()\n",
+    ),
+    "a step under an if on its line": (
+        LOOP,
+        "    if i % 2: optimizer.step()\n",
+        "    if i % 2: scaler.step(optimizer); scaler.update()\n",
+    ),
+    "initialize under an if on its line": (
+        LOOP.replace("model, optimizer =", "if True: model, optimizer ="),
+        "    optimizer.step()\n",
+        'if True: scaler = torch.amp.GradScaler("cpu")\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["torch", "narrowcast"])
+@pytest.mark.parametrize("name", ONE_LINE)
+def test_statements_that_share_a_line(name, target):
+    loop, body, after = ONE_LINE[name]
+    text = trains_alike(HEAD + loop + body + TAIL, target).text
+    assert (after if target == "torch" else after.replace("torch.amp", "nc")) in text
+
+
+def test_steps_that_share_a_line_update_once():
+    text = (
+        "import torch\nfrom apex import amp\nm, [o, q] = amp.initialize(m, [o, q])\nloss = m(x)\n"
+        "with amp.scale_loss(loss, [o, q]) as s: s.backward()\no.step(); q.step()\n"
+    )
+    assert migrated(text).text.endswith(
+        "scaler.scale(loss).backward()\nscaler.step(o); scaler.step(q); scaler.update()\n"
+    )
+
+
+def test_of_refusals_that_follow_from_another_nothing_is_told():
+    outcome = migrated(
+        script("optimizer.step(closure)\nsave(amp.state_dict())\namp.master_params(optimizer)\n")
+    )
+    assert [message for _, message in left_alone(outcome)] == [
+        "step with a closure, which torch's scaler does not take"
+    ]

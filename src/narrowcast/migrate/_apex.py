@@ -45,6 +45,7 @@ _UNKNOWN = {
     "register_float_function": "call it in a region with enabled=False, on inputs cast to float32",
     "register_promote_function": "cast explicitly where it is called",
 }
+_OF_TRAINING = {f"apex.amp.{name}" for name in ("state_dict", "load_state_dict", "master_params")}
 
 
 def apex(source: Source, settings: Settings) -> Changes:
@@ -87,7 +88,10 @@ def _write(plan: Plan) -> None:
         )
     if not plan.refused and setups:
         _write_training(plan, flow, setups, blocks, rules)
+    refused = bool(plan.refused)
     for reference in source.references:
+        if refused and reference.full in _OF_TRAINING:
+            continue  # left for the reasons that were told
         if reference.full == "apex.amp":
             _take_out_check(plan, reference)
         if is_apex(reference.full) and id(reference.node) not in plan.done:

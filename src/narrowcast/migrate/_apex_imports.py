@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from narrowcast.migrate._apex_plan import Plan, is_apex
@@ -99,19 +100,51 @@ def _take_out_tries(plan: Plan) -> None:
     source = plan.source
     gone = {id(one) for one in plan.gone}
     for node in source.nodes:
-        if not isinstance(node, ast.Try) or node.orelse or node.finalbody:
+        if not isinstance(node, ast.Try) or node.finalbody:
             continue
-        if all(id(one) in gone for one in node.body) and all(_only_tells(one) for one in node.handlers):
-            plan.gone = [one for one in plan.gone if not any(one is inner for inner in node.body)]
+        left = [one for one in (*node.body, *node.orelse) if id(one) not in gone]
+        if not any(id(one) in gone for one in node.body) or not all(
+            _only_tells(one, left) for one in node.handlers
+        ):
+            continue
+        if left and not (all(map(_is_flag, left)) and source.stands_alone(node)):
+            continue
+        plan.gone = [one for one in plan.gone if not any(one is inner for inner in node.body)]
+        if not left:
             plan.gone.append(node)
+            continue
+        between = source.newline + source.indent(node)
+        plan.changes.replace(source.span(node), between.join(source.code(one) for one in left))
+        stays = "; ".join(source.code(one) for one in left)
+        plan.note(node, f"whether apex is there is no longer asked, and this stays: {stays}")
 
 
-def _only_tells(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler raises, tells, or sets a name to None: nothing that is needed without apex."""
+def _is_flag(statement: ast.stmt) -> bool:
+    """Whether a statement sets variables to something fixed."""
+    return (
+        isinstance(statement, ast.Assign)
+        and isinstance(statement.value, ast.Constant)
+        and all(isinstance(target, ast.Name) for target in statement.targets)
+    )
+
+
+def _names(statements: list[ast.stmt]) -> set[str]:
+    return {
+        node.id
+        for one in statements
+        for node in ast.walk(one)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def _only_tells(handler: ast.ExceptHandler, flags: Sequence[ast.stmt] = ()) -> bool:
+    """Whether a handler raises, tells, or sets a name to None or a flag: nothing needed without apex."""
+    names = _names(list(flags))
     return all(
         isinstance(one, ast.Raise | ast.Pass)
         or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Call | ast.Constant))
         or (isinstance(one, ast.Assign) and isinstance(one.value, ast.Constant) and one.value.value is None)
+        or (_is_flag(one) and _names([one]) <= names)
         for one in handler.body
     )
 

@@ -96,8 +96,6 @@ def read_setup(plan: Plan, reference: Reference) -> Setup | None:
         or setup.statement.value is not call
     ):
         plan.refuse(call, "what amp.initialize returns is used inside an expression")
-    if not source.stands_alone(setup.statement):
-        plan.refuse(call, "amp.initialize shares its line with another statement")
     return setup
 
 
@@ -241,7 +239,7 @@ def write_setup(plan: Plan, setup: Setup, scaler: Scaler | None, *, again: bool)
     if not lines:
         plan.gone.append(statement)
         return
-    between = source.newline + source.indent(statement)
+    between = source.newline + source.indent(statement) if source.stands_alone(statement) else "; "
     plan.changes.replace(source.span(statement), between.join(lines))
 
 

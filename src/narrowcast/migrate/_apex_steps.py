@@ -110,11 +110,7 @@ def _read_block(plan: Plan, reference: Reference) -> Block | None:
     if call is None or not isinstance(item, ast.withitem) or not isinstance(statement, ast.With):
         plan.refuse(reference.node, "amp.scale_loss outside a with statement")
         return None
-    if (
-        len(statement.items) > 1
-        or one_line(plan.source, statement)
-        or not plan.source.stands_alone(statement)
-    ):
+    if len(statement.items) > 1 or not plan.source.stands_alone(statement):
         plan.refuse(reference.node, "a with statement of amp.scale_loss and more: split it first")
         return None
     given = {name: argument(call, place, name) for place, name in enumerate(_SCALE_ORDER)}
@@ -150,7 +146,10 @@ def write_block(plan: Plan, block: Block, scaler: Scaler) -> None:
         plan.changes.replace(source.span(inside[0]), scaled)
     else:
         insert_before(source, plan.changes, statement, f"{block.name} = {scaled}")
-    unwrap(source, plan.changes, statement, statement.body)
+    if one_line(source, statement):
+        plan.changes.replace((source.start(statement), source.start(statement.body[0])), "")
+    else:
+        unwrap(source, plan.changes, statement, statement.body)
 
 
 def _of_block(source: Source, node: ast.Name, block: Block) -> bool:
@@ -252,8 +251,6 @@ def find_steps(plan: Plan, flow: Flow, blocks: Blocks) -> list[ast.Call]:
             plan.refuse(node, "step with a closure, which torch's scaler does not take")
         elif not isinstance(statement, ast.Expr) or statement.value is not node:
             plan.refuse(node, "what step returns is used")
-        elif not source.stands_alone(statement):
-            plan.refuse(node, "step shares its line with another statement")
         found.append(node)
     _check_all_step(plan, flow, blocks, found)
     return found
@@ -297,6 +294,7 @@ def _write_run(plan: Plan, run: list[ast.Call], scaler: Scaler) -> None:
     name = scaler.at(source, run[0])
     last: dict[int, ast.stmt] = {}
     suites: dict[int, ast.stmt] = {}
+    calls: dict[int, tuple[ast.Call, str]] = {}
     for step in run:
         assert isinstance(step.func, ast.Attribute)
         statement = source.statement(step)
@@ -308,10 +306,16 @@ def _write_run(plan: Plan, run: list[ast.Call], scaler: Scaler) -> None:
                     "two optimizers step after one backward pass, in places that may both be reached or not: "
                     f"where {name}.update() belongs, once, is not clear",
                 )
-        plan.changes.replace(source.span(step), f"{name}.step({source.code(step.func.value)})")
+        calls[id(statement)] = step, f"{name}.step({source.code(step.func.value)})"
         last[id(source.suite(statement))] = suites[id(source.suite(statement))] = statement
     for statement in last.values():
-        insert_after(source, plan.changes, statement, f"{name}.update()")
+        if source.stands_alone(statement):
+            insert_after(source, plan.changes, statement, f"{name}.update()")
+        else:
+            step, code = calls[id(statement)]
+            calls[id(statement)] = step, f"{code}; {name}.update()"
+    for step, code in calls.values():
+        plan.changes.replace(source.span(step), code)
 
 
 def exclusive(source: Source, one: ast.stmt, other: ast.stmt) -> bool:
