@@ -130,8 +130,11 @@ def _steps_after(source: Source, statement: ast.stmt, name: str, steps: Steps) -
     while True:
         suite = source.suite(here)
         at = next(index for index, one in enumerate(suite) if one is here)
-        if any(_always(source, one, name, held) for one in suite[at if first else at + 1 :]):
-            return True
+        for one in suite[at if first else at + 1 :]:
+            if _always(source, one, name, held):
+                return True
+            if any(isinstance(node, ast.Continue | ast.Break | ast.Return) for node in ast.walk(one)):
+                return False
         first = False
         outer = source.parents[here]
         if isinstance(outer, ast.If):
