@@ -16,7 +16,7 @@ from narrowcast.apex import amp
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 # Two trainings of six steps and two migrations each.
 EXAMPLES = settings(
-    max_examples=1_500 if LONG else 25,
+    max_examples=1_500 if LONG else 12,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
