@@ -512,7 +512,18 @@ def test_a_list_edit_that_torch_makes_unnecessary_is_told_of():
     assert any("softmax stays as torch.autocast has it" in message for message in told(outcome))
 
 
+BESIDE = "    model(x).sum().backward()\n    with amp"
 REFUSED = {
+    "a backward pass beside the block": (
+        INITIALIZE + LOOP.replace("    with amp", BESIDE, 1), 10, "a backward pass without amp.scale_loss"
+    ),
+    "a branch without the block": (
+        INITIALIZE + LOOP.replace(
+            "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n",
+            "    if odd:\n        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+            "            scaled_loss.backward()\n    else:\n        loss.backward()\n",
+        ), 14, "a backward pass without amp.scale_loss",
+    ),
     "O3": (INITIALIZE.replace("O1", "O3") + LOOP, 6, "opt_level O3"),
     "no such level": (INITIALIZE.replace('"O1"', '"02"') + LOOP, 6, "letter O"),
     "a level of one's own": (INITIALIZE.replace(")", ", master_weights=True)") + LOOP, 6, "level of its own"),

@@ -13,6 +13,7 @@ from narrowcast.migrate._apex_check import check
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_imports import keep_with_narrowcast, remove_imports
 from narrowcast.migrate._apex_looks import write_looks
+from narrowcast.migrate._apex_plain import check_plain_backwards
 from narrowcast.migrate._apex_plan import RULE, Plan, device_type, is_apex
 from narrowcast.migrate._apex_regions import Frame, Span
 from narrowcast.migrate._apex_setup import (
@@ -119,13 +120,14 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
         plan.refuse(setups[0].call, "amp.scale_loss is not in this file: the backward pass is elsewhere")
     if len({(tuple(one.scaler), tuple(one.enabled)) for one in setups}) > 1:
         plan.refuse(setups[1].call, "two calls of amp.initialize that ask for different things")
+    always = all(setup.sure for setup in setups)
+    check_plain_backwards(plan, blocks, steps, always=always)
     spans = _regions(plan, flow, blocks, steps)
     if not spans:
         plan.refuse(setups[0].call, "no call of the model is in this file, around which a region could stand")
     if plan.refused:
         return
     states = plan.references("amp.state_dict", "amp.load_state_dict")
-    always = all(setup.sure for setup in setups)
     if not always and not any(setup.optimizers for setup in setups):
         plan.refuse(
             setups[0].call, "amp.initialize without an optimizer, under a condition: no scaler tells of it"
