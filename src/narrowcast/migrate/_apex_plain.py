@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterable
 
 from narrowcast.migrate._apex_plan import Plan
@@ -22,10 +23,14 @@ def check_plain_backwards(plan: Plan, blocks: Blocks, steps: Iterable[ast.Call],
     """
     source = plan.source
     scaled = {id(step) for step in steps}
-    for made in blocks.by_function.values():
-        function = made[0].function
+    calls: dict[int, list[ast.Call]] = defaultdict(list)
+    for one in source.nodes:
+        if _loss_of(one) is not None or _is_step(one):
+            assert isinstance(one, ast.Call)
+            calls[id(source.function(one))].append(one)
+    for function, made in blocks.by_function.items():
         names = {block.name for block in made}
-        inside = [node for node in source.nodes if source.function(node) is function]
+        inside = calls[function]
         for node in inside:
             of = _loss_of(node)
             if of is None or blocks.around(source, node) is not None:
