@@ -1,41 +1,22 @@
 """apex's data parallelism, synchronized batch norm and model-parallel scaler, on two processes of gloo."""
 
-import json
 import math
-import os
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
+from two_ranks import found_by_two_ranks
 
 from narrowcast.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from narrowcast.apex.transformer.amp import GradScaler
 from narrowcast.errors import SettingError, UnsupportedError
 
-SCRIPT = Path(__file__).parent / "scripts" / "ranks.py"
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two processes found."""
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=120) for process in processes]
-    for process, (_, stderr) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, stderr
-    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in ended]
+    return found_by_two_ranks("ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 def own_gradients(rank):

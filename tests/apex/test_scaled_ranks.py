@@ -1,37 +1,18 @@
 """DDP around what ``amp.initialize`` returns, on two processes of gloo."""
 
-import json
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+from two_ranks import found_by_two_ranks
 
-SCRIPT = Path(__file__).parent / "scripts" / "scaled_ranks.py"
 X = [0.1875, 0.125, -0.0625, 0.15625]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two processes found."""
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT), str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=120) for process in processes]
-    for process, (_, stderr) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, stderr
-    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in ended]
+    return found_by_two_ranks("scaled_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(

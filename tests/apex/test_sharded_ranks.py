@@ -1,37 +1,16 @@
 """``fully_shard`` around what ``amp.initialize`` returned trains as DDP does, on two processes of gloo."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from two_ranks import found_by_two_ranks
 
 from narrowcast.apex import amp
-
-SCRIPT = Path(__file__).parent / "scripts" / "sharded_ranks.py"
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of two processes found."""
-    store = tmp_path_factory.mktemp("sharded") / "store"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=240) for process in processes]
-    for process, (_, stderr) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, stderr
-    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in ended]
+    return found_by_two_ranks("sharded_ranks.py", tmp_path_factory.mktemp("ranks"))
 
 
 def flat(nested):
