@@ -1,8 +1,10 @@
 """``torch.cuda.amp`` and ``torch.cpu.amp`` become ``torch.amp``."""
 
 import textwrap
+import warnings
 
 import pytest
+import torch
 from rewriting import left_alone, migrated
 
 GOLDEN = {
@@ -84,6 +86,30 @@ GOLDEN = {
         'import torch\nx = "äöü"; s = torch.cuda.amp.GradScaler(); y = "ß"\n',
         'import torch\nx = "äöü"; s = torch.amp.GradScaler("cuda"); y = "ß"\n',
     ),
+    "brackets around what is called, with one in a comment": (
+        "import torch\na = (torch.cuda.amp.autocast  # ( why\n     )(True)\n",
+        'import torch\na = (torch.amp.autocast  # ( why\n     )("cuda", enabled=True)\n',
+    ),
+    "the modules inside by their names": (
+        "from torch.cuda.amp import autocast_mode\nimport torch.cuda.amp.grad_scaler as gs\n"
+        "a, s = autocast_mode.autocast(), gs.GradScaler()\n",
+        "from torch.amp import autocast_mode\nimport torch.amp.grad_scaler as gs\n"
+        'a, s = autocast_mode.autocast("cuda"), gs.GradScaler("cuda")\n',
+    ),
+    "parts of annotations, and types asked for": (
+        "from torch.cuda.amp import GradScaler\ndef f(s: Optional[GradScaler], t: GradScaler | None):\n"
+        "    return type(s) is GradScaler\n",
+        "from torch.amp import GradScaler\ndef f(s: Optional[GradScaler], t: GradScaler | None):\n"
+        "    return type(s) is GradScaler\n",
+    ),
+    "a region in one of another format keeps its own": (
+        "import torch\nwith torch.autocast('cuda', torch.bfloat16), torch.cuda.amp.autocast(on, ):\n"
+        "    with torch.cuda.amp.autocast():\n        pass\n",
+        "import torch\nwith torch.autocast('cuda', torch.bfloat16), "
+        'torch.amp.autocast("cuda", enabled=on, dtype=torch.float16, ):\n'
+        '    with torch.amp.autocast("cuda", dtype=torch.float16):\n'
+        "        pass\n",
+    ),
     "two statements in a line": (
         "from torch.cuda.amp import GradScaler, common; s = GradScaler()\n",
         'from torch.cuda.amp import common; from torch.amp import GradScaler; s = GradScaler("cuda")\n',
@@ -121,6 +147,33 @@ UNCLEAR = {
     "an import that only others may use": "from torch.cuda.amp import autocast\n",
     "one of two uses": "from torch.cuda.amp import autocast\nx = autocast\nwith autocast():\n    pass\n",
     "something else of the module": "import torch\nx = torch.cuda.amp.amp_definitely_not_available()\n",
+    "a star": "from torch.cuda.amp import *\ns = GradScaler()\n",
+    "a string that is looked up": 'with patch("torch.cuda.amp.autocast"):\n    pass\n',
+    "in an f-string, with its quotes": 'import torch\nprint(f"{torch.cuda.amp.GradScaler()}")\n',
+    "a class that others call": "import torch\nclass T:\n    made = torch.cuda.amp.GradScaler\n",
+    "a class with its first argument": (
+        "import functools, torch\nmake = functools.partial(torch.cuda.amp.GradScaler, 2.0)\n"
+    ),
+    "a device where the scale belongs": "import torch\ns = torch.cuda.amp.GradScaler('cuda')\n",
+    "which device it is for": (
+        "import torch\nx = isinstance(s, torch.cuda.amp.GradScaler)\n"
+        "y = isinstance(s, torch.cpu.amp.GradScaler)\n"
+    ),
+    "a region in one of another format, whose own cannot be named": (
+        "import torch as th\nth.set_autocast_gpu_dtype(th.bfloat16)\nwith th.cuda.amp.autocast():\n    pass\n"
+    ),
+    "for a torch that has no torch.amp": (
+        "import torch\nif hasattr(torch.amp, 'GradScaler'):\n    s = torch.amp.GradScaler('cuda')\n"
+        "else:\n    s = torch.cuda.amp.GradScaler()\n"
+    ),
+    "for a torch of an older version": (
+        "import torch\ns = torch.amp.GradScaler('cuda') if version.parse(torch.__version__) >= V "
+        "else torch.cuda.amp.GradScaler()\n"
+    ),
+    "for a torch that raises": (
+        "import torch\ntry:\n    s = torch.amp.GradScaler('cuda')\nexcept AttributeError:\n"
+        "    s = torch.cuda.amp.GradScaler()\n"
+    ),
     "two things it may be": (
         "try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    from mine import autocast\n"
         "with autocast():\n    pass\n"
@@ -158,3 +211,21 @@ def test_findings_have_the_line_of_the_file_as_it_was():
         (6, 5, True),
         (7, 5, False),
     ]
+
+
+def test_a_region_inside_one_of_another_format_computes_as_before():
+    """Why its format is named: torch's new regions go on with the format that is set, the old ones do not."""
+    text = """\
+import torch
+with torch.autocast("cpu", torch.float16):
+    with torch.cpu.amp.autocast():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+"""
+    products = []
+    for one in (text, migrated(text).text, text.replace("cpu.amp.autocast()", 'amp.autocast("cpu")')):
+        scope = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            exec(one, scope)
+        products.append(scope["product"].dtype)
+    assert products == [torch.bfloat16, torch.bfloat16, torch.float16]

@@ -11,9 +11,9 @@ _BLANKS = " \t\f\r\n\\"
 
 def open_bracket(source: Source, call: ast.Call) -> int:
     """The character after the opening bracket of a call."""
-    at = source.span(call.func)[1]
+    at = _skip(source.text, source.span(call.func)[1])
     while source.text[at] != "(":
-        at += 1
+        at = _skip(source.text, at + 1)  # brackets around what is called
     return at + 1
 
 
