@@ -236,6 +236,70 @@ def train_step(loss, net, opt, grad_scaler):
     grad_scaler.update()
 """,
     ),
+    "clipped between two backwards, where unscaling would make the step scaled": (
+        "clip-before-unscale", 2,
+        """\
+scaler.scale(model(x).sum()).backward()
+clip_grad_norm_(model.parameters(), 1.0)
+scaler.scale(other(x).sum()).backward()
+scaler.step(optimizer)
+scaler.step(second)
+scaler.update()
+""",
+        None,
+    ),
+    "clipped before a method that unscales": (
+        "clip-before-unscale", 11,
+        """\
+class Trainer:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler(device)
+
+    def norm(self):
+        self.scaler.unscale_(self.optimizer)
+        return sum(p.grad.norm() for p in self.model.parameters())
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.norm()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+        None,
+    ),
+    "clipped in a loop that steps when it is over": (
+        "clip-before-unscale", 3,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+else:
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        None,
+    ),
+    "the scale shown, which divides nothing": (
+        "clip-before-unscale", 3,
+        """\
+old = scaler.get_scale()
+scaler.scale(model(x).sum()).backward()
+clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+scaler.update()
+print(scaler.get_scale(), scaler.get_scale() < old)
+""",
+        """\
+old = scaler.get_scale()
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+scaler.update()
+print(scaler.get_scale(), scaler.get_scale() < old)
+""",
+    ),
     "backward at the end of the region": (
         "backward-in-region", 5,
         """\
@@ -321,6 +385,118 @@ with context:
 loss.backward()
 """,
     ),
+    "backward in a region that a method returns": (
+        "backward-in-region", 8,
+        """\
+class Trainer:
+    def region(self):
+        return torch.autocast(device) if self.amp else contextlib.nullcontext()
+
+    def step(self, x):
+        with self.region():
+            loss = self.model(x).sum()
+            loss.backward()
+""",
+        """\
+class Trainer:
+    def region(self):
+        return torch.autocast(device) if self.amp else contextlib.nullcontext()
+
+    def step(self, x):
+        with self.region():
+            loss = self.model(x).sum()
+        loss.backward()
+""",
+    ),
+    "backward in a region that a property holds": (
+        "backward-in-region", 9,
+        """\
+class Trainer:
+    @property
+    def region(self):
+        return torch.autocast(device)
+
+    def step(self, x):
+        with self.region:
+            loss = self.model(x).sum()
+            loss.backward()
+""",
+        """\
+class Trainer:
+    @property
+    def region(self):
+        return torch.autocast(device)
+
+    def step(self, x):
+        with self.region:
+            loss = self.model(x).sum()
+        loss.backward()
+""",
+    ),
+    "backward in a region that is made later": (
+        "backward-in-region", 6,
+        """\
+import functools
+region = functools.partial(torch.autocast, device, dtype=torch.float16)
+plain = lambda: torch.autocast(device, enabled=False)
+with region():
+    loss = model(x).sum()
+    loss.backward()
+with plain():
+    model(x).sum().backward()
+""",
+        """\
+import functools
+region = functools.partial(torch.autocast, device, dtype=torch.float16)
+plain = lambda: torch.autocast(device, enabled=False)
+with region():
+    loss = model(x).sum()
+loss.backward()
+with plain():
+    model(x).sum().backward()
+""",
+    ),
+    "backward in a region that a generator opens": (
+        "backward-in-region", 10,
+        """\
+from contextlib import contextmanager
+@contextmanager
+def region(on):
+    if on:
+        with torch.autocast(device):
+            yield
+    else:
+        yield
+with region(True):
+    model(x).sum().backward()
+""",
+        None,
+    ),
+    "a function that goes backward, called in a region": (
+        "backward-in-region", 7,
+        """\
+def finish(loss):
+    for part in loss:
+        part.backward()
+def train():
+    with torch.autocast(device):
+        loss = model(x)
+        finish(loss)
+""",
+        None,
+    ),
+    "backward at the end of a region that computes on": (
+        "backward-in-region", 3,
+        """\
+with torch.autocast(device, torch.float16):
+    loss = model(x).mean()
+    loss.backward()
+    total += loss.detach() ** 2
+    perplexity = loss.log()
+    state = env.step(action)
+""",
+        None,
+    ),
     "a step in a region around the loop": (
         "step-in-region", 4,
         """\
@@ -372,6 +548,28 @@ for x in loader:
 scaler.update()
 """,
         None,
+    ),
+    "no update in sight of a scaler that others may reach": (
+        "update-missing", 7,
+        """\
+class Trainer:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler(device)
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+""",
+        """\
+class Trainer:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler(device)
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
     ),
     "update twice": (
         "update-twice", 4,
@@ -429,6 +627,16 @@ for x in loader:
     scaler.step(optimizer)  # go
     scaler.update()
 """,
+    ),
+    "one of two optimizers steps by itself": (
+        "step-without-scaler", 2,
+        """\
+scaler.scale(model(x).sum() + other(x).sum()).backward()
+second.step()
+scaler.step(optimizer)
+scaler.update()
+""",
+        None,
     ),
     "unscaled by hand, and the optimizer steps by itself": (
         "step-without-scaler", 3,

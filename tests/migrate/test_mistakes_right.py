@@ -388,6 +388,149 @@ for i, x in enumerate(loader):
         loss = model(x).sum()
     result = stepper.step(loss)
 """,
+    "a manager of the same name elsewhere, and one that may be no region": """\
+def train_step(x, i):
+    context = model.no_sync() if i % 4 else contextlib.nullcontext()
+    with context:
+        model(x).sum().backward()
+
+def evaluate(x):
+    context = autocast(device)
+    with context:
+        return model(x)
+
+def either(x, i):
+    with model.no_sync() if i % 4 else autocast(device):
+        loss = model(x).sum()
+        loss.backward()
+
+def given(x, context=None):
+    context = context or autocast(device)
+    with context:
+        model(x).sum().backward()
+""",
+    "functions called in a region that go backward where it is off, or perhaps": """\
+def run(x, training):
+    loss = model(x).sum()
+    if not training:
+        return loss
+    loss.backward()
+
+def penalty(x):
+    with autocast(device, enabled=False):
+        model(x).sum().backward()
+
+def perhaps(x, training):
+    if training:
+        model(x).sum().backward()
+
+with autocast(device):
+    run(x, False)
+    penalty(x)
+    perhaps(x, False)
+""",
+    "unscaled by hand, one gradient after the other": """\
+scaler.scale(model(x).sum()).backward()
+inverse = 1.0 / scaler.get_scale()
+for p in model.parameters():
+    p.grad.mul_(inverse)
+optimizer.step()
+""",
+    "a loss scaler of its own": """\
+class LossScaler:
+    def scale(self, loss):
+        return loss * 1024
+    def unscale_(self, parameters):
+        for p in parameters:
+            p.grad /= 1024
+
+from mylib import DynamicLossScaler
+scalers = LossScaler()
+dynamic = DynamicLossScaler()
+scalers.scale(model(x).sum()).backward()
+scalers.unscale_(model.parameters())
+clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+dynamic.scale(model(x).sum()).backward()
+dynamic.unscale_grads(model)
+clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+""",
+    "a gradient set by hand beside": """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    critic.weight.grad = torch.autograd.grad(critic(x).sum(), critic.weight)[0]
+    critic_optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "updated by the name that another has for it": """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+
+def train(trainer):
+    trainer.step(loss)
+    trainer.scaler.update()
+""",
+    "classes that others build on": """\
+class Steps:
+    def __init__(self):
+        self.grads = GradScaler(device)
+
+    def finish(self):
+        self.grads.step(self.optimizer)
+        self.grads.update()
+
+class Scales:
+    def __init__(self):
+        self.amp = GradScaler(device)
+
+    def backward(self, loss):
+        self.amp.scale(loss).backward()
+
+    def optimizer_step(self, one):
+        self.amp.step(one)
+""",
+    "a scaler whose settings come from elsewhere, for bf16": """\
+settled = GradScaler(device, **settings)
+with autocast("cuda", torch.bfloat16):
+    loss = model(x).sum()
+""",
+    "arguments that are handed on": """\
+def step(optimizer, *more, **named):
+    scaler.step(optimizer, *more, **named)
+    scaler.update()
+""",
+    "a scheduler of another optimizer": """\
+def critic_step(x):
+    scaler.scale(critic(x).sum()).backward()
+    scaler.step(critic_optimizer)
+    scaler.update()
+
+for x in loader:
+    critic_step(x)
+    scheduler_of_critic = torch.optim.lr_scheduler.StepLR(critic_optimizer, 1)
+    scheduler_of_critic.step()
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "exported in fp16 after training": """\
+model.train()
+for x in loader:
+    with autocast(device):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+model.half()
+torch.save(model.state_dict(), "model.pt")
+""",
     "match": """\
 for x in loader:
     match mode:

@@ -101,16 +101,25 @@ class Wide(torch.autograd.Function):
         return grad @ (torch.eye(grad.shape[1]) * (1 + 2**-9))
 
 
-def test_a_backward_moved_out_of_the_region_is_not_cast():
-    wrong = """\
+@pytest.mark.parametrize(
+    "region",
+    [
+        'region = torch.autocast("cpu", torch.bfloat16)\nwith region:',
+        'def region():\n    return torch.autocast("cpu", torch.bfloat16)\nwith region():',
+        'region = functools.partial(torch.autocast, "cpu", torch.bfloat16)\nwith region():',
+    ],
+)
+def test_a_backward_moved_out_of_the_region_is_not_cast(region):
+    wrong = f"""\
+import functools, torch
 x = torch.ones(2, 2, requires_grad=True)
-with torch.autocast("cpu", torch.bfloat16):
+{region}
     loss = wide(x).sum()
     loss.backward()
 """
     gradients = []
-    for text in (wrong, mended("import torch\n" + wrong)):
-        scope = {"torch": torch, "wide": Wide.apply}
+    for text in (wrong, mended(wrong)):
+        scope = {"wide": Wide.apply}
         exec(text, scope)
         gradients.append(scope["x"].grad.unique().item())
     assert gradients == [1.0, 1 + 2**-9]

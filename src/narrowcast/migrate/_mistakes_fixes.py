@@ -6,16 +6,17 @@ import ast
 from dataclasses import dataclass, field
 
 from narrowcast.migrate._mistakes_flow import Seen
-from narrowcast.migrate._mistakes_names import Script, method, text_of, within
-from narrowcast.migrate._mistakes_places import ancestors, is_backward, is_step, region_around
+from narrowcast.migrate._mistakes_names import Script, ancestors, method, text_of, within
+from narrowcast.migrate._mistakes_reach import CLIPPING, Reach
+from narrowcast.migrate._mistakes_regions import Regions
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 # What may follow a backward pass in a region and compute the same outside of it.
 _SAFE_METHODS = {
-    "add", "add_scalar", "append", "backward", "clip_grad_norm_", "clip_grad_value_", "cpu", "debug",
-    "detach", "format", "get_last_lr", "get_scale", "info", "item", "items", "log", "named_parameters",
+    "add_scalar", "append", "backward", "clip_grad_norm_", "clip_grad_value_", "cpu", "debug",
+    "detach", "format", "get_last_lr", "get_scale", "info", "item", "items", "named_parameters",
     "numpy", "parameters", "scale", "set_description", "set_postfix", "size",
-    "step", "unscale_", "update", "write", "zero_grad",
+    "unscale_", "update", "write", "zero_grad",
 }  # fmt: skip
 _SAFE_FUNCTIONS = {"dict", "float", "int", "len", "max", "min", "print", "range", "round", "str"}
 _SAFE_STATEMENTS = (
@@ -44,6 +45,7 @@ class Fixes:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._source = script.source
+        self._reach = Reach(script)
 
     def of(self, seen: Seen) -> Fix | None:
         """How a mistake is mended, or None where that is not sure."""
@@ -128,12 +130,28 @@ class Fixes:
         return found
 
     def _loop(self, node: ast.AST) -> ast.AST | None:
-        return next((outer for outer in ancestors(self._script, node) if isinstance(outer, _LOOPS)), None)
+        """The loop whose body a node is in; its ``else`` comes after it."""
+        inner = node
+        for outer in ancestors(self._script, node):
+            if isinstance(outer, _LOOPS) and inner not in outer.orelse:
+                return outer
+            inner = outer
+        return None
 
     def _leaves_between(self, node: ast.AST, first: int, last: int) -> bool:
         function = self._function(node)
         leaving = (ast.Continue, ast.Break, ast.Return, ast.Raise)
         return any(isinstance(n, leaving) and first <= n.lineno <= last for n in ast.walk(function))
+
+    def _scales_between(self, first: ast.stmt, last: ast.Call, scaler: str) -> bool:
+        """Whether between two lines a backward may add scaled gradients, or anything may use the scaler."""
+        for call in self._script.calls:
+            if first.lineno <= call.lineno < last.lineno and self._function(call) is self._function(last):
+                known = (method(call) or ("",))[0] in self._script.scalers
+                other = not known and not CLIPPING.match(self._script.called(call) or "")
+                if self._script.is_backward(call) or (other and scaler in self._reach.may_touch(call)):
+                    return True
+        return False
 
     def _clip(self, seen: Seen) -> Fix | None:
         """``unscale_`` before the clipping, where one step of one optimizer always follows."""
@@ -154,7 +172,9 @@ class Fixes:
             or not updates
         ):
             return None
-        if self._leaves_between(clip, clip.lineno, step.lineno):
+        if self._leaves_between(clip, clip.lineno, step.lineno) or self._scales_between(
+            clip, step, seen.scaler
+        ):
             return None
         fix = Fix()
         self._insert(fix, clip, f"{seen.scaler}.unscale_({optimizer})")
@@ -177,6 +197,8 @@ class Fixes:
         if None in steps or seen.scaler in self._script.handed_out:
             return None
         last = max((one for one in steps if one is not None), key=lambda one: one.lineno)
+        if "." in seen.scaler and not self._calls(last, seen.scaler, "scale"):
+            return None
         if any(one not in self._block(last) for one in steps if one is not None):
             return None
         fix = Fix()
@@ -225,6 +247,8 @@ class Fixes:
             text_of(c.args[0]) == seen.optimizer for c in self._calls(step, seen.scaler, "step") if c.args
         ):
             return None
+        if self._script.scaled_optimizers and seen.optimizer not in self._script.scaled_optimizers:
+            return None  # its gradients may come from elsewhere
         scales = self._calls(step, seen.scaler, "scale")
         updates = self._calls(step, seen.scaler, "update")
         unknown = not updates and (
@@ -238,8 +262,10 @@ class Fixes:
 
     def _move_out(self, seen: Seen) -> Fix | None:
         """The last statements of a region behind it, where none of them computes in the region's format."""
-        around = region_around(self._script, seen.node)
+        around = Regions(self._script).around(seen.node)
         if around is None or not isinstance(around[1], ast.With) or len(around[1].items) != 1:
+            return None
+        if not around[0].alone:
             return None
         region = around[1]
         first = next((n for n, one in enumerate(region.body) if self._trains(one)), 0)
@@ -268,7 +294,7 @@ class Fixes:
         return line.startswith(indentation) and line.lstrip().startswith("#")
 
     def _trains(self, statement: ast.stmt) -> bool:
-        return any(is_backward(self._script, n) or is_step(self._script, n) for n in within(statement))
+        return any(self._script.is_backward(n) or self._script.is_step(n) for n in within(statement))
 
     def _is_safe(self, statement: ast.stmt) -> bool:
         return all(self._parts_are_safe(node) for node in within(statement))
@@ -280,11 +306,19 @@ class Fixes:
             return node.lineno == node.end_lineno
         if isinstance(node, ast.Call):
             return self._call_is_safe(node)
-        return not isinstance(node, (ast.MatMult, ast.Await, ast.Yield, ast.YieldFrom))
+        return not isinstance(node, (ast.MatMult, ast.Pow, ast.Await, ast.Yield, ast.YieldFrom))
 
     def _call_is_safe(self, node: ast.Call) -> bool:
         if (self._script.called(node) or "").startswith("torch.nn.utils.clip_grad"):
             return True
-        if isinstance(node.func, ast.Attribute):
-            return node.func.attr in _SAFE_METHODS
+        used = method(node)
+        if used is not None:
+            if used[1] == "step":
+                return (
+                    self._script.is_step(node)
+                    or "sched" in used[0].lower()
+                    or used[0] in self._script.schedulers
+                )
+            # Without arguments it is the logarithm, which a region computes in float32.
+            return used[1] in _SAFE_METHODS or (used[1] == "log" and bool(node.args or node.keywords))
         return isinstance(node.func, ast.Name) and node.func.id in _SAFE_FUNCTIONS

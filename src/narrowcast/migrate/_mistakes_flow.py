@@ -14,7 +14,7 @@ from typing import Any
 
 from narrowcast.migrate._mistakes_names import Script, argument, method, text_of
 from narrowcast.migrate._mistakes_paths import Conditions, bound
-from narrowcast.migrate._mistakes_reach import CLIPPING, Reach
+from narrowcast.migrate._mistakes_reach import CLIPPING, Reach, divides
 
 YES, NO, OPEN = "yes", "no", "open"
 _READS = {"norm", "clamp", "clamp_", "clip", "clip_", "max", "histc", "std", "var"}
@@ -78,8 +78,10 @@ class Flow:
         self._scaled_names: dict[str, str] = {}
         self._leaving: list[tuple[list[State | None], list[State | None]]] = []
         self._updates: dict[str, ast.AST] = {}
-        self._divides = any(
-            isinstance(n, ast.Attribute) and n.attr in ("get_scale", "_scale") for n in ast.walk(function)
+        self._divides = divides(script, function)
+        self._sets_gradients = any(
+            isinstance(n, ast.Attribute) and n.attr == "grad" and isinstance(n.ctx, ast.Store)
+            for n in ast.walk(function)
         )
         self.seen: dict[tuple[str, ast.AST], Seen] = {}
 
@@ -315,7 +317,8 @@ class Flow:
             self._updates[scaler] = node
 
     def _step(self, node: ast.Call, scaler: str, optimizer: str, state: State) -> None:
-        if len(node.args) > 1 and self._script.scalers[scaler] == "torch":
+        by_place = len(node.args) > 1 and not isinstance(node.args[1], ast.Starred)
+        if by_place and self._script.scalers[scaler] == "torch":
             self._say("positional-closure", node, scaler, optimizer)
         if _get(state, scaler, "fresh") is NO and len(node.args) == 1 and not node.keywords:
             self._say("update-between-steps", self._updates[scaler], scaler, optimizer)
@@ -337,8 +340,10 @@ class Flow:
     def _plain_step(self, node: ast.Call, optimizer: str, state: State) -> None:
         state.pop(("", "clipped"), None)
         own = self._script.scaled_optimizers.get(optimizer)
-        if own is None and ("", "plain") in state:
+        if own is None and (("", "plain") in state or self._sets_gradients):
             return  # the optimizer of a loss that is not scaled
+        if self._divides:
+            return  # unscaled by hand
         for scaler in own or self._script.scalers:
             unscaled = _get(state, scaler, "clean", optimizer)
             scaled = _get(state, scaler, "dirty") is YES and unscaled is NO and self._unscaled_nothing(state)

@@ -28,6 +28,11 @@ _TORCH_REGIONS = {
     "torch.cuda.amp.autocast_mode.autocast",
 }
 _OWN_REGIONS = {"narrowcast.autocast", "narrowcast.casting.autocast"}
+_SCALER_METHODS = {
+    "scale", "unscale_", "step", "update", "get_scale", "is_enabled", "state_dict", "load_state_dict",
+    "get_growth_factor", "set_growth_factor", "get_backoff_factor", "set_backoff_factor",
+    "get_growth_interval", "set_growth_interval", "clip_grad_norm_", "clip_grad_value_", "step_together",
+}  # fmt: skip
 _APEX = ("apex.", "narrowcast.apex")
 _FORMATS = {
     "torch.float16": "fp16",
@@ -45,6 +50,15 @@ def within(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (*_FUNCTIONS, ast.Lambda, ast.ClassDef)):
             yield from within(child)
+
+
+def ancestors(script: Script, node: ast.AST) -> Iterator[ast.AST]:
+    """What a node stands in, from inside out, up to its function or the script."""
+    while node in script.parents:
+        node = script.parents[node]
+        yield node
+        if isinstance(node, (*_FUNCTIONS, ast.Lambda)):
+            return
 
 
 def text_of(node: ast.AST) -> str:
@@ -77,14 +91,14 @@ def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
     return call.args[position] if position < len(call.args) else None
 
 
-def _values(node: ast.expr | None) -> Iterator[ast.expr]:
+def values(node: ast.expr | None) -> Iterator[ast.expr]:
     """What an expression may be: both sides of a condition, each part of ``or`` and ``and``."""
     if isinstance(node, ast.IfExp):
-        yield from _values(node.body)
-        yield from _values(node.orelse)
+        yield from values(node.body)
+        yield from values(node.orelse)
     elif isinstance(node, ast.BoolOp):
         for value in node.values:
-            yield from _values(value)
+            yield from values(value)
     elif node is not None:
         yield node
 
@@ -130,9 +144,9 @@ class Script:
                     pairs = [(target, node.value)]
                     if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                         pairs = list(zip(target.elts, node.value.elts, strict=False))
-                    found += [(text_of(one), value) for one, whole in pairs for value in _values(whole)]
+                    found += [(text_of(one), value) for one, whole in pairs for value in values(whole)]
             elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
-                found += [(text_of(node.target), value) for value in _values(node.value)]
+                found += [(text_of(node.target), value) for value in values(node.value)]
         return found
 
     def qualified(self, node: ast.AST) -> str | None:
@@ -179,20 +193,28 @@ class Script:
         found: dict[str, str] = {}
         for text, calls in self.made_scalers.items():
             kinds = {"narrowcast" if self.called(call) in _OWN_SCALERS else "torch" for call in calls}
-            if not all(_is_false(argument(call, 5, "enabled")) for call in calls):
+            if not all(is_false(argument(call, 5, "enabled")) for call in calls):
                 found[text] = kinds.pop() if len(kinds) == 1 else "either"
         mixed = any(name.split(".")[0] == "narrowcast" for name in self.imported)
+        for name in self._scaling - self.made_scalers.keys():
+            found.setdefault(name, "either" if mixed else "torch")
+        return found
+
+    @cached_property
+    def _scaling(self) -> set[str]:
+        """Texts that scale or unscale, and do nothing that torch's and narrowcast's scalers do not."""
+        found = set()
         for call in self.calls:
             used = method(call)
             scaled = method(call.func.value) if used and isinstance(call.func, ast.Attribute) else None
-            name: str | None = None
             if used and used[1] == "unscale_":
-                name = used[0]
+                found.add(used[0])
             elif used and used[1] == "backward" and scaled and scaled[1] == "scale":
-                name = scaled[0]
-            if name is not None and name not in self.made_scalers:
-                found.setdefault(name, "either" if mixed else "torch")
-        return found
+                found.add(scaled[0])
+        classes = {node.name for node in self.nodes if isinstance(node, ast.ClassDef)}
+        own = {t for t, v in self.assignments if isinstance(v, ast.Call) and text_of(v.func) in classes}
+        foreign = {text for text, name in self.used if name not in _SCALER_METHODS and name[0] != "_"}
+        return found - own - foreign
 
     @cached_property
     def optimizers(self) -> set[str]:
@@ -256,11 +278,12 @@ class Script:
         return {target for target, value in self.assignments if self.called(value) in names}
 
     @cached_property
-    def schedulers(self) -> set[str]:
-        """Texts that hold a scheduler of torch."""
+    def schedulers(self) -> dict[str, str]:
+        """Texts that hold a scheduler of torch, with the optimizer that each was made for."""
         return {
-            target
+            target: text_of(value.args[0])
             for target, value in self.assignments
+            if isinstance(value, ast.Call) and value.args
             if (self.called(value) or "").startswith("torch.optim.lr_scheduler.")
         }
 
@@ -278,16 +301,9 @@ class Script:
                     found.add(used[0])
         return found
 
-    @cached_property
-    def _kept_regions(self) -> dict[str, ast.Call]:
-        return {
-            target: value
-            for target, value in self.assignments
-            if isinstance(value, ast.Call) and self._opens(value) is not None
-        }
-
-    def _opens(self, call: ast.Call) -> str | None:
-        name = self.called(call)
+    def opens(self, call: ast.Call) -> str | None:
+        """Whose region a call makes, a ``partial`` of one included: "torch", "narrowcast", or None."""
+        name = self.called(_whole(self, call))
         if name in _TORCH_REGIONS:
             return "torch"
         if name in _OWN_REGIONS:
@@ -295,21 +311,28 @@ class Script:
         used = method(call)
         return "narrowcast" if used and used[0] in self.steppers and used[1] == "autocast" else None
 
-    def region(self, node: ast.expr) -> tuple[str, ast.Call] | None:
-        """Whose region an expression opens and the call that makes it; None where it opens none."""
-        if not isinstance(node, ast.Call):
-            kept = self._kept_regions.get(text_of(node))
-            if kept is None:
-                return None
-            node = kept
-        kind = self._opens(node)
-        enabled = argument(node, 0 if (self.called(node) or "").endswith("pu.amp.autocast") else 2, "enabled")
-        return None if kind is None or _is_false(enabled) else (kind, node)
+    def is_off(self, call: ast.Call) -> bool:
+        """Whether a region is made to be off."""
+        whole = _whole(self, call)
+        place = 0 if (self.called(whole) or "").endswith("pu.amp.autocast") else 2
+        return is_false(argument(whole, place, "enabled"))
+
+    def is_backward(self, node: ast.AST) -> bool:
+        """Whether a call goes backward from a loss."""
+        used = method(node)
+        if self.called(node) == "torch.autograd.backward":
+            return True
+        return used is not None and used[1] == "backward" and used[0] not in ("super()", "ctx")
+
+    def is_step(self, node: ast.AST) -> bool:
+        """Whether a call steps an optimizer, by a scaler or not."""
+        used = method(node)
+        return used is not None and used[1] == "step" and used[0] in self.optimizers | set(self.scalers)
 
     @cached_property
     def regions(self) -> list[ast.Call]:
         """Every call that makes a region."""
-        return [call for call in self.calls if self._opens(call) is not None]
+        return [_whole(self, call) for call in self.calls if self.opens(call) is not None]
 
     def region_format(self, call: ast.Call) -> str | None:
         """The format of a region, the device's default included ("bf16"); None where it is computed."""
@@ -363,5 +386,12 @@ class Script:
         return found
 
 
-def _is_false(node: ast.expr | None) -> bool:
+def _whole(script: Script, call: ast.Call) -> ast.Call:
+    """The call that a ``partial`` makes later, as far as it is known; any other call itself."""
+    if script.called(call) != "functools.partial" or not call.args:
+        return call
+    return ast.Call(call.args[0], call.args[1:], call.keywords)
+
+
+def is_false(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False

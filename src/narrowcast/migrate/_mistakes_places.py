@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from narrowcast.migrate._mistakes_flow import Seen
-from narrowcast.migrate._mistakes_names import Script, argument, method, text_of, within
+from narrowcast.migrate._mistakes_names import Script, ancestors, argument, method, text_of, within
+from narrowcast.migrate._mistakes_regions import Regions
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
@@ -23,63 +23,22 @@ def mistakes_of_places(script: Script) -> Iterator[Seen]:
         yield from _host_syncs(script)
 
 
-def ancestors(script: Script, node: ast.AST) -> Iterator[ast.AST]:
-    """What a node stands in, from inside out, up to its function or the script."""
-    while node in script.parents:
-        node = script.parents[node]
-        yield node
-        if isinstance(node, _FUNCTIONS):
-            return
-
-
-def region_around(script: Script, node: ast.AST) -> tuple[str, ast.AST] | None:
-    """Whose region a node runs in, and its ``with`` or function; None outside and where it is off."""
-    for outer in ancestors(script, node):
-        if isinstance(outer, (ast.With, ast.AsyncWith)):
-            for item in reversed(outer.items):
-                opened = script.region(item.context_expr)
-                if opened is not None:
-                    return opened[0], outer
-                if isinstance(item.context_expr, ast.Call) and "enabled" in {
-                    keyword.arg for keyword in item.context_expr.keywords
-                }:
-                    return None  # a region that is off inside one that is on
-        if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for decorator in outer.decorator_list:
-                opened = script.region(decorator)
-                if opened is not None:
-                    return opened[0], outer
-    return None
-
-
-def is_backward(script: Script, node: ast.AST) -> bool:
-    """Whether a call goes backward from a loss."""
-    used = method(node)
-    if script.called(node) == "torch.autograd.backward":
-        return True
-    return used is not None and used[1] == "backward" and used[0] not in ("super()", "ctx")
-
-
-def is_step(script: Script, node: ast.AST) -> bool:
-    """Whether a call steps an optimizer, by a scaler or not."""
-    used = method(node)
-    return used is not None and used[1] == "step" and used[0] in script.optimizers | set(script.scalers)
-
-
 def _inside_regions(script: Script) -> Iterator[Seen]:
-    """The first backward and the first step in each region."""
+    """The first backward and the first step in each region, by a function of this file too."""
     told = set()
+    regions = Regions(script)
     for call in sorted(script.calls, key=lambda call: (call.lineno, call.col_offset)):
-        backward = is_backward(script, call)
-        if not backward and not is_step(script, call):
+        trains = regions.trains(call)
+        around = regions.around(call) if trains else None
+        if around is None:
             continue
-        around = region_around(script, call)
-        if around is None or (around[0] == "narrowcast" and not backward):
-            continue  # a step takes effect at once in a region of narrowcast
-        rule = "backward-in-region" if backward else "step-in-region"
-        if (rule, around[1]) not in told:
-            told.add((rule, around[1]))
-            yield Seen(rule, call, "scaler")
+        opened, region = around
+        for rule in sorted(f"{what}-in-region" for what in trains):
+            if opened.kind == "narrowcast" and rule == "step-in-region":
+                continue  # a step takes effect at once in a region of narrowcast
+            if (rule, region) not in told:
+                told.add((rule, region))
+                yield Seen(rule, call, "scaler")
 
 
 def _scalers_with_bf16(script: Script) -> Iterator[Seen]:
@@ -87,24 +46,23 @@ def _scalers_with_bf16(script: Script) -> Iterator[Seen]:
         return
     for text, calls in script.made_scalers.items():
         for call in calls:
-            if argument(call, 5, "enabled") is None:
+            if argument(call, 5, "enabled") is None and all(keyword.arg for keyword in call.keywords):
                 yield Seen("scaler-with-bf16", call, text)
 
 
 def _scalers_unused(script: Script) -> Iterator[Seen]:
     """Scalers of this file that step and never scale, or never update."""
-    used: dict[str, dict[str, list[ast.Call]]] = {}
-    for call in script.calls:
-        receiver = method(call)
-        if receiver and receiver[0] in script.scalers:
-            used.setdefault(receiver[0], {}).setdefault(receiver[1], []).append(call)
-    for text, names in used.items():
-        if text not in script.made_scalers or text in script.handed_out or "step" not in names:
-            continue
-        if "scale" not in names:
-            yield Seen("scale-missing", names["step"][0], text, _first_argument(names["step"][0]))
-        elif "update" not in names:
-            yield Seen("update-missing", names["step"][-1], text, _first_argument(names["step"][-1]))
+    plain = any(script.is_backward(call) and ".scale(" not in text_of(call.func) for call in script.calls)
+    for text in script.scalers.keys() & script.made_scalers.keys() - script.handed_out:
+        steps, scales = script.used.get((text, "step"), []), script.used.get((text, "scale"), [])
+        # Another file may scale and update by an attribute of what it is handed, or builds on.
+        same = {name for one, name in script.used if one.rpartition(".")[2] == text.rpartition(".")[2]}
+        if steps and "scale" not in same and plain:
+            yield Seen("scale-missing", steps[0], text, _first_argument(steps[0]))
+        elif steps and scales and "update" not in same:
+            functions = {script.source.function(call) for call in scales}
+            if "." not in text or script.source.function(steps[-1]) in functions:
+                yield Seen("update-missing", steps[-1], text, _first_argument(steps[-1]))
 
 
 def _first_argument(call: ast.Call) -> str | None:
@@ -123,7 +81,7 @@ def _half_weights(script: Script) -> Iterator[Seen]:
         if used[1] == "to":
             values = [*call.args, *(keyword.value for keyword in call.keywords)]
             narrow = any(script.qualified(value) in ("torch.float16", "torch.half") for value in values)
-        if not narrow or _is_conditional(script, call):
+        if not narrow or _is_conditional(script, call) or _is_after_training(script, call):
             continue
         outer = script.parents.get(call)
         if isinstance(outer, ast.Attribute) and outer.attr == "float":
@@ -137,21 +95,39 @@ def _is_conditional(script: Script, node: ast.AST) -> bool:
     return any(isinstance(outer, (ast.If, ast.IfExp)) for outer in ancestors(script, node))
 
 
+def _is_after_training(script: Script, node: ast.Call) -> bool:
+    """Whether a call stands behind all that goes backward in its function, as to save the model."""
+    function = script.source.function(node)
+    lines = [
+        call.lineno
+        for call in script.calls
+        if script.is_backward(call) and script.source.function(call) is function
+    ]
+    return bool(lines) and max(lines) < node.lineno
+
+
 def _schedulers_first(script: Script) -> Iterator[Seen]:
     """A scheduler that moves before the optimizer's step in one block of statements."""
     for node in [script.tree, *script.nodes] if script.schedulers and script.scalers else ():
         for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
             if not isinstance(block, list):
                 continue
-            waiting: ast.Call | None = None
+            waiting: ast.expr | None = None
             for statement in block:
                 call = statement.value if isinstance(statement, ast.Expr) else None
                 if waiting is None and call is not None and _moves(script, call):
-                    waiting = call if isinstance(call, ast.Call) else None
-                elif any(is_step(script, inner) for inner in within(statement)):
-                    if waiting is not None and call is not None:
+                    waiting = call
+                elif any(script.is_step(inner) for inner in within(statement)):
+                    moved = method(waiting) if waiting is not None else None
+                    if moved and waiting and call and script.schedulers[moved[0]] == _stepped(call):
                         yield Seen("scheduler-before-step", waiting, "scaler")
                     break
+
+
+def _stepped(call: ast.expr) -> str:
+    """The text of the optimizer that is stepped, by a scaler or by itself."""
+    given = call.args if isinstance(call, ast.Call) else []
+    return text_of(given[0]) if given else (method(call) or ("", ""))[0]
 
 
 def _moves(script: Script, node: ast.expr) -> bool:
@@ -167,7 +143,7 @@ def _host_syncs(script: Script) -> Iterator[Seen]:
             continue
         inside = [node for statement in loop.body for node in within(statement)]
         own = [node for node in inside if next(_loops_around(script, node), None) is loop]
-        trains = [node for node in own if is_backward(script, node) or _steps_by_itself(script, node)]
+        trains = [node for node in own if script.is_backward(node) or _steps_by_itself(script, node)]
         if not trains:
             continue
         losses = _losses(script, trains)

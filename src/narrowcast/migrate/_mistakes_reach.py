@@ -11,6 +11,34 @@ from narrowcast.migrate._mistakes_names import Script, method, text_of, within
 
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm_?|value_)$|timm\.utils\..*clip_grad$")
 
+# What a scale that is read out may go into without a gradient being divided by it.
+_SHOWS = {"add_scalar", "append", "debug", "info", "log", "print", "put_scalar", "set_postfix", "write"}
+
+
+def divides(script: Script, function: ast.AST) -> bool:
+    """Whether a function reads the scale for more than to show or compare it, as to unscale by hand."""
+    inside = list(ast.walk(function))
+    read = [
+        node for node in inside if isinstance(node, ast.Attribute) and node.attr in ("get_scale", "_scale")
+    ]
+    for node in read:
+        outer = script.parents[node]
+        if not _is_shown(script, inside, outer if isinstance(outer, ast.Call) else node):
+            return True
+    return False
+
+
+def _is_shown(script: Script, inside: list[ast.AST], node: ast.AST) -> bool:
+    outer = script.parents[node]
+    if isinstance(outer, (ast.Compare, ast.FormattedValue, ast.Expr, ast.Dict)):
+        return True
+    if isinstance(outer, ast.Assign) and all(isinstance(one, ast.Name) for one in outer.targets):
+        names = {text_of(one) for one in outer.targets}
+        used = (one for one in inside if isinstance(one, ast.Name) and one.id in names)
+        return all(isinstance(one.ctx, ast.Store) or _is_shown(script, inside, one) for one in used)
+    call = script.parents[outer] if isinstance(outer, ast.keyword) else outer
+    return isinstance(call, ast.Call) and text_of(call.func).rpartition(".")[2] in _SHOWS
+
 
 class Reach:
     """The functions of one script, by their names."""
