@@ -409,8 +409,12 @@ class Trainer:
 """,
     ),
     "backward in a region that a property holds": (
-        "backward-in-region", 9,
+        "backward-in-region", 13,
         """\
+class Other:
+    def region(self):
+        return torch.profiler.profile()
+
 class Trainer:
     @property
     def region(self):
@@ -422,6 +426,10 @@ class Trainer:
             loss.backward()
 """,
         """\
+class Other:
+    def region(self):
+        return torch.profiler.profile()
+
 class Trainer:
     @property
     def region(self):

@@ -46,6 +46,7 @@ class Fixes:
         self._script = script
         self._source = script.source
         self._reach = Reach(script)
+        self._regions = Regions(script)
 
     def of(self, seen: Seen) -> Fix | None:
         """How a mistake is mended, or None where that is not sure."""
@@ -262,7 +263,7 @@ class Fixes:
 
     def _move_out(self, seen: Seen) -> Fix | None:
         """The last statements of a region behind it, where none of them computes in the region's format."""
-        around = Regions(self._script).around(seen.node)
+        around = self._regions.around(seen.node)
         if around is None or not isinstance(around[1], ast.With) or len(around[1].items) != 1:
             return None
         if not around[0].alone:

@@ -164,26 +164,26 @@ class Regions:
     def _function(self, node: ast.expr) -> _Function | ast.Lambda | None:
         """The function of this file that a name or an attribute of ``self`` stands for."""
         if isinstance(node, ast.Name):
-            defined = [
-                one for one in self._defined[node.id] if self._scope_of(one) is self._names.owner(node)
-            ]
-            bound = [] if defined else self._bound_to(node)
+            found = self._defined[self._names.owner(node), node.id]
+            bound = [] if found else self._bound_to(node)
             if len(bound) == 1 and isinstance(bound[0], ast.Lambda):
                 return bound[0]
         elif isinstance(node, ast.Attribute) and text_of(node.value) == "self":
-            defined = self._defined[node.attr]
-            if self._class_of(node) is not None and any(self._class_of(one) is None for one in defined):
-                return None
+            found = self._defined[self._class_of(node), node.attr] or self._defined[None, node.attr]
         else:
             return None
-        return defined[0] if len(defined) == 1 else None
+        return found[0] if len(found) == 1 else None
 
     @cached_property
-    def _defined(self) -> dict[str, list[_Function]]:
-        found: dict[str, list[_Function]] = defaultdict(list)
+    def _defined(self) -> dict[tuple[ast.AST | None, str], list[_Function]]:
+        """(scope, name) -> the functions; under None the methods of all classes."""
+        found: dict[tuple[ast.AST | None, str], list[_Function]] = defaultdict(list)
         for node in self._script.functions():
             if not isinstance(node, ast.Module):
-                found[node.name].append(node)
+                scope = self._scope_of(node)
+                found[scope, node.name].append(node)
+                if isinstance(scope, ast.ClassDef):
+                    found[None, node.name].append(node)
         return found
 
     def _bound_to(self, node: ast.Name | ast.Attribute) -> list[ast.expr]:
