@@ -161,6 +161,7 @@ def test_a_file_deeper_than_python_parses(folder, narrowcast):
          "write its cells to one (jupyter nbconvert --to script train.ipynb), and migrate that"),
         (["train.py", "--write", "--check"], "one of them at a time"),
         (["train.py", "--to", "jax"], "jax"),
+        (["-"], "expected files and folders, and - is none: to see a diff of stdin, /dev/stdin"),
         ([], "Missing argument"),
     ],
 )  # fmt: skip
@@ -200,6 +201,34 @@ def test_what_a_file_is_stays(folder, narrowcast):
     assert (folder / "link.py").is_symlink()
 
 
+def test_a_file_that_is_read_only_stays_and_the_others_are_written(folder, narrowcast):
+    (folder / "a.py").write_text(OLD)
+    (folder / "a.py").chmod(0o444)
+    code, out, err = narrowcast("--write", ".", cwd=folder)
+    assert (code, out) == (2, "train.py\n")
+    assert "cannot write a.py: it is read-only" in err
+    assert "2 files, 1 changed, 1 not written\n" in err
+    assert (folder / "a.py").read_text() == OLD
+    assert (folder / "train.py").read_text() == NEW
+
+
+def test_what_is_no_file_in_a_folder_is_passed_over(folder, narrowcast):
+    """As the locks of editors, which are links that lead nowhere, and what would be waited for."""
+    (folder / ".#train.py").symlink_to("someone@somewhere.1")
+    (folder / "link.py").symlink_to("train.py")
+    os.mkfifo(folder / "pipe.py")
+    assert narrowcast("--check", ".", cwd=folder)[:2] == (1, "train.py\n")
+
+
+def test_a_file_that_only_uses_a_scaler_is_looked_at(folder, narrowcast):
+    (folder / "train.py").write_text(
+        "def step(loss, scaler, optimizer, parameters):\n    scaler.scale(loss).backward()\n"
+        "    torch.nn.utils.clip_grad_norm_(parameters, 1.0)\n    scaler.step(optimizer)\n"
+        "    scaler.update()\nimport torch\n"
+    )
+    assert "clip-before-unscale" in narrowcast("train.py", cwd=folder)[2]
+
+
 def test_a_byte_order_mark_stays(folder, narrowcast):
     (folder / "train.py").write_bytes(b"\xef\xbb\xbf" + OLD.encode())
     assert narrowcast("--write", "train.py", cwd=folder)[0] == 0
@@ -211,6 +240,9 @@ def test_folders_of_versions_and_environments_are_passed_over(folder, narrowcast
         (folder / name).mkdir(parents=True)
         (folder / name / "train.py").write_text(OLD)
     (folder / "notes.txt").write_text(OLD)
+    (folder / "env").mkdir()
+    (folder / "env" / "pyvenv.cfg").write_text("")
+    (folder / "env" / "activate_this.py").write_text(OLD)
     assert narrowcast("--check", ".", cwd=folder)[1] == "train.py\ndeep/er/train.py\n"
     assert narrowcast("--check", ".venv", cwd=folder)[1] == ".venv/train.py\n"
 
@@ -263,7 +295,9 @@ def test_fifty_thousand_lines(folder, narrowcast):
 
 
 def test_paths_are_files_and_folders_each_once(folder, narrowcast):
-    _, out, err = narrowcast("--check", "train.py", ".", "./train.py", cwd=folder)
+    (folder / "link.py").symlink_to("train.py")
+    paths = ["train.py", ".", "./train.py", folder / "train.py", "link.py"]
+    _, out, err = narrowcast("--check", *paths, cwd=folder)
     assert out == "train.py\n"
     assert "1 file, 1 to change" in err
     assert Path(folder / "train.py").read_text() == OLD

@@ -40,11 +40,12 @@ def migrate(
     in a file stays byte for byte. Running it again changes nothing.
 
     Exit code 1: with --check, a file would change. 2: a path that is missing, or a file that cannot be
-    written. 3: a file that cannot be read or does not parse; it is named, and the others are done.
+    written; 3: one that cannot be read or does not parse; it is named, and the others are done.
     """
     if write and check:
         raise typer.BadParameter("one of them at a time", param_hint="'--write' or '--check'")
 
+    from narrowcast.errors import MigrationError
     from narrowcast.migrate import (
         Settings,
         diff_of,
@@ -61,9 +62,14 @@ def migrate(
     changed = [outcome for outcome in outcomes if outcome.changes]
     for line in findings_text(outcomes):
         talk(line)
-    if write:
-        for outcome in changed:
+    kept = 0
+    for outcome in list(changed) if write else ():
+        try:
             write_file(outcome)
+        except MigrationError as error:
+            talk(str(error))
+            changed.remove(outcome)
+            kept += 1
     if as_json:
         text = json.dumps(json_of(outcomes, settings), indent=2, allow_nan=False)
     elif write or check:
@@ -72,7 +78,9 @@ def migrate(
         text = "".join(diff_of(outcome, color=sys.stdout.isatty()) for outcome in changed).rstrip("\n")
     if text and not show(text):
         return NOT_WRITTEN
-    print(summary_text(outcomes, written=write), file=sys.stderr)  # noqa: T201
+    print(summary_text(outcomes, written=write, kept=kept), file=sys.stderr)  # noqa: T201
+    if kept:
+        return NOT_WRITTEN
     if check and changed:
         return WOULD_CHANGE
     return NOT_LOOKED_AT if any(outcome.problem is not None for outcome in outcomes) else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import errno
 import io
 import os
 import re
@@ -18,12 +20,11 @@ from narrowcast.errors import MigrationError
 from narrowcast.migrate._changes import Finding, Outcome
 from narrowcast.migrate._settings import Settings
 
-_SKIPPED = {
-    ".git", ".hg", ".svn", ".venv", "venv", ".tox", ".nox", "__pycache__", "node_modules", "site-packages",
-    ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints", ".eggs",
-}  # fmt: skip
+_SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 # A file without any of these has nothing that a stage looks for.
-_WORDS = re.compile(rb"\bapex\b|\bamp\b|autocast|GradScaler|custom_fwd|custom_bwd")
+_WORDS = re.compile(
+    rb"\bapex\b|\bamp\b|autocast|GradScaler|custom_fwd|custom_bwd|unscale_|\.scale\(|\bStepper\b"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,31 +63,43 @@ class FileOutcome:
 def python_files(paths: Iterable[Path]) -> list[Path]:
     """The files among ``paths`` and the ``*.py`` in folders among them, each once, in the order of names.
 
-    Folders of versions, environments and caches are passed over, where they were not named themselves.
+    Hidden folders, environments and caches are passed over, where they were not named themselves, and so are
+    links in folders: what they lead to is looked at where it lies.
 
     Raises:
         MigrationError: a path is missing, or is a notebook.
     """
-    found: dict[Path, None] = {}
+    found: dict[str, Path] = {}
     for path in paths:
         if path.is_dir():
-            found |= dict.fromkeys(_walk(path))
+            inside = _walk(path)
         elif path.suffix == ".ipynb":
             raise MigrationError(
                 f"{path} is a notebook, and only Python files can be migrated: write its cells to one "
                 f"(jupyter nbconvert --to script {path}), and migrate that"
             )
         elif path.exists():
-            found[path] = None
+            inside = iter([path])
+        elif str(path) == "-":
+            raise MigrationError(
+                "expected files and folders, and - is none: to see a diff of stdin, /dev/stdin"
+            )
         else:
             raise MigrationError(f"expected files and folders, and {path} does not exist")
-    return list(found)
+        for file in inside:
+            found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
 
 
 def _walk(folder: Path) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
-        yield from (Path(root, name) for name in sorted(files) if name.endswith(".py"))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name[0] != "." and name not in _SKIPPED and not Path(root, name, "pyvenv.cfg").exists()
+        )
+        listed = (Path(root, name) for name in sorted(files) if name.endswith(".py"))
+        yield from (path for path in listed if path.is_file() and not path.is_symlink())
 
 
 def migrate_file(path: Path, settings: Settings) -> FileOutcome:
@@ -158,14 +171,19 @@ def write(outcome: FileOutcome) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    mode = stat.S_IMODE(path.stat().st_mode)
+    before = path.stat()
+    if not before.st_mode & stat.S_IWUSR:  # renaming would not ask
+        raise PermissionError(errno.EACCES, "it is read-only")
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(beside, mode)
+        if os.stat(beside).st_uid != before.st_uid:
+            with contextlib.suppress(PermissionError):
+                os.chown(beside, before.st_uid, before.st_gid)
+        os.chmod(beside, stat.S_IMODE(before.st_mode))
         os.replace(beside, path)
     except BaseException:
         os.unlink(beside)

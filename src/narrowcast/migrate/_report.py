@@ -49,10 +49,10 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
     return told
 
 
-def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False) -> str:
+def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept: int = 0) -> str:
     """A table of the rules, with how often each was found, and how many files that concerns.
 
-    ``written``: the files were changed; otherwise they would be.
+    ``written``: the files were changed but for ``kept`` of them; otherwise they would be.
     """
     counts: dict[str, Counter[bool]] = defaultdict(Counter)
     for outcome in outcomes:
@@ -62,10 +62,10 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False) -> s
     lines = [f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}"] if counts else []
     for rule, count in sorted(counts.items()):
         lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
-    changed = sum(one.changes for one in outcomes)
+    changed = sum(one.changes for one in outcomes) - kept
     problems = sum(one.problem is not None for one in outcomes)
     files = f"{len(outcomes)} {'file' if len(outcomes) == 1 else 'files'}"
-    missed = f", {problems} not looked at" if problems else ""
+    missed = (f", {kept} not written" if kept else "") + (f", {problems} not looked at" if problems else "")
     lines.append(f"{files}, {changed} {'changed' if written else 'to change'}{missed}")
     return "\n".join(lines)
 
