@@ -150,6 +150,12 @@ UNCLEAR = {
     "a star": "from torch.cuda.amp import *\ns = GradScaler()\n",
     "a string that is looked up": 'with patch("torch.cuda.amp.autocast"):\n    pass\n',
     "in an f-string, with its quotes": 'import torch\nprint(f"{torch.cuda.amp.GradScaler()}")\n',
+    "what other files call by its old arguments": (
+        "from torch.cuda.amp import GradScaler\n__all__ = ['GradScaler']\ns = GradScaler()\n"
+    ),
+    "what is handed on by its own name": (
+        "from torch.cuda.amp import GradScaler as GradScaler\ns = GradScaler()\n"
+    ),
     "a class that others call": "import torch\nclass T:\n    made = torch.cuda.amp.GradScaler\n",
     "a class with its first argument": (
         "import functools, torch\nmake = functools.partial(torch.cuda.amp.GradScaler, 2.0)\n"

@@ -39,6 +39,29 @@ GOLDEN = {
         "import torch\nnc = 5\na = torch.autocast('cpu')\n",
         "import torch\nimport narrowcast\nnc = 5\na = narrowcast.autocast('cpu')\n",
     ),
+    "nc and narrowcast are taken": (
+        "import torch\ndef f(nc, narrowcast):\n    return torch.autocast('cpu')\n",
+        "import torch\nimport narrowcast as nc_\ndef f(nc, narrowcast):\n    return nc_.autocast('cpu')\n",
+    ),
+    "a name that hides narrowcast in a function": (
+        "import torch\nimport narrowcast as nc\ndef f(nc):\n    return torch.autocast('cpu')\n",
+        "import torch\nimport narrowcast as nc\nimport narrowcast\n"
+        "def f(nc):\n    return narrowcast.autocast('cpu')\n",
+    ),
+    "a name that other files import from here": (
+        "from torch.amp import GradScaler, autocast\n__all__ = ['GradScaler']\n"
+        "s, a = GradScaler(), autocast('cpu')\n",
+        "from torch.amp import GradScaler\nimport narrowcast as nc\n__all__ = ['GradScaler']\n"
+        "s, a = nc.GradScaler(), nc.autocast('cpu')\n",
+    ),
+    "a use in the line of an import": (
+        "import torch; a = torch.autocast('cpu')\n",
+        "import narrowcast as nc\nimport torch; a = nc.autocast('cpu')\n",
+    ),
+    "a question after a region, which is no region of torch's": (
+        "import torch\nassert isinstance(torch.autocast('cpu'), torch.autocast)\n",
+        "import torch\nimport narrowcast as nc\nassert isinstance(nc.autocast('cpu'), nc.autocast)\n",
+    ),
     "after the imports of the future": (
         "#!/usr/bin/env python\nfrom __future__ import annotations\nimport torch\n"
         "a = torch.autocast('cpu')\n",

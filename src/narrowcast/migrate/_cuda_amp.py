@@ -34,8 +34,10 @@ def cuda_amp(source: Source, settings: Settings) -> Changes:
     moves, formats = Moves(), _formats(source) if by_import else set()
     for key, used in by_import.items():
         wanted = Changes()
-        # Of one class for both devices it cannot be asked which of them a scaler is for.
-        problems = [one for one in used if len(asked) > 1 or not _rewrite(source, wanted, formats, *one)]
+        # Of one class for both devices it cannot be asked which of them a scaler is for; and other files call
+        # what is handed on as they did.
+        stays = len(asked) > 1 or key[1] in source.exported
+        problems = [one for one in used if stays or not _rewrite(source, wanted, formats, *one)]
         for reference, _device, name in problems:
             changes.tell(source.start(reference.node), RULE, _why(reference, name), fixed=False)
         if problems and used[0][0].name != "torch":

@@ -81,6 +81,10 @@ class Names:
         """Every name that is bound somewhere in the module."""
         return {name for scope in self._bound.values() for name in scope}
 
+    def scopes_of(self, name: str) -> int:
+        """In how many scopes a name is bound."""
+        return sum(name in scope for scope in self._bound.values())
+
     def reaches(self, name: str, full: str, at: ast.AST) -> bool:
         """Whether ``name``, written where ``at`` stands, is the imported ``full``."""
         probe = ast.Name(name, ast.Load())

@@ -129,6 +129,19 @@ class Source:
         return found
 
     @cached_property
+    def exported(self) -> set[str]:
+        """Names that other files may import from here: those in ``__all__``, and ``import name as name``."""
+        found = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {alias.name for alias in node.names if alias.name == alias.asname}
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(isinstance(one, ast.Name) and one.id == "__all__" for one in targets):
+                    found |= {str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)}
+        return found
+
+    @cached_property
     def newline(self) -> str:
         """The line end of the first line; of a file without one that of Unix."""
         match = _NEWLINE.search(self.text)

@@ -152,7 +152,8 @@ def after_imports(source: Source) -> int:
             break
     if last is None:
         return _after_comments(source)
-    return source.lines(last)[1]
+    # What shares the line of an import may need what is put here.
+    return source.lines(last)[1 if source.stands_alone(last) else 0]
 
 
 def _is_text(statement: ast.stmt) -> bool:

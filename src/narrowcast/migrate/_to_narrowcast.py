@@ -31,9 +31,10 @@ def to_narrowcast(source: Source, settings: Settings) -> Changes:
     kept: set[Key] = set()
     for reference in source.references:
         key = (reference.scope, reference.name)
-        if reference.full not in _NEW or _asks(source, reference):
+        stays = reference.full not in _NEW or _asks(source, reference)
+        if stays or reference.name in source.exported:
             kept.add(key)
-        else:
+        if not stays:
             moves.done.add(key)
             name = f"{here}.{_NEW[reference.full]}"
             changes.replace(source.span(reference.node), name)
@@ -51,10 +52,11 @@ def to_narrowcast(source: Source, settings: Settings) -> Changes:
 
 def narrowcast_name(source: Source) -> str:
     """What narrowcast is called in a file: ``nc`` unless that is something else there."""
+    taken = source.names.taken()
     for one in source.imports:
-        if one.full == "narrowcast" and one.scope is source.tree:
+        if one.full == "narrowcast" and one.scope is source.tree and source.names.scopes_of(one.name) == 1:
             return one.name
-    return "narrowcast" if "nc" in source.names.taken() else "nc"
+    return next(name for name in ("nc", "narrowcast", "nc_", "narrowcast_") if name not in taken)
 
 
 def _gone(full: str) -> str | None:
@@ -62,8 +64,9 @@ def _gone(full: str) -> str | None:
 
 
 def _asks(source: Source, reference: Reference) -> bool:
-    """Whether a class is asked for or built on: instances of ``nc.GradScaler`` are torch's too."""
+    """Whether a class is built on, or asked for: instances of ``nc.GradScaler`` are torch's too."""
     parent = source.parents[reference.node]
     outer = source.parents[parent] if isinstance(parent, ast.Tuple) else parent
     asked = isinstance(outer, ast.Call) and getattr(outer.func, "id", "") in ("isinstance", "issubclass")
+    asked = asked and _NEW.get(reference.full) == "GradScaler"
     return asked or (isinstance(parent, ast.ClassDef) and reference.node in parent.bases)
