@@ -186,6 +186,22 @@ for x in loader:
 """,
         None,
     ),
+    "clipped by a sharded model": (
+        "clip-before-unscale", 2,
+        """\
+scaler.scale(model(x).sum()).backward()
+model.clip_grad_norm_(1.0)
+scaler.step(optimizer)
+scaler.update()
+""",
+        """\
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+model.clip_grad_norm_(1.0)
+scaler.step(optimizer)
+scaler.update()
+""",
+    ),
     "clipped, and perhaps left out": (
         "clip-before-unscale", 3,
         """\
@@ -671,6 +687,16 @@ scaler.update()
 """,
         None,
     ),
+    "stepped by both, an update between": (
+        "step-twice", 4,
+        """\
+scaler.scale(model(x).sum()).backward()
+scaler.step(optimizer)
+scaler.update()
+optimizer.step()
+""",
+        None,
+    ),
     "unscaled before the last backward": (
         "backward-after-unscale", 4,
         """\
@@ -718,6 +744,17 @@ for i, x in enumerate(loader):
 model(x).sum().backward()
 scaler.step(optimizer)
 scaler.update()
+""",
+        None,
+    ),
+    "the loss is scaled by another scaler": (
+        "scale-missing", 4,
+        """\
+others = torch.amp.GradScaler(device)
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    others.step(optimizer)
+    others.update()
 """,
         None,
     ),

@@ -118,6 +118,16 @@ def test_scalers_are_known_by_their_full_names(imported):
     assert [rule for rule, _, _ in rules_in(text, target)] == ["clip-before-unscale"]
 
 
+def test_names_from_their_new_home_or_else_their_old_one():
+    text = (
+        "import torch\ntry:\n    from torch.amp import GradScaler, autocast\nexcept ImportError:\n"
+        "    from torch.cuda.amp import GradScaler, autocast\nscaler = GradScaler()\n"
+        "def step(x, net, opt):\n    with autocast('cuda'):\n        loss = net(x)\n"
+        "        loss.backward()\n    scaler.step(opt)\n    scaler.update()\n"
+    )
+    assert [rule for rule, _, _ in rules_in(text)] == ["backward-in-region", "scale-missing"]
+
+
 def test_the_old_names_are_mended_too():
     text = (
         "import torch\nscaler = torch.cuda.amp.GradScaler()\n"

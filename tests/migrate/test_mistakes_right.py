@@ -531,6 +531,26 @@ for x in loader:
 model.half()
 torch.save(model.state_dict(), "model.pt")
 """,
+    "a step by itself on gradients that are new": """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def train_step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.penalty()
+        self.optimizer.step()
+
+    def again(self, loss, other):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        other.backward()
+        self.optimizer.step()
+""",
     "match": """\
 for x in loader:
     match mode:

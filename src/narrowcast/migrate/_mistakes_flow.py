@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ _READERS = {
     "torch.max",
     "torch.histc",
 }
+_CLIPS = {"clip_grad_norm_", "clip_grad_value_"}
 _LOGGERS = {"add_histogram", "add_scalar"}
 State = dict[tuple[str, ...], Any]
 Function = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -64,6 +66,11 @@ def _join(one: State | None, other: State | None) -> State | None:
         key: left if (left := _get(one, *key)) is _get(other, *key) else OPEN
         for key in one.keys() | other.keys()
     }
+
+
+def _forget(state: State, gone: Callable[[tuple[str, ...]], bool]) -> None:
+    for key in [key for key in state if gone(key)]:
+        del state[key]
 
 
 class Flow:
@@ -189,8 +196,7 @@ class Flow:
         if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and node.value is None:
             return
         names = set(bound(node))
-        for key in [key for key in state if any(names & _names(text) for text in (key[0], *key[2:]))]:
-            del state[key]
+        _forget(state, lambda key: any(names & _names(text) for text in (key[0], *key[2:])))
         if isinstance(node, ast.Assign):
             scaled = self._scaled_by(node.value)
             for name in names:
@@ -229,7 +235,7 @@ class Flow:
             self._scaler_call(node, used[0], used[1], state)
         elif (used and used[1] == "backward") or name == "torch.autograd.backward":
             self._backward(node, state)
-        elif CLIPPING.match(name):
+        elif CLIPPING.match(name) or (used and used[1] in _CLIPS):
             self._clip(node, state)
         elif (inner := self._reach.clipped_by(node)) is not None:
             self._clip(inner, state)
@@ -240,7 +246,7 @@ class Flow:
         elif used and used[1] == "step" and used[0] in self._script.optimizers:
             self._plain_step(node, used[0], state)
         elif used and used[1] == "zero_grad":
-            for key in [key for key in state if key[1] in ("dirty", "clean")]:
+            for key in [key for key in state if key[1] in ("dirty", "clean", "spent")]:
                 state[key] = OPEN
         elif self._reads_gradient(node, used, name):
             for scaler in self._script.scalers:
@@ -251,21 +257,22 @@ class Flow:
                 ):
                     self._say("grad-before-unscale", node, scaler)
         else:
-            for scaler in self._reach.may_touch(node):
-                for key in [key for key in state if key[0] == scaler]:
-                    del state[key]
-                state[scaler, "touched"] = YES
+            touched = self._reach.may_touch(node)
+            _forget(state, lambda key: key[0] in touched)
+            state |= {(scaler, "touched"): YES for scaler in touched}
+            if used is None or used[0] in ("self", "super()"):  # it may go backward
+                _forget(state, lambda key: key[1] == "spent")
 
     def _backward(self, node: ast.Call, state: State) -> None:
         scaler = next(filter(None, map(self._scaled_by, ast.iter_child_nodes(node))), None)
         state.pop(("", "clipped"), None)
+        _forget(state, lambda key: key[1] == "spent")
         if scaler is None:
             state["", "plain"] = YES
             for key in [key for key in state if key[1] in ("dirty", "clean", "fresh")]:
                 state[key] = OPEN
             return
-        for key in [key for key in state if key[:2] == (scaler, "clean")]:
-            del state[key]
+        _forget(state, lambda key: key[:2] == (scaler, "clean"))
         state[scaler, "dirty"] = YES
         state[scaler, "clean", "*"] = NO
         state[scaler, "fresh"] = YES
@@ -300,7 +307,7 @@ class Flow:
             state[scaler, "called", optimizer] = YES
             state[scaler, "clean", optimizer] = YES
             state[scaler, "any step"] = YES  # for torch, an update may follow
-        elif name in ("clip_grad_norm_", "clip_grad_value_") and optimizer is not None:
+        elif name in _CLIPS and optimizer is not None:
             state[scaler, "clean", optimizer] = YES
         elif name == "step" and optimizer is not None:
             self._step(node, scaler, optimizer, state)
@@ -310,8 +317,7 @@ class Flow:
         elif name == "update":
             if _get(state, scaler, "any step") is NO and not argument(node, 0, "new_scale"):
                 self._say("update-twice", node, scaler)
-            for key in [key for key in state if key[0] == scaler]:
-                del state[key]
+            _forget(state, lambda key: key[0] == scaler and key[1] != "spent")
             state[scaler, "dirty"] = state[scaler, "fresh"] = state[scaler, "any step"] = NO
             state[scaler, "called", "*"] = state[scaler, "stepped", "*"] = NO
             self._updates[scaler] = node
@@ -320,7 +326,8 @@ class Flow:
         by_place = len(node.args) > 1 and not isinstance(node.args[1], ast.Starred)
         if by_place and self._script.scalers[scaler] == "torch":
             self._say("positional-closure", node, scaler, optimizer)
-        if _get(state, scaler, "fresh") is NO and len(node.args) == 1 and not node.keywords:
+        scales = (scaler, "scale") in self._script.used
+        if scales and _get(state, scaler, "fresh") is NO and len(node.args) == 1 and not node.keywords:
             self._say("update-between-steps", self._updates[scaler], scaler, optimizer)
         if _get(state, scaler, "stepped", optimizer) is YES:
             self._say("update-missing", node, scaler, optimizer)
@@ -335,7 +342,7 @@ class Flow:
         ) is not YES and self._script.scaled_optimizers.keys() == {optimizer}:
             self._say("backward-after-unscale", node, scaler, optimizer)
         state[scaler, "called", optimizer] = state[scaler, "stepped", optimizer] = YES
-        state[scaler, "any step"] = YES
+        state[scaler, "any step"] = state[scaler, "spent", optimizer] = YES
 
     def _plain_step(self, node: ast.Call, optimizer: str, state: State) -> None:
         state.pop(("", "clipped"), None)
@@ -347,7 +354,7 @@ class Flow:
         for scaler in own or self._script.scalers:
             unscaled = _get(state, scaler, "clean", optimizer)
             scaled = _get(state, scaler, "dirty") is YES and unscaled is NO and self._unscaled_nothing(state)
-            if not scaled and _get(state, scaler, "stepped", optimizer) is YES:
+            if not scaled and _get(state, scaler, "spent", optimizer) is YES:
                 self._say("step-twice", node, scaler, optimizer)
             elif scaled or _get(state, scaler, "called", optimizer) is YES:
                 self._say("step-without-scaler", node, scaler, optimizer)

@@ -19,7 +19,7 @@ _TORCH_SCALERS = {
     "narrowcast.apex.transformer.amp.GradScaler",
 }
 _OWN_SCALERS = {"narrowcast.GradScaler", "narrowcast.gradients.GradScaler"}
-_TORCH_REGIONS = {
+TORCH_REGIONS = {
     "torch.autocast",
     "torch.amp.autocast",
     "torch.amp.autocast_mode.autocast",
@@ -27,20 +27,12 @@ _TORCH_REGIONS = {
     "torch.cuda.amp.autocast",
     "torch.cuda.amp.autocast_mode.autocast",
 }
-_OWN_REGIONS = {"narrowcast.autocast", "narrowcast.casting.autocast"}
+OWN_REGIONS = {"narrowcast.autocast", "narrowcast.casting.autocast"}
 _SCALER_METHODS = {
     "scale", "unscale_", "step", "update", "get_scale", "is_enabled", "state_dict", "load_state_dict",
     "get_growth_factor", "set_growth_factor", "get_backoff_factor", "set_backoff_factor",
     "get_growth_interval", "set_growth_interval", "clip_grad_norm_", "clip_grad_value_", "step_together",
 }  # fmt: skip
-_APEX = ("apex.", "narrowcast.apex")
-_FORMATS = {
-    "torch.float16": "fp16",
-    "torch.half": "fp16",
-    "torch.bfloat16": "bf16",
-    "torch.float32": "fp32",
-    "torch.float": "fp32",
-}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -155,6 +147,10 @@ class Script:
             full = self.source.names.full(node)
             if full is None and isinstance(node, ast.Name):
                 full = self._assigned.get(node.id)
+                # Imported from its new home, or else from its old one.
+                homes = self.source.names.bindings(node)
+                if homes and (homes <= _TORCH_SCALERS or homes <= TORCH_REGIONS):
+                    full = min(homes)
             self._full[node] = full
         return self._full[node]
 
@@ -301,22 +297,6 @@ class Script:
                     found.add(used[0])
         return found
 
-    def opens(self, call: ast.Call) -> str | None:
-        """Whose region a call makes, a ``partial`` of one included: "torch", "narrowcast", or None."""
-        name = self.called(_whole(self, call))
-        if name in _TORCH_REGIONS:
-            return "torch"
-        if name in _OWN_REGIONS:
-            return "narrowcast"
-        used = method(call)
-        return "narrowcast" if used and used[0] in self.steppers and used[1] == "autocast" else None
-
-    def is_off(self, call: ast.Call) -> bool:
-        """Whether a region is made to be off."""
-        whole = _whole(self, call)
-        place = 0 if (self.called(whole) or "").endswith("pu.amp.autocast") else 2
-        return is_false(argument(whole, place, "enabled"))
-
     def is_backward(self, node: ast.AST) -> bool:
         """Whether a call goes backward from a loss."""
         used = method(node)
@@ -328,39 +308,6 @@ class Script:
         """Whether a call steps an optimizer, by a scaler or not."""
         used = method(node)
         return used is not None and used[1] == "step" and used[0] in self.optimizers | set(self.scalers)
-
-    @cached_property
-    def regions(self) -> list[ast.Call]:
-        """Every call that makes a region."""
-        return [_whole(self, call) for call in self.calls if self.opens(call) is not None]
-
-    def region_format(self, call: ast.Call) -> str | None:
-        """The format of a region, the device's default included ("bf16"); None where it is computed."""
-        old = (self.called(call) or "").split(".amp.")[0]
-        device = {"torch.cuda": "cuda", "torch.cpu": "cpu"}.get(old)
-        dtype = argument(call, 1, "dtype")
-        if dtype is not None:
-            return _FORMATS.get(self.qualified(dtype) or "")
-        first = argument(call, 0, "device_type")
-        if device is None and isinstance(first, ast.Constant):
-            device = str(first.value)
-        return {"cuda": "fp16", "cpu": "bf16"}.get(device or "")
-
-    @cached_property
-    def on_cpu_only(self) -> bool:
-        """Whether every region and every scaler is one for the CPU, which nobody waits for."""
-        devices = [
-            argument(call, 0, "device_type") for call in self.regions if "cpu" not in text_of(call.func)
-        ]
-        made = [call for calls in self.made_scalers.values() for call in calls]
-        devices += [argument(call, 0, "device") for call in made]
-        return bool(self.regions) and all(isinstance(d, ast.Constant) and d.value == "cpu" for d in devices)
-
-    @cached_property
-    def is_mixed(self) -> bool:
-        """Whether the script trains in mixed precision: by a region, a scaler or apex."""
-        apex = any(f"{name}.".startswith(_APEX) for name in self.imported)
-        return bool(self.regions or self.scalers or apex)
 
     def functions(self) -> Iterator[ast.Module | ast.FunctionDef | ast.AsyncFunctionDef]:
         """Everything that has a body of its own: the script, and each function in it."""
@@ -384,13 +331,6 @@ class Script:
             ):
                 found.add(text_of(node))
         return found
-
-
-def _whole(script: Script, call: ast.Call) -> ast.Call:
-    """The call that a ``partial`` makes later, as far as it is known; any other call itself."""
-    if script.called(call) != "functools.partial" or not call.args:
-        return call
-    return ast.Call(call.args[0], call.args[1:], call.keywords)
 
 
 def is_false(node: ast.expr | None) -> bool:

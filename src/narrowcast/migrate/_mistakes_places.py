@@ -14,19 +14,20 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 def mistakes_of_places(script: Script) -> Iterator[Seen]:
     """Every mistake that needs no path to be seen."""
-    yield from _inside_regions(script)
-    yield from _scalers_with_bf16(script)
+    regions = Regions(script)
+    yield from _inside_regions(script, regions)
+    yield from _scalers_with_bf16(script, regions)
     yield from _scalers_unused(script)
-    yield from _half_weights(script)
+    if regions.calls or script.scalers:
+        yield from _half_weights(script)
     yield from _schedulers_first(script)
-    if script.is_mixed and not script.on_cpu_only:
+    if regions.is_mixed and not regions.on_cpu_only:
         yield from _host_syncs(script)
 
 
-def _inside_regions(script: Script) -> Iterator[Seen]:
+def _inside_regions(script: Script, regions: Regions) -> Iterator[Seen]:
     """The first backward and the first step in each region, by a function of this file too."""
     told = set()
-    regions = Regions(script)
     for call in sorted(script.calls, key=lambda call: (call.lineno, call.col_offset)):
         trains = regions.trains(call)
         around = regions.around(call) if trains else None
@@ -41,8 +42,8 @@ def _inside_regions(script: Script) -> Iterator[Seen]:
                 yield Seen(rule, call, "scaler")
 
 
-def _scalers_with_bf16(script: Script) -> Iterator[Seen]:
-    if {script.region_format(call) for call in script.regions} != {"bf16"}:
+def _scalers_with_bf16(script: Script, regions: Regions) -> Iterator[Seen]:
+    if {regions.format(call) for call in regions.calls} != {"bf16"}:
         return
     for text, calls in script.made_scalers.items():
         for call in calls:
@@ -52,12 +53,13 @@ def _scalers_with_bf16(script: Script) -> Iterator[Seen]:
 
 def _scalers_unused(script: Script) -> Iterator[Seen]:
     """Scalers of this file that step and never scale, or never update."""
-    plain = any(script.is_backward(call) and ".scale(" not in text_of(call.func) for call in script.calls)
+    backwards = [call for call in script.calls if script.is_backward(call)]
+    plain = [call for call in backwards if ".scale(" not in text_of(call.func)]
     for text in script.scalers.keys() & script.made_scalers.keys() - script.handed_out:
         steps, scales = script.used.get((text, "step"), []), script.used.get((text, "scale"), [])
         # Another file may scale and update by an attribute of what it is handed, or builds on.
         same = {name for one, name in script.used if one.rpartition(".")[2] == text.rpartition(".")[2]}
-        if steps and "scale" not in same and plain:
+        if steps and "scale" not in same and (backwards if "." not in text else plain):
             yield Seen("scale-missing", steps[0], text, _first_argument(steps[0]))
         elif steps and scales and "update" not in same:
             functions = {script.source.function(call) for call in scales}
@@ -71,8 +73,6 @@ def _first_argument(call: ast.Call) -> str | None:
 
 def _half_weights(script: Script) -> Iterator[Seen]:
     """``model.half()`` of a trained module, in a script that opens regions or scales losses."""
-    if not (script.regions or script.scalers):
-        return
     for call in script.calls:
         used = method(call)
         if used is None or not isinstance(call.func, ast.Attribute):

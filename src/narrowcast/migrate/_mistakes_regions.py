@@ -8,8 +8,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from narrowcast.migrate._mistakes_names import Script, ancestors, text_of, values, within
+from narrowcast.migrate._mistakes_names import (
+    OWN_REGIONS,
+    TORCH_REGIONS,
+    Script,
+    ancestors,
+    argument,
+    is_false,
+    method,
+    text_of,
+    values,
+    within,
+)
 
+_FORMATS = {
+    "torch.float16": "fp16",
+    "torch.half": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.float32": "fp32",
+    "torch.float": "fp32",
+}
+_APEX = ("apex.", "narrowcast.apex")
 _PROPERTIES = {"property", "functools.cached_property"}
 _PLAIN_DECORATORS = {"staticmethod", "classmethod", *_PROPERTIES}
 _NOTHING = {"nullcontext", "suppress"}
@@ -39,6 +58,37 @@ class Regions:
         # What is looked at already; of what is still looked at, as of a function that calls itself, nothing.
         self._trained: dict[ast.AST, set[str]] = {}
         self._managers: dict[ast.AST, Opened | None] = {}
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call that makes a region."""
+        return [_whole(self._script, call) for call in self._script.calls if self._kind(call) is not None]
+
+    def format(self, call: ast.Call) -> str | None:
+        """The format of a region, the device's default included ("bf16"); None where it is computed."""
+        old = (self._script.called(call) or "").split(".amp.")[0]
+        device = {"torch.cuda": "cuda", "torch.cpu": "cpu"}.get(old)
+        dtype = argument(call, 1, "dtype")
+        if dtype is not None:
+            return _FORMATS.get(self._script.qualified(dtype) or "")
+        first = argument(call, 0, "device_type")
+        if device is None and isinstance(first, ast.Constant):
+            device = str(first.value)
+        return {"cuda": "fp16", "cpu": "bf16"}.get(device or "")
+
+    @cached_property
+    def on_cpu_only(self) -> bool:
+        """Whether every region and every scaler is one for the CPU, which nobody waits for."""
+        devices = [argument(call, 0, "device_type") for call in self.calls if "cpu" not in text_of(call.func)]
+        made = [call for calls in self._script.made_scalers.values() for call in calls]
+        devices += [argument(call, 0, "device") for call in made]
+        return bool(self.calls) and all(isinstance(d, ast.Constant) and d.value == "cpu" for d in devices)
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether the script trains in mixed precision: by a region, a scaler or apex."""
+        apex = any(f"{name}.".startswith(_APEX) for name in self._script.imported)
+        return bool(self.calls or self._script.scalers or apex)
 
     def around(self, node: ast.AST) -> tuple[Opened, ast.AST] | None:
         """The region that a node runs in, and its ``with`` or function; None outside and where it is off."""
@@ -106,10 +156,26 @@ class Regions:
             return self._generator(node) if self._decorators(node) & managers else None
         if not isinstance(node, ast.Call):
             return None
-        kind = self._script.opens(node)
+        kind = self._kind(node)
         if kind is not None:
-            return Opened(kind, on=not self._script.is_off(node))
+            return Opened(kind, on=not self._is_off(node))
         return Opened("", on=False) if _last(node.func) in _NOTHING else None
+
+    def _kind(self, call: ast.Call) -> str | None:
+        """Whose region a call makes, a ``partial`` of one included: "torch", "narrowcast", or None."""
+        name = self._script.called(_whole(self._script, call))
+        if name in TORCH_REGIONS:
+            return "torch"
+        if name in OWN_REGIONS:
+            return "narrowcast"
+        used = method(call)
+        return "narrowcast" if used and used[0] in self._script.steppers and used[1] == "autocast" else None
+
+    def _is_off(self, call: ast.Call) -> bool:
+        """Whether a region is made to be off."""
+        whole = _whole(self._script, call)
+        place = 0 if (self._script.called(whole) or "").endswith("pu.amp.autocast") else 2
+        return is_false(argument(whole, place, "enabled"))
 
     def _generator(self, function: _Function) -> Opened | None:
         """What a function opens around its ``yield``."""
@@ -224,6 +290,13 @@ class Regions:
     def _class_of(self, node: ast.AST) -> ast.ClassDef | None:
         around = self._script.source.around(node)
         return next((outer for outer in around if isinstance(outer, ast.ClassDef)), None)
+
+
+def _whole(script: Script, call: ast.Call) -> ast.Call:
+    """The call that a ``partial`` makes later, as far as it is known; any other call itself."""
+    if script.called(call) != "functools.partial" or not call.args:
+        return call
+    return ast.Call(call.args[0], call.args[1:], call.keywords)
 
 
 def _line(node: ast.AST) -> tuple[int, int]:
