@@ -284,6 +284,59 @@ class Trainer:
 """,
         None,
     ),
+    "clipped, and unscaled after the next backward, to look at it": (
+        "clip-before-unscale", 2,
+        """\
+scaler.scale(model(x).sum()).backward()
+clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+scaler.update()
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+scaler.update()
+""",
+        """\
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+scaler.update()
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+scaler.update()
+""",
+    ),
+    "clipped after an unscaling that is perhaps updated": (
+        "clip-before-unscale", 7,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    if perhaps:
+        scaler.update()
+    scaler.scale(model(x).sum()).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        None,
+    ),
+    "clipped after a backward of gradients that a function had unscaled": (
+        "clip-before-unscale", 8,
+        """\
+def unscale(one):
+    scaler.unscale_(one)
+
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    unscale(optimizer)
+    scaler.scale(model(x).sum()).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        None,
+    ),
     "clipped in a loop that steps when it is over": (
         "clip-before-unscale", 3,
         """\
@@ -624,6 +677,17 @@ scaler.step(optimizer)
 scaler.step(second)
 scaler.update()
 """,
+    ),
+    "an update between two steps of one optimizer": (
+        "update-between-steps", 3,
+        """\
+scaler.scale(model(x).sum()).backward()
+scaler.step(optimizer)
+scaler.update()
+scaler.step(optimizer)
+scaler.update()
+""",
+        None,
     ),
     "a closure by position": (
         "positional-closure", 5,

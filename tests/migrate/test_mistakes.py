@@ -97,6 +97,23 @@ for x in loader:
     }  # fmt: skip
 
 
+def test_one_unscaling_serves_all_clippings_behind_it():
+    wrong = """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    clip_grad_norm_(model[0].parameters(), 1.0)
+    if both:
+        clip_grad_norm_(model[1].parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    right = wrong.replace(
+        "    clip_grad_norm_(model[0]", "    scaler.unscale_(optimizer)\n    clip_grad_norm_(model[0]"
+    )
+    assert migrate_text(HEAD + wrong, Settings()).text == HEAD + right
+    assert rules_in(HEAD + wrong) == [("clip-before-unscale", 3, True)]
+
+
 @pytest.mark.parametrize(
     "imported",
     [

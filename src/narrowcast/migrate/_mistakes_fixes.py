@@ -47,6 +47,8 @@ class Fixes:
         self._source = script.source
         self._reach = Reach(script)
         self._regions = Regions(script)
+        # One unscale_ serves the clippings behind it; whether it does is seen in the next round.
+        self._unscaled: set[tuple[ast.AST, str, str]] = set()
 
     def of(self, seen: Seen) -> Fix | None:
         """How a mistake is mended, or None where that is not sure."""
@@ -154,6 +156,22 @@ class Fixes:
                     return True
         return False
 
+    def _may_be_unscaled(self, clip: ast.stmt, scaler: str, optimizer: str) -> bool:
+        """Whether ``unscale_`` was called before a clipping already, which torch allows once an update."""
+        always = [c for c in self._calls(clip, scaler, "update") if self._branches(c) <= self._branches(clip)]
+        updates = [call.lineno for call in always]
+        for call in self._calls(clip, scaler, "unscale_"):
+            before = range(
+                call.lineno, clip.lineno if call.lineno < clip.lineno else 1 + max(updates, default=0)
+            )
+            if text_of(call.args[0]) == optimizer and not any(line in before for line in updates):
+                return True
+        elsewhere = {self._source.function(call) for call in self._script.used.get((scaler, "unscale_"), ())}
+        names = {one.name for one in elsewhere if one is not None}
+        here = self._function(clip)
+        calls = (call for call in self._script.calls if self._function(call) is here)
+        return any(text_of(call.func).rpartition(".")[2] in names for call in calls)
+
     def _clip(self, seen: Seen) -> Fix | None:
         """``unscale_`` before the clipping, where one step of one optimizer always follows."""
         clip = self._statement(seen.node)
@@ -162,29 +180,29 @@ class Fixes:
         steps = [c for c in self._calls(clip, seen.scaler, "step") if c.lineno > clip.lineno and c.args]
         if seen.optimizer is not None:
             steps = [c for c in steps if text_of(c.args[0]) == seen.optimizer]
-        optimizers = {text_of(c.args[0]) for c in steps}
-        if len(optimizers) != 1 or len(steps) != 1:
+        if len(steps) != 1:
             return None
-        step, optimizer = steps[0], optimizers.pop()
-        updates = [c for c in self._calls(clip, seen.scaler, "update") if c.lineno >= step.lineno]
+        step, optimizer = steps[0], text_of(steps[0].args[0])
+        key = (self._function(clip), seen.scaler, optimizer)
+        always = self._loop(step) is self._loop(clip) and self._branches(step) <= self._branches(clip)
+        updated = any(c.lineno >= step.lineno for c in self._calls(clip, seen.scaler, "update"))
         if (
-            self._loop(step) is not self._loop(clip)
-            or not self._branches(step) <= self._branches(clip)
-            or not updates
-        ):
-            return None
-        if self._leaves_between(clip, clip.lineno, step.lineno) or self._scales_between(
-            clip, step, seen.scaler
+            not (always and updated)
+            or key in self._unscaled
+            or self._leaves_between(clip, clip.lineno, step.lineno)
+            or self._scales_between(clip, step, seen.scaler)
+            or self._may_be_unscaled(clip, seen.scaler, optimizer)
         ):
             return None
         fix = Fix()
         self._insert(fix, clip, f"{seen.scaler}.unscale_({optimizer})")
         for late in self._calls(clip, seen.scaler, "unscale_"):
             statement = self._statement(late)
-            if late.lineno > clip.lineno and text_of(late.args[0]) == optimizer:
+            if clip.lineno < late.lineno < step.lineno and text_of(late.args[0]) == optimizer:
                 if statement is None or statement not in self._block(clip):
                     return None
                 self._delete(fix, statement)
+        self._unscaled.add(key)
         return fix
 
     def _update_missing(self, seen: Seen) -> Fix | None:
@@ -231,6 +249,15 @@ class Fixes:
         scales = [one for one in rest if any(method(node) == (seen.scaler, "scale") for node in within(one))]
         if not steps or scales or self._statement(steps[-1]) is None:
             return None
+        block = self._block(update)
+        stepped = [
+            text_of(node.args[0])
+            for one in block
+            for node in within(one)
+            if isinstance(node, ast.Call) and method(node) == (seen.scaler, "step") and node.args
+        ]
+        if len(stepped) != len(set(stepped)):
+            return None  # torch steps an optimizer once an update
         fix = Fix()
         self._delete(fix, update)
         if not any(text_of(one) == text_of(update) for one in rest[rest.index(steps[-1]) :]):
