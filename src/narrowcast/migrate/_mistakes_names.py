@@ -1,4 +1,4 @@
-"""Who is who in a script: its scalers, optimizers, regions, modules, and which functions touch a scaler."""
+"""Who is who in a script: its scalers, optimizers, schedulers and modules, by what is assigned and called."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def values(node: ast.expr | None) -> Iterator[ast.expr]:
 class Script:
     """A parsed script, and what its names stand for.
 
-    A scaler, an optimizer and a region are known by what was assigned to their text (``scaler``,
-    ``self.scaler``), in whichever function; a scaler also by calls that only a scaler has.
+    A scaler and an optimizer are known by what was assigned to their text (``scaler``, ``self.scaler``), in
+    whichever function; a scaler also by calls that only a scaler has.
     """
 
     def __init__(self, source: Source) -> None:
