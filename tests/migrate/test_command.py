@@ -130,12 +130,21 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_goes_on(folder, narrow
     assert (folder / "train.py").read_text() == NEW
 
 
-def test_a_fault_of_narrowcast_names_the_file_and_the_rest_goes_on(folder, narrowcast, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("none such"), "KeyError('none such')"),
+        (SyntaxError("in what was made"), "RuntimeError('broken.py: what the migration made does not parse;"),
+    ],
+)
+def test_a_fault_of_narrowcast_names_the_file_and_the_rest_goes_on(
+    folder, narrowcast, monkeypatch, error, told
+):
     from narrowcast.migrate import _driver
 
     def stage(source, settings):
         if source.path == "broken.py":
-            raise KeyError("none such")
+            raise error
         return cuda_amp(source, settings)
 
     cuda_amp = _driver.cuda_amp
@@ -143,7 +152,7 @@ def test_a_fault_of_narrowcast_names_the_file_and_the_rest_goes_on(folder, narro
     (folder / "broken.py").write_text(OLD)
     code, out, err = narrowcast("--write", ".", cwd=folder)
     assert (code, out) == (3, "train.py\n")
-    assert "broken.py: narrowcast failed on it, please report: KeyError('none such')" in err
+    assert f"broken.py: narrowcast failed on it, please report: {told}" in err
 
 
 def test_a_file_deeper_than_python_parses(folder, narrowcast):

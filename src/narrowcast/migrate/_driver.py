@@ -50,7 +50,7 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
         for stage in _STAGES:
             looked, changes = seen.get(stage, (None, Changes()))
             if looked is not source:
-                changes = stage(source, settings)
+                changes = _changes(stage, source, settings)
                 seen[stage] = source, changes
             told = [(origin(trail, at), rule, message, mends) for at, rule, message, mends in changes.found]
             fixed += [one for one in told if one[3]]
@@ -66,11 +66,23 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
     return Outcome(text=source.text, findings=tuple(_finding(first, one) for one in told))
 
 
+def _changes(stage: Stage, source: Source, settings: Settings) -> Changes:
+    """What a stage wants. A SyntaxError in it is about what it made, and no fault of the file."""
+    try:
+        return stage(source, settings)
+    except SyntaxError as error:
+        raise _broken(source.path) from error
+
+
 def _parsed(path: str, text: str) -> Source:
     try:
         return Source(path, text)
     except SyntaxError as error:
-        raise RuntimeError(f"{path}: what the migration made does not parse; nothing was changed") from error
+        raise _broken(path) from error
+
+
+def _broken(path: str) -> RuntimeError:
+    return RuntimeError(f"{path}: what the migration made does not parse; nothing was changed")
 
 
 def _finding(source: Source, told: tuple[int, str, str, bool]) -> Finding:
