@@ -221,6 +221,18 @@ def test_a_file_that_is_read_only_stays_and_the_others_are_written(folder, narro
     assert (folder / "train.py").read_text() == NEW
 
 
+def test_json_tells_which_files_were_written(folder, narrowcast):
+    (folder / "a.py").write_text(OLD)
+    (folder / "a.py").chmod(0o444)
+    code, out, _ = narrowcast("--json", "--write", ".", cwd=folder)
+    assert code == 2
+    assert {one["path"]: one["written"] for one in json.loads(out)["files"]} == {
+        "a.py": False,
+        "train.py": True,
+    }
+    assert "written" not in json.loads(narrowcast("--json", ".", cwd=folder)[1])["files"][0]
+
+
 def test_what_is_no_file_in_a_folder_is_passed_over(folder, narrowcast):
     """As the locks of editors, which are links that lead nowhere, and what would be waited for."""
     (folder / ".#train.py").symlink_to("someone@somewhere.1")

@@ -71,7 +71,8 @@ def migrate(
             changed.remove(outcome)
             kept += 1
     if as_json:
-        text = json.dumps(json_of(outcomes, settings), indent=2, allow_nan=False)
+        done = {outcome.path for outcome in changed} if write else None
+        text = json.dumps(json_of(outcomes, settings, written=done), indent=2, allow_nan=False)
     elif write or check:
         text = "\n".join(outcome.path for outcome in changed)
     else:

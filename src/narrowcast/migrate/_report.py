@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from narrowcast.migrate._changes import Finding
@@ -70,12 +70,18 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
     return "\n".join(lines)
 
 
-def as_json(outcomes: Sequence[FileOutcome], settings: Settings) -> dict[str, Any]:
-    """All of it; of files only those of which there is something to tell."""
+def as_json(
+    outcomes: Sequence[FileOutcome], settings: Settings, *, written: Collection[str] | None = None
+) -> dict[str, Any]:
+    """All of it; of files only those of which there is something to tell.
+
+    ``written``: the paths that were, in a run that writes.
+    """
     told = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
+    did = {} if written is None else {one.path: {"written": one.path in written} for one in told}
     return {
         "schema": _SCHEMA,
         "target": settings.target,
         "files_looked_at": len(outcomes),
-        "files": [one.as_dict() | {"diff": diff_of(one)} for one in told],
+        "files": [one.as_dict() | {"diff": diff_of(one)} | did.get(one.path, {}) for one in told],
     }
