@@ -301,6 +301,58 @@ def test_reading_masters_inside_the_block_is_said(level, capsys):
     assert capsys.readouterr().err.count("clip after the block") == 1
 
 
+CLEARED = {
+    "None": lambda model: model.zero_grad(),
+    "zeros": lambda model: model.zero_grad(set_to_none=False),
+    "by hand": lambda model: model.weight.grad.mul_(0),
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("how", CLEARED)
+@pytest.mark.parametrize("stepped", [True, False], ids=["step", "no step"])
+def test_gradients_that_the_script_throws_away_are_gone(level, settings, how, stepped):
+    model, optimizer = start(level, **settings)
+    before = model.weight.detach().clone()
+    backward(model, optimizer)
+    CLEARED[how](model)
+    if stepped:
+        optimizer.step()
+        assert torch.equal(model.weight, before)
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer).float(), X)
+    optimizer.step()
+    assert torch.equal(model.weight, (before.float() - 0.5 * X).to(model.weight.dtype))
+
+
+def test_a_layer_whose_gradient_the_script_takes_away_stays():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, weight_decay=0.5)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=16.0)
+    before = [one.detach().clone() for one in model.parameters()]
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    model[1].weight.grad = None
+    optimizer.step()
+    assert torch.equal(model[1].weight, before[1])
+    assert not torch.equal(model[0].weight, before[0])
+
+
+def test_changing_gradients_of_half_weights_is_said_to_have_no_effect(capsys):
+    model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=1.0))
+    amp._amp_state.verbosity = 1
+    for _ in range(2):
+        backward(model, optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        assert torch.equal(gradient(optimizer), X)
+        optimizer.step()
+        model.zero_grad()
+    assert capsys.readouterr().err == (
+        "amp: gradients of half weights of this SGD were changed after the scale_loss block, which has no "
+        "effect: clip and change those of amp.master_params(optimizer), which it steps on\n"
+    )
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_group_that_comes_later(level):
     both = torch.nn.ModuleList([torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)])

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from narrowcast.apex._masters import Masters
+from narrowcast.apex._state import say
 from narrowcast.apex._torch_internals import add_all, is_view, version_of
 from narrowcast.errors import AmpError
 from narrowcast.gradients import unscale_by
 
 _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Left(NamedTuple):
+    """The scaled gradient of a half weight, of which its master has had its part."""
+
+    low: torch.Tensor
+    master: torch.nn.Parameter
+    gradient: torch.Tensor
+    version: int
+
+    def is_there(self) -> bool:
+        found = self.low.grad
+        if found is None or found is self.gradient:
+            return found is not None
+        # DDP replaces gradients by equal ones when it orders its buckets anew; NaNs are equal by their bits.
+        alike = found.shape == self.gradient.shape and found.dtype == self.gradient.dtype
+        return alike and torch.equal(found.view(torch.int16), self.gradient.view(torch.int16))
+
+    def was_written(self) -> bool:
+        return self.low.grad is self.gradient and version_of(self.gradient) != self.version
 
 
 class Accumulation:
@@ -21,6 +43,7 @@ class Accumulation:
     Gradients that are there when a block begins are unscaled, and wait aside; those that come in the block
     are scaled, and are unscaled and added to the others when it ends. Under O2 the scaled ones are those of
     the half weights, which stay where they are until the next block, and the others those of the masters.
+    Where a script clears the former, as ``model.zero_grad()`` does, the latter go with them.
 
     Attributes:
         masters: those of the optimizer's half parameters; None where it has none.
@@ -33,9 +56,9 @@ class Accumulation:
         self.masters: Masters | None = None
         self.scaled_by: float | None = None
         self.strange: float | None = None
+        self._said = False
         self._aside: _Gradients = []
-        # Scaled gradients of half weights, of which the masters have had their part.
-        self._left: _Gradients = []
+        self._left: list[_Left] = []
 
     def begin(self, scale: float, *, delayed: bool) -> None:
         """Before the backward pass of a block.
@@ -73,11 +96,14 @@ class Accumulation:
         if delayed:
             return None
         if self.masters is not None:
-            left = [(low, low.grad) for low, _ in self._pairs if low.grad is not None]
+            self._left = [
+                _Left(low, master, low.grad, version_of(low.grad))
+                for low, master in self._pairs
+                if low.grad is not None
+            ]
             self.masters.held.take_gradients()
-            for low, gradient in left:
-                low.grad = gradient
-            self._left = [(low, gradient) for low, gradient in left if gradient is not None]
+            for left in self._left:
+                left.low.grad = left.gradient
         found = unscale_by(self._optimizer, scale)
         total = torch.zeros_like(found)
         if self._aside:
@@ -103,15 +129,16 @@ class Accumulation:
 
     def forget_what_is_left(self) -> None:
         """Drop the gradients of half weights whose masters have had their part."""
-        for low, gradient in self._left:
-            if _is_still_there(low, gradient):
-                low.grad = None
+        self._follow_the_script()
+        for left in self._left:
+            left.low.grad = None
         self._left = []
 
     @contextmanager
     def what_is_left_hidden(self) -> Iterator[None]:
         """For a step, which would else add them to the masters' again."""
-        hidden = [(low, low.grad) for low, gradient in self._left if _is_still_there(low, gradient)]
+        self._follow_the_script()
+        hidden = [(left.low, left.low.grad) for left in self._left]
         for low, _ in hidden:
             low.grad = None
         try:
@@ -120,6 +147,30 @@ class Accumulation:
             for low, gradient in hidden:
                 if low.grad is None:
                     low.grad = gradient
+
+    def _follow_the_script(self) -> None:
+        """Clear masters' gradients where those of their weights were cleared since the block."""
+        there = []
+        for left in self._left:
+            if not left.is_there():
+                left.master.grad = None
+                continue
+            there.append(left)
+            if left.was_written() and left.master.grad is not None:
+                if bool(left.gradient.any()):
+                    self._say_without_effect()
+                else:
+                    left.master.grad.zero_()
+        self._left = there
+
+    def _say_without_effect(self) -> None:
+        if not self._said:
+            self._said = True
+            say(
+                f"amp: gradients of half weights of this {type(self._optimizer).__name__} were changed after "
+                "the scale_loss block, which has no effect: clip and change those of "
+                "amp.master_params(optimizer), which it steps on"
+            )
 
     def writes(self) -> list[tuple[int, int]]:
         """Which gradients backward passes have written, and how often."""
@@ -133,7 +184,7 @@ class Accumulation:
         """
         if self.strange is None:
             return
-        left = {low for low, gradient in self._left if _is_still_there(low, gradient)}
+        left = {left.low for left in self._left if left.is_there()}
         if any(_is_there(p) for p in self._leaves if p not in left):
             raise AmpError(
                 f"gradients of this {type(self._optimizer).__name__} came in a scale_loss block that did not "
@@ -174,15 +225,6 @@ class Accumulation:
 def _is_there(parameter: torch.Tensor) -> bool:
     """Whether it has a gradient that is not zero; waits for the device."""
     return parameter.grad is not None and bool(parameter.grad.detach().any())
-
-
-def _is_still_there(low: torch.Tensor, gradient: torch.Tensor) -> bool:
-    found = low.grad
-    if found is None or found is gradient:
-        return found is not None
-    # DDP replaces gradients by equal ones when it orders its buckets anew; NaNs are equal by their bits.
-    alike = found.shape == gradient.shape and found.dtype == gradient.dtype
-    return alike and torch.equal(found.view(torch.int16), gradient.view(torch.int16))
 
 
 def _set_aside(parameters: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> _Gradients:

@@ -11,7 +11,6 @@ from narrowcast.apex._accumulation import Accumulation
 from narrowcast.apex._fp16_scalers import DynamicLossScaler, LossScaler
 from narrowcast.apex._masters import Masters
 from narrowcast.apex._state import say
-from narrowcast.apex._torch_internals import version_of
 from narrowcast.errors import CheckpointError, OrderError, ScaleCollapseError
 from narrowcast.weights import HeldWeights, hold, set_values
 
@@ -62,8 +61,6 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
         self.overflow = False
         self._held: HeldWeights | None = None
         self._gradients = Accumulation(init_optimizer)
-        # What the low parameters had when the masters took it.
-        self._taken: list[tuple[torch.Tensor, torch.nn.Parameter, torch.Tensor, int]] = []
         if any(p.dtype in _LOW for group in init_optimizer.param_groups for p in group["params"]):
             self._held = hold(init_optimizer)
             self._gradients.masters = Masters(self._held)
@@ -89,7 +86,6 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
                 ``update_master_grads()`` is then to be called before ``step``.
             retain_graph: as in torch.
         """
-        self._forget_what_was_zeroed()
         if self._gradients.masters is not None:
             self._gradients.masters.refresh()
         delayed = not update_master_grads
@@ -149,23 +145,11 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
             return None
         with self._gradients.what_is_left_hidden():
             returned = self.optimizer.step()
-        self._taken = []
         return returned
 
     def _end(self) -> None:
         found = self._gradients.end(self.loss_scale, delayed=False)
         self.overflow = found is not None and bool((found > 0).any())
-        pairs = [] if self._held is None else self._held.parameters
-        self._taken = [
-            (low, master, low.grad, version_of(low.grad)) for low, master in pairs if low.grad is not None
-        ]
-
-    def _forget_what_was_zeroed(self) -> None:
-        """A script may zero the model's gradients instead of ours, which apex copied over the masters'."""
-        for low, master, gradient, version in self._taken:
-            if low.grad is not gradient or version_of(gradient) != version:
-                master.grad = None
-        self._taken = []
 
     def _evaluated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
