@@ -224,6 +224,27 @@ def test_weights_set_through_data_before_the_first_step_count(way):
     assert not torch.equal(model[0].bias, torch.full_like(model[0].bias, 0.125))
 
 
+def test_masters_that_a_script_saved_beside_come_back_its_own_way():
+    """As NVIDIA's language models do it: masters made at once, and written to through data."""
+    model, optimizer = made(0, "O2")
+    train(model, optimizer, range(5))
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    checkpoint = copy.deepcopy((apexs(model.state_dict()), optimizer.state_dict(), amp.state_dict()))
+    train(model, optimizer, range(5, STEPS))
+    wanted = everything(model, optimizer)
+    amp.shutdown()
+    model, optimizer = made(1, "O2")
+    model.load_state_dict(checkpoint[0])
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(checkpoint[1])
+    for parameter, value in zip(amp.master_params(optimizer), masters, strict=True):
+        parameter.data.copy_(value)
+    amp.load_state_dict(checkpoint[2])
+    train(model, optimizer, range(5, STEPS))
+    check_same(everything(model, optimizer), wanted)
+
+
 def test_the_state_is_apexs():
     made(0, "O1", num_losses=2)
     amp._amp_state.loss_scalers[1]._loss_scale = 256.0
@@ -332,5 +353,27 @@ def test_scripts_move_a_scale_by_hand():
     assert not scaler.update_scale()
     assert scales() == [(32768.0, 1)]
     assert (scaler.dynamic, scaler._max_loss_scale, scaler._scale_seq_len) == (True, 2.0**24, 2000)
+    scaler._scale_seq_len = 3
+    for _ in range(2):
+        scaler.after_block(overflow=False)
+    assert scales() == [(65536.0, 0)]
+    scaler._unskipped, scaler._scale_seq_len = 2, 2
+    scaler.after_block(overflow=False)
+    assert scales() == [(131072.0, 0)]
+    scaler._max_loss_scale = 1024
+    assert scales() == [(1024.0, 0)]
+    scaler._min_loss_scale = 512
+    for _ in range(3):
+        scaler.after_block(overflow=True)
+    assert scales() == [(512.0, 0)]
+    scaler._min_loss_scale = None
+    scaler.after_block(overflow=True)
+    assert scales() == [(256.0, 0)]
     with pytest.raises(ScaleError, match="min_scale to max_scale"):
         scaler._loss_scale = 2.0**25
+    amp.shutdown()
+    made(0, "O1", loss_scale=4.0)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._scale_seq_len, scaler._max_loss_scale, scaler._min_loss_scale = 1, 2.0, 1.0
+    scaler.after_block(overflow=False)
+    assert scales() == [(4.0, 1)]

@@ -245,8 +245,40 @@ def test_the_old_handle_switched_off():
     assert not handle.is_active()
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     handle._deactivate()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    loss = torch.ones(1)
+    with handle.wrap_optimizer(optimizer).scale_loss(loss) as scaled:
+        assert scaled is loss
+    with handle.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
     with pytest.raises(AmpError, match="expected loss_scale"):
         amp.init(loss_scale="static")
+
+
+@pytest.mark.parametrize("by", ["optimizer", "handle"])
+def test_the_old_handle_makes_optimizers_ready(by):
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    names = set(vars(optimizer))
+    handle = amp.init(loss_scale="dynamic")
+    if by == "optimizer":
+        assert handle.wrap_optimizer(optimizer, num_loss=2) is optimizer
+    for step in range(2):
+        before = model.weight.detach().clone()
+        for number in range(2):
+            loss = model(torch.ones(1, 2)).float().sum() / 4  # no overflow of its own
+            block = handle.scale_loss(loss, optimizer) if by == "handle" else optimizer.scale_loss(loss)
+            with block as scaled:
+                scaled.backward()
+                if (step, number) == (0, 1):
+                    model.weight.grad[0] = float("inf")
+        optimizer.step()
+        assert torch.equal(model.weight, before - step * 0.5)
+        optimizer.zero_grad()
+    scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
+    assert scales == ([65536.0, 32768.0] if by == "optimizer" else [32768.0])
+    amp.shutdown()
+    assert set(vars(optimizer)) - {"_opt_called"} == names
 
 
 @halves

@@ -638,6 +638,8 @@ def test_what_scripts_reach_into(capsys):
     start("O2", num_losses=2)
     assert (amp._amp_state.opt_level, amp._amp_state.opt_properties.loss_scale) == ("O2", "dynamic")
     assert len(amp._amp_state.loss_scalers) == 2
+    assert amp._amp_state.opt_properties.options["cast_model_type"] == torch.float16
+    assert amp._amp_state.opt_properties.options.get("cast_model_outputs") is None
     module = importlib.import_module("narrowcast.apex.amp._amp_state")
     assert module._amp_state is amp._amp_state
     assert module.master_params is amp.master_params
@@ -645,6 +647,23 @@ def test_what_scripts_reach_into(capsys):
     amp._amp_state.verbosity = 1
     module.maybe_print("said", True)
     assert capsys.readouterr().err == "said\n"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_scripts_reach_into_on_an_optimizer(level):
+    model, optimizer = start(level)
+    later = torch.nn.Linear(4, 1, bias=False).to(model.weight.dtype)
+    optimizer.add_param_group({"params": later.parameters()})
+    optimizer._amp_lazy_init()
+    masters = list(amp.master_params(optimizer))
+    stash = optimizer._amp_stash
+    if level == "O1":
+        assert stash.all_fp16_params == stash.all_fp32_from_fp16_params == []
+        return
+    weights = [model.weight, later.weight]
+    assert [id(one) for one in stash.all_fp16_params] == [id(one) for one in weights]
+    assert [id(one) for one in stash.all_fp32_from_fp16_params] == [id(one) for one in masters]
+    assert {one.dtype for one in masters} == {torch.float32}
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

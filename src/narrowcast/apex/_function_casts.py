@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
+from typing import TypeVar
 
 import torch
 
@@ -28,12 +29,21 @@ from narrowcast.errors import OrderError
 from narrowcast.policy import format_name
 
 _active: list[Handle] = []
+_H = TypeVar("_H", bound="Handle")
 
 
 def start_casts(
-    models: list[torch.nn.Module], half: torch.dtype, *, allow_banned: bool = False, caching: bool = True
-) -> Handle:
+    models: list[torch.nn.Module],
+    half: torch.dtype,
+    *,
+    allow_banned: bool = False,
+    caching: bool = True,
+    kind: type[_H],
+) -> _H:
     """Have the models cast by the lists in their calls, and this thread outside of them.
+
+    Args:
+        kind: the class of what is returned.
 
     Raises:
         PolicyError: a name on the lists that stands for nothing, or a model that has a policy already.
@@ -48,7 +58,7 @@ def start_casts(
         allow_banned=allow_banned,
         apart=[*functions.items()],
     )
-    handle = Handle(Casts(made.policy, half, {**_whole(made), **functions}), devices, caching)
+    handle = kind(Casts(made.policy, half, {**_whole(made), **functions}), devices, caching)
     handle.start(models)
     return handle
 

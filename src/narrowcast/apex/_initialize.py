@@ -12,7 +12,8 @@ from narrowcast.apex._function_casts import Handle, start_casts
 from narrowcast.apex._functions import forget_registered
 from narrowcast.apex._levels import DISABLED, Properties, properties
 from narrowcast.apex._models import CastModel, check_models
-from narrowcast.apex._optimizers import PreparedOptimizer, prepare_optimizers
+from narrowcast.apex._optimizers import PreparedOptimizer
+from narrowcast.apex._prepare import prepare_optimizers
 from narrowcast.apex._state import amp_state, say
 
 _Undo = Callable[[], object]
@@ -161,7 +162,7 @@ def _start(
         )
         parts = [weakref.ref(one) for one in prepared.each]
         if wanted.patch_torch_functions:
-            handle = start_casts(models, wanted.half_type)
+            handle = start_casts(models, wanted.half_type, kind=Handle)
     except BaseException:
         undo()
         raise

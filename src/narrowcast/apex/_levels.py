@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ class Properties:
     loss_scale: float | str
     cast_model_outputs: torch.dtype | None = None
     half_type: torch.dtype = torch.float16
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All of it by name, as scripts of apex read it."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 _LEVELS: dict[str, dict[str, Any]] = {

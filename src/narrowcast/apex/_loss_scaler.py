@@ -77,13 +77,35 @@ class LossScaler:
     def _min_loss_scale(self) -> float | None:
         return self.value.min_scale if isinstance(self.value, Dynamic) else None
 
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, limit: float | None) -> None:
+        self._limit(limit or Dynamic(rule="apex").min_scale, None)
+
     @property
     def _max_loss_scale(self) -> float | None:
         return self.value.max_scale if isinstance(self.value, Dynamic) else None
 
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, limit: float) -> None:
+        self._limit(None, limit)
+
+    def _limit(self, low: float | None, high: float | None) -> None:
+        if isinstance(self.value, Dynamic):
+            low = self.value.min_scale if low is None else low
+            high = self.value.max_scale if high is None else high
+            scale = min(max(self.value.scale, low), high)
+            self.value = replace(self.value, scale=scale, min_scale=low, max_scale=high)
+
     @property
     def _scale_seq_len(self) -> int:
         return self.value.growth_interval if isinstance(self.value, Dynamic) else 2000
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, blocks: int) -> None:
+        if isinstance(self.value, Dynamic):
+            # Where it is behind already, the next good block makes it grow.
+            good = min(self.value.good_steps, blocks - 1)
+            self.value = replace(self.value, growth_interval=blocks, good_steps=max(good, 0))
 
     def after_block(self, *, overflow: bool) -> None:
         """Move, once for each ``scale_loss`` block whose gradients were looked at."""

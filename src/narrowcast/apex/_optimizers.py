@@ -1,4 +1,4 @@
-"""Optimizers as ``amp.initialize`` leaves them: with float32 masters, and steps that are left out."""
+"""An optimizer as ``amp.initialize`` leaves it: with float32 masters, and steps that are left out."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ import torch
 from narrowcast.apex._accumulation import Accumulation
 from narrowcast.apex._findings import Finding, settle
 from narrowcast.apex._levels import LOW_DTYPES, Properties
-from narrowcast.apex._loss_scaler import LossScaler, loss_scalers_for
+from narrowcast.apex._loss_scaler import LossScaler
 from narrowcast.apex._masters import Masters
 from narrowcast.apex._sharding import Places, is_sharded, shared_out
-from narrowcast.apex._state import amp_state, say
+from narrowcast.apex._state import say
 from narrowcast.errors import AmpError
 from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
 from narrowcast.weights import hold, lost_eps
 
 _STASH = "_amp_stash"
+# What scripts of apex call before they load masters from a checkpoint.
+_MAKE_MASTERS = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
 _numbers = itertools.count()
 _active: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
 
@@ -46,6 +48,7 @@ class PreparedOptimizer:
         skip: why the next step is left out, in one line; None: it is not.
         in_block: whether a ``scale_loss`` block is open.
         number: larger for those that were prepared later.
+        lazy_init_called: without effect; scripts of apex set it where they load a checkpoint.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class PreparedOptimizer:
         self.skip: str | None = None
         self.in_block = False
         self.number = next(_numbers)
+        self.lazy_init_called = False
         self._said = False
         self._active = True
         self._before: dict[str, tuple[Any, Any]] = {}
@@ -75,6 +79,8 @@ class PreparedOptimizer:
             _recast_state(optimizer)
             self._wrap("step", self._step)
             self._wrap("zero_grad", self._zero_grad)
+            for name in _MAKE_MASTERS:
+                self.offer(name, self.refresh)
             _active.add(self)
         setattr(optimizer, _STASH, self)
 
@@ -263,75 +269,30 @@ class PreparedOptimizer:
             self._skip()
             return stopped.loss
 
+    def offer(self, name: str, call: Callable[..., Any]) -> None:
+        """A method more for the optimizer, until ``undo``."""
+        self._before[name] = (call, None)
+        setattr(self.optimizer, name, call)
+
     @property
     def _name(self) -> str:
         return type(self.optimizer).__name__
 
+    # ---- what scripts of apex look at
 
-class PreparedOptimizers:
-    """All optimizers of one ``amp.initialize``."""
+    @property
+    def all_fp16_params(self) -> list[torch.Tensor]:
+        """The half weights that have masters."""
+        self.refresh()
+        masters = self.gradients.masters
+        return [] if masters is None else [low for low, _ in masters.pairs]
 
-    def __init__(self, each: list[PreparedOptimizer], loss_scalers: list[LossScaler]) -> None:
-        self.each, self.loss_scalers = each, loss_scalers
-        self._before = amp_state.loss_scalers
-
-    def undo(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Every optimizer as it was; the float32 values of weights that had masters, by weight."""
-        values: dict[torch.Tensor, torch.Tensor] = {}
-        for one in reversed(self.each):
-            values.update(one.undo())
-        self.each.clear()
-        if amp_state.loss_scalers is self.loss_scalers:
-            amp_state.loss_scalers = self._before
-        return values
-
-
-def prepare_optimizers(
-    optimizers: Sequence[Any],
-    properties: Properties,
-    *,
-    num_losses: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-    originals: Mapping[torch.Tensor, torch.Tensor] | None = None,
-    models: Sequence[torch.nn.Module] = (),
-) -> PreparedOptimizers:
-    """Make optimizers ready for ``scale_loss``; under O2 their half parameters are replaced by masters.
-
-    ``amp._amp_state.loss_scalers`` is from then on the list of these losses' scalers.
-
-    Args:
-        originals: float32 values, by half weight, that masters start from where they round to it.
-        models: those that the optimizers' parameters are of.
-
-    Raises:
-        AmpError: an optimizer that was prepared before, twice in the list, or is no optimizer; a number of
-            losses that is none. Nothing was changed then.
-        ScaleError: a scale or limits that cannot scale a loss. Nothing was changed then.
-    """
-    found = [optimizer_of(one) for one in optimizers]
-    for position, optimizer in enumerate(found):
-        before = prepared(optimizer)
-        if (before is not None and before.properties.enabled) or any(
-            optimizer is other for other in found[:position]
-        ):
-            raise AmpError(
-                f"this {type(optimizer).__name__} was given to amp.initialize before: give each optimizer "
-                "once, and call amp.initialize once for it"
-            )
-    scalers = loss_scalers_for(properties, num_losses, min_loss_scale, max_loss_scale)
-    done = PreparedOptimizers([], scalers)
-    try:
-        for optimizer in found:
-            before = prepared(optimizer)
-            if before is not None:
-                before.undo()  # amp was asked to do nothing with it
-            done.each.append(PreparedOptimizer(optimizer, properties, scalers, originals or {}, models))
-    except BaseException:
-        done.undo()
-        raise
-    amp_state.loss_scalers = scalers
-    return done
+    @property
+    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
+        """Their masters."""
+        self.refresh()
+        masters = self.gradients.masters
+        return [] if masters is None else [master for _, master in masters.pairs]
 
 
 def optimizer_of(given: Any) -> torch.optim.Optimizer:
