@@ -513,6 +513,66 @@ def test_what_comes_in_the_wrong_order_or_place_is_refused():
     assert "step" not in vars(twice)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_another_loss_that_goes_backward_in_the_block_is_refused(level, delayed):
+    model, optimizer = start(level)
+    backward(model, optimizer, delay_unscale=delayed)
+    loss = loss_of(model)
+    said = "would be divided by 65536: call backward of what the block yields"
+    with pytest.raises(AmpError, match=said), amp.scale_loss(loss, optimizer):
+        loss.backward()
+    if not delayed:
+        assert torch.equal(gradient(optimizer), X)
+        backward(model, optimizer)
+        assert torch.equal(gradient(optimizer), 2 * X)
+        # None goes backward, or its gradients are taken by hand.
+        with amp.scale_loss(loss_of(model), optimizer):
+            pass
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            model.weight.grad = torch.autograd.grad(scaled, model.weight)[0]
+        assert torch.equal(gradient(optimizer), 3 * X)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scaled_loss_that_goes_backward_after_its_block_is_refused(level):
+    model, optimizer = start(level)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        pass
+    with pytest.raises(AmpError, match="scaled by 65536 went backward after its scale_loss block"):
+        scaled.backward()
+    amp.shutdown()
+    model, optimizer = start(level, loss_scale=1.0)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        pass
+    scaled.backward()
+    assert torch.equal(model.weight.grad.float(), X)
+
+
+def test_a_loss_is_scaled_once():
+    model, optimizer = start("O1", loss_scale=4.0)
+    with amp.scale_loss(loss_of(model), optimizer) as loss:
+        loss.backward(retain_graph=True)
+    said = r"scaled by 4 already, .* scale_loss\(loss, \[first, second\]\)$"
+    with pytest.raises(AmpError, match=said), amp.scale_loss(loss, optimizer):
+        pytest.fail("the block was entered")
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer), 2 * X)
+
+
+def test_a_block_keeps_no_graph():
+    model, optimizer = start("O1")
+    gc.disable()
+    try:
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+        gone = weakref.ref(scaled)
+        del scaled
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_a_parameter_of_two_optimizers_is_refused():
     model = torch.nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]

@@ -53,7 +53,8 @@ def scale_loss(
     Raises:
         AmpError: ``amp.initialize`` was not called, or not with these optimizers; ``loss_id`` out of range;
             a block within a block of the same optimizer; gradients that are still scaled by another scale,
-            or that came in a block of other optimizers and were not cleared.
+            or that came in a block of other optimizers and were not cleared; a loss that is scaled already,
+            goes backward after the block, or does not where gradients came in it.
         SettingError: a parameter that two of the optimizers share.
 
     Source: apex ``amp/handle.py``; https://nvidia.github.io/apex/advanced.html
@@ -71,10 +72,11 @@ def scale_loss(
             one.follow_sharding()
         return
     scale = scaler.loss_scale()
+    scaled = _scaled(loss, scale)
     _begin(named, scale, delayed=delay_unscale)
     try:
-        with others_watched(named, scale):
-            yield loss.float() if scale == 1.0 else loss.float() * scale
+        with others_watched(named, scale), _Backward(scale).expected(scaled, named):
+            yield scaled
         for one in named:
             one.follow_sharding()
         found = [one.gradients.end(scale, delayed=delay_unscale) for one in named]
@@ -90,6 +92,59 @@ def scale_loss(
         Finding(scaler, loss_id, named, flags)
         if not delay_overflow_check:
             settle(_unread(named))
+
+
+_MARK = "_scaled_by_amp"
+
+
+def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
+    if (before := vars(loss).get(_MARK)) is not None:
+        raise AmpError(
+            f"this loss is scaled by {before:g} already, by another scale_loss block: give the loss itself, "
+            "and name the optimizers of one backward pass in one block, scale_loss(loss, [first, second])"
+        )
+    if scale == 1.0:
+        return loss.float()
+    scaled = loss.float() * scale
+    vars(scaled)[_MARK] = scale
+    return scaled
+
+
+class _Backward:
+    """Sees to it that what one block yields goes backward in it, and nowhere else; holds no graph."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._is_open = self._was_seen = False
+
+    @contextmanager
+    def expected(self, scaled: torch.Tensor, named: Sequence[PreparedOptimizer]) -> Iterator[None]:
+        """Around the block; without effect where the scale makes no difference or there is no graph."""
+        if self._scale == 1.0 or not scaled.requires_grad:
+            yield
+            return
+        hooked: Any = scaled
+        hooked.register_hook(self._see)
+        before = [one.gradients.writes() for one in named]
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+        if not self._was_seen and before != [one.gradients.writes() for one in named]:
+            raise AmpError(
+                "gradients came in a scale_loss block whose own loss did not go backward: they are not "
+                f"scaled, and would be divided by {self._scale:g}: call backward of what the block yields, "
+                "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
+            )
+
+    def _see(self, _gradient: torch.Tensor) -> None:
+        if not self._is_open:
+            raise AmpError(
+                f"a loss that is scaled by {self._scale:g} went backward after its scale_loss block, so that "
+                "nothing would unscale its gradients: call backward inside the block"
+            )
+        self._was_seen = True
 
 
 def _named(optimizers: Any) -> list[PreparedOptimizer] | None:
