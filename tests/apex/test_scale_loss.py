@@ -353,6 +353,28 @@ def test_changing_gradients_of_half_weights_is_said_to_have_no_effect(capsys):
     )
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_in_no_optimizer_are_said_to_keep_scaled_gradients(level, capsys):
+    def made(others):
+        models = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)]
+        mine, other = [torch.optim.SGD(model.parameters(), 0.5) for model in models]
+        optimizers = [mine, other] if others else [mine]
+        amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=16.0)
+        amp._amp_state.verbosity = 1
+        for _ in range(2):
+            with amp.scale_loss(models[1](models[0](X)).float().sum(), mine) as scaled:
+                scaled.backward()
+
+    made(others=True)
+    assert not capsys.readouterr().err
+    made(others=False)
+    assert capsys.readouterr().err == (
+        "amp: 1 parameters of the models are in no optimizer that amp.initialize was given, and their "
+        "gradients stay scaled by 16: set requires_grad=False on them, or give amp.initialize their "
+        "optimizer, and leave them out of clipping\n"
+    )
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_a_group_that_comes_later(level):
     both = torch.nn.ModuleList([torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)])

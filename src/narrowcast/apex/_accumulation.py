@@ -174,7 +174,7 @@ class Accumulation:
 
     def writes(self) -> list[tuple[int, int]]:
         """Which gradients backward passes have written, and how often."""
-        return [(id(p.grad), version_of(p.grad)) for p in self._leaves if p.grad is not None]
+        return [(id(p.grad), version_of(p.grad)) for p in self.leaves if p.grad is not None]
 
     def check_own(self) -> None:
         """Refuse gradients that a block of other optimizers brought, unless they were cleared.
@@ -185,7 +185,7 @@ class Accumulation:
         if self.strange is None:
             return
         left = {left.low for left in self._left if left.is_there()}
-        if any(_is_there(p) for p in self._leaves if p not in left):
+        if any(_is_there(p) for p in self.leaves if p not in left):
             raise AmpError(
                 f"gradients of this {type(self._optimizer).__name__} came in a scale_loss block that did not "
                 f"name it, and are scaled by {self.strange:g}: name it in that block, scale_loss(loss, "
@@ -207,13 +207,13 @@ class Accumulation:
         return () if self.masters is None else self.masters.pairs
 
     @property
-    def _leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> list[torch.Tensor]:
         """The parameters that backward passes give gradients to."""
         low_of: dict[torch.Tensor, torch.Tensor] = {master: low for low, master in self._pairs}
         return [low_of.get(parameter, parameter) for parameter in self._parameters]
 
     def _check_dropped(self, scale: float) -> None:
-        if any(map(_is_there, self._leaves)):
+        if any(map(_is_there, self.leaves)):
             raise AmpError(
                 f"the gradients are scaled by {self.scaled_by:g}, left so by scale_loss(..., "
                 f"delay_unscale=True), and this block scales by {scale:g}: their sum cannot be unscaled. "

@@ -17,7 +17,7 @@ from narrowcast.apex._findings import Finding, settle
 from narrowcast.apex._levels import LOW_DTYPES, Properties
 from narrowcast.apex._loss_scaler import LossScaler
 from narrowcast.apex._masters import Masters
-from narrowcast.apex._sharding import Places, is_sharded, shared_out
+from narrowcast.apex._sharding import Places, Replaced, is_sharded, shared_out
 from narrowcast.apex._state import say
 from narrowcast.errors import AmpError
 from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
@@ -103,8 +103,10 @@ class PreparedOptimizer:
             self.gradients.masters = Masters(hold(self.optimizer, originals=originals))
         self.gradients.masters.refresh()
 
-    def follow_sharding(self) -> None:
-        """At the end of the first block: go on with the parameters that ``fully_shard`` has made since.
+    def after_first_block(self, scale: float) -> None:
+        """Go on with the parameters that ``fully_shard`` has made since ``initialize``; later without effect.
+
+        Parameters of the models that no optimizer has keep gradients that are scaled, which is said.
 
         Raises:
             AmpError: the optimizer has stepped before they were made.
@@ -119,8 +121,12 @@ class PreparedOptimizer:
                 "trains nothing there: FullyShardedDataParallel needs an optimizer that was made after it, "
                 "fully_shard does not"
             )
-        if not new:
-            return
+        if new:
+            self._go_on_with(new)
+        if scale != 1.0:
+            self._say_what_stays_scaled(places, scale)
+
+    def _go_on_with(self, new: Replaced) -> None:
         masters = self.gradients.masters
         values: dict[torch.Tensor, torch.Tensor] = {}
         if masters is not None:
@@ -137,6 +143,20 @@ class PreparedOptimizer:
         for group in self.optimizer.param_groups:
             group["params"][:] = [new.get(parameter, parameter) for parameter in group["params"]]
         self.refresh(values)
+
+    def _say_what_stays_scaled(self, places: Places, scale: float) -> None:
+        stepped = {id(leaf) for one in _active for leaf in one.gradients.leaves}
+        left = [
+            p
+            for p in places.parameters()
+            if p.grad is not None and id(p) not in stepped and not is_sharded(p)  # whose turn comes
+        ]
+        if left:
+            say(
+                f"amp: {len(left)} parameters of the models are in no optimizer that amp.initialize was "
+                f"given, and their gradients stay scaled by {scale:g}: set requires_grad=False on them, or "
+                "give amp.initialize their optimizer, and leave them out of clipping"
+            )
 
     def say_that_gradients_are_scaled(self) -> None:
         """Once, where they are read within a block."""

@@ -69,7 +69,7 @@ def scale_loss(
     if not any(one.scales for one in named):
         yield loss.float()
         for one in named:
-            one.follow_sharding()
+            one.after_first_block(1.0)
         return
     scale = scaler.loss_scale()
     scaled = _scaled(loss, scale)
@@ -78,7 +78,7 @@ def scale_loss(
         with others_watched(named, scale), _Backward(scale).expected(scaled, named):
             yield scaled
         for one in named:
-            one.follow_sharding()
+            one.after_first_block(scale)
         found = [one.gradients.end(scale, delayed=delay_unscale) for one in named]
     except BaseException:
         for one in named:

@@ -40,10 +40,14 @@ class Places:
 
     def lost(self, found: Replaced) -> int:
         """How many parameters are in no model any more, and not in ``found``."""
-        models = [model for reference in self._models if (model := reference()) is not None]
-        there = {id(parameter) for model in models for parameter in model.parameters()}
+        there = {id(parameter) for parameter in self.parameters()}
         gone = {id(parameter) for parameter, _, _ in self._all if parameter not in found}
         return len(gone - there)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of the models, whichever optimizer has them."""
+        models = [model for reference in self._models if (model := reference()) is not None]
+        return [parameter for model in models for parameter in model.parameters()]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
