@@ -211,17 +211,28 @@ def set_by(way, weight):
 
 @pytest.mark.parametrize("way", ["fill", "init", "another tensor"])
 def test_weights_set_through_data_before_the_first_step_count(way):
-    """As initializations of weights do, which scripts run after amp.initialize too; later ones are lost."""
+    """As initializations of weights do, which scripts run after amp.initialize too."""
     model, optimizer = made(0, "O2")
     set_by(way, model[0].weight)
     optimizer.zero_grad()
     optimizer.step()
     assert torch.equal(model[0].weight, torch.full_like(model[0].weight, 0.125))
     assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 5), 0.125))
-    set_by(way, model[0].bias)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert not torch.equal(model[0].bias, torch.full_like(model[0].bias, 0.125))
+
+
+def test_weights_that_are_swapped_through_data_and_back_keep_their_masters(capsys):
+    model, optimizer = made(0, "O2")
+    amp._amp_state.verbosity = 1
+    for step in range(5):
+        train(model, optimizer, [step])
+        masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+        kept = model[0].weight.data
+        model[0].weight.data = torch.zeros_like(kept)
+        model[0].weight.data = kept
+        optimizer.zero_grad()
+        optimizer.step()
+        assert all(map(torch.equal, masters, amp.master_params(optimizer)))
+    assert "written" not in capsys.readouterr().err
 
 
 def test_masters_that_a_script_saved_beside_come_back_its_own_way():

@@ -279,6 +279,50 @@ def test_weights_of_the_model_are_the_masters_rounded():
     assert not torch.equal(model.weight.float(), wanted)
 
 
+def clamp_data(weight):
+    weight.data.clamp_(max=1.5)
+
+
+def replace_data(weight):
+    weight.data = weight.data.clamp(max=1.5)
+
+
+@pytest.mark.parametrize("write", [clamp_data, replace_data])
+@pytest.mark.parametrize(("since", "found"), [(1, 1), (2, 2), (3, 4)])
+def test_what_is_written_through_data_again_and_again_counts(write, since, found, capsys):
+    """As critics whose weights are clamped so: looked for after steps 1, 2, 4 ..., once found after each."""
+    model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=0.5))
+    amp._amp_state.verbosity = 1
+    wanted = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    for step in range(1, 8):
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        optimizer.step()
+        wanted = wanted - 0.5 * X
+        if step >= since:
+            write(model.weight)
+        if step >= found:
+            wanted = wanted.clamp(max=1.5)
+    optimizer.zero_grad()
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), wanted)
+    assert torch.equal(next(amp.master_params(optimizer)), wanted)
+    assert capsys.readouterr().err.count("were written through .data, as p.data.clamp_() does") == 1
+
+
+def test_weights_that_are_written_in_place_are_nothing_to_say(capsys):
+    model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=0.5))
+    amp._amp_state.verbosity = 1
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.clamp_(max=1.5)
+    assert not capsys.readouterr().err
+
+
 def test_clipping_the_masters_clips_what_the_step_uses():
     model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=1.0))
     backward(model, optimizer)

@@ -7,16 +7,26 @@ Here the exported weights are the masters, which makes a checkpoint by apex's do
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
+from narrowcast.apex._sharding import is_sharded
 from narrowcast.apex._state import say
+from narrowcast.apex._torch_internals import version_of
 from narrowcast.weights import HeldWeights, set_values
 
 # By the id of the half weight, which the holder keeps alive.
 _HOLDERS: weakref.WeakValueDictionary[int, Masters] = weakref.WeakValueDictionary()
+
+
+class _Seen(NamedTuple):
+    """What tells whether a weight was written: how often it was, and the sum of its bits."""
+
+    version: int
+    bits: int
 
 
 class Masters:
@@ -26,6 +36,9 @@ class Masters:
         self.held = held
         self.pairs: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
         self._places: dict[int, int] = {}
+        self._steps = 0
+        self._always = False  # whether writes through .data are looked for at every step
+        self._seen: dict[torch.Tensor, _Seen] = {}
 
     def refresh(self) -> None:
         """Know the parameters that came since."""
@@ -45,10 +58,46 @@ class Masters:
         """Other values for some of the weights and their masters."""
         set_values(self.held, {self._places[id(low)]: value for low, value in values.items()})
 
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Around a step of the optimizer of this ``name``: what was written through ``.data`` counts too.
+
+        PyTorch keeps no trace of such a write. It is looked for after the first, second, fourth, eighth ...
+        step, and from the first one that was found after every step.
+        """
+        before, self._seen = self._seen, {}
+        now = _seen(before)
+        written = [
+            low for low in before if before[low] != now[low] and before[low].version == now[low].version
+        ]
+        for low in written:
+            torch.autograd.graph.increment_version(low)
+        if written and not self._always:
+            self._always = True
+            say(
+                f"amp: weights of this {name} were written through .data, as p.data.clamp_() does, of which "
+                "PyTorch keeps no trace: from now on they are compared at every step, and such writes count; "
+                "write under torch.no_grad() to p itself"
+            )
+        yield
+        self._steps += 1
+        if self._always or self._steps & (self._steps - 1) == 0:
+            self._seen = _seen(low for low, _ in self.pairs if not is_sharded(low))
+
     def forget(self) -> None:
         """From now on the weights have no masters."""
         for number in self._places:
             _HOLDERS.pop(number, None)
+
+
+def _seen(lows: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Seen]:
+    """Each with what it is now; waits for the device."""
+    sums = {low: low.detach().view(torch.int16).sum(dtype=torch.int64) for low in lows}
+    if not sums:
+        return {}
+    device = next(iter(sums)).device
+    bits = torch.stack([one.to(device) for one in sums.values()]).tolist()
+    return {low: _Seen(version_of(low), one) for low, one in zip(sums, bits, strict=True)}
 
 
 def masters_of(weight: torch.Tensor) -> Masters | None:

@@ -7,7 +7,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -245,7 +245,11 @@ class PreparedOptimizer:
         self.gradients.check_own()
         if closure is not None and self.scales:
             return self._step_with_closure(inner, args, kwargs, closure)
-        with self.gradients.what_is_left_hidden():
+        masters = self.gradients.masters
+        with (
+            self.gradients.what_is_left_hidden(),
+            nullcontext() if masters is None else masters.step(self._name),
+        ):
             return inner(*args, **kwargs)
 
     def _check_closure(self) -> None:
