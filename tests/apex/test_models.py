@@ -124,6 +124,43 @@ def test_the_exported_state_is_float32_and_the_model_half(level, half):
     assert model.linear.weight.dtype == half
 
 
+def average_in_state(copied, model, kept):
+    for name, value in copied.state_dict().items():
+        value.mul_(0.5).add_(model.state_dict()[name], alpha=0.5)
+
+
+def average_and_load(copied, model, kept):
+    state = copied.state_dict()
+    for name, value in state.items():
+        value.mul_(0.5).add_(model.state_dict()[name], alpha=0.5)
+    copied.load_state_dict(state)
+
+
+def average_parameters(copied, model, kept):
+    with torch.no_grad():
+        for mine, its in zip(copied.parameters(), model.parameters(), strict=True):
+            mine.mul_(0.5).add_(its, alpha=0.5)
+
+
+def sum_of_states(copied, model, kept):
+    for name, value in model.state_dict().items():
+        kept.setdefault(name, value).add_(value)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("average", [average_in_state, average_and_load, average_parameters, sum_of_states])
+def test_averages_that_reach_no_weight_are_said(average, level, capsys):
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp._amp_state.verbosity = 1
+    copied, kept = copy.deepcopy(model), {}
+    for _ in range(3):
+        average(copied, model, kept)
+    in_vain = average is average_in_state and level in ("O2", "O3")
+    assert capsys.readouterr().err.count("then dropped: of half weights these are copies") == in_vain
+
+
 @halves
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_copies_are_models_of_their_own(level, half):

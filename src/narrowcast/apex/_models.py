@@ -10,8 +10,8 @@ import torch
 
 from narrowcast.apex._levels import LOW_DTYPES, Properties
 from narrowcast.apex._masters import keep_masters
-from narrowcast.apex._state import amp_state
-from narrowcast.apex._torch_internals import REPLICATE, replica_of
+from narrowcast.apex._state import amp_state, say
+from narrowcast.apex._torch_internals import REPLICATE, replica_of, version_of
 from narrowcast.casting import cast_floating
 from narrowcast.errors import AmpError
 from narrowcast.weights import is_batch_or_instance_norm, lower
@@ -65,9 +65,11 @@ class CastModel:
             self._cast_weights(model, inputs, bool(properties.keep_batchnorm_fp32))
             outputs = outputs or torch.float32
             self._handles += keep_masters(model)
-            export = _FloatExport()
+            export = _Export()
             modules: Any = model.modules()
             self._handles += [module.register_state_dict_post_hook(export) for module in modules]
+            root: Any = model
+            self._handles.append(root.register_load_state_dict_pre_hook(export.forget))
         self._forward: weakref.ref[_CastForward] | None = None
         if outputs is not None:
             forward = _CastForward(model, inputs, outputs, vars(model).get("forward"))
@@ -171,11 +173,49 @@ def _by_its_own(value: Any, dtype: torch.dtype) -> Any:
     return value if known or not callable(getattr(value, "to", None)) else value.to(dtype)
 
 
-class _FloatExport:
+class _Export:
     """A hook of ``state_dict``: half tensors are handed out in float32; live ones, as they are."""
 
+    def __init__(self) -> None:
+        self._handed_out: dict[str, _Copy] = {}
+        self._said = False
+
     def __call__(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name in (*module._parameters, *module._buffers):
+        for name, live in (*module._parameters.items(), *module._buffers.items()):
             value = state.get(prefix + name)
-            if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES and not value.requires_grad:
-                state[prefix + name] = value.to(torch.float32)
+            if live is None or live.dtype not in LOW_DTYPES or value is None or value.requires_grad:
+                continue
+            state[prefix + name] = value = value.to(torch.float32)
+            before = self._handed_out.get(prefix + name)
+            if before is not None and before.was_written_in_vain():
+                self._say_in_vain()
+            self._handed_out[prefix + name] = _Copy(value)
+
+    def forget(self, *_: Any) -> None:
+        """What was handed out comes back by ``load_state_dict``."""
+        self._handed_out.clear()
+
+    def _say_in_vain(self) -> None:
+        if not self._said:
+            self._said = True
+            say(
+                "amp: what state_dict() handed out was written to, as an average of weights is kept, and "
+                "then dropped: of half weights these are copies, so that nothing reaches the model; write to its "
+                "parameters() under torch.no_grad(), or load_state_dict what was written"
+            )
+
+    def __reduce__(self) -> tuple[type[_Export], tuple[()]]:
+        return _Export, ()  # a copy of the model has handed nothing out
+
+
+class _Copy:
+    """What remains of a tensor that was handed out: whether anybody has it, and how often it was written."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._reference = weakref.ref(value)
+        self._counter = value.detach()  # counts with the value, and keeps none of its memory
+        self._counter.data = torch.empty(0)
+        self._version = version_of(value)
+
+    def was_written_in_vain(self) -> bool:
+        return self._reference() is None and version_of(self._counter) != self._version
