@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+import narrowcast as nc
 from narrowcast.apex import amp
 from narrowcast.errors import AmpError, SettingError, UnsupportedError
 
@@ -695,6 +696,33 @@ def test_two_calls_of_initialize_keep_their_own_scales():
     assert torch.equal(gradient(other), X)
     with pytest.raises(AmpError, match="loss_id from 0 to 0"):
         backward(first, its, loss_id=1)
+
+
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, nc.GradScaler])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_scaler_cannot_step_an_optimizer_with_masters(make, fused, unscale):
+    """It would unscale the batch norm's gradients, and step on scaled ones of all else."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+    names = set(vars(optimizer))
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, half_type=torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items() if "running" not in name}
+    scaler = make("cpu", init_scale=4.0)
+    scaler.scale(model(torch.randn(3, 4)).square().sum()).backward()
+
+    def step():
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+
+    with pytest.raises(AmpError, match="a GradScaler cannot step this Adam, which"):
+        step()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in before.items() if "num" not in name)
+    amp.shutdown()
+    assert set(vars(optimizer)) == names
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused
 
 
 @pytest.mark.parametrize("before", [True, False])

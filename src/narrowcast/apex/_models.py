@@ -200,8 +200,8 @@ class _Export:
             self._said = True
             say(
                 "amp: what state_dict() handed out was written to, as an average of weights is kept, and "
-                "then dropped: of half weights these are copies, so that nothing reaches the model; write to its "
-                "parameters() under torch.no_grad(), or load_state_dict what was written"
+                "then dropped: of half weights these are copies, so that nothing reaches the model; write to "
+                "its parameters() under torch.no_grad(), or load_state_dict what was written"
             )
 
     def __reduce__(self) -> tuple[type[_Export], tuple[()]]:

@@ -19,6 +19,7 @@ from narrowcast.apex._loss_scaler import LossScaler
 from narrowcast.apex._masters import Masters
 from narrowcast.apex._sharding import Places, Replaced, is_sharded, shared_out
 from narrowcast.apex._state import say
+from narrowcast.apex._torch_internals import ASKED_BY_SCALERS
 from narrowcast.errors import AmpError
 from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
 from narrowcast.weights import hold, lost_eps
@@ -35,6 +36,20 @@ class _ClosureOverflowError(Exception):
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
+
+
+class _NoScaler:
+    """What a ``GradScaler`` meets where it asks an optimizer with masters whether it takes a scale."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __bool__(self) -> bool:
+        raise AmpError(
+            f"a GradScaler cannot step this {self._name}, which amp.initialize gave float32 masters: it "
+            "would look at their gradients, and the scaled ones are those of the half weights; use amp.scale_loss "
+            "and optimizer.step(), or opt_level='O1'"
+        )
 
 
 class PreparedOptimizer:
@@ -101,6 +116,7 @@ class PreparedOptimizer:
             ):
                 return
             self.gradients.masters = Masters(hold(self.optimizer, originals=originals))
+            self.offer(ASKED_BY_SCALERS, _NoScaler(self._name))
         self.gradients.masters.refresh()
 
     def after_first_block(self, scale: float) -> None:
@@ -293,10 +309,10 @@ class PreparedOptimizer:
             self._skip()
             return stopped.loss
 
-    def offer(self, name: str, call: Callable[..., Any]) -> None:
-        """A method more for the optimizer, until ``undo``."""
-        self._before[name] = (call, None)
-        setattr(self.optimizer, name, call)
+    def offer(self, name: str, value: Any) -> None:
+        """An attribute or a method more for the optimizer, until ``undo``."""
+        self._before.setdefault(name, (value, vars(self.optimizer).get(name)))
+        setattr(self.optimizer, name, self._before[name][0])
 
     @property
     def _name(self) -> str:
