@@ -420,12 +420,13 @@ def test_parameters_in_no_optimizer_are_said_to_keep_scaled_gradients(level, cap
     )
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_group_that_comes_later(level):
+def test_a_group_that_comes_later(level, half):
     both = torch.nn.ModuleList([torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)])
     first, second = both
     optimizer = torch.optim.SGD(first.parameters(), lr=0.5, momentum=1.0)
-    amp.initialize(both, optimizer, opt_level=level, verbosity=0, loss_scale=256.0)
+    amp.initialize(both, optimizer, opt_level=level, verbosity=0, loss_scale=256.0, half_type=half)
     x = X.to(first.weight.dtype)
     before = [first.weight.float().detach().clone(), second.weight.float().detach().clone()]
     for step in range(2):
@@ -439,9 +440,9 @@ def test_a_group_that_comes_later(level):
             optimizer.zero_grad()
             second.zero_grad()
     masters = list(amp.master_params(optimizer))
-    assert all(p.dtype == (torch.float16 if level == "O3" else torch.float32) for p in masters)
+    assert all(p.dtype == (half if level == "O3" else torch.float32) for p in masters)
     # Momentum 1: the second velocity is 2 x. Half weights end rounded, by half a unit at most.
-    slack = 0.0 if level in ("O0", "O1") else 2.0**-11
+    slack = 0.0 if level in ("O0", "O1") else torch.finfo(half).eps
     assert torch.allclose(first.weight.float(), before[0] - 0.5 * 3 * X, atol=slack + 1e-6, rtol=0)
     assert torch.allclose(second.weight.float(), before[1] - 2.0 * X, atol=slack + 1e-6, rtol=0)
 

@@ -8,7 +8,7 @@ import torch
 from listed_calls import FUNCTIONAL, TENSOR, TORCH
 
 import narrowcast as nc
-from narrowcast.apex import _lists
+from narrowcast.apex import _lists, amp
 from narrowcast.apex._operators import WHOLE
 from narrowcast.apex._rules import plan
 from narrowcast.policy import overloads_of
@@ -35,6 +35,47 @@ HOT = (
     "relu",
     "dropout",
 )
+
+
+_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+_OF_TORCH = {
+    "FP16_FUNCS": f"{_CONVOLUTIONS} prelu addmm addmv addr matmul mm mv addbmm baddbmm bmm",
+    "FP32_FUNCS": """acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod
+        cumsum dist norm prod std sum var renorm""",
+    "CASTS": "addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne",
+    "SEQUENCE_CASTS": "cat stack",
+}
+# As apex had them: https://github.com/NVIDIA/apex/tree/22.04-dev/apex/amp/lists
+APEXS = {
+    "functional_overrides": {
+        "FP16_FUNCS": f"{_CONVOLUTIONS} linear",
+        "FP32_FUNCS": """interpolate grid_sample softplus softmin log_softmax softmax gelu layer_norm
+            group_norm local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
+            cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss
+            multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss
+            binary_cross_entropy_with_logits smooth_l1_loss soft_margin_loss triplet_margin_loss ctc_loss""",
+        "BANNED_FUNCS": "binary_cross_entropy",
+    },
+    "torch_overrides": _OF_TORCH,
+    "tensor_overrides": {
+        "FP16_FUNCS": f"__matmul__ {_OF_TORCH['FP16_FUNCS']}",
+        "FP32_FUNCS": f"__ipow__ __pow__ __rpow__ cpu {_OF_TORCH['FP32_FUNCS']}",
+        "CASTS": f"""__add__ __div__ __eq__ __ge__ __gt__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__
+            __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__
+            {_OF_TORCH["CASTS"]}""",
+        "SEQUENCE_CASTS": "",
+    },
+}
+
+
+@pytest.mark.parametrize("door", APEXS)
+def test_the_lists_are_apexs(door):
+    found = getattr(amp.lists, door)
+    assert {name for name in vars(found) if name.isupper()} == {"MODULE", *APEXS[door]}
+    for name, words in APEXS[door].items():
+        entries = [entry if isinstance(entry, str) else entry[0] for entry in getattr(found, name)]
+        there = [word for word in words.split() if door != "tensor_overrides" or hasattr(torch.Tensor, word)]
+        assert sorted(entries) == sorted(there), name
 
 
 def kinds(device):

@@ -47,8 +47,8 @@ class _NoScaler:
     def __bool__(self) -> bool:
         raise AmpError(
             f"a GradScaler cannot step this {self._name}, which amp.initialize gave float32 masters: it "
-            "would look at their gradients, and the scaled ones are those of the half weights; use amp.scale_loss "
-            "and optimizer.step(), or opt_level='O1'"
+            "would look at their gradients, and the scaled ones are those of the half weights; use "
+            "amp.scale_loss and optimizer.step(), or opt_level='O1'"
         )
 
 
