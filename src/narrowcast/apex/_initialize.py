@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex._function_casts import Handle, start_casts
 from narrowcast.apex._functions import forget_registered
+from narrowcast.apex._handle import Handle, start_casts
 from narrowcast.apex._levels import DISABLED, Properties, properties
 from narrowcast.apex._models import CastModel, check_models
 from narrowcast.apex._optimizers import PreparedOptimizer

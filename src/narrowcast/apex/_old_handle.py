@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex._function_casts import Handle, start_casts
+from narrowcast.apex._handle import Handle, start_casts
 from narrowcast.apex._initialize import in_force
 from narrowcast.apex._levels import Properties, properties
 from narrowcast.apex._optimizers import optimizer_of, prepared
