@@ -85,6 +85,25 @@ def test_gradients_add_up_unscaled(level, settings):
         assert gradient(optimizer) is None  # model.zero_grad() would not reach it
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_of_gradients_are_unscaled_too():
+    """As second-order optimizers take them."""
+    model, optimizer = start("O1", loss_scale=16.0)
+
+    def curved():
+        with amp.disable_casts():
+            return model(X).pow(3).sum()
+
+    (expected,) = torch.autograd.grad(curved(), model.weight, create_graph=True)
+    (expected_second,) = torch.autograd.grad(expected.square().sum(), model.weight)
+    with amp.scale_loss(curved(), optimizer) as scaled:
+        scaled.backward(create_graph=True)
+    assert torch.equal(model.weight.grad, expected)
+    (second,) = torch.autograd.grad(model.weight.grad.square().sum(), model.weight)
+    assert torch.equal(second, expected_second)
+    model.weight.grad = None
+
+
 @LEVELS
 def test_delayed_gradients_stay_scaled_until_a_block_without(level, settings):
     model, optimizer = start(level, **settings)

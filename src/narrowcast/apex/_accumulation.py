@@ -104,7 +104,17 @@ class Accumulation:
             self.masters.held.take_gradients()
             for left in self._left:
                 left.low.grad = left.gradient
+        # Of create_graph=True: values alone would leave gradients of gradients scaled.
+        graphs = [
+            (p, p.grad, p.grad / scale)
+            for p in self._parameters
+            if p.grad is not None and p.grad.requires_grad
+        ]
+        for parameter, gradient, _ in graphs:
+            parameter.grad = gradient.detach().clone()
         found = unscale_by(self._optimizer, scale)
+        for parameter, _, unscaled in graphs:
+            parameter.grad = unscaled
         total = torch.zeros_like(found)
         if self._aside:
             _add(self._aside)
