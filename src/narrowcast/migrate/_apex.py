@@ -9,17 +9,19 @@ from __future__ import annotations
 import ast
 
 from narrowcast.migrate._apex_around import write_around, write_lists
+from narrowcast.migrate._apex_calls import Calls
 from narrowcast.migrate._apex_check import check
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_imports import keep_with_narrowcast, remove_imports
 from narrowcast.migrate._apex_looks import write_looks
-from narrowcast.migrate._apex_plain import check_plain_backwards
+from narrowcast.migrate._apex_plain import plain_backwards, scale_plain
 from narrowcast.migrate._apex_plan import RULE, Plan, device_type, is_apex
 from narrowcast.migrate._apex_regions import Frame, Span
 from narrowcast.migrate._apex_setup import (
     Scaler,
     Setup,
     hold,
+    is_reached,
     place_scaler,
     read_setup,
     write_global,
@@ -76,7 +78,7 @@ def _write(plan: Plan) -> None:
     ]
     for setup in setups:
         hold(flow, setup)
-    blocks = read_blocks(plan, flow, [setup.call for setup in setups])
+    blocks = read_blocks(plan, flow, setups)
     flow.follow()
     homes = write_around(plan)
     rules = write_lists(plan)
@@ -116,70 +118,94 @@ def _take_out_check(plan: Plan, reference: Reference) -> None:
 def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks, rules: list[str]) -> None:
     source = plan.source
     steps = find_steps(plan, flow, blocks)
-    if not blocks and any(setup.optimizers for setup in setups):
-        plan.refuse(setups[0].call, "amp.scale_loss is not in this file: the backward pass is elsewhere")
-    if len({(tuple(one.scaler), tuple(one.enabled)) for one in setups}) > 1:
-        plan.refuse(setups[1].call, "two calls of amp.initialize that ask for different things")
-    always = all(setup.sure for setup in setups)
-    check_plain_backwards(plan, blocks, steps, always=always)
+    _check_setups(plan, setups, blocks)
+    calls = Calls(source, flow)
+    plain = plain_backwards(plan, flow, calls, blocks, steps)
     spans = _regions(plan, flow, blocks, steps)
     if not spans:
         plan.refuse(setups[0].call, "no call of the model is in this file, around which a region could stand")
     if plan.refused:
         return
+    always = all(is_reached(source, setup, [first for first, _ in spans]) for setup in setups)
     states = plan.references("amp.state_dict", "amp.load_state_dict")
     if not always and not any(setup.optimizers for setup in setups):
         plan.refuse(
-            setups[0].call, "amp.initialize without an optimizer, under a condition: no scaler tells of it"
+            setups[0].call, "amp.initialize without an optimizer, which may not be reached: no scaler tells"
         )
         return
-    users: list[ast.AST] = [*(block.statement for block in blocks), *steps, *(one.node for one in states)]
+    users: list[ast.AST] = [
+        *(block.statement for block in blocks),
+        *steps,
+        *plain,
+        *(one.node for one in states),
+    ]
     if not always:
         users += [first for first, _ in spans]
     scaler = place_scaler(plan, setups, users) if users else None
     lines = [_policy(plan, rules)] if rules else []
     if "torch.cuda" in plan.device:
-        lines.append(f"amp_device = {plan.device}")
-        plan.device = "amp_device"
+        name = next(word for word in ("amp_device", "device_of_amp") if word not in source.names.taken())
+        lines.append(f"{name} = {plan.device}")
+        plan.device = name
     if scaler is not None and scaler.place == "global":
         lines.append(write_global(plan, scaler, setups))
-    suites: set[int] = set()
-    for setup in setups:
-        suite = id(source.suite(setup.statement))
-        # Of two in one suite the second finds the scaler made.
-        write_setup(plan, setup, scaler, again=suite in suites)
-        suites.add(suite)
+    _write_setups(plan, setups, scaler)
     if scaler is not None:
-        _write_uses(plan, flow, blocks, steps, scaler)
-        for reference in states:
-            plan.handled(reference)
-            method = reference.full.rpartition(".")[2]
-            name = scaler.at(source, reference.node)
-            plan.changes.replace(source.span(reference.node), f"{name}.{method}")
-            plan.note(reference.node, "the state is the scaler's; one that apex saved does not load into it")
+        # First what comes after statements, then what comes before: at one place it stands in this order.
+        write_steps(plan, steps, blocks, scaler)
+        write_looks(plan, flow, calls, blocks, steps, scaler)
+        for block in blocks:
+            write_block(plan, block, scaler)
+            plan.note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
+        for backward in plain:
+            scale_plain(plan, backward, scaler)
+        _write_states(plan, states, scaler)
     _write_regions(plan, spans, scaler, always=always)
     plan.needs_torch = True
     if lines:
-        at = module_line(source)
-        before = source.text[source.starts[max(source.line_of(at)[0] - 2, 0)] : at]
-        blank = source.newline if before.strip() else ""
-        after = source.newline if source.text[at : at + 200].lstrip(" \t")[:1] not in ("\r", "\n") else ""
-        plan.changes.insert(at, blank + "".join(line + source.newline for line in lines) + after)
+        _write_lines(plan, lines)
 
 
-def _write_uses(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], scaler: Scaler) -> None:
-    # First what comes after statements, then what comes before: at one place it stands in this order.
-    write_steps(plan, steps, blocks, scaler)
-    write_looks(plan, flow, blocks, steps, scaler)
-    for block in blocks:
-        write_block(plan, block, scaler)
-        plan.note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
+def _check_setups(plan: Plan, setups: list[Setup], blocks: Blocks) -> None:
+    if not blocks and any(setup.optimizers for setup in setups):
+        plan.refuse(setups[0].call, "amp.scale_loss is not in this file: the backward pass is elsewhere")
+    if len({(tuple(one.scaler), tuple(one.enabled)) for one in setups}) > 1:
+        plan.refuse(setups[1].call, "two calls of amp.initialize that ask for different things")
+
+
+def _write_setups(plan: Plan, setups: list[Setup], scaler: Scaler | None) -> None:
+    suites: set[int] = set()
+    for setup in setups:
+        suite = id(plan.source.suite(setup.statement))
+        # Of two in one suite the second finds the scaler made.
+        write_setup(plan, setup, scaler, again=suite in suites)
+        suites.add(suite)
+
+
+def _write_states(plan: Plan, states: list[Reference], scaler: Scaler) -> None:
+    for reference in states:
+        plan.handled(reference)
+        method = reference.full.rpartition(".")[2]
+        name = scaler.at(plan.source, reference.node)
+        plan.changes.replace(plan.source.span(reference.node), f"{name}.{method}")
+        plan.note(reference.node, "the state is the scaler's; one that apex saved does not load into it")
+
+
+def _write_lines(plan: Plan, lines: list[str]) -> None:
+    """Put lines behind the module's imports."""
+    source = plan.source
+    at = module_line(source)
+    before = source.text[source.starts[max(source.line_of(at)[0] - 2, 0)] : at]
+    blank = source.newline if before.strip() else ""
+    after = source.newline if source.text[at : at + 200].lstrip(" \t")[:1] not in ("\r", "\n") else ""
+    plan.changes.insert(at, blank + "".join(line + source.newline for line in lines) + after)
 
 
 def _regions(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call]) -> list[Span]:
     """The first and last statements of each region of the file."""
     source = plan.source
     marks = {id(block.statement) for block in blocks} | {id(source.statement(step)) for step in steps}
+    marks |= {id(setup.statement) for setup in blocks.setups}
     marks |= {
         id(source.statement(node))
         for node in source.nodes
@@ -189,8 +215,10 @@ def _regions(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call]) -> l
         and isinstance(source.statement(node), ast.Expr)
     }
 
+    barriers = {id(one) for node in source.nodes if id(node) in marks for one in (node, *source.around(node))}
+
     def is_barrier(statement: ast.AST) -> bool:
-        return any(id(node) in marks for node in ast.walk(statement))
+        return id(statement) in barriers
 
     found: list[Span] = []
     bodies: list[tuple[ast.AST, list[ast.stmt]]] = [(source.tree, source.tree.body)]

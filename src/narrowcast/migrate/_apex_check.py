@@ -36,6 +36,8 @@ def check(source: Source, changes: Changes, settings: Settings) -> list[tuple[in
             before = {(one.rule, source.line_of(source.start(one.node))[0]) for one in _wrong(source)}
         wrong = [(one, at) for one, at in wrong if (one.rule, source.line_of(at)[0]) not in (before or ())]
         if not wrong:
+            if len(trail) == 1:
+                changes.made = made
             return []
         fixes = mistakes(made, settings)
         if not fixes.edits:

@@ -21,6 +21,7 @@ _NO_FORWARD = re.compile(
     r"|cpu|half|float|double|bfloat16|apply|register|requires|no_sync|get|set|update|add|share|clip|print|size"
     r"|num|count|is|has|freeze|init|reset)(_|$)"
 )
+_OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
 _WRAPPERS = (
     "DistributedDataParallel",
     "DDP",
@@ -35,11 +36,16 @@ _WRAPPERS = (
 
 @dataclass
 class Flow:
-    """Texts that stand for models and for optimizers, followed through assignments and calls in the file."""
+    """Texts that stand for models and for optimizers, followed through assignments and calls in the file.
+
+    Attributes:
+        handed: what each optimizer's text was given by, where it is a parameter or another name for one.
+    """
 
     source: Source
     models: set[Held] = field(default_factory=set)
     optimizers: set[Held] = field(default_factory=set)
+    handed: dict[Held, set[Held]] = field(default_factory=lambda: defaultdict(set))
 
     @cached_property
     def made(self) -> dict[str, list[ast.Call]]:
@@ -55,7 +61,22 @@ class Flow:
         """What an expression is called here, with its class if it belongs to one."""
         text = self.source.code(node) if text is None else text
         owner = class_around(self.source, node) if text.startswith(("self.", "cls.")) else None
-        return (owner.name if owner is not None else "", text)
+        return (self._first_of(owner) if owner is not None else "", text)
+
+    def _first_of(self, owner: ast.ClassDef) -> str:
+        """The class of this file that a class goes back to: its attributes are those of that one."""
+        names = {owner.name}
+        while True:
+            bases = (getattr(base, "id", "") for base in owner.bases)
+            base = next((name for name in bases if name in self._classes and name not in names), None)
+            if base is None:
+                return owner.name
+            owner = self._classes[base]
+            names.add(base)
+
+    @cached_property
+    def _classes(self) -> dict[str, ast.ClassDef]:
+        return {node.name: node for node in self.source.nodes if isinstance(node, ast.ClassDef)}
 
     def follow(self) -> None:
         """Add what models and optimizers are called elsewhere in the file."""
@@ -68,9 +89,7 @@ class Flow:
                 self._through_assignment(assign)
             for call in calls:
                 for argument, parameter in _parameters(self.source, call, functions):
-                    for known in (self.models, self.optimizers):
-                        if self.held(argument) in known:
-                            known.add(("", parameter))
+                    self._pass_on(self.held(argument), ("", parameter))
             if len(self.models) + len(self.optimizers) == before:
                 return
 
@@ -82,9 +101,16 @@ class Flow:
                 value = value.args[0]
         for target in assign.targets:
             if isinstance(target, ast.Name | ast.Attribute) and isinstance(value, ast.Name | ast.Attribute):
-                for known in (self.models, self.optimizers):
-                    if self.held(value) in known:
-                        known.add(self.held(target))
+                self._pass_on(self.held(value), self.held(target))
+
+    def _pass_on(self, value: Held, name: Held) -> None:
+        """``name`` stands for what ``value`` does."""
+        if value in self.models:
+            self.models.add(name)
+        if value in self.optimizers:
+            self.optimizers.add(name)
+            if name != value:
+                self.handed[name].add(value)
 
     def is_forward(self, call: ast.Call) -> bool:
         """Whether a call computes with a model that apex was given."""
@@ -108,6 +134,16 @@ class Flow:
         """Whether an expression is an optimizer."""
         return (
             isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and self.held(node) in self.optimizers
+        )
+
+    def looks_like_optimizer(self, node: ast.AST) -> bool:
+        """Whether an expression is an optimizer, of apex or not: made as one, or named so."""
+        code = self.source.code(node)
+        made = self.made.get(code, [])
+        return bool(_OPTIMIZER.search(code)) or any(
+            (self.source.names.full(one.func) or "").startswith("torch.optim.")
+            and "lr_scheduler" not in self.source.code(one.func)
+            for one in made
         )
 
 

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
+from narrowcast.migrate._apex_calls import Calls, name_of
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_steps import Blocks
 from narrowcast.migrate._source import Source
 
-_LOOKS = re.compile(r"(clip_grad_|clip_grad\b|grad_norm|\.grad\b|all_?reduce_?(grad|and)|synchronize\()")
+_LOOKS = re.compile(
+    r"(?<!autograd)\.grad\b|(clip_grad\w*|grad_norm\w*|all_?reduce_?(grad|and)\w*|(?<!cuda\.)synchronize)\("
+)
+_CHANGES = re.compile(r"\.grad(\.data)?(\[[^]]*\])?\s*(([-+*/@]|//|\*\*)?=(?!=)|\.\w+_\()")
+# To clear gradients, or to ask whether there are any, is not to look at them.
+_CLEARS = re.compile(r"\.grad\s*(=\s*None|is (not )?None|(\.data)?\.(zero_|detach_)\(\))")
 _HARMLESS = re.compile(
     r"((named_)?(parameters|modules|children|buffers)|(zero_grad|step|(load_)?state_dict|train|eval|print|len|list"
     r"|tuple|set|dict|iter|next|zip|enumerate|filter|map|id|type|str|repr|int|float|bool|isinstance|hasattr|getattr"
@@ -28,46 +33,120 @@ _HARMLESS = re.compile(
 _PLAIN = re.compile(
     r"(training|config|cfg|device|dtype|name|defaults|epoch|shape|num_\w+|\w+_(size|dim|steps?))$"
 )
+# Methods that Python calls where an object is made or called.
+_CALLED = ("__init__", "__call__", "__new__")
+# Modules that call nothing of a script's own.
+_FOREIGN = (
+    "torch",
+    "numpy",
+    "math",
+    "time",
+    "os",
+    "sys",
+    "json",
+    "random",
+    "tqdm",
+    "logging",
+    "gc",
+    "datetime",
+)
 _LISTS = ("param_groups", "params", "parameters", "named_parameters", "module")
 
 
 class Lookers:
     """The statements and calls of a file that may look at gradients."""
 
-    def __init__(self, source: Source, flow: Flow, blocks: Blocks, steps: list[ast.Call]) -> None:
+    def __init__(
+        self, source: Source, flow: Flow, calls: Calls, blocks: Blocks, steps: Iterable[ast.Call]
+    ) -> None:
         self._source = source
         self._flow = flow
-        self._training = {id(source.function(node)) for node in (*(b.statement for b in blocks), *steps)}
+        self._calls = calls
+        self.scales = calls.reaching(block.statement for block in blocks)
+        self.steps = calls.reaching(steps)
         self._asked: dict[int, bool] = {}
+        self._changing: dict[int, bool] = {}
         self._losses = {
             flow.held(one) for b in blocks for one in ast.walk(b.loss) if isinstance(one, ast.Name)
         }
+        self._classes = {node.name for node in source.nodes if isinstance(node, ast.ClassDef)}
 
     @cached_property
-    def functions(self) -> dict[str, list[Function]]:
-        """The functions and methods of the file by name."""
-        found: dict[str, list[Function]] = defaultdict(list)
-        for node in self._source.nodes:
-            if isinstance(node, Function):
-                found[node.name].append(node)
-        return found
+    def _sure(self) -> list[ast.expr | ast.stmt]:
+        """The expressions that are looks at gradients themselves."""
+        return [node for node in self._source.nodes if self._is_sure(node)]
 
     @cached_property
-    def trains(self) -> set[str]:
-        """Names of functions that go backward or step, or call one that does."""
-        found: set[str] = set()
-        named = [node for group in self.functions.values() for node in group]
-        grown = True
-        while grown:
-            more = {
-                one.name
-                for one in named
-                if one.name not in found
-                and (id(one) in self._training or any(name_of(c) in found for c in _calls(one)))
-            }
-            found |= more
-            grown = bool(more)
-        return found
+    def _looking(self) -> set[str]:
+        """The names of functions that look at gradients and neither go backward nor step."""
+        names: set[str] = set()
+        waiting = [name for node in self._sure for name in self._calls.around(node)]
+        while waiting:
+            name = waiting.pop()
+            if name not in names and name not in self.scales and name not in self.steps:
+                names.add(name)
+                waiting += [one for call in self._calls.by_name[name] for one in self._calls.around(call)]
+        return names
+
+    @cached_property
+    def escapes(self) -> bool:
+        """Whether what looks at gradients is handed on as a value: calls out of sight may be of it."""
+        called = [call for name in self._looking for call in self._calls.by_name[name]]
+        in_lambda = any(
+            isinstance(outer, ast.Lambda)
+            for node in (*self._sure, *called)
+            for outer in self._source.around(node)
+        )
+        return in_lambda or any(self._is_handed_on(node) for node in self._source.nodes if self._looking)
+
+    def out_of_sight(self) -> Iterator[ast.AST]:
+        """What looks at gradients when Python comes to it, and not where it is called."""
+        for name in self._looking:
+            for function in self._calls.functions[name]:
+                if name.startswith("__") and name not in _CALLED:
+                    yield function
+                elif any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function)):
+                    for call in self._calls.by_name[name]:
+                        if getattr(self._source.parents[call], "iter", None) is not call:
+                            yield call
+
+    @cached_property
+    def _properties(self) -> set[str]:
+        """Attributes that are computed by a method which looks at gradients."""
+        return {
+            name
+            for name in self._looking
+            for function in self._calls.functions[name]
+            if any("property" in self._source.code(one) for one in function.decorator_list)
+        }
+
+    def decorated(self) -> Iterator[ast.expr]:
+        """The decorators of functions that go backward or step which may look at gradients around that."""
+        for name in self.scales | self.steps if self.escapes else ():
+            for function in self._calls.functions[name]:
+                for one in function.decorator_list:
+                    if any(getattr(node, "id", None) in self._calls.functions for node in ast.walk(one)):
+                        yield one
+
+    def _is_sure(self, node: ast.AST) -> bool:
+        name = getattr(node, "attr", None) or getattr(node, "id", None)
+        if not isinstance(node, ast.Name | ast.Attribute) or not _LOOKS.search(f".{name}("):
+            return False
+        return looks_at_gradients(self._source.code(self._source.statement(node)))
+
+    def _is_handed_on(self, node: ast.AST) -> bool:
+        """Whether a function is used as a value here, or is a method that only others call."""
+        names = self._looking
+        if isinstance(node, Function) and node.name in names:
+            method = isinstance(self._source.parents[node], ast.ClassDef) and not node.name.startswith("__")
+            return bool(node.decorator_list) or (method and not self._calls.by_name[node.name])
+        name = getattr(node, "id", None) or getattr(node, "attr", None)
+        return (
+            isinstance(node, ast.Name | ast.Attribute)
+            and name in names
+            and isinstance(node.ctx, ast.Load)
+            and getattr(self._source.parents[node], "func", None) is not node
+        )
 
     @cached_property
     def _holders(self) -> set[tuple[str, str]]:
@@ -79,14 +158,16 @@ class Lookers:
                 pairs += [(target, node.value) for target in node.targets]
             elif isinstance(node, ast.For):
                 pairs.append((node.target, node.iter))
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                # What an object is given it may hold.
+                pairs += [(node.value.func, one) for one in self._given(node.value)]
             elif isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp):
                 pairs += [(one.target, one.iter) for one in node.generators]
         grown = True
         while grown:
             grown = False
             for target, value in pairs:
-                names = [one for one in ast.walk(target) if isinstance(one, ast.Name | ast.Attribute)]
-                new = {self._flow.held(one) for one in names if isinstance(one.ctx, ast.Store)} - found
+                new = set(self._kept_in(target)) - found
                 if new & self._losses:
                     continue
                 if new and not self._computes(value) and self._mentions(value, found):
@@ -94,25 +175,53 @@ class Lookers:
                     grown = True
         return found
 
+    def _given(self, call: ast.Call) -> list[ast.expr]:
+        """What a method of an object that is no module gets."""
+        if not isinstance(call.func, ast.Attribute) or self._source.names.full(call.func) is not None:
+            return []
+        return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+    def _kept_in(self, target: ast.AST) -> Iterator[tuple[str, str]]:
+        """What holds a value that is stored in ``target``: of ``state["net"]`` the state too."""
+        for one in ast.walk(target):
+            if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Store):
+                yield self._flow.held(one)
+        while isinstance(target, ast.Subscript | ast.Attribute):
+            target = target.value
+            if isinstance(target, ast.Name | ast.Attribute) and not self._is_self(target):
+                held = self._flow.held(target)
+                if held not in self._flow.models and held not in self._flow.optimizers:
+                    yield held
+
+    def _is_self(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
     def _computes(self, value: ast.expr) -> bool:
         return any(isinstance(one, ast.Call) and self._flow.is_forward(one) for one in ast.walk(value))
 
     def _mentions(self, node: ast.AST, holders: set[tuple[str, str]]) -> bool:
         """Whether an expression hands a model, an optimizer or parameters on."""
+        if isinstance(node, ast.Name | ast.Attribute):
+            return self._is_known(node, holders)
         if isinstance(node, ast.Call):
             name = name_of(node)
             if name not in _LISTS and (self._flow.is_forward(node) or _reads_only(name)):
                 return False
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             return node.slice.value == "params" and self._mentions(node.value, holders)
-        if isinstance(node, ast.Name | ast.Attribute):
-            held = self._flow.held(node)
-            if held in self._flow.models or held in self._flow.optimizers or held in holders:
-                return True
-            if isinstance(node, ast.Attribute) and not _PLAIN.match(node.attr):
-                return self._mentions(node.value, holders)
-            return False
         return any(self._mentions(child, holders) for child in ast.iter_child_nodes(node))
+
+    def _is_known(self, node: ast.Name | ast.Attribute, holders: set[tuple[str, str]]) -> bool:
+        """Whether a name holds one of them; so do the objects whose methods hold them as ``self.x``."""
+        known = (self._flow.models, self._flow.optimizers, holders)
+        if self._is_self(node):
+            owner, _ = self._flow.held(node, "self.")
+            return any(of == owner for held in known for of, text in held if text.startswith("self."))
+        if any(self._flow.held(node) in held for held in known):
+            return True
+        if not isinstance(node, ast.Attribute) or _PLAIN.match(node.attr) or self._is_self(node.value):
+            return False
+        return self._mentions(node.value, holders)
 
     def looks(self, statement: ast.stmt) -> str | None:
         """``"sure"`` or ``"may"``, where a statement itself looks at gradients, not one inside it."""
@@ -123,42 +232,78 @@ class Lookers:
             text = self._source.code(part)
             if "master_params" in text:
                 continue
-            if _LOOKS.search(text):
+            if looks_at_gradients(text):
                 return "sure"
-            for call in (node for node in ast.walk(part) if isinstance(node, ast.Call)):
-                how = self._called(call)
+            for node in ast.walk(part):
+                how = None
+                if isinstance(node, ast.Call):
+                    how = self._called(node)
+                elif isinstance(node, ast.Attribute) and node.attr in self._properties:
+                    how = "sure"
                 if how == "sure":
                     return how
                 found = found or how
         return found
 
+    def changes(self, statement: ast.stmt) -> bool:
+        """Whether a statement itself changes gradients, or calls a function here that does."""
+        if isinstance(statement, Function | ast.ClassDef):
+            return False
+        for part in _headers(statement):
+            if _CHANGES.search(_CLEARS.sub("", self._source.code(part))):
+                return True
+            names = {name_of(node) for node in ast.walk(part) if isinstance(node, ast.Call)}
+            for name in names - self.scales - self.steps:
+                if any(self._body_changes(one) for one in self._calls.functions.get(name, ())):
+                    return True
+        return False
+
+    def _body_changes(self, function: Function) -> bool:
+        known = self._changing.get(id(function))
+        if known is None:
+            self._changing[id(function)] = False
+            inside = [one for one in ast.walk(function) if isinstance(one, ast.stmt) and one is not function]
+            known = self._changing[id(function)] = any(self.changes(one) for one in inside)
+        return known
+
     def _called(self, call: ast.Call) -> str | None:
         """How a call looks at gradients."""
         name = name_of(call)
-        own = self.functions.get(name, [])
-        method = isinstance(call.func, ast.Attribute)
-        at_self = isinstance(call.func, ast.Attribute) and self._source.code(call.func.value) in (
-            "self",
-            "cls",
+        own = self._calls.functions.get(name, [])
+        receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+        at_self = receiver is not None and self._is_self(receiver)
+        known = receiver is not None and (
+            self._flow.is_model(receiver) or self._flow.is_optimizer(receiver) or name == "backward"
         )
-        if name in self.trains and own:
+        if own and (name in self.scales or name in self.steps):
             return None
-        harmless = _HARMLESS.match(name) or self._flow.is_forward(call)
-        if own and (not method or at_self or not harmless) and any(self._body_looks(one) for one in own):
+        if own and not known and any(self._body_looks(one) for one in own):
             return "sure"
-        if harmless or (own and (not method or at_self)):
+        if _HARMLESS.match(name) or self._flow.is_forward(call) or (own and (receiver is None or at_self)):
             return None
-        return self._handed(call)
+        if self._is_computed(call) and (self.escapes or self._objects_look):
+            return "sure"
+        return self._handed(call) or ("may" if self.escapes and self._is_foreign(call) else None)
+
+    def _is_computed(self, call: ast.Call) -> bool:
+        """Whether it is only known when the script runs what is called."""
+        if isinstance(call.func, ast.Attribute):
+            return False
+        if not isinstance(call.func, ast.Name):
+            return True
+        return call.func.id not in self._classes and "?" in self._source.names.bindings(call.func)
+
+    def _is_foreign(self, call: ast.Call) -> bool:
+        """Whether a call may come back to functions of this file."""
+        if isinstance(call.func, ast.Name) and not self._source.names.bindings(call.func):
+            return False  # a builtin
+        return (self._source.names.full(call.func) or "").partition(".")[0] not in _FOREIGN
 
     def _handed(self, call: ast.Call) -> str | None:
         """How a call of what is not of this file looks at what it is handed, or was made with."""
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if any(self._mentions(one, self._holders) for one in given):
-            return "may"
         receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-        if self._mentions(receiver, self._holders):
-            return "sure" if self._object_looks(call) else "may"
-        return None
+        return "may" if any(self._mentions(one, self._holders) for one in (*given, receiver)) else None
 
     def _body_looks(self, function: Function) -> bool:
         """Whether a function here looks at gradients; one that asks for masters unscales by itself."""
@@ -173,26 +318,20 @@ class Lookers:
         self._asked[id(function)] = found
         return found
 
-    def _object_looks(self, call: ast.Call) -> bool:
-        return not isinstance(call.func, ast.Attribute) and any(
-            self._body_looks(one) for one in self.functions.get("__call__", [])
-        )
+    @cached_property
+    def _objects_look(self) -> bool:
+        return any(self._body_looks(one) for one in self._calls.functions.get("__call__", []))
 
 
-def name_of(call: ast.Call) -> str:
-    """The last part of what a call calls."""
-    func = call.func
-    return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+def looks_at_gradients(code: str) -> bool:
+    """Whether code itself reads or changes gradients."""
+    return bool(_LOOKS.search(_CLEARS.sub("", code)))
 
 
 def _reads_only(name: str) -> bool:
     return name in ("state_dict", "len", "id", "type", "str", "repr", "isinstance", "print") or bool(
         re.match(r"get_(last_)?(lr|learning_rate)$", name)
     )
-
-
-def _calls(function: Function) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(function) if isinstance(node, ast.Call))
 
 
 def _headers(statement: ast.stmt) -> Iterator[ast.AST]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import ast
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from narrowcast.migrate._apex_always import steps_after
+from narrowcast.migrate._apex_calls import Calls
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_plan import Plan, root
 from narrowcast.migrate._apex_setup import Scaler
-from narrowcast.migrate._apex_steps import Blocks, condition, in_plain_branch
+from narrowcast.migrate._apex_steps import Blocks, in_plain_branch
 from narrowcast.migrate._apex_windows import Windows
 from narrowcast.migrate._arguments import argument, is_plain
 from narrowcast.migrate._source import Source
 from narrowcast.migrate._text import insert_before
 
-Steps = Mapping[int, list[ast.Call]]
 _MORE_OFTEN = (
     "gradients are clipped or read after each backward pass, and {name} steps under a condition of its own: "
     "a scaler unscales once a step. Move it to the step first"
@@ -24,21 +25,24 @@ _MORE_OFTEN = (
 _TWICE = "gradients of {name} are looked at twice: unscale_ may come once"
 
 
-def write_looks(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call], scaler: Scaler) -> None:
+def write_looks(
+    plan: Plan, flow: Flow, calls: Calls, blocks: Blocks, steps: list[ast.Call], scaler: Scaler
+) -> None:
     """Unscale before anything looks at gradients, and say whose they are without ``master_params``."""
     source = plan.source
     by_function: dict[int, list[ast.Call]] = defaultdict(list)
     for step in steps:
         by_function[id(source.function(step))].append(step)
-    starts = sorted(source.start(step) for step in steps)
+    windows = Windows(plan, flow, calls, blocks, steps)
+    starts = sorted([*(source.start(step) for step in steps), *windows.turns()])
     looked: dict[tuple[int, int, str], list[ast.stmt]] = defaultdict(list)
-    found = [*_masters(plan, flow, blocks), *Windows(plan, flow, blocks, steps).looks()]
+    found = [*_masters(plan, flow, blocks), *windows.looks()]
     for statement, name in sorted(found, key=lambda one: source.start(one[0])):
         run = id(source.function(statement)), blocks.number_before(source.start(statement)), name
         looked[run].append(_anchor(source, statement, blocks, starts))
     for (_, _, name), statements in looked.items():
         for statement in _places(plan, blocks, statements, name):
-            if not _steps_after(source, statement, name, by_function):
+            if not steps_after(source, statement, name, by_function):
                 plan.refuse(statement, _MORE_OFTEN.format(name=name))
             if _clause_of_if(source, statement):
                 plan.refuse(statement, "gradients are looked at in an elif: no statement can come before it")
@@ -113,57 +117,6 @@ def _path(source: Source, statement: ast.stmt) -> list[ast.stmt]:
         if isinstance(outer, ast.stmt):
             path.append(outer)
     return path[::-1]
-
-
-def _steps_after(source: Source, statement: ast.stmt, name: str, steps: Steps) -> bool:
-    """Whether the optimizer steps whenever ``statement`` was reached; so where its step is elsewhere."""
-    own = [
-        step
-        for step in steps.get(id(source.function(statement)), ())
-        if isinstance(step.func, ast.Attribute) and source.code(step.func.value) == name
-    ]
-    if not any(source.start(step) >= source.start(statement) for step in own):
-        return True
-    held: set[tuple[str, bool]] = set()
-    here: ast.stmt = statement
-    first = True
-    while True:
-        suite = source.suite(here)
-        at = next(index for index, one in enumerate(suite) if one is here)
-        for one in suite[at if first else at + 1 :]:
-            if _always(source, one, name, held):
-                return True
-            if any(isinstance(node, ast.Continue | ast.Break | ast.Return) for node in ast.walk(one)):
-                return False
-        first = False
-        outer = source.parents[here]
-        if isinstance(outer, ast.If):
-            held.add(condition(source, outer.test, any(here is one for one in outer.body)))
-        elif not isinstance(outer, ast.With | ast.Try):
-            return False
-        here = outer
-
-
-def _always(source: Source, statement: ast.stmt, name: str, held: set[tuple[str, bool]]) -> bool:
-    """Whether a statement steps whenever it is reached under the conditions ``held``."""
-    if isinstance(statement, ast.If):
-        if condition(source, statement.test, True) in held:
-            return any(_always(source, one, name, held) for one in statement.body)
-        if condition(source, statement.test, False) in held:
-            return any(_always(source, one, name, held) for one in statement.orelse)
-        return all(
-            any(_always(source, one, name, held) for one in suite)
-            for suite in (statement.body, statement.orelse)
-        )
-    if isinstance(statement, ast.With | ast.Try):
-        return any(_always(source, one, name, held) for one in statement.body)
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and call.func.attr == "step"
-        and source.code(call.func.value) == name
-    )
 
 
 def _indent(source: Source, statement: ast.stmt, blocks: Blocks) -> str:

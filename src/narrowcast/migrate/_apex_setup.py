@@ -57,12 +57,10 @@ class Scaler:
     Attributes:
         name: of the variable, or of the attribute.
         place: ``"module"``, ``"local"``, ``"class"`` or ``"global"`` (of the module, made in a function).
-        always: whether it is always on.
     """
 
     name: str
     place: str
-    always: bool
 
     def at(self, source: Source, node: ast.AST) -> str:
         """What it is called where ``node`` stands."""
@@ -178,10 +176,17 @@ def _read_scale(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
         )
 
 
+def is_reached(source: Source, setup: Setup, regions: list[ast.stmt]) -> bool:
+    """Whether mixed precision is on wherever a region stands: ``initialize`` was called by then."""
+    function = outermost_function(source, setup.statement)
+    if not setup.sure or function is None or function.name == "__init__":
+        return setup.sure
+    return all(outermost_function(source, one) is function for one in regions)
+
+
 def place_scaler(plan: Plan, setups: list[Setup], users: list[ast.AST]) -> Scaler | None:
     """Decide where the scaler lives, so that every one of ``users`` reaches it."""
     source = plan.source
-    always = all(setup.sure for setup in setups)
     taken = source.names.taken() | {
         node.attr
         for node in source.nodes
@@ -194,15 +199,15 @@ def place_scaler(plan: Plan, setups: list[Setup], users: list[ast.AST]) -> Scale
     functions = {id(outermost_function(source, one)) for one in (*places, *users)}
     first = outermost_function(source, places[0])
     if all(outermost_function(source, one) is None for one in places):
-        return Scaler(name, "module", always)
+        return Scaler(name, "module")
     if len(functions) == 1 and all(source.function(one) is source.function(places[0]) for one in places):
-        return Scaler(name, "local", always)
+        return Scaler(name, "local")
     classes = {id(class_around(source, one)) for one in (*places, *users)}
     if len(classes) == 1 and class_around(source, places[0]) is not None and first is not None:
         methods = {outermost_function(source, one) for one in (*places, *users)}
         if all(_is_method(source, method) for method in methods) and _start_of(source, places[0]) is not None:
-            return Scaler(name, "class", always)
-    return Scaler(name, "global", always)
+            return Scaler(name, "class")
+    return Scaler(name, "global")
 
 
 def _start_of(source: Source, statement: ast.stmt) -> ast.FunctionDef | None:
@@ -285,6 +290,8 @@ def hold(flow: Flow, setup: Setup) -> None:
             groups = [target] if not setup.optimizers or not isinstance(target, ast.Tuple) else target.elts
             for known, group in zip((flow.models, flow.optimizers), groups, strict=False):
                 known.update(flow.held(one) for one in _listed(group))
+            if len(setup.optimizers) == 1 and len(groups) > 1:
+                flow.handed[flow.held(groups[1])] |= {flow.held(setup.optimizers[0])} - {flow.held(groups[1])}
 
 
 def _outermost_condition(source: Source, statement: ast.stmt) -> ast.stmt | None:

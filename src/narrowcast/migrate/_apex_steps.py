@@ -11,12 +11,24 @@ from functools import cached_property
 
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_plan import Plan
-from narrowcast.migrate._apex_setup import Scaler
+from narrowcast.migrate._apex_setup import Scaler, Setup
 from narrowcast.migrate._arguments import argument, is_plain
 from narrowcast.migrate._source import Reference, Source
 from narrowcast.migrate._text import insert_after, insert_before, one_line, unwrap
 
+_PLACE_OF_ENABLED = 2
 _SCALE_ORDER = ("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")
+
+
+_NO_STEP = (
+    "the step() of {name} is not in this file, or is not told apart from others: it would have to become the "
+    "scaler's step"
+)
+_HANDED_ON = "the step of an optimizer is handed on here: where it is called is not known"
+_LOOP = (
+    "optimizers step here in a loop, and scaler.update() belongs behind it: write their steps one after the "
+    "other first"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,10 +48,10 @@ class Blocks(list[Block]):
     """The blocks of a file, in their order, with ways to find one.
 
     Attributes:
-        setups: the calls of ``amp.initialize``.
+        setups: what calls of ``amp.initialize`` there are.
     """
 
-    def __init__(self, setups: Iterable[ast.Call] = ()) -> None:
+    def __init__(self, setups: Iterable[Setup] = ()) -> None:
         super().__init__()
         self.setups = list(setups)
         self._switches: set[tuple[str, bool]] | None = None
@@ -62,24 +74,19 @@ class Blocks(list[Block]):
         return [block.start for block in self]
 
     def switches(self, source: Source) -> set[tuple[str, bool]]:
-        """The conditions, and whether they hold, under which losses are scaled and else are not.
-
-        Where a loss is scaled in one branch and goes backward as it is in the other, the condition asks for
-        apex; so it does around ``amp.initialize``. One that only tells when a loss is scaled does not.
-        """
+        """The conditions of ``initialize``, and whether they hold where mixed precision is on."""
         if self._switches is None:
             self._switches = set()
-            setups = {id(one) for made in self.setups for one in source.around(made)}
-            for node in source.nodes:
-                if not isinstance(node, ast.If):
-                    continue
-                for suite, other, holds in ((node.body, node.orelse, True), (node.orelse, node.body, False)):
-                    apart = _holds(suite, self) and _is_plain(other, self)
-                    makes = id(node) in setups and any(
-                        made is inner for one in suite for inner in ast.walk(one) for made in self.setups
-                    )
-                    if apart or makes:
-                        self._switches.add(condition(source, node.test, holds))
+            for setup in self.setups:
+                inner: ast.AST = setup.call
+                for outer in source.around(setup.call):
+                    if isinstance(outer, ast.If) and inner is not outer.test:
+                        in_body = any(inner is one for one in outer.body)
+                        self._switches.add(condition(source, outer.test, in_body))
+                    inner = outer
+                enabled = argument(setup.call, _PLACE_OF_ENABLED, "enabled")
+                if enabled is not None:
+                    self._switches.add(condition(source, enabled, True))
         return self._switches
 
     @cached_property
@@ -91,7 +98,7 @@ class Blocks(list[Block]):
         return found
 
 
-def read_blocks(plan: Plan, flow: Flow, setups: Iterable[ast.Call]) -> Blocks:
+def read_blocks(plan: Plan, flow: Flow, setups: Iterable[Setup]) -> Blocks:
     """Every ``scale_loss`` of the file; what is no plain block is refused in ``plan``."""
     blocks = Blocks(setups)
     for reference in plan.references("amp.scale_loss"):
@@ -178,16 +185,14 @@ def _in_loop(source: Source, node: ast.AST, block: ast.With) -> bool:
 
 
 def in_plain_branch(source: Source, node: ast.AST, blocks: Blocks) -> bool:
-    """Whether ``node`` is in the branch of an ``if`` that is taken without apex."""
+    """Whether ``node`` is in the branch of an ``if`` that is taken where mixed precision is off."""
+    switches = blocks.switches(source)
     inner: ast.AST = node
-    for outer in source.around(node):
+    for outer in source.around(node) if switches else ():
         if isinstance(outer, ast.If) and inner is not outer.test:
             in_body = any(inner is one for one in outer.body)
-            here, other = (outer.body, outer.orelse) if in_body else (outer.orelse, outer.body)
             test, holds = condition(source, outer.test, in_body)
-            if _is_plain(here, blocks) and (_holds(other, blocks) or _masters(source, other)):
-                return True
-            if (test, not holds) in blocks.switches(source) and not _holds(here, blocks):
+            if (test, not holds) in switches:
                 return True
         inner = outer
     return False
@@ -198,19 +203,6 @@ def condition(source: Source, test: ast.expr, holds: bool) -> tuple[str, bool]:
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, holds = test.operand, not holds
     return source.code(test), holds
-
-
-def _masters(source: Source, suite: list[ast.stmt]) -> bool:
-    return any("master_params(" in source.code(one) for one in suite)
-
-
-def _holds(suite: list[ast.stmt], blocks: Blocks) -> bool:
-    return any(id(node) in blocks.by_id for one in suite for node in ast.walk(one))
-
-
-def _is_plain(suite: list[ast.stmt], blocks: Blocks) -> bool:
-    """Whether a suite goes backward from a loss that is not scaled."""
-    return not _holds(suite, blocks) and any(is_backward(node) for one in suite for node in ast.walk(one))
 
 
 def is_backward(node: ast.AST) -> bool:
@@ -260,15 +252,58 @@ def _check_all_step(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call
     """Each optimizer that has scaled gradients must step by the scaler."""
     source = plan.source
     stepped = {flow.held(step.func.value) for step in steps if isinstance(step.func, ast.Attribute)}
+    texts = {text for _, text in stepped}
+    alone = len(texts) == 1 and all(len(setup.optimizers) == 1 for setup in blocks.setups)
+    waiting = [*stepped]
+    while waiting:  # what is handed to a name that steps does so too
+        new = flow.handed.get(waiting.pop(), set()) - stepped
+        stepped |= new
+        waiting += new
     for block in blocks:
+        if any(flow.is_forward(node) for node in ast.walk(block.loss) if isinstance(node, ast.Call)):
+            plan.refuse(block.loss, "the loss is computed in the call of amp.scale_loss: name it before")
         for optimizer in block.optimizers:
-            aliases = len(flow.optimizers) > len(block.optimizers) and bool(stepped)
-            if flow.held(optimizer) not in stepped and not (aliases and len({r for _, r in stepped}) == 1):
-                plan.refuse(
-                    block.call,
-                    f"the step() of {source.code(optimizer)} is not in this file, or is not told apart from "
-                    "others: it would have to become the scaler's step",
-                )
+            held = flow.held(optimizer)
+            given = flow.handed.get(held, set())
+            if held in stepped or (given and given <= stepped):
+                continue
+            if not alone or len(flow.optimizers) <= len(block.optimizers):
+                plan.refuse(block.call, _NO_STEP.format(name=source.code(optimizer)))
+    for node in source.nodes:
+        if isinstance(node, ast.Attribute) and node.attr == "step" and flow.is_optimizer(node.value):
+            if getattr(source.parents[node], "func", None) is not node:
+                plan.refuse(node, _HANDED_ON)
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "getattr"
+            and flow.is_optimizer(node.args[0])
+            and getattr(node.args[-1], "value", "step") == "step"
+        ):
+            plan.refuse(node, _HANDED_ON)
+    _check_loops(plan, flow, steps)
+
+
+def _check_loops(plan: Plan, flow: Flow, steps: list[ast.Call]) -> None:
+    """Refuse a loop over several optimizers in which each steps by itself."""
+    source = plan.source
+    known = {id(step) for step in steps}
+    for node in source.nodes:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or id(node) in known:
+            continue
+        owner = node.func.value
+        if node.func.attr != "step" or not isinstance(owner, ast.Name):
+            continue
+        for outer in source.around(node):
+            loops = getattr(outer, "generators", [outer])
+            for loop in loops:
+                if not isinstance(loop, ast.For | ast.comprehension) or owner.id not in _named(loop.target):
+                    continue
+                if any(flow.is_optimizer(one) for one in ast.walk(loop.iter)):
+                    plan.refuse(node, _LOOP)
+
+
+def _named(target: ast.expr) -> set[str]:
+    return {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
 
 
 def write_steps(plan: Plan, steps: list[ast.Call], blocks: Blocks, scaler: Scaler) -> None:
@@ -319,9 +354,25 @@ def _write_run(plan: Plan, run: list[ast.Call], scaler: Scaler) -> None:
 
 
 def exclusive(source: Source, one: ast.stmt, other: ast.stmt) -> bool:
-    """Whether two statements are in different branches of one ``if``."""
-    around_one = {id(outer): outer for outer in source.around(one)}
+    """Whether two statements are in different branches of one ``if`` or ``match``."""
+    inside = {}
+    inner: ast.AST = one
+    for outer in source.around(one):
+        inside[id(outer)] = inner
+        inner = outer
+    inner = other
     for outer in source.around(other):
-        if id(outer) in around_one:
-            return isinstance(outer, ast.If)
+        if id(outer) in inside:
+            branches = [_branch(outer, node) for node in (inside[id(outer)], inner)]
+            return None not in branches and branches[0] != branches[1]
+        inner = outer
     return False
+
+
+def _branch(node: ast.AST, child: ast.AST) -> int | None:
+    """Which branch of ``node`` a child of it is in, where only one is taken."""
+    if isinstance(node, ast.Match):
+        return id(child) if isinstance(child, ast.match_case) else None
+    if not isinstance(node, ast.If):
+        return None
+    return next((id(suite) for suite in (node.body, node.orelse) if any(child is one for one in suite)), None)

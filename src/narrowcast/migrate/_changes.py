@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from narrowcast.migrate._source import Source
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -64,10 +66,15 @@ class Edit:
 
 @dataclass(slots=True)
 class Changes:
-    """The edits of one stage, and its findings at offsets of the text that the stage was given."""
+    """The edits of one stage, and its findings at offsets of the text that the stage was given.
+
+    Attributes:
+        made: what the edits make, where the stage has parsed it.
+    """
 
     edits: list[Edit] = field(default_factory=list)
     found: list[tuple[int, str, str, bool]] = field(default_factory=list)
+    made: Source | None = None
 
     def replace(self, span: tuple[int, int], text: str) -> None:
         """Put ``text`` where ``span`` is."""

@@ -57,7 +57,7 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
             left += [one for one in told if not one[3]]
             if changes.edits:
                 trail.append(Applied(source.text, changes.edits))
-                source = _parsed(path, trail[-1].text)
+                source = changes.made or _parsed(path, trail[-1].text)
         if source.text == before:
             break
     else:

@@ -27,10 +27,10 @@ def mistakes(source: Source, settings: Settings) -> Changes:
     changes = Changes()
     if not _TELLING.search(source.text):
         return changes
-    script = Script(source)
+    script, found = _read(source)
     fixes = Fixes(script)
     taken: list[Fix] = []
-    for seen in _seen(script):
+    for seen in found:
         if _is_ignored(seen, source):
             continue
         fix = fixes.of(seen)
@@ -52,7 +52,16 @@ def mistakes(source: Source, settings: Settings) -> Changes:
 
 def all_mistakes(source: Source) -> list[Seen]:
     """The mistakes of one file, those too that a comment switches off."""
-    return _seen(Script(source)) if _TELLING.search(source.text) else []
+    return _read(source)[1] if _TELLING.search(source.text) else []
+
+
+def _read(source: Source) -> tuple[Script, list[Seen]]:
+    """A file and its mistakes, kept with it: what apex became is looked at by two stages."""
+    kept: tuple[Script, list[Seen]] | None = vars(source).get("_mistakes")
+    if kept is None:
+        script = Script(source)
+        kept = vars(source)["_mistakes"] = script, _seen(script)
+    return kept
 
 
 def _seen(script: Script) -> list[Seen]:

@@ -25,7 +25,7 @@ class Names:
         self._bound: dict[Scope, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self._global: dict[Scope, set[str]] = defaultdict(set)
         self._tree = tree
-        nodes = list(ast.walk(tree))
+        nodes = list(parents)
         for node in nodes:
             if isinstance(node, ast.Global | ast.Nonlocal):
                 self._global[self._scope(node)].update(node.names)

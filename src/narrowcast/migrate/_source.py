@@ -95,7 +95,7 @@ class Source:
     @cached_property
     def nodes(self) -> list[ast.expr | ast.stmt]:
         """All statements and expressions, in the order of their places."""
-        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.expr | ast.stmt)]
+        found = [node for node in self.parents if isinstance(node, ast.expr | ast.stmt)]
         return sorted(found, key=lambda node: (node.lineno, node.col_offset))
 
     @cached_property
