@@ -559,8 +559,8 @@ REFUSED = {
         "bias_correction",
     ),
     "one of a star": (
-        "from apex.fp16_utils import *\nto_python_float(loss)\n" + INITIALIZE + LOOP,
-        6, "to_python_float may be",
+        "from apex.fp16_utils import *\nnetwork_to_half(model)\n" + INITIALIZE + LOOP,
+        6, "network_to_half may be",
     ),
     "everything of amp": ("from apex.amp import *\n" + INITIALIZE + LOOP, 6, "star import"),
 }  # fmt: skip

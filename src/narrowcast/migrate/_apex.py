@@ -105,11 +105,14 @@ def _write(plan: Plan) -> None:
 
 
 def _take_out_check(plan: Plan, reference: Reference) -> None:
-    """An ``if amp is None: raise ...`` goes: nothing has to be there any more."""
+    """An ``if amp is None: raise ...`` goes, with what else it asks: nothing has to be there any more."""
     test = plan.source.parents[reference.node]
     around = plan.source.parents[test]
-    if isinstance(test, ast.Compare) and isinstance(around, ast.If) and around.test is test:
-        is_none = isinstance(test.ops[0], ast.Is) and getattr(test.comparators[0], "value", 0) is None
+    if isinstance(around, ast.BoolOp) and isinstance(around.op, ast.And):
+        test, around = around, plan.source.parents[around]
+    asked = plan.source.parents[reference.node]
+    if isinstance(asked, ast.Compare) and isinstance(around, ast.If) and around.test is test:
+        is_none = isinstance(asked.ops[0], ast.Is) and getattr(asked.comparators[0], "value", 0) is None
         if is_none and not around.orelse and all(isinstance(one, ast.Raise) for one in around.body):
             plan.handled(reference)
             plan.gone.append(around)

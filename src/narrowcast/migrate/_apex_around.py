@@ -27,6 +27,7 @@ class _Optimizer:
     in_place: int = 2
 
 
+_FLOAT = "to_python_float"
 _SET = {"set_grad_none": True}
 _OPTIMIZERS = {
     "apex.optimizers.FusedAdam": _Optimizer(
@@ -72,7 +73,25 @@ def write_around(plan: Plan) -> dict[str, str]:
     for reference in plan.references(*(f"normalization{where}.FusedLayerNorm" for where in _NORM_MODULES)):
         _layer_norm(plan, reference)
     _disable_casts(plan)
+    _python_floats(plan)
     return homes
+
+
+def _python_floats(plan: Plan) -> None:
+    """``to_python_float(loss)`` is ``loss.item()``, where a star brought the name too."""
+    source = plan.source
+    names = [one.node for one in plan.references(f"fp16_utils.{_FLOAT}", f"fp16_utils.fp16util.{_FLOAT}")]
+    if any(one.full == "apex.fp16_utils.*" for one in source.imports) and _FLOAT not in source.names.taken():
+        names += [node for node in source.nodes if isinstance(node, ast.Name) and node.id == _FLOAT]
+    for name in names:
+        call = source.parents[name]
+        if not isinstance(call, ast.Call) or call.func is not name or len(call.args) != 1 or call.keywords:
+            continue
+        value = source.code(call.args[0])
+        simple = isinstance(call.args[0], ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+        plan.changes.replace(source.span(call), f"{value if simple else f'({value})'}.item()")
+        plan.note(call, f"{_FLOAT} is the tensor's item()")
+        plan.handled(name)
 
 
 def _rename(plan: Plan, reference: Reference, full: str) -> None:

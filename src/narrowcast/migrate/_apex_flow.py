@@ -22,16 +22,9 @@ _NO_FORWARD = re.compile(
     r"|num|count|is|has|freeze|init|reset)(_|$)"
 )
 _OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
-_WRAPPERS = (
-    "DistributedDataParallel",
-    "DDP",
-    "DataParallel",
-    "DP",
-    "convert_syncbn_model",
-    "to",
-    "cuda",
-    "train",
-)
+_WRAPPERS = ("DistributedDataParallel", "DDP", "DataParallel", "DP", "convert_syncbn_model")
+# Methods of a model that return it.
+_SAME = ("to", "cuda", "cpu", "train", "eval")
 
 
 @dataclass
@@ -97,7 +90,9 @@ class Flow:
         value: ast.expr = assign.value
         if isinstance(value, ast.Call):
             name = self.source.code(value.func).rpartition(".")[2]
-            if name in _WRAPPERS and value.args:
+            if name in _SAME and isinstance(value.func, ast.Attribute):
+                value = value.func.value
+            elif name in _WRAPPERS and value.args:
                 value = value.args[0]
         for target in assign.targets:
             if isinstance(target, ast.Name | ast.Attribute) and isinstance(value, ast.Name | ast.Attribute):

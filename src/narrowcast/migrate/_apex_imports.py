@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from narrowcast.migrate._apex_plan import Plan, is_apex
+from narrowcast.migrate._apex_plan import RULE, Plan, is_apex
 from narrowcast.migrate._changes import Changes
 from narrowcast.migrate._fragments import without_names
 from narrowcast.migrate._imports import GONE, Moves, move_imports
@@ -14,7 +14,6 @@ from narrowcast.migrate._source import Imported, Source
 from narrowcast.migrate._text import import_line, reaches
 from narrowcast.migrate._to_narrowcast import narrowcast_name
 
-_KEPT_RULE = "apex"
 _FP16_UTILS = {
     "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler", "clip_grad_norm",
     "convert_module", "convert_network", "master_params_to_model_params", "model_grads_to_master_grads",
@@ -73,7 +72,9 @@ def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
 
 def _refuse_star(plan: Plan, one: Imported) -> None:
     """Refuse a star import, unless nothing that it brings is named in the file."""
-    names = {node.id for node in plan.source.nodes if isinstance(node, ast.Name)}
+    names = {
+        node.id for node in plan.source.nodes if isinstance(node, ast.Name) and id(node) not in plan.done
+    }
     used = sorted(names & _FP16_UTILS)
     if one.full != "apex.fp16_utils.*":
         plan.refuse(one.statement, "a star import of apex: what of it is used is not known")
@@ -157,9 +158,7 @@ def keep_with_narrowcast(source: Source, changes: Changes) -> None:
             at = text.index(statement.module or "", len("from"))
             start = source.start(statement) + at
             changes.insert(start, "narrowcast.")
-            changes.tell(
-                source.start(statement), _KEPT_RULE, "imported from narrowcast.apex instead", fixed=True
-            )
+            changes.tell(source.start(statement), RULE, "imported from narrowcast.apex instead", fixed=True)
         elif isinstance(statement, ast.Import) and any(is_apex(alias.name) for alias in statement.names):
             _keep_plain(source, changes, statement)
 
@@ -177,4 +176,4 @@ def _keep_plain(source: Source, changes: Changes, statement: ast.Import) -> None
             lines.append("from narrowcast import apex")
     between = source.newline + source.indent(statement) if source.stands_alone(statement) else "; "
     changes.replace(source.span(statement), between.join(dict.fromkeys(lines)))
-    changes.tell(source.start(statement), _KEPT_RULE, "imported from narrowcast.apex instead", fixed=True)
+    changes.tell(source.start(statement), RULE, "imported from narrowcast.apex instead", fixed=True)
