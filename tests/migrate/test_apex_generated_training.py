@@ -6,8 +6,9 @@ Each is run in this process with ``narrowcast.apex`` first. See test_apex_trains
 import os
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
+from once_wrong import LEFT, REWRITTEN
 from rewriting import left_alone, migrated
 from test_apex_trains_alike import numbers
 
@@ -145,6 +146,14 @@ def programs(draw):
     )
 
 
+def once_wrong(test):
+    """Each program that was once made wrong is tried first, whatever is drawn after them."""
+    for text in (*REWRITTEN.values(), *LEFT.values()):
+        test = example(text, "torch")(test)
+    return test
+
+
+@once_wrong
 @EXAMPLES
 @given(programs(), st.sampled_from(["torch", "narrowcast"]))
 def test_a_program_trains_alike_or_is_left_alone(text, target):
@@ -165,3 +174,9 @@ def test_a_program_trains_alike_or_is_left_alone(text, target):
         amp._amp_state.verbosity = 1
     # What is divided by a norm is off by a few roundings of float32 in each of six steps.
     assert numbers(outcome.text) == pytest.approx(before, rel=2**-16)
+
+
+@pytest.mark.parametrize("name", [*REWRITTEN, *LEFT])
+def test_what_was_once_made_wrong_is_made_right_or_left_alone(name):
+    text = {**REWRITTEN, **LEFT}[name]
+    assert (migrated(text).text == text) == (name in LEFT)

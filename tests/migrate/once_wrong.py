@@ -1,0 +1,271 @@
+"""Programs that were once rewritten to train on other numbers than before, by what was wrong with each.
+
+Of each it is said whether it is rewritten today or left alone. In one iteration the gradients overflow.
+"""
+
+import textwrap
+
+HEAD = """\
+import functools
+import torch
+from apex import amp
+
+model = torch.nn.Linear(2, 1, bias=False).to(torch.device("cpu"))
+other = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.ones_(model.weight)
+torch.nn.init.ones_(other.weight)
+one = torch.optim.SGD(model.parameters(), lr=2.0**-4)
+two = torch.optim.SGD(other.parameters(), lr=2.0**-3)
+
+
+def data():
+    for i in range(6):
+        yield i, torch.tensor([[1.0, 2.0]]) * (400 if i == 3 else i + 1)
+
+
+def limit(net):
+    for p in net.parameters():
+        p.grad.clamp_(-0.01, 0.01)
+
+
+def step_of(optimizer):
+    optimizer.step()
+
+
+def backward_of(loss, optimizer):
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+class Clip:
+    def attach(self, net):
+        self.net = net
+
+    def __call__(self):
+        torch.nn.utils.clip_grad_value_(self.net.parameters(), 0.01)
+"""
+TAIL = """
+weights = [model.weight.detach(), other.weight.detach()]
+print(*[w for weight in weights for w in weight.flatten().tolist()])
+"""
+ONE = 'model, one = amp.initialize(model, one, opt_level="O1", verbosity=0)\n'
+BOTH = (
+    '[model, other], [one, two] = amp.initialize([model, other], [one, two], opt_level="O1", verbosity=0)\n'
+)
+CLEAR = "one.zero_grad()\ntwo.zero_grad()\n"
+LOSS = "loss = model(x).float().sum() / 256\n"
+LOSSES = "loss = (model(x) + other(x * 0.125)).float().sum() / 256\n"
+BLOCK = "with amp.scale_loss(loss, one) as scaled:\n    scaled.backward()\n"
+BLOCK_OF_BOTH = BLOCK.replace("one)", "[one, two])")
+
+
+def program(body, before="", after=""):
+    """A program that trains ``model``, or both, in a loop with this body."""
+    initialize = BOTH if "two]" in body or "two" in body else ONE
+    loop = "for i, x in data():\n" + textwrap.indent(body, "    ")
+    return HEAD + before + (initialize if "amp.initialize" not in before else "") + loop + after + TAIL
+
+
+def after_backward(body, before=""):
+    """A program with these lines between its backward pass and its step."""
+    return program(LOSS_OF_ONE + body + "one.step()\n", before)
+
+
+LOSS_OF_ONE = "one.zero_grad()\n" + LOSS + BLOCK
+REWRITTEN = {
+    "a helper that reads gradients": after_backward("limit(model)\n"),
+    "a method named as a logger's": after_backward(
+        "log.write(model)\n",
+        "class Log:\n    def write(self, net):\n        limit(net)\n\n\nlog = Log()\n",
+    ),
+    "an object that was given the model": after_backward("clip()\n", "clip = Clip()\nclip.attach(model)\n"),
+    "callbacks in a list": after_backward(
+        "for call in calls:\n    call()\n", "calls = []\ncalls.append(lambda: limit(model))\n"
+    ),
+    "callbacks in a dict": after_backward(
+        "calls['a']()\n", "calls = {}\ncalls['a'] = lambda: limit(model)\n"
+    ),
+    "a function that is handed on": after_backward(
+        "run(functools.partial(limit, model))\n", "def run(f):\n    f()\n"
+    ),
+    "a function that a decorator keeps": after_backward(
+        "fire('after')\n",
+        "kept = {}\n\n\ndef on(f):\n    kept['after'] = f\n    return f\n\n\n@on\ndef after():\n"
+        "    limit(model)\n\n\n"
+        "def fire(name):\n    kept[name]()\n",
+    ),
+    "a property": after_backward(
+        "if norm.value > 0.01:\n    limit(model)\n",
+        "class Norm:\n    @property\n    def value(self):\n"
+        "        return float(model.weight.grad.norm())\n\n\n"
+        "norm = Norm()\n",
+    ),
+    "a trainer that is handed on": HEAD
+    + textwrap.dedent(
+        """\
+        made = {}
+        exec("def clip(t):\\n    t.net.weight.grad.clamp_(-0.01, 0.01)", made)
+        clip = made["clip"]
+
+
+        class Trainer:
+            def __init__(self, net, opt):
+                self.net, self.opt = amp.initialize(net, opt, opt_level="O1", verbosity=0)
+
+            def train(self):
+                for i, x in data():
+                    self.opt.zero_grad()
+                    loss = self.net(x).float().sum() / 256
+                    with amp.scale_loss(loss, self.opt) as scaled:
+                        scaled.backward()
+                    clip(self)
+                    self.opt.step()
+
+
+        Trainer(model, one).train()
+        """
+    )
+    + TAIL,
+    "a look between two helpers": program(
+        "one.zero_grad()\n" + LOSS + "backward_of(loss, one)\nlimit(model)\nstep_of(one)\n"
+    ),
+    "a look after a step in a helper": program(
+        LOSS_OF_ONE + "step_of(one)\nif i == 1:\n    print(float(model.weight.grad.sum()))\n"
+    ),
+    "a step at the start of the loop": program(
+        "if i and i % 2 == 0:\n    limit(model)\n    one.step()\n    one.zero_grad()\n" + LOSS + BLOCK
+    ),
+    "a branch without the block": program(
+        "one.zero_grad()\n"
+        + LOSS
+        + "if i % 2:\n"
+        + textwrap.indent(BLOCK, "    ")
+        + "else:\n    loss.backward()\n"
+        "limit(model)\none.step()\n"
+    ),
+    "a branch that asks for something else": program(
+        "one.zero_grad()\n"
+        + LOSS
+        + "if on and i:\n"
+        + textwrap.indent(BLOCK, "    ")
+        + "else:\n    loss.backward()\n"
+        "limit(model)\none.step()\n",
+        "on = True\nif on:\n    " + ONE,
+    ),
+    "initialize that is not reached": program(
+        "one.zero_grad()\nloss = model(x * (1 + 2.0**-10)).float().sum() / 2.0**30\nif on:\n"
+        + textwrap.indent(BLOCK, "    ")
+        + "else:\n    loss.backward()\none.step()\n",
+        "on = False\n\n\ndef prepare(model, one):\n    if not on:\n        return model, one\n"
+        '    model, one = amp.initialize(model, one, opt_level="O1", verbosity=0)\n'
+        "    return model, one\n\n\n"
+        "model, one = prepare(model, one)\n",
+    ),
+    "steps in a match": program(
+        LOSS_OF_ONE + "match i % 2:\n    case 0:\n        limit(model)\n        one.step()\n"
+        "    case _:\n        one.step()\n"
+    ),
+    "a step in a subclass": HEAD
+    + textwrap.dedent(
+        """\
+        class Base:
+            def __init__(self, net, opt):
+                self.net, self.opt = amp.initialize(net, opt, opt_level="O1", verbosity=0)
+
+            def backward(self, x):
+                loss = self.net(x).float().sum() / 256
+                with amp.scale_loss(loss, self.opt) as scaled:
+                    scaled.backward()
+
+
+        class Trainer(Base):
+            def train(self):
+                for i, x in data():
+                    self.opt.zero_grad()
+                    self.backward(x)
+                    limit(self.net)
+                    self.opt.step()
+
+
+        Trainer(model, one).train()
+        """
+    )
+    + TAIL,
+}
+LEFT = {
+    "a plain step of one of two": program(
+        CLEAR + LOSSES + BLOCK_OF_BOTH + "for o in [one]:\n    o.step()\ntwo.step()\n", BOTH + "alias = two\n"
+    ),
+    "a step that is handed on": program(
+        LOSS_OF_ONE + "if i % 2:\n    run(one.step)\nelse:\n    one.step()\n", "def run(f):\n    f()\n"
+    ),
+    "a plain backward pass beside the block": program(
+        "one.zero_grad()\n(model.weight**2).sum().div(8).backward()\n" + LOSS + BLOCK + "one.step()\n"
+    ),
+    "a plain backward pass before a scheduler": program(
+        "one.zero_grad()\n(model.weight**2).sum().div(8).backward()\naverage.step()\n"
+        + LOSS
+        + BLOCK
+        + "one.step()\n",
+        "class Average:\n    def step(self):\n        pass\n\n\naverage = Average()\n",
+    ),
+    "a plain backward pass in a helper": program(
+        "one.zero_grad()\npenalty()\n" + LOSS + BLOCK + "one.step()\n",
+        "def penalty():\n    (model.weight**2).sum().div(8).backward()\n",
+    ),
+    "torch.autograd.backward beside the block": program(
+        "one.zero_grad()\ntorch.autograd.backward((model.weight**2).sum() / 8)\n"
+        + LOSS
+        + BLOCK
+        + "one.step()\n"
+    ),
+    "gradients set before the block": program(
+        "one.zero_grad()\nmodel.weight.grad = model.weight.detach() / 8\n" + LOSS + BLOCK + "one.step()\n"
+    ),
+    "gradients that are never cleared": program(LOSS + BLOCK + "one.step()\n").replace("zero_grad", "none"),
+    "gradients that are cleared now and then": program(
+        "if i % 2:\n    one.zero_grad()\n" + LOSS + BLOCK + "one.step()\n"
+    ),
+    "two steps and nothing cleared between": program(
+        LOSS_OF_ONE + "one.step()\nloss = model(x * 0.5).float().sum() / 256\n" + BLOCK + "one.step()\n"
+    ),
+    "two optimizers by one helper": program(CLEAR + LOSSES + BLOCK_OF_BOTH + "step_of(one)\nstep_of(two)\n"),
+    "optimizers by a helper in a loop": program(
+        CLEAR + LOSSES + BLOCK_OF_BOTH + "for o in (one, two):\n    step_of(o)\n"
+    ),
+    "a decorated backward pass": program(
+        "one.zero_grad()\n" + LOSS + "go(loss)\none.step()\n",
+        "def clipped(f):\n    def inner(*a):\n        f(*a)\n        limit(model)\n\n    return inner\n\n\n"
+        "@clipped\ndef go(loss):\n" + textwrap.indent(BLOCK, "    ") + "\n\n",
+    ),
+    "a context that looks": program(
+        "one.zero_grad()\n" + LOSS + "with Around():\n" + textwrap.indent(BLOCK, "    ") + "one.step()\n",
+        "class Around:\n    def __enter__(self):\n        pass\n\n    def __exit__(self, *a):\n"
+        "        limit(model)\n\n\n",
+    ),
+    "a generator that looks": after_backward(
+        "next(looking)\n",
+        "def look():\n    while True:\n        limit(model)\n        yield\n\n\nlooking = look()\n",
+    ),
+    "a loss that is computed in the call": program(
+        "one.zero_grad()\n" + BLOCK.replace("loss,", "model(x).float().sum() / 256,") + "one.step()\n"
+    ),
+    "a look at what an iteration before left": program(
+        "if i and i % 2:\n    model.weight.grad.mul_(0.5)\n"
+        + LOSS
+        + BLOCK
+        + "if i % 2:\n    one.step()\n    one.zero_grad()\n"
+    ),
+    "a look after a helper that steps now and then": program(
+        "go(i, x)\nif model.weight.grad is not None:\n    limit(model)\n",
+        "def go(i, x):\n"
+        + textwrap.indent(LOSS + BLOCK + "if i % 2:\n    one.step()\n    one.zero_grad()\n", "    ")
+        + "\n\n",
+    ),
+    "an error between a look and its step": program(
+        LOSS_OF_ONE.replace(BLOCK, "")
+        + "try:\n"
+        + textwrap.indent(BLOCK + "limit(model)\nif i == 1:\n    raise RuntimeError\none.step()\n", "    ")
+        + "except RuntimeError:\n    pass\n"
+    ),
+}
