@@ -196,6 +196,10 @@ LEFT = {
     "a plain step of one of two": program(
         CLEAR + LOSSES + BLOCK_OF_BOTH + "for o in [one]:\n    o.step()\ntwo.step()\n", BOTH + "alias = two\n"
     ),
+    "a step of one of two out of sight": program(
+        CLEAR + LOSSES + BLOCK_OF_BOTH + "go(one)\ntwo.step()\n",
+        BOTH + "alias = two\nmade = {}\nexec('def go(o):\\n    o.step()', made)\ngo = made['go']\n",
+    ),
     "a step that is handed on": program(
         LOSS_OF_ONE + "if i % 2:\n    run(one.step)\nelse:\n    one.step()\n", "def run(f):\n    f()\n"
     ),

@@ -35,6 +35,7 @@ class Frame:
         losses: variables that a loss is made of, the expressions that apex scaled in this function.
         tainted: variables that depend on the output of a model.
         needed: variables that the loss depends on.
+        forward: statements that call a model, by their ``id``.
     """
 
     source: Source
@@ -44,25 +45,28 @@ class Frame:
     is_barrier: Callable[[ast.AST], bool]
     tainted: set[str] = field(default_factory=set)
     needed: set[str] = field(default_factory=set)
+    forward: set[int] = field(default_factory=set)
 
     def spans(self) -> list[Span]:
         """The first and last statements of each region."""
         statements = [one for one in _inside(self.body) if isinstance(one, ast.stmt)]
-        if not any(self._forward(one) for one in statements):
+        self.forward = {id(one) for one in statements if self._calls_model(one)}
+        if not self.forward:
             return []
         self.needed = {name for loss in self.losses for name in _loads(self.source, loss)}
-        while self._grow(statements):
+        assigned = [
+            (_stores(self.source, one), _loads(self.source, one.value), id(one) in self.forward)
+            for one in statements
+            if isinstance(one, ast.Assign | ast.AugAssign | ast.AnnAssign) and one.value is not None
+        ]
+        while self._grow(assigned):
             pass
         return list(self._suite(self.body))
 
-    def _grow(self, statements: Sequence[ast.stmt]) -> bool:
+    def _grow(self, assigned: Sequence[tuple[set[str], set[str], bool]]) -> bool:
         before = len(self.tainted) + len(self.needed)
-        for statement in statements:
-            value = getattr(statement, "value", None)
-            if not isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign) or value is None:
-                continue
-            stored, loaded = _stores(self.source, statement), _loads(self.source, value)
-            if self._forward(statement) or loaded & self.tainted:
+        for stored, loaded, forward in assigned:
+            if forward or loaded & self.tainted:
                 self.tainted |= stored
             if stored & self.needed:
                 self.needed |= loaded
@@ -104,7 +108,7 @@ class Frame:
         return not self.losses or isinstance(statement, ast.Return | ast.Continue | ast.Break)
 
     def _hot(self, statement: ast.stmt, run: Sequence[ast.stmt]) -> bool:
-        if self._forward(statement):
+        if id(statement) in self.forward:
             return True
         if isinstance(statement, ast.If):
             return any(self._hot(one, run) for one in (*statement.body, *statement.orelse))
@@ -119,7 +123,7 @@ class Frame:
         returns = isinstance(statement, ast.Return) and bool(run)
         return returns and any(isinstance(one, ast.Call) for one in ast.walk(value))
 
-    def _forward(self, statement: ast.stmt) -> bool:
+    def _calls_model(self, statement: ast.stmt) -> bool:
         """Whether a statement itself, not one inside it, calls a model."""
         return any(
             isinstance(node, ast.Call) and (self.flow.is_forward(node) or self._passes(statement, node))

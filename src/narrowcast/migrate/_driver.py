@@ -16,7 +16,9 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from narrowcast.migrate._apex import apex
 from narrowcast.migrate._apex_branches import apex_branches
@@ -39,6 +41,23 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
     Raises:
         SyntaxError: it does not parse.
     """
+    with _no_collection():
+        return _migrate(text, settings, path)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's collector of cycles: syntax trees hold none, and it went through all of them again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _migrate(text: str, settings: Settings, path: str) -> Outcome:
     first = source = Source(path, text)
     trail: list[Applied] = []
     fixed: list[tuple[int, str, str, bool]] = []
