@@ -35,18 +35,22 @@ def step_of(optimizer):
 def backward_of(loss, optimizer):
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
-
-
+"""
+TAIL = """
+weights = [model.weight.detach(), other.weight.detach()]
+print(*[w for weight in weights for w in weight.flatten().tolist()])
+"""
+CLIP = """\
 class Clip:
     def attach(self, net):
         self.net = net
 
     def __call__(self):
         torch.nn.utils.clip_grad_value_(self.net.parameters(), 0.01)
-"""
-TAIL = """
-weights = [model.weight.detach(), other.weight.detach()]
-print(*[w for weight in weights for w in weight.flatten().tolist()])
+
+
+clip = Clip()
+clip.attach(model)
 """
 ONE = 'model, one = amp.initialize(model, one, opt_level="O1", verbosity=0)\n'
 BOTH = (
@@ -78,7 +82,7 @@ REWRITTEN = {
         "log.write(model)\n",
         "class Log:\n    def write(self, net):\n        limit(net)\n\n\nlog = Log()\n",
     ),
-    "an object that was given the model": after_backward("clip()\n", "clip = Clip()\nclip.attach(model)\n"),
+    "an object that was given the model": after_backward("clip()\n", CLIP),
     "callbacks in a list": after_backward(
         "for call in calls:\n    call()\n", "calls = []\ncalls.append(lambda: limit(model))\n"
     ),
@@ -95,7 +99,7 @@ REWRITTEN = {
         "def fire(name):\n    kept[name]()\n",
     ),
     "a property": after_backward(
-        "if norm.value > 0.01:\n    limit(model)\n",
+        "if norm.value < 0.02:\n    limit(model)\n",
         "class Norm:\n    @property\n    def value(self):\n"
         "        return float(model.weight.grad.norm())\n\n\n"
         "norm = Norm()\n",
@@ -153,7 +157,7 @@ REWRITTEN = {
         "on = True\nif on:\n    " + ONE,
     ),
     "initialize that is not reached": program(
-        "one.zero_grad()\nloss = model(x * (1 + 2.0**-10)).float().sum() / 2.0**30\nif on:\n"
+        "one.zero_grad()\nloss = model(x * (1 + 2.0**-12)).float().sum()\nif on:\n"
         + textwrap.indent(BLOCK, "    ")
         + "else:\n    loss.backward()\none.step()\n",
         "on = False\n\n\ndef prepare(model, one):\n    if not on:\n        return model, one\n"
@@ -201,7 +205,11 @@ LEFT = {
         BOTH + "alias = two\nmade = {}\nexec('def go(o):\\n    o.step()', made)\ngo = made['go']\n",
     ),
     "a step that is handed on": program(
-        LOSS_OF_ONE + "if i % 2:\n    run(one.step)\nelse:\n    one.step()\n", "def run(f):\n    f()\n"
+        LOSS_OF_ONE + "run(one.step if i % 2 else len)\nif i % 2 == 0:\n    one.step()\n",
+        "def run(f):\n    f() if f is not len else None\n\n\n",
+    ),
+    "a step in a loop over optimizers": program(
+        LOSS_OF_ONE + "if i % 2:\n    for o in [one]:\n        o.step()\nelse:\n    one.step()\n"
     ),
     "a plain backward pass beside the block": program(
         "one.zero_grad()\n(model.weight**2).sum().div(8).backward()\n" + LOSS + BLOCK + "one.step()\n"

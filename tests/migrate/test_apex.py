@@ -483,6 +483,16 @@ AROUND = {
         "import torch\nfrom apex.fp16_utils import *\nx = torch.ones(1)\n",
         "import torch\nx = torch.ones(1)\n",
     ),
+    "a number that a star brought": (
+        "import torch\nfrom apex.fp16_utils import *\n"
+        "x = to_python_float(loss.data) + to_python_float(a + b)\n",
+        "import torch\nx = loss.data.item() + (a + b).item()\n",
+    ),
+    "a check that apex is there": (
+        "import torch\ntry:\n    from apex import amp\nexcept ImportError:\n    amp = None\n"
+        "if args.apex and amp is None:\n    raise RuntimeError('apex?')\nx = torch.ones(1)\n",
+        "import torch\nx = torch.ones(1)\n",
+    ),
     "imports that nothing uses": (
         "import torch\nfrom apex.multi_tensor_apply import multi_tensor_applier\n",
         "import torch\n",
@@ -652,3 +662,8 @@ def test_clipping_in_the_loop_of_training_is_unscaled_in_it():
         "        backward(model, optimizer, x)\n    scaler.unscale_(optimizer)\n"
         "    torch.nn.utils.clip_grad_norm_("
     ) in migrated(text).text
+
+
+def test_a_model_that_was_moved_is_known_by_its_new_name():
+    text = HEAD + INITIALIZE + "net = model.to(device)\n" + LOOP.replace("model(x)", "net(x)")
+    assert "        loss = loss_of(net(x), y)  # both\n" in migrated(text).text

@@ -33,8 +33,8 @@ _HARMLESS = re.compile(
 _PLAIN = re.compile(
     r"(training|config|cfg|device|dtype|name|defaults|epoch|shape|num_\w+|\w+_(size|dim|steps?))$"
 )
-# Methods that Python calls where an object is made or called.
-_CALLED = ("__init__", "__call__", "__new__")
+# Methods that Python calls where an object is made.
+_MAKING = ("__init__", "__new__")
 # Modules that call nothing of a script's own.
 _FOREIGN = (
     "torch",
@@ -69,7 +69,6 @@ class Lookers:
         self._losses = {
             flow.held(one) for b in blocks for one in ast.walk(b.loss) if isinstance(one, ast.Name)
         }
-        self._classes = {node.name for node in source.nodes if isinstance(node, ast.ClassDef)}
 
     @cached_property
     def _sure(self) -> list[ast.expr | ast.stmt]:
@@ -103,7 +102,7 @@ class Lookers:
         """What looks at gradients when Python comes to it, and not where it is called."""
         for name in self._looking:
             for function in self._calls.functions[name]:
-                if name.startswith("__") and name not in _CALLED:
+                if name.startswith("__") and name not in (*_MAKING, "__call__"):
                     yield function
                 elif any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function)):
                     for call in self._calls.by_name[name]:
@@ -138,7 +137,7 @@ class Lookers:
         """Whether a function is used as a value here, or is a method that only others call."""
         names = self._looking
         if isinstance(node, Function) and node.name in names:
-            method = isinstance(self._source.parents[node], ast.ClassDef) and not node.name.startswith("__")
+            method = isinstance(self._source.parents[node], ast.ClassDef) and node.name not in _MAKING
             return bool(node.decorator_list) or (method and not self._calls.by_name[node.name])
         name = getattr(node, "id", None) or getattr(node, "attr", None)
         return (
@@ -281,17 +280,7 @@ class Lookers:
             return "sure"
         if _HARMLESS.match(name) or self._flow.is_forward(call) or (own and (receiver is None or at_self)):
             return None
-        if self._is_computed(call) and (self.escapes or self._objects_look):
-            return "sure"
         return self._handed(call) or ("may" if self.escapes and self._is_foreign(call) else None)
-
-    def _is_computed(self, call: ast.Call) -> bool:
-        """Whether it is only known when the script runs what is called."""
-        if isinstance(call.func, ast.Attribute):
-            return False
-        if not isinstance(call.func, ast.Name):
-            return True
-        return call.func.id not in self._classes and "?" in self._source.names.bindings(call.func)
 
     def _is_foreign(self, call: ast.Call) -> bool:
         """Whether a call may come back to functions of this file."""
@@ -317,10 +306,6 @@ class Lookers:
         found = any(self.looks(one) is not None for one in inside)
         self._asked[id(function)] = found
         return found
-
-    @cached_property
-    def _objects_look(self) -> bool:
-        return any(self._body_looks(one) for one in self._calls.functions.get("__call__", []))
 
 
 def looks_at_gradients(code: str) -> bool:
