@@ -1,6 +1,5 @@
 """The private names of torch that apex/ uses: this fails loudly when one moves or changes its meaning."""
 
-import pytest
 import torch
 
 from narrowcast.apex import _torch_internals as internals
@@ -36,16 +35,3 @@ def test_a_step_without_hooks_calls_none():
     assert not called
     optimizer.step()
     assert called == [1]
-
-
-def test_a_scaler_asks_an_optimizer_before_it_steps():
-    class Asked:
-        def __bool__(self):
-            raise KeyError
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    setattr(optimizer, internals.ASKED_BY_SCALERS, Asked())
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
-    with pytest.raises(KeyError):
-        scaler.step(optimizer)

@@ -156,3 +156,16 @@ def test_what_other_libraries_read_of_torchs_scaler():
         scaler._check_inf_per_device(optimizer)
         assert [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()] == [1.0]
         assert scaler._per_optimizer_states[id(optimizer)]["stage"] is internals.OptState.READY
+
+
+def test_a_scaler_asks_an_optimizer_before_it_steps():
+    class Asked:
+        def __bool__(self):
+            raise KeyError
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    setattr(optimizer, internals.ASKED_BY_SCALERS, Asked())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from narrowcast.errors import UnsupportedError
+import narrowcast as nc
+from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.weights import hold
 
 
@@ -185,3 +186,25 @@ def test_torchs_own_scaler_unscales_in_float32_and_skips(updates, fused, unscale
         bound = 4 * 2.0**-11 if updates == "stochastic" else 2.0**-22
         assert ((handle.full_values()[low] - full).abs() <= bound).all()
     assert low[0] < 0.05
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, nc.GradScaler])
+def test_a_scaler_does_not_step_past_gradients_of_low_parameters(make, fused):
+    """It would look at those of the others alone, and step on low ones that are still scaled."""
+    low = torch.nn.Parameter(torch.full((2,), 0.5, dtype=torch.bfloat16))
+    full = torch.nn.Parameter(torch.full((2,), 0.5))
+    optimizer = torch.optim.SGD([low, full], lr=0.5, fused=fused)
+    own = vars(optimizer).get("_step_supports_amp_scaling")
+    handle = hold(optimizer, "masters")
+    scaler = make("cpu", init_scale=2.0**10)
+    scaler.scale((low.float() * 0.25 + full * 0.25).sum()).backward()
+    with pytest.raises(OrderError, match="call take_gradients"):
+        scaler.step(optimizer)
+    assert low.tolist() == full.tolist() == [0.5, 0.5]
+    handle.take_gradients()
+    scaler.step(optimizer)
+    scaler.update()
+    assert low.tolist() == full.tolist() == [0.375, 0.375]
+    handle.remove()
+    assert vars(optimizer).get("_step_supports_amp_scaling") is own

@@ -19,9 +19,8 @@ from narrowcast.apex._loss_scaler import LossScaler
 from narrowcast.apex._masters import Masters
 from narrowcast.apex._sharding import Places, Replaced, is_sharded, shared_out
 from narrowcast.apex._state import say
-from narrowcast.apex._torch_internals import ASKED_BY_SCALERS
 from narrowcast.errors import AmpError
-from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
+from narrowcast.gradients import ASKED_BY_SCALERS, Snapshot, closure_of, mark_as_stepped, with_closure
 from narrowcast.weights import hold, lost_eps
 
 _STASH = "_amp_stash"

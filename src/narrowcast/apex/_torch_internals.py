@@ -38,7 +38,3 @@ REPLICATE = "_replicate_for_data_parallel"
 def replica_of(module: Any) -> Any:
     """What the class of ``module`` makes for ``DataParallel``: a shallow copy."""
     return getattr(type(module), REPLICATE)(module)
-
-
-ASKED_BY_SCALERS = "_step_supports_amp_scaling"
-"""The attribute of an optimizer that ``torch.amp.GradScaler.step`` looks at first."""

@@ -6,10 +6,11 @@ from narrowcast.gradients._graph import leaf_of, nodes_below
 from narrowcast.gradients._held import check_apart
 from narrowcast.gradients._result import StepResult
 from narrowcast.gradients._scaler import GradScaler
-from narrowcast.gradients._torch_internals import mark_as_stepped, needs_closure
+from narrowcast.gradients._torch_internals import ASKED_BY_SCALERS, mark_as_stepped, needs_closure
 from narrowcast.gradients._unscaled import unscale_by
 
 __all__ = [
+    "ASKED_BY_SCALERS",
     "GradScaler",
     "NonfiniteFlags",
     "Snapshot",

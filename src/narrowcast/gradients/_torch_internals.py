@@ -120,6 +120,10 @@ def _takes_the_scaler(step: Any) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
+ASKED_BY_SCALERS = "_step_supports_amp_scaling"
+"""The attribute of an optimizer that ``torch.amp.GradScaler.step`` looks at first."""
+
+
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step takes the scaler itself as ``grad_scaler``, by the contract that torch deprecates."""
     if not takes_grad_scale(optimizer):
@@ -134,7 +138,7 @@ def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step skips and unscales by itself, by its attributes ``found_inf`` and ``grad_scale``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return bool(getattr(optimizer, ASKED_BY_SCALERS, False))
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,10 +11,12 @@ import torch
 from narrowcast.errors import UnsupportedError, WeightsError, near_names
 from narrowcast.weights import _checkpoint
 from narrowcast.weights._gradients import clear, give_back, require_dense, spend, take, untake
+from narrowcast.weights._holdable import check_parameter
 from narrowcast.weights._keepers import Kahan, Keeper, Masters, Pair, Stochastic, release
 from narrowcast.weights._rounding import LOW_DTYPES
+from narrowcast.weights._scalers import begin_answering, end_answering
 from narrowcast.weights._state import narrow_state, widen_state
-from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, untraced, version_of
+from narrowcast.weights._torch_internals import is_outermost_step, local, untraced, version_of
 
 Watcher = Callable[[], Callable[[], None]]
 
@@ -149,6 +151,7 @@ class HeldWeights:
         optimizer.holds_low_weights = True  # type: ignore[attr-defined]
         # A copy would have the working parameters and nobody to write them back: it would train nothing.
         optimizer.__deepcopy__ = optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[attr-defined,method-assign]
+        begin_answering(optimizer, self._pairs)
         _HELD[optimizer] = weakref.ref(self)
 
     @property
@@ -166,8 +169,9 @@ class HeldWeights:
         """Add the low gradients to the working parameters' float32 ``.grad`` and set the low ones to None.
 
         For accumulation over micro-batches in float32, call it after each backward; before unscaling,
-        clipping or checking the gradients that the step will use, call it once. Values are widened, exact,
-        and otherwise left as they are: not unscaled, NaN and infinities kept. What was taken is used up by
+        clipping or checking the gradients that the step will use, call it once: the step of a scaler raises
+        while low parameters have gradients. Values are widened, exact, and otherwise left as they are: not
+        unscaled, NaN and infinities kept. What was taken is used up by
         the next step that is made, and cleared by ``optimizer.zero_grad()``, not by the model's.
 
         Raises:
@@ -238,6 +242,7 @@ class HeldWeights:
             if self._zero_grad_of_instance is not None:
                 self.optimizer.zero_grad = self._zero_grad_of_instance  # type: ignore[method-assign]
         del self.optimizer.holds_low_weights  # type: ignore[attr-defined]
+        end_answering(self.optimizer)
         del self.optimizer.__deepcopy__  # type: ignore[attr-defined]
         del self.optimizer.__reduce_ex__
         del _HELD[self.optimizer]
@@ -254,7 +259,7 @@ class HeldWeights:
         ]
         seen = {pair.low for pair in self._pairs} if found else set()
         for _, _, low in found:
-            _check_parameter(low, seen, originals.get(low))
+            check_parameter(low, seen, originals.get(low))
             seen.add(low)
         with torch.no_grad():
             pairs = [self._paired(low, originals.get(low)) for _, _, low in found]
@@ -376,23 +381,3 @@ class HeldWeights:
 def _agreed(full: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """``full`` where it rounds to ``low``, and ``low`` elsewhere."""
     return torch.where(full.to(low.dtype) == low, full, low.to(torch.float32))
-
-
-def _check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch.Tensor | None) -> None:
-    shape = tuple(low.shape)
-    if low in seen:
-        raise WeightsError(
-            f"a parameter of shape {shape} comes twice in this optimizer: leave it in one group only"
-        )
-    if type(low.data) is not torch.Tensor and not is_dtensor(low):
-        raise UnsupportedError(
-            f"a parameter of shape {shape} is a {type(low.data).__name__}: plain tensors and DTensors can be "
-            "held, so leave it out of this optimizer"
-        )
-    wanted = (torch.float32, low.shape, low.device)
-    if original is not None and (original.dtype, original.shape, original.device) != wanted:
-        raise WeightsError(
-            f"the original of a parameter of shape {shape} on {low.device} must be a float32 tensor of that "
-            f"shape there, not {str(original.dtype).removeprefix('torch.')} of shape "
-            f"{tuple(original.shape)} on {original.device}"
-        )

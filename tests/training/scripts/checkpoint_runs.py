@@ -59,10 +59,8 @@ class Run:
             nc.weights.hold(self.optimizer, self.kind)
         scalers = {"torch": torch.amp.GradScaler, "fused": nc.GradScaler}
         if self.format == "fp16":
-            low = self.kind in ("masters", "kahan", "stochastic")
             make = scalers.get(self.kind, nc.GradScaler)
-            options = {"allow_fp16_gradients": True} if low else {}
-            self.scaler = make("cpu", init_scale=2.0**10, growth_interval=3, **options)
+            self.scaler = make("cpu", init_scale=2.0**10, growth_interval=3)
             self.kept["scaler"] = self.scaler
 
     def batches(self):
@@ -100,6 +98,9 @@ class Run:
             loss = self.model(x).float().square().mean() * factor
         if self.format == "fp16":
             self.scaler.scale(loss).backward()
+            held = nc.weights.held_by(self.optimizer)
+            if held is not None:
+                held.take_gradients()
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
