@@ -225,8 +225,9 @@ def test_two_losses_share_a_scaler_that_is_updated_once():
     scaler.update()
     """
     call = "net, [one, two] = amp.initialize(net, [one, two], num_losses=2)\n"
-    text = migrated("import torch\nfrom apex import amp\n" + call + textwrap.dedent(loop)).text
-    assert text == "import torch\n" + SCALER + textwrap.dedent(new)
+    outcome = migrated("import torch\nfrom apex import amp\n" + call + textwrap.dedent(loop))
+    assert outcome.text == "import torch\n" + SCALER + textwrap.dedent(new)
+    assert sum("leaves out its step alone" in message for message in told(outcome)) == 1
 
 
 def test_two_models_that_train_in_turns():

@@ -48,6 +48,10 @@ _UNKNOWN = {
     "register_float_function": "call it in a region with enabled=False, on inputs cast to float32",
     "register_promote_function": "cast explicitly where it is called",
 }
+_OVERFLOW_IN_ONE = (
+    "an overflow in the gradients of one of these optimizers leaves out its step alone, where apex left "
+    "out those of all; nc.GradScaler.step_together does as apex"
+)
 _OF_TRAINING = {f"apex.amp.{name}" for name in ("state_dict", "load_state_dict", "master_params")}
 
 
@@ -160,6 +164,8 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
         for block in blocks:
             write_block(plan, block, scaler)
             plan.note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
+            if len(block.optimizers) > 1:
+                plan.note(block.call, _OVERFLOW_IN_ONE)
         for backward in plain:
             scale_plain(plan, backward, scaler)
         _write_states(plan, states, scaler)
