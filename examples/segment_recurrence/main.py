@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 import torch.nn.functional as F
 from text import columns, digest, encode, source, vocabulary_of
 from torch import nn

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 from matplotlib.figure import Figure
 from speech import MOST_FRAMES, Utterances, generate
 from tacotron import FRAMES_A_STEP, Tacotron, look, loss_of

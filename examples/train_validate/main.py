@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from shapes import CLASSES, UNet, generate

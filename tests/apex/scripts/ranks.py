@@ -5,6 +5,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 
 from narrowcast.apex.parallel import (
     DistributedDataParallel,

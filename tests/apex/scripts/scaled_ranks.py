@@ -6,6 +6,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.apex import amp

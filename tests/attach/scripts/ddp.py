@@ -5,6 +5,7 @@ import json
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 

@@ -4,6 +4,7 @@ import json
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 from ranks_common import Tiny, batches, make_optimizer, part
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel

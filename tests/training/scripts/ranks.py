@@ -17,6 +17,7 @@ import ranks_training
 import ranks_twenty_steps
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
 
 SCENARIOS = {
     **ranks_skips.SCENARIOS,
