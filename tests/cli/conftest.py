@@ -72,9 +72,11 @@ class Workshop:
 
     def end(self, process: subprocess.Popen, stdin: str = "") -> Ended:
         try:
-            stdout, stderr = process.communicate(stdin, timeout=120)
-        finally:
+            stdout, stderr = process.communicate(stdin, timeout=300)
+        except BaseException:
             process.kill()
+            process.communicate()  # else another test is blamed for what it leaves
+            raise
         found = [Path(line) for line in END_BLOCK.findall(stderr)]
         block = "".join(match[0] for match in END_BLOCK.finditer(stderr))
         return Ended(process.returncode, stdout, END_BLOCK.sub("", stderr), block, tuple(found))
