@@ -56,7 +56,8 @@ def hold(
     number becomes an infinity there, which a master outlives and a residual does not. Closures are evaluated
     with the low parameters, brought up to date before each evaluation. DTensors are held part by part.
     Parameters added later with ``add_param_group`` are held from the next step on. CUDA graphs cannot capture
-    the step.
+    the step. ``GradScaler.step`` raises ``OrderError`` while low parameters have gradients, which it would
+    neither unscale nor check: ``take_gradients`` comes before.
 
     Args:
         optimizer: any that takes dense gradients and works on ``param_groups``.
@@ -169,9 +170,8 @@ class HeldWeights:
         """Add the low gradients to the working parameters' float32 ``.grad`` and set the low ones to None.
 
         For accumulation over micro-batches in float32, call it after each backward; before unscaling,
-        clipping or checking the gradients that the step will use, call it once: the step of a scaler raises
-        while low parameters have gradients. Values are widened, exact, and otherwise left as they are: not
-        unscaled, NaN and infinities kept. What was taken is used up by
+        clipping or checking the gradients that the step will use, call it once. Values are widened, exact,
+        and otherwise left as they are: not unscaled, NaN and infinities kept. What was taken is used up by
         the next step that is made, and cleared by ``optimizer.zero_grad()``, not by the model's.
 
         Raises:
