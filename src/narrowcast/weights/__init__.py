@@ -5,6 +5,7 @@ from narrowcast.weights._held import HeldWeights, held_by, hold
 from narrowcast.weights._lower import is_batch_or_instance_norm, lost_eps, lower
 from narrowcast.weights._meter import SurvivingUpdates, UpdateMeter
 from narrowcast.weights._rounding import round_stochastically
+from narrowcast.weights._scalers import refuse_scalers
 from narrowcast.weights._values import set_values
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "is_batch_or_instance_norm",
     "lost_eps",
     "lower",
+    "refuse_scalers",
     "round_stochastically",
     "set_values",
 ]
