@@ -37,9 +37,27 @@ def test_it_trains_as_ddp_does(ranks, level):
     assert (flat(first["weights"]) - flat(ddp["weights"])).abs().max() <= wide
 
 
-def test_sharding_after_a_step_is_refused(ranks):
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_no_rank_keeps_what_is_not_its_part(ranks, level):
+    """After the first block the weights as they were, and their masters, are gone from memory."""
     for rank in ranks:
-        assert rank["late"].startswith("fully_shard came after this AdamW had stepped")
+        assert rank[level]["fully_shard"]["whole tensors left"] == 0
+        assert rank[level]["ddp"]["whole tensors left"] > 0
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_undone_the_optimizer_has_the_attributes_of_before(ranks, level):
+    for rank in ranks:
+        assert [rank[level][wrapped]["attributes left"] for wrapped in ("fully_shard", "ddp")] == [[], []]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sharding_after_a_step_is_refused_in_every_block(ranks, level):
+    for rank in ranks:
+        raised, dtypes = rank["late"][level]
+        assert len(raised) == 2
+        assert all(one.startswith("fully_shard came after this AdamW had stepped") for one in raised)
+        assert dtypes == ["torch.float32"]
 
 
 def test_parameters_that_are_in_no_model_any_more_are_said(capsys):

@@ -140,6 +140,28 @@ def test_what_raises_leaves_nothing(where, level):
     assert {one.dtype for one in given.parameters()} == {torch.float32}
 
 
+def test_what_cannot_have_masters_stays_as_it_was():
+    given = torch.nn.Embedding(4, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(given.parameters())
+    before = whole_state(optimizer)
+    with pytest.raises(NarrowcastError, match="SparseAdam takes sparse gradients"):
+        amp.initialize(given, optimizer, opt_level="O2", verbosity=0)
+    compare(whole_state(optimizer), before)
+
+
+def test_masters_that_come_later_go_too():
+    given = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(given[1].parameters())
+    names = set(vars(optimizer))
+    amp.initialize(given, optimizer, opt_level="O2", verbosity=0)
+    optimizer.add_param_group({"params": [*given[0].parameters()]})
+    with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    assert "holds_low_weights" in vars(optimizer)
+    amp.shutdown()
+    assert set(vars(optimizer)) == names
+
+
 def test_a_model_with_a_policy_of_its_own_is_refused_and_the_casts_before_go_on():
     import narrowcast as nc
 

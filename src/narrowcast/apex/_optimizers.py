@@ -20,8 +20,8 @@ from narrowcast.apex._masters import Masters
 from narrowcast.apex._sharding import Places, Replaced, is_sharded, shared_out
 from narrowcast.apex._state import say
 from narrowcast.errors import AmpError
-from narrowcast.gradients import ASKED_BY_SCALERS, Snapshot, closure_of, mark_as_stepped, with_closure
-from narrowcast.weights import hold, lost_eps
+from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
+from narrowcast.weights import hold, lost_eps, refuse_scalers
 
 _STASH = "_amp_stash"
 # What scripts of apex call before they load masters from a checkpoint.
@@ -35,20 +35,6 @@ class _ClosureOverflowError(Exception):
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
-
-
-class _NoScaler:
-    """What a ``GradScaler`` meets where it asks an optimizer with masters whether it takes a scale."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __bool__(self) -> bool:
-        raise AmpError(
-            f"a GradScaler cannot step this {self._name}, which amp.initialize gave float32 masters: it "
-            "would look at their gradients, and the scaled ones are those of the half weights; use "
-            "amp.scale_loss and optimizer.step(), or opt_level='O1'"
-        )
 
 
 class PreparedOptimizer:
@@ -86,17 +72,25 @@ class PreparedOptimizer:
         self._active = True
         self._before: dict[str, tuple[Any, Any]] = {}
         self._places: Places | None = None
+        setattr(optimizer, _STASH, self)
         if properties.enabled:
             self._places = Places(models, optimizer)
-            self.refresh(originals)
-            self._say_that_eps_is_lost()
-            _recast_state(optimizer)
-            self._wrap("step", self._step)
-            self._wrap("zero_grad", self._zero_grad)
-            for name in _MAKE_MASTERS:
-                self.offer(name, self.refresh)
-            _active.add(self)
-        setattr(optimizer, _STASH, self)
+            try:
+                self._begin(originals)
+            except BaseException:
+                self.undo()
+                raise
+
+    def _begin(self, originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        # Before there are masters, whose own zero_grad then stands in front and goes when they go.
+        self._wrap("step", self._step)
+        self._wrap("zero_grad", self._zero_grad)
+        for name in _MAKE_MASTERS:
+            self.offer(name, self.refresh)
+        self.refresh(originals)
+        self._say_that_eps_is_lost()
+        _recast_state(self.optimizer)
+        _active.add(self)
 
     @property
     def scales(self) -> bool:
@@ -115,7 +109,7 @@ class PreparedOptimizer:
             ):
                 return
             self.gradients.masters = Masters(hold(self.optimizer, originals=originals))
-            self.offer(ASKED_BY_SCALERS, _NoScaler(self._name))
+            refuse_scalers(self.optimizer, functools.partial(_no_scaler, self._name))
         self.gradients.masters.refresh()
 
     def after_first_block(self, scale: float) -> None:
@@ -126,7 +120,7 @@ class PreparedOptimizer:
         Raises:
             AmpError: the optimizer has stepped before they were made.
         """
-        places, self._places = self._places, None
+        places = self._places
         if places is None:
             return
         new = places.replaced()
@@ -138,23 +132,24 @@ class PreparedOptimizer:
             )
         if new:
             self._go_on_with(new)
+        self._places = None
         if scale != 1.0:
             self._say_what_stays_scaled(places, scale)
 
     def _go_on_with(self, new: Replaced) -> None:
         masters = self.gradients.masters
-        values: dict[torch.Tensor, torch.Tensor] = {}
-        if masters is not None:
-            pairs = [(low, new[low]) for low, _ in masters.pairs if low in new]
-            values = {now: shared_out(masters.full_value(low), now) for low, now in pairs}
-            masters.held.remove()
-            masters.forget()
-            self.gradients.masters = None
-        if any(parameter in self.optimizer.state for parameter in new):
+        pairs = [] if masters is None else [pair for pair in masters.pairs if pair[0] in new]
+        if any(parameter in self.optimizer.state for parameter in (*new, *(master for _, master in pairs))):
             raise AmpError(
                 f"fully_shard came after this {self._name} had stepped, and its state is not sharded: call "
                 "fully_shard right after amp.initialize"
             )
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        if masters is not None:
+            values = {new[low]: shared_out(masters.full_value(low), new[low]) for low, _ in pairs}
+            masters.held.remove()
+            masters.forget()
+            self.gradients.masters = None
         for group in self.optimizer.param_groups:
             group["params"][:] = [new.get(parameter, parameter) for parameter in group["params"]]
         self.refresh(values)
@@ -199,12 +194,16 @@ class PreparedOptimizer:
             return {}
         self._active = False
         _active.discard(self)
+        values = self._without_masters()
         for name, (wrapper, instance) in self._before.items():
             if vars(self.optimizer).get(name) == wrapper:
                 delattr(self.optimizer, name)
                 if instance is not None:
                     setattr(self.optimizer, name, instance)
         delattr(self.optimizer, _STASH)
+        return values
+
+    def _without_masters(self) -> dict[torch.Tensor, torch.Tensor]:
         masters = self.gradients.masters
         if masters is None:
             return {}
@@ -362,6 +361,14 @@ def others_watched(named: Sequence[PreparedOptimizer], scale: float) -> Iterator
         for one, writes in before:
             if scale != 1.0 and not one.in_block and one.gradients.writes() != writes:
                 one.gradients.strange = scale
+
+
+def _no_scaler(name: str) -> AmpError:
+    return AmpError(
+        f"a GradScaler cannot step this {name}, which amp.initialize gave float32 masters: it would look at "
+        "their gradients, and the scaled ones are those of the half weights; use amp.scale_loss and "
+        "optimizer.step(), or opt_level='O1'"
+    )
 
 
 def _recast_state(optimizer: torch.optim.Optimizer) -> None:
