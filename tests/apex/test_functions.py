@@ -1,6 +1,8 @@
 """Functions of the user's: decorated and registered ones, and edits of the lists."""
 
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -247,8 +249,12 @@ def test_the_old_handle_switched_off():
     handle._deactivate()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     loss = torch.ones(1)
-    with handle.wrap_optimizer(optimizer).scale_loss(loss) as scaled:
-        assert scaled is loss
+    names = set(vars(optimizer))
+    for _ in range(2):
+        with handle.wrap_optimizer(optimizer).scale_loss(loss) as scaled:
+            assert scaled is loss
+    amp.shutdown()
+    assert set(vars(optimizer)) == names
     with handle.scale_loss(loss, optimizer) as scaled:
         assert scaled is loss
     with pytest.raises(AmpError, match="expected loss_scale"):
@@ -279,6 +285,42 @@ def test_the_old_handle_makes_optimizers_ready(by):
     assert scales == ([65536.0, 32768.0] if by == "optimizer" else [32768.0])
     amp.shutdown()
     assert set(vars(optimizer)) - {"_opt_called"} == names
+
+
+def test_losses_of_the_old_handle_begin_anew_with_each_step():
+    """Also after steps that are left out, and after a block that raised."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = amp.init().wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), num_loss=2)
+    scalers = amp._amp_state.loss_scalers
+
+    def block(bad=False):
+        before = [(scaler._unskipped, scaler.loss_scale()) for scaler in scalers]
+        with optimizer.scale_loss(model(torch.ones(1, 2)).float().sum() / 8) as scaled:
+            scaled.backward()
+            if bad:
+                model.weight.grad[0] = float("inf")
+        return [(one._unskipped, one.loss_scale()) == was for one, was in zip(scalers, before, strict=True)]
+
+    first, second = [False, True], [True, False]
+    found = []
+    for losses in (1, 2, 2, 4):
+        found.append([block(bad=losses == 2) for _ in range(losses)])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == [[first], [first, second], [first, second], [first, second, first, second]]
+    with pytest.raises(ZeroDivisionError), optimizer.scale_loss(torch.ones(())):
+        raise ZeroDivisionError
+    assert [block(), block()] == [first, second]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_optimizer_of_the_old_handle_ends_with_its_last_holder(enabled):
+    optimizer = amp.init(enabled=enabled).wrap_optimizer(torch.optim.SGD([torch.ones(1)], lr=1.0))
+    weak = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert weak() is None
+    amp.shutdown()
 
 
 @halves

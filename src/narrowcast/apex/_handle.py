@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
@@ -38,12 +38,12 @@ def start_casts(
     *,
     allow_banned: bool = False,
     caching: bool = True,
-    kind: type[_H],
+    kind: Callable[[Casts, Iterable[str], bool], _H],
 ) -> _H:
     """Have the models cast by the lists in their calls, and this thread outside of them.
 
     Args:
-        kind: the class of what is returned.
+        kind: the class of what is returned, or what makes one.
 
     Raises:
         PolicyError: a name on the lists that stands for nothing, or a model that has a policy already.

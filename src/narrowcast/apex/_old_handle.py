@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from narrowcast.apex._casts import Casts
 from narrowcast.apex._handle import Handle, start_casts
 from narrowcast.apex._initialize import in_force
-from narrowcast.apex._levels import Properties, properties
-from narrowcast.apex._optimizers import optimizer_of, prepared
+from narrowcast.apex._levels import DISABLED, Properties, properties
+from narrowcast.apex._optimizers import PreparedOptimizer, optimizer_of, prepared
 from narrowcast.apex._prepare import prepare_optimizers
 from narrowcast.apex._scale_loss import scale_loss
 from narrowcast.apex._state import amp_state
@@ -49,11 +51,13 @@ def init(
     if not enabled:
         nothing = amp_state.handle = NoOpHandle()
         return nothing
-    handle = start_casts(
-        [], wanted.half_type, allow_banned=allow_banned, caching=enable_caching, kind=OldHandle
+    handle = amp_state.handle = start_casts(
+        [],
+        wanted.half_type,
+        allow_banned=allow_banned,
+        caching=enable_caching,
+        kind=functools.partial(OldHandle, wanted),
     )
-    handle.properties = wanted
-    amp_state.handle = handle
     in_force(handle.remove)
     return handle
 
@@ -65,7 +69,11 @@ class OldHandle(Handle):
         properties: those of its ``init``.
     """
 
-    properties: Properties
+    def __init__(
+        self, properties: Properties, casts: Casts, devices: Iterable[str], caching: bool = True
+    ) -> None:
+        super().__init__(casts, devices, caching)
+        self.properties = properties
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Make an optimizer ready for ``optimizer.scale_loss(loss)``, which it has from now on.
@@ -73,16 +81,15 @@ class OldHandle(Handle):
         apex returned an object of its own around it, which is no ``torch.optim.Optimizer``.
 
         Args:
-            num_loss: how many losses have a scale of their own; they come in one order in every step.
+            num_loss: how many losses have a scale of their own; they come in one order, of which a step
+                begins anew.
 
         Returns:
             ``optimizer``.
         """
-        made = prepare_optimizers([optimizer], self.properties, num_losses=num_loss)
-        in_force(made.undo)
+        made = _ready(optimizer, self.properties, num_loss)
         amp_state.opt_properties = self.properties
-        number = itertools.cycle(range(num_loss))
-        made.each[0].offer("scale_loss", lambda loss: scale_loss(loss, optimizer, loss_id=next(number)))
+        made.offer("scale_loss", functools.partial(_scale_next, made, num_loss))
         return optimizer
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
@@ -110,10 +117,31 @@ class NoOpHandle:
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """``optimizer``, whose ``scale_loss(loss)`` hands the loss on."""
-        optimizer_of(optimizer).scale_loss = self.scale_loss  # type: ignore[attr-defined]
+        _ready(optimizer, DISABLED, num_loss).offer("scale_loss", self.scale_loss)
         return optimizer
 
     @contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any = None) -> Iterator[torch.Tensor]:
         """Yields ``loss``."""
         yield loss
+
+
+def _ready(optimizer: Any, wanted: Properties, num_loss: int) -> PreparedOptimizer:
+    (made,) = prepare_optimizers([optimizer], wanted, num_losses=num_loss).each
+    # Weak, as what is in force is no reason to keep an optimizer.
+    reference = weakref.ref(made)
+
+    def undo() -> None:
+        if (there := reference()) is not None:
+            there.undo()
+
+    in_force(undo)
+    return made
+
+
+@contextmanager
+def _scale_next(made: PreparedOptimizer, num_loss: int, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A block for the next loss of a step; one that raised does not count."""
+    with scale_loss(loss, made.optimizer, loss_id=made.losses % num_loss) as scaled:
+        yield scaled
+    made.losses += 1

@@ -47,6 +47,7 @@ class PreparedOptimizer:
         findings: of blocks whose gradients were looked at, and nobody has read the answer yet.
         skip: why the next step is left out, in one line; None: it is not.
         in_block: whether a ``scale_loss`` block is open.
+        losses: how many losses of the old handle's there were since the last step.
         number: larger for those that were prepared later.
         lazy_init_called: without effect; scripts of apex set it where they load a checkpoint.
     """
@@ -66,6 +67,7 @@ class PreparedOptimizer:
         self.findings: list[Finding] = []
         self.skip: str | None = None
         self.in_block = False
+        self.losses = 0
         self.number = next(_numbers)
         self.lazy_init_called = False
         self._said = False
@@ -239,6 +241,7 @@ class PreparedOptimizer:
         return inner(*args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.losses = 0
         if self.in_block:
             raise AmpError(
                 f"{self._name}.step() came inside a scale_loss block, where gradients are scaled: call it "
