@@ -86,21 +86,46 @@ def test_gradients_add_up_unscaled(level, settings):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_gradients_of_gradients_are_unscaled_too():
+@pytest.mark.parametrize(
+    "blocks",
+    [[True], [True, True], [True, False, True], [False, True], [True, "delayed", "delayed", True]],
+    ids=["one", "two", "one without between", "one without before", "delayed"],
+)
+def test_gradients_of_gradients_are_unscaled_too(blocks):
     """As second-order optimizers take them."""
     model, optimizer = start("O1", loss_scale=16.0)
 
-    def curved():
+    def curved(number):
         with amp.disable_casts():
-            return model(X).pow(3).sum()
+            return model(X * 2.0**number).pow(3).sum()
 
-    (expected,) = torch.autograd.grad(curved(), model.weight, create_graph=True)
-    (expected_second,) = torch.autograd.grad(expected.square().sum(), model.weight)
-    with amp.scale_loss(curved(), optimizer) as scaled:
-        scaled.backward(create_graph=True)
-    assert torch.equal(model.weight.grad, expected)
+    for number, graph in enumerate(blocks):
+        with amp.scale_loss(curved(number), optimizer, delay_unscale=graph == "delayed") as scaled:
+            scaled.backward(create_graph=bool(graph))
     (second,) = torch.autograd.grad(model.weight.grad.square().sum(), model.weight)
-    assert torch.equal(second, expected_second)
+    expected = sum(
+        torch.autograd.grad(curved(number), model.weight, create_graph=bool(graph))[0]
+        for number, graph in enumerate(blocks)
+    )
+    assert torch.allclose(model.weight.grad, expected, rtol=1e-6)
+    assert torch.allclose(second, torch.autograd.grad(expected.square().sum(), model.weight)[0], rtol=1e-6)
+    model.weight.grad = None
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_masters_without_graphs_are_said(capsys):
+    model, optimizer = start("O2", loss_scale=16.0)
+    amp._amp_state.verbosity = 1
+    for _ in range(2):
+        with amp.scale_loss(loss_of(model).square(), optimizer) as scaled:
+            scaled.backward(create_graph=True)
+    assert capsys.readouterr().err == (
+        "amp: gradients of this SGD's half weights were computed with create_graph=True, and the float32 "
+        "gradients of amp.master_params(optimizer) have no graph: gradients of gradients cannot be taken of "
+        "them, and those of model.parameters() stay scaled: choose opt_level='O1'\n"
+    )
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(gradient(optimizer).square().sum(), model.weight)
     model.weight.grad = None
 
 
@@ -412,7 +437,7 @@ def test_changing_gradients_of_half_weights_is_said_to_have_no_effect(capsys):
         optimizer.step()
         model.zero_grad()
     assert capsys.readouterr().err == (
-        "amp: gradients of half weights of this SGD were changed after the scale_loss block, which has no "
+        "amp: gradients of this SGD's half weights were changed after the scale_loss block, which has no "
         "effect: clip and change those of amp.master_params(optimizer), which it steps on\n"
     )
 

@@ -56,7 +56,7 @@ class Accumulation:
         self.masters: Masters | None = None
         self.scaled_by: float | None = None
         self.strange: float | None = None
-        self._said = False
+        self._said: set[str] = set()
         self._aside: _Gradients = []
         self._left: list[_Left] = []
 
@@ -81,7 +81,7 @@ class Accumulation:
             return
         # What is there already joins the scaled ones; masters' gradients are no part of them.
         of_masters = _set_aside(master for _, master in self._pairs)
-        unscale_by(self._optimizer, 1.0 / scale)
+        self._unscale(1.0 / scale)
         for master, gradient in of_masters:
             master.grad = gradient
         self.scaled_by = scale
@@ -104,17 +104,13 @@ class Accumulation:
             self.masters.held.take_gradients()
             for left in self._left:
                 left.low.grad = left.gradient
-        # Of create_graph=True: values alone would leave gradients of gradients scaled.
-        graphs = [
-            (p, p.grad, p.grad / scale)
-            for p in self._parameters
-            if p.grad is not None and p.grad.requires_grad
-        ]
-        for parameter, gradient, _ in graphs:
-            parameter.grad = gradient.detach().clone()
-        found = unscale_by(self._optimizer, scale)
-        for parameter, _, unscaled in graphs:
-            parameter.grad = unscaled
+            if any(left.gradient.requires_grad for left in self._left):
+                self._say_once(
+                    "half weights were computed with create_graph=True, and the float32 gradients of "
+                    "amp.master_params(optimizer) have no graph: gradients of gradients cannot be taken of "
+                    "them, and those of model.parameters() stay scaled: choose opt_level='O1'"
+                )
+        found = self._unscale(scale)
         total = torch.zeros_like(found)
         if self._aside:
             _add(self._aside)
@@ -122,6 +118,19 @@ class Accumulation:
             total = unscale_by(self._optimizer, 1.0).to(found.device)
         self.scaled_by = None
         return torch.stack((found, total))
+
+    def _unscale(self, scale: float) -> torch.Tensor:
+        """As ``unscale_by``; gradients of ``create_graph=True`` are divided with their graphs."""
+        graphs = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient.requires_grad:
+                graphs.append((parameter, gradient / scale))
+                parameter.grad = gradient.detach().clone()
+        found = unscale_by(self._optimizer, scale)
+        for parameter, unscaled in graphs:
+            parameter.grad = unscaled
+        return found
 
     def abandon(self, *, delayed: bool) -> None:
         """After an exception in a block: what was there before is there again, what came in it is dropped.
@@ -168,19 +177,18 @@ class Accumulation:
             there.append(left)
             if left.was_written() and left.master.grad is not None:
                 if bool(left.gradient.any()):
-                    self._say_without_effect()
+                    self._say_once(
+                        "half weights were changed after the scale_loss block, which has no effect: clip and "
+                        "change those of amp.master_params(optimizer), which it steps on"
+                    )
                 else:
                     left.master.grad.zero_()
         self._left = there
 
-    def _say_without_effect(self) -> None:
-        if not self._said:
-            self._said = True
-            say(
-                f"amp: gradients of half weights of this {type(self._optimizer).__name__} were changed after "
-                "the scale_loss block, which has no effect: clip and change those of "
-                "amp.master_params(optimizer), which it steps on"
-            )
+    def _say_once(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            say(f"amp: gradients of this {type(self._optimizer).__name__}'s {what}")
 
     def writes(self) -> list[tuple[int, int]]:
         """Which gradients backward passes have written, and how often."""
@@ -251,15 +259,17 @@ def _set_aside(parameters: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> _
 def _add(aside: _Gradients) -> None:
     """Give gradients back that waited aside, added to those that have come."""
     sums, terms = [], []
+    for parameter, gradient in aside:
+        new = parameter.grad
+        if new is None:
+            parameter.grad = gradient
+            continue
+        has_graph = new.requires_grad or gradient.requires_grad
+        if not has_graph and new.layout == gradient.layout == torch.strided:
+            sums.append(new)
+            terms.append(gradient)
+            continue
+        # A dense tensor takes a sparse one, not the other way round.
+        parameter.grad = gradient + new if new.is_sparse else new + gradient
     with torch.no_grad():
-        for parameter, gradient in aside:
-            new = parameter.grad
-            if new is None:
-                parameter.grad = gradient
-            elif new.layout == gradient.layout == torch.strided:
-                sums.append(new)
-                terms.append(gradient)
-            else:
-                # A dense tensor takes a sparse one, not the other way round.
-                parameter.grad = gradient + new if new.is_sparse else new + gradient
         add_all(sums, terms)
