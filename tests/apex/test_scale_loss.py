@@ -8,9 +8,11 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.apex import amp
+from narrowcast.apex._accumulation import Accumulation
 from narrowcast.errors import AmpError, SettingError, UnsupportedError
 
 SCALE = 2.0**16
@@ -644,6 +646,76 @@ def test_another_loss_that_goes_backward_in_the_block_is_refused(level, delayed)
         with amp.scale_loss(loss_of(model), optimizer) as scaled:
             model.weight.grad = torch.autograd.grad(scaled, model.weight)[0]
         assert torch.equal(gradient(optimizer), 3 * X)
+
+
+@LEVELS
+@pytest.mark.parametrize("how", ["model", "optimizer"])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_gradients_may_be_cleared_in_a_block(level, settings, how, to_none, delayed):
+    model, optimizer = start(level, **settings)
+    named = {"model": model, "optimizer": optimizer}
+    backward(model, optimizer, delay_unscale=True)
+    with amp.scale_loss(loss_of(model), optimizer, delay_unscale=delayed):
+        named[how].zero_grad(set_to_none=to_none)
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer).float(), X)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        optimizer.zero_grad(set_to_none=to_none)
+        scaled.backward()
+    assert torch.equal(gradient(optimizer).float(), X)
+
+
+def test_a_gradient_in_the_memory_of_one_that_was_freed_is_another():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    gradients = Accumulation(torch.optim.SGD([parameter], 0.5))
+    before = gradients.writes()
+    assert gradients.writes() == before
+    for _ in range(3):
+        parameter.grad = None
+        assert not gradients.writes().since(before)
+        parameter.grad = torch.ones(4)
+        (came,) = gradients.writes().since(before)
+        assert came is parameter.grad
+        del came
+        assert gradients.writes() != before
+    parameter.grad = None
+    assert gradients.writes() != before
+
+
+class Waits(TorchDispatchMode):
+    """Counts reads of single numbers, for each of which Python waits for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += name in ("_local_scalar_dense", "is_nonzero", "equal")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("what", ["zeros", "replaced", "of others"])
+def test_gradients_that_were_written_since_are_read_in_one_wait(what):
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(5)])
+    other = torch.nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.5) for one in (model, other)]
+    amp.initialize([model, other], optimizers, opt_level="O2", verbosity=0, loss_scale=16.0)
+    x = torch.ones(1, 4)
+    for _ in range(2):
+        with amp.scale_loss(model(x).sum(), optimizers[what == "of others"]) as scaled:
+            scaled.backward()
+    before = [p.grad.clone() for p in amp.master_params(optimizers[0]) if p.grad is not None]
+    if what == "replaced":
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.clone()
+    else:
+        model.zero_grad(set_to_none=False)
+    loss = model(x).sum()
+    with Waits() as waits, amp.scale_loss(loss, optimizers[0]):
+        assert waits.count == 0
+    for master, gradient in zip(amp.master_params(optimizers[0]), before, strict=False):
+        assert torch.equal(master.grad, gradient if what == "replaced" else torch.zeros_like(gradient))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

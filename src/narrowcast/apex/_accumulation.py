@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from narrowcast.apex._masters import Masters
+from narrowcast.apex._sharding import is_sharded
 from narrowcast.apex._state import say
 from narrowcast.apex._torch_internals import add_all, is_view, version_of
 from narrowcast.errors import AmpError
@@ -25,16 +26,38 @@ class _Left(NamedTuple):
     gradient: torch.Tensor
     version: int
 
-    def is_there(self) -> bool:
+    def flag(self) -> torch.Tensor:
+        """Of a gradient in its place, whether it has other bits; of itself, whether it is not zero."""
         found = self.low.grad
-        if found is None or found is self.gradient:
-            return found is not None
-        # DDP replaces gradients by equal ones when it orders its buckets anew; NaNs are equal by their bits.
-        alike = found.shape == self.gradient.shape and found.dtype == self.gradient.dtype
-        return alike and torch.equal(found.view(torch.int16), self.gradient.view(torch.int16))
+        assert found is not None
+        if found is self.gradient:
+            return found.detach().any()
+        # NaNs are equal by their bits.
+        return (found.detach().view(torch.int16) != self.gradient.detach().view(torch.int16)).any()
 
-    def was_written(self) -> bool:
-        return self.low.grad is self.gradient and version_of(self.gradient) != self.version
+
+class Writes:
+    """Which gradients there are at one moment, and how often each was written.
+
+    They are held: a later one in the memory of one that was freed would else pass for it.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._found = {p: (p.grad, version_of(p.grad)) for p in parameters if p.grad is not None}
+
+    def since(self, before: Writes) -> list[torch.Tensor]:
+        """Those that came or were written to; none for one that is gone."""
+        came = []
+        for parameter, (gradient, version) in self._found.items():
+            then, its = before._found.get(parameter, (None, 0))
+            if then is not gradient or its != version:
+                came.append(gradient)
+        return came
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Writes) and not self.since(other) and not other.since(self)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Accumulation:
@@ -147,11 +170,11 @@ class Accumulation:
         self._aside = []
 
     def forget_what_is_left(self) -> None:
-        """Drop the gradients of half weights whose masters have had their part."""
+        """Drop the gradients of half weights whose masters have had their part, and what waits aside."""
         self._follow_the_script()
         for left in self._left:
             left.low.grad = None
-        self._left = []
+        self._left, self._aside = [], []
 
     @contextmanager
     def what_is_left_hidden(self) -> Iterator[None]:
@@ -168,15 +191,27 @@ class Accumulation:
                     low.grad = gradient
 
     def _follow_the_script(self) -> None:
-        """Clear masters' gradients where those of their weights were cleared since the block."""
-        there = []
+        """Clear masters' gradients where those of their weights were cleared since the block.
+
+        The device is waited for where some were written or replaced since, once for all of them.
+        """
+        there, asked = [], []
         for left in self._left:
-            if not left.is_there():
+            found = left.low.grad
+            if found is left.gradient and version_of(found) == left.version:
+                there.append(left)
+            elif found is None or (found.shape, found.dtype) != (left.gradient.shape, left.gradient.dtype):
+                left.master.grad = None
+            else:
+                asked.append((left, left._replace(gradient=found, version=version_of(found))))
+        for (left, now), flag in zip(asked, _read([left.flag() for left, _ in asked]), strict=True):
+            # DDP replaces gradients by equal ones when it orders its buckets anew.
+            if now.gradient is not left.gradient and flag:
                 left.master.grad = None
                 continue
-            there.append(left)
-            if left.was_written() and left.master.grad is not None:
-                if bool(left.gradient.any()):
+            there.append(now)
+            if now.gradient is left.gradient and left.master.grad is not None:
+                if flag:
                     self._say_once(
                         "half weights were changed after the scale_loss block, which has no effect: clip and "
                         "change those of amp.master_params(optimizer), which it steps on"
@@ -190,9 +225,9 @@ class Accumulation:
             self._said.add(what)
             say(f"amp: gradients of this {type(self._optimizer).__name__}'s {what}")
 
-    def writes(self) -> list[tuple[int, int]]:
+    def writes(self) -> Writes:
         """Which gradients backward passes have written, and how often."""
-        return [(id(p.grad), version_of(p.grad)) for p in self.leaves if p.grad is not None]
+        return Writes(self.leaves)
 
     def check_own(self) -> None:
         """Refuse gradients that a block of other optimizers brought, unless they were cleared.
@@ -202,8 +237,9 @@ class Accumulation:
         """
         if self.strange is None:
             return
-        left = {left.low for left in self._left if left.is_there()}
-        if any(_is_there(p) for p in self.leaves if p not in left):
+        self._follow_the_script()
+        left = {left.low for left in self._left}
+        if any_not_zero(p.grad for p in self.leaves if p not in left):
             raise AmpError(
                 f"gradients of this {type(self._optimizer).__name__} came in a scale_loss block that did not "
                 f"name it, and are scaled by {self.strange:g}: name it in that block, scale_loss(loss, "
@@ -231,7 +267,7 @@ class Accumulation:
         return [low_of.get(parameter, parameter) for parameter in self._parameters]
 
     def _check_dropped(self, scale: float) -> None:
-        if any(map(_is_there, self.leaves)):
+        if any_not_zero(p.grad for p in self.leaves):
             raise AmpError(
                 f"the gradients are scaled by {self.scaled_by:g}, left so by scale_loss(..., "
                 f"delay_unscale=True), and this block scales by {scale:g}: their sum cannot be unscaled. "
@@ -240,9 +276,20 @@ class Accumulation:
         self.scaled_by = None
 
 
-def _is_there(parameter: torch.Tensor) -> bool:
-    """Whether it has a gradient that is not zero; waits for the device."""
-    return parameter.grad is not None and bool(parameter.grad.detach().any())
+def any_not_zero(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Whether one of them has a number that is not zero; waits for the device once."""
+    return any(_read([one.detach().any() for one in gradients if one is not None]))
+
+
+def _read(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """0-dim flags, in one wait for the device; those of DTensors are the same on every rank."""
+    if not flags:
+        return []
+    given: Sequence[Any] = flags
+    # What a DTensor tells a rank by itself is of its own part.
+    whole = [flag.full_tensor() if is_sharded(flag) else flag for flag in given]
+    read: list[bool] = torch.stack([flag.to(whole[0].device) for flag in whole]).tolist()
+    return read
 
 
 def _set_aside(parameters: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> _Gradients:

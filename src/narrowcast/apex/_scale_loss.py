@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.apex._accumulation import any_not_zero
 from narrowcast.apex._findings import Finding, settle
 from narrowcast.apex._optimizers import PreparedOptimizer, optimizer_of, others_watched, prepared
 from narrowcast.apex._state import amp_state
@@ -34,7 +35,9 @@ def scale_loss(
     scale 1, looks at nothing: O0 is plain float32 training.
 
     After an exception in the block gradients are as they were before it, but for those that stay scaled. A
-    GPU is waited for once, when the block ends. Backward passes cast nothing under O1.
+    GPU is waited for once, when the block ends, and once more before it under O2 where gradients of half
+    weights were written since the last, as by ``model.zero_grad(set_to_none=False)``. Backward passes cast
+    nothing under O1.
 
     Args:
         loss: any floating tensor, on any device, from which ``backward`` can be called.
@@ -131,7 +134,11 @@ class _Backward:
             yield
         finally:
             self._is_open = False
-        if not self._was_seen and before != [one.gradients.writes() for one in named]:
+        if self._was_seen:
+            return
+        now = [one.gradients.writes() for one in named]
+        # zero_grad() writes too.
+        if any_not_zero(one for a, b in zip(before, now, strict=True) for one in b.since(a)):
             raise AmpError(
                 "gradients came in a scale_loss block whose own loss did not go backward: they are not "
                 f"scaled, and would be divided by {self._scale:g}: call backward of what the block yields, "
