@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowcast as nc
 from narrowcast.apex import amp
 from narrowcast.apex._accumulation import Accumulation
+from narrowcast.apex._masters import _checksum
 from narrowcast.errors import AmpError, SettingError, UnsupportedError
 
 SCALE = 2.0**16
@@ -326,17 +327,26 @@ def test_weights_of_the_model_are_the_masters_rounded():
     assert not torch.equal(model.weight.float(), wanted)
 
 
-def clamp_data(weight):
-    weight.data.clamp_(max=1.5)
+def clamped(weight):
+    return weight.clamp(max=1.5)
 
 
-def replace_data(weight):
-    weight.data = weight.data.clamp(max=1.5)
+def turned(weight):
+    return weight.flip(-1)
 
 
-@pytest.mark.parametrize("write", [clamp_data, replace_data])
+def write_data(weight, value):
+    weight.data.copy_(value)
+
+
+def replace_data(weight, value):
+    weight.data = value
+
+
+@pytest.mark.parametrize("change", [clamped, turned])
+@pytest.mark.parametrize("write", [write_data, replace_data])
 @pytest.mark.parametrize(("since", "found"), [(1, 1), (2, 2), (3, 4)])
-def test_what_is_written_through_data_again_and_again_counts(write, since, found, capsys):
+def test_what_is_written_through_data_again_and_again_counts(change, write, since, found, capsys):
     """As critics whose weights are clamped so: looked for after steps 1, 2, 4 ..., once found after each."""
     model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=0.5))
     amp._amp_state.verbosity = 1
@@ -347,15 +357,28 @@ def test_what_is_written_through_data_again_and_again_counts(write, since, found
         optimizer.step()
         wanted = wanted - 0.5 * X
         if step >= since:
-            write(model.weight)
+            write(model.weight, change(model.weight.data))
         if step >= found:
-            wanted = wanted.clamp(max=1.5)
+            wanted = change(wanted)
     optimizer.zero_grad()
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     assert torch.equal(model.weight.float(), wanted)
     assert torch.equal(next(amp.master_params(optimizer)), wanted)
     assert capsys.readouterr().err.count("were written through .data, as p.data.clamp_() does") == 1
+
+
+def test_the_checksum_depends_on_every_place():
+    """In one piece and in several, of permutations that leave sums, and sums by place, as they were."""
+    _, _, several = sizes = 4, 2**18, 2**18 + 4
+    for size in sizes:
+        numbers = torch.zeros(size, dtype=torch.int16)
+        numbers[-4:] = torch.tensor([1, 3, 0, 2])
+        changed = [numbers.flip(0), numbers.roll(2**18), numbers + 1]
+        changed.append(torch.cat([numbers[:-4], numbers[-4:].flip(0)]))
+        found = {int(_checksum(one)) for one in (numbers, *changed)}
+        # Turned round as a whole where there are but four; rolled by its whole length.
+        assert len(found) == {4: 3, 2**18: 4, several: 5}[size]
 
 
 def test_weights_that_are_written_in_place_are_nothing_to_say(capsys):

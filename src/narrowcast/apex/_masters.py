@@ -6,6 +6,7 @@ Here the exported weights are the masters, which makes a checkpoint by apex's do
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ _HOLDERS: weakref.WeakValueDictionary[int, Masters] = weakref.WeakValueDictionar
 
 
 class _Seen(NamedTuple):
-    """What tells whether a weight was written: how often it was, and the sum of its bits."""
+    """What tells whether a weight was written: how often it was, and a checksum of its bits."""
 
     version: int
     bits: int
@@ -92,12 +93,36 @@ class Masters:
 
 def _seen(lows: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Seen]:
     """Each with what it is now; waits for the device."""
-    sums = {low: low.detach().view(torch.int16).sum(dtype=torch.int64) for low in lows}
+    sums = {low: _checksum(low.detach().view(torch.int16).reshape(-1)) for low in lows}
     if not sums:
         return {}
     device = next(iter(sums)).device
     bits = torch.stack([one.to(device) for one in sums.values()]).tolist()
     return {low: _Seen(version_of(low), one) for low, one in zip(sums, bits, strict=True)}
+
+
+_AT_ONCE = 2**18
+
+
+def _checksum(numbers: torch.Tensor) -> torch.Tensor:
+    """Of integers in their order, modulo 2**64; 0-dim, int64.
+
+    Each is multiplied by a random factor of its place: multiples of the place itself would add up alike for
+    many a permutation.
+    """
+    factors = _factors(numbers.device)
+    while True:
+        # In pieces, for the products take four times the memory.
+        sums = [(piece * factors[: len(piece)]).sum() for piece in numbers.split(_AT_ONCE)]
+        if len(sums) == 1:
+            return sums[0]
+        numbers = torch.stack(sums)
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (_AT_ONCE,), generator=generator, device="cpu").to(device)
 
 
 def masters_of(weight: torch.Tensor) -> Masters | None:
