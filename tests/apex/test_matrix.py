@@ -23,7 +23,7 @@ class Toy(torch.nn.Module):
 
     def __init__(self, number, half):
         super().__init__()
-        self.narrow = torch.nn.Parameter((torch.arange(2.0) + number).to(half))
+        self.narrow = torch.nn.Parameter(start_of(number).to(half))
         self.norm = torch.nn.BatchNorm1d(2)
 
     def forward(self, x):
@@ -53,13 +53,17 @@ LAYOUTS = {
 PLACES = [None, *product(range(STEPS), range(2), range(2), ("half", "float32"))]
 
 
+def start_of(number):
+    return (torch.arange(2.0) + number) / 2
+
+
 def input_of(step, loss):
     return torch.tensor([(1 + 2 * step + loss) / 16, -(1 + step + 3 * loss) / 16])
 
 
 def reference(layout, place):
     """Parameters and gradients of each step in float32, and which optimizers step."""
-    weights = [[torch.arange(2.0) + number, torch.ones(2)] for number in range(len(layout.optimizer_of))]
+    weights = [[start_of(number), torch.ones(2)] for number in range(len(layout.optimizer_of))]
     velocities = [[torch.zeros(2), torch.zeros(2)] for _ in weights]
     history = []
     for step in range(STEPS):
@@ -170,6 +174,7 @@ def start_again(models, optimizers, initial):
         ("O2", torch.float16, torch.float32),
         ("O2", torch.bfloat16, torch.float32),
         ("O3", torch.float16, torch.float32),
+        ("O3", torch.bfloat16, torch.float32),
         ("O3 dynamic", torch.float16, torch.float32),
     ],
     ids=str,
@@ -182,8 +187,8 @@ def test_an_infinity_anywhere_leaves_out_the_right_steps(layout, level, half, we
     dynamic = {"loss_scale": "dynamic"} if level == "O3 dynamic" else {}
     amp.initialize(models, optimizers, opt_level=level[:2], num_losses=2, half_type=half, **dynamic)
     initial = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
-    for number, place in enumerate(PLACES):
-        several_scales, how = bool(number % 2), ("optimizer", "model", "zeros")[number % 3]
+    for number, (place, several_scales) in enumerate(product(PLACES, (False, True))):
+        how = ("optimizer", "model", "zeros")[number % 3]
         case = f"infinity at {place}, several scales {several_scales}, cleared by {how}"
         start_again(models, optimizers, initial)
         capsys.readouterr()
