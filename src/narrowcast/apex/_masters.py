@@ -113,7 +113,7 @@ def _checksum(numbers: torch.Tensor) -> torch.Tensor:
     factors = _factors(numbers.device)
     while True:
         # In pieces, for the products take four times the memory.
-        sums = [(piece * factors[: len(piece)]).sum() for piece in numbers.split(_AT_ONCE)]
+        sums = [(piece * factors[: len(piece)]).sum() for piece in torch.split(numbers, _AT_ONCE)]
         if len(sums) == 1:
             return sums[0]
         numbers = torch.stack(sums)
