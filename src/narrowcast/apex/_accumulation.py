@@ -54,11 +54,6 @@ class Writes:
                 came.append(gradient)
         return came
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Writes) and not self.since(other) and not other.since(self)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 class Accumulation:
     """The gradients of one optimizer from block to block.

@@ -362,7 +362,7 @@ def others_watched(named: Sequence[PreparedOptimizer], scale: float) -> Iterator
         yield
     finally:
         for one, writes in before:
-            if scale != 1.0 and not one.in_block and one.gradients.writes() != writes:
+            if scale != 1.0 and not one.in_block and one.gradients.writes().since(writes):
                 one.gradients.strange = scale
 
 
