@@ -75,7 +75,15 @@ def after_backward(body, before=""):
     return program(LOSS_OF_ONE + body + "one.step()\n", before)
 
 
+def logged(stepping, before=""):
+    """A program that logs, as an iteration begins, the gradients that the one before left."""
+    log = "if i:\n    print(float(model.weight.grad.sum()))\n"
+    return program(log + LOSS_OF_ONE + stepping, before)
+
+
 LOSS_OF_ONE = "one.zero_grad()\n" + LOSS + BLOCK
+NOW_AND_THEN = "if i % 3 == 0:\n    continue\none.step()\n"
+TIMER = "import contextlib\n\ntimer = contextlib.nullcontext\n"
 REWRITTEN = {
     "a helper that reads gradients": after_backward("limit(model)\n"),
     "a method named as a logger's": after_backward(
@@ -279,5 +287,37 @@ LEFT = {
         + "try:\n"
         + textwrap.indent(BLOCK + "limit(model)\nif i == 1:\n    raise RuntimeError\none.step()\n", "    ")
         + "except RuntimeError:\n    pass\n"
+    ),
+    "a log where a context is left before the step": logged(
+        "with timer():\n" + textwrap.indent(NOW_AND_THEN, "    "), TIMER
+    ),
+    "a log where a branch is left before the step": logged(
+        "if flag:\n" + textwrap.indent(NOW_AND_THEN, "    ") + "else:\n    one.step()\n", "flag = True\n"
+    ),
+    "a log where an error comes before the step": logged(
+        "try:\n    check(i)\n    one.step()\nexcept ValueError:\n    pass\n",
+        "def check(i):\n    if i % 3 == 0:\n        raise ValueError\n\n\n",
+    ),
+    "a log where an error before the step is suppressed": logged(
+        "with contextlib.suppress(ValueError):\n    check(i)\n    one.step()\n",
+        "import contextlib\n\n\ndef check(i):\n    if i % 3 == 0:\n        raise ValueError\n\n\n",
+    ),
+    "a log where an error leads past the step": logged("one.step()\n").replace(
+        textwrap.indent(BLOCK + "one.step()\n", "    "),
+        textwrap.indent(
+            "try:\n"
+            + textwrap.indent(BLOCK + "int('' if i % 3 == 0 else '1')\n", "    ")
+            + "except ValueError:\n    continue\none.step()\n",
+            "    ",
+        ),
+    ),
+    "gradients that are never cleared and a step now and then": program(LOSS + BLOCK + NOW_AND_THEN).replace(
+        "zero_grad", "none"
+    ),
+    "gradients that are cleared now and then and a step that may fail": program(
+        "if i % 2:\n    one.zero_grad()\n"
+        + LOSS
+        + BLOCK
+        + "try:\n    one.step()\nexcept ValueError:\n    pass\n"
     ),
 }

@@ -3,6 +3,7 @@
 import textwrap
 
 import pytest
+from once_wrong import logged
 from rewriting import left_alone, migrated, told
 
 HEAD = """\
@@ -668,3 +669,21 @@ def test_clipping_in_the_loop_of_training_is_unscaled_in_it():
 def test_a_model_that_was_moved_is_known_by_its_new_name():
     text = HEAD + INITIALIZE + "net = model.to(device)\n" + LOOP.replace("model(x)", "net(x)")
     assert "        loss = loss_of(net(x), y)  # both\n" in migrated(text).text
+
+
+@pytest.mark.parametrize(
+    "stepping",
+    [
+        "with timer():\n    one.step()\n    if i == 3:\n        continue\n",
+        "if flag:\n    one.step()\nelse:\n    one.step()\n    continue\n",
+        "if flag:\n    one.step()\nelse:\n    raise ValueError\n",
+        "try:\n    check()\nfinally:\n    one.step()\n",
+        "try:\n    one.step()\nexcept ValueError:\n    print('a step that failed')\n    raise\n",
+        "for p in model.parameters():\n    if not p.requires_grad:\n        continue\none.step()\n",
+    ],
+)
+def test_a_log_as_an_iteration_begins_is_rewritten_where_each_steps(stepping):
+    before = "import contextlib\n\nflag, timer, check = True, contextlib.nullcontext, len\n"
+    outcome = migrated(logged(stepping, before))
+    assert left_alone(outcome) == []
+    assert "scaler.step(one)" in outcome.text

@@ -154,13 +154,19 @@ class Windows:
         self._check_stepped(function, sorted(start for start, _ in cleared))
         for block in self._blocks.by_function[function]:
             loop = self._loop(block.statement, block.statement)
-            if loop is None or not self._steps_in(function, loop, block):
+            if loop is None:
                 continue
             begin, end = source.span(loop)
             clears = [one for start, one in cleared if begin < start < end]
-            path = self._suites(block.statement)
-            always = any(id(source.suite(_out_of_loops(source, one))) in path for one in clears)
-            if not always and (clears or not _CLEARED.search(source.text)):
+            if clears:
+                path = self._suites(block.statement)
+                always = any(id(source.suite(_out_of_loops(source, one))) in path for one in clears)
+                wrong = not always and self._steps_in(function, loop, block)
+            else:
+                wrong = not _CLEARED.search(source.text) and self._steps_in(
+                    function, loop, block, now_and_then=True
+                )
+            if wrong:
                 self._plan.refuse(block.statement, _NEVER_CLEARED)
 
     def _check_stepped(self, function: int, cleared: list[int]) -> None:
@@ -190,12 +196,14 @@ class Windows:
             )
         }
 
-    def _steps_in(self, function: int, loop: ast.stmt, block: Block) -> bool:
-        """Whether an optimizer steps after each backward pass of a block in a loop."""
+    def _steps_in(self, function: int, loop: ast.stmt, block: Block, *, now_and_then: bool = False) -> bool:
+        """Whether an optimizer steps after each backward pass of a block in a loop, or now and then."""
         end = self._source.span(loop)[1]
         return any(
             block.start < self._source.start(step) < end
-            and steps_after(self._source, block.statement, owner, self._direct)
+            and (
+                now_and_then or steps_after(self._source, block.statement, owner, self._direct, failing=False)
+            )
             for step, owner in self._steps[function]
             if owner in {self._source.code(one) for one in block.optimizers}
         )
