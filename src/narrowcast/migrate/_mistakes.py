@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from weakref import WeakKeyDictionary
 
 from narrowcast.migrate._changes import Changes
 from narrowcast.migrate._mistakes_fixes import Fix, Fixes
@@ -20,6 +21,8 @@ from narrowcast.migrate._settings import Settings
 from narrowcast.migrate._source import Source
 
 _TELLING = re.compile(r"GradScaler|autocast|unscale_|\.scale\(|\bamp\b|\bStepper\b")
+# Two stages ask for those of what apex became. A mistake knows of nodes and not of their file, which so goes.
+_KEPT: WeakKeyDictionary[Source, tuple[Seen, ...]] = WeakKeyDictionary()
 
 
 def mistakes(source: Source, settings: Settings) -> Changes:
@@ -27,8 +30,10 @@ def mistakes(source: Source, settings: Settings) -> Changes:
     changes = Changes()
     if not _TELLING.search(source.text):
         return changes
-    script, found = _read(source)
-    fixes = Fixes(script)
+    found = all_mistakes(source)
+    if not found:
+        return changes
+    fixes = Fixes(Script(source))
     taken: list[Fix] = []
     for seen in found:
         if _is_ignored(seen, source):
@@ -50,18 +55,13 @@ def mistakes(source: Source, settings: Settings) -> Changes:
     return changes
 
 
-def all_mistakes(source: Source) -> list[Seen]:
+def all_mistakes(source: Source) -> tuple[Seen, ...]:
     """The mistakes of one file, those too that a comment switches off."""
-    return _read(source)[1] if _TELLING.search(source.text) else []
-
-
-def _read(source: Source) -> tuple[Script, list[Seen]]:
-    """A file and its mistakes, kept with it: what apex became is looked at by two stages."""
-    kept: tuple[Script, list[Seen]] | None = vars(source).get("_mistakes")
-    if kept is None:
-        script = Script(source)
-        kept = vars(source)["_mistakes"] = script, _seen(script)
-    return kept
+    if not _TELLING.search(source.text):
+        return ()
+    if source not in _KEPT:
+        _KEPT[source] = tuple(_seen(Script(source)))
+    return _KEPT[source]
 
 
 def _seen(script: Script) -> list[Seen]:
