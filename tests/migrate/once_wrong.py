@@ -81,6 +81,17 @@ def logged(stepping, before=""):
     return program(log + LOSS_OF_ONE + stepping, before)
 
 
+def scheduled(name, made):
+    """A program with a class of this name whose object goes backward and steps."""
+    before = (
+        f"class {name}:\n    def __init__(self, optimizer):\n        self.kept = optimizer\n\n"
+        "    def back(self, loss):\n" + textwrap.indent(BLOCK, "        ") + "\n"
+        "    def step(self):\n        one.step()\n\n\n" + made
+    )
+    body = "one.zero_grad()\n" + LOSS + "sched.back(loss)\nlimit(model)\nsched.step()\n"
+    return program(body, before)
+
+
 LOSS_OF_ONE = "one.zero_grad()\n" + LOSS + BLOCK
 NOW_AND_THEN = "if i % 3 == 0:\n    continue\none.step()\n"
 TIMER = "import contextlib\n\ntimer = contextlib.nullcontext\n"
@@ -216,6 +227,13 @@ LEFT = {
         LOSS_OF_ONE + "run(one.step if i % 2 else len)\nif i % 2 == 0:\n    one.step()\n",
         "def run(f):\n    f() if f is not len else None\n\n\n",
     ),
+    "a look before a step by what is named a scheduler": scheduled("Sched", "sched = Sched(one)\n"),
+    "a look before a step by a scheduler of a class of another name": scheduled(
+        "Turn", "sched = Turn(one)\n"
+    ),
+    "a look before a step by a scheduler that is handed on": scheduled(
+        "Scheduler", "for scheduler in [Scheduler(one)]:\n    pass\n"
+    ).replace("sched.", "scheduler."),
     "a step in a loop over optimizers": program(
         LOSS_OF_ONE + "if i % 2:\n    for o in [one]:\n        o.step()\nelse:\n    one.step()\n"
     ),

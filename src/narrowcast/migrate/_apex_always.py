@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from narrowcast.migrate._apex_flow import Function
 from narrowcast.migrate._apex_steps import condition
 from narrowcast.migrate._source import Source
+from narrowcast.migrate._walk import children
 
 Steps = Mapping[int, list[ast.Call]]
 
@@ -132,7 +133,7 @@ class _Way:
         loop = isinstance(node, ast.For | ast.AsyncFor | ast.While)
         if loop and any(self.may_leave(one, own_loop=True) for one in node.body):  # type: ignore[attr-defined]
             return True
-        inside = node.orelse if loop else ast.iter_child_nodes(node)  # type: ignore[attr-defined]
+        inside = node.orelse if loop else children(node)  # type: ignore[attr-defined]
         return any(
             self.may_leave(one, own_loop=own_loop)
             for one in inside

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cached_property
 
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._source import Source
+
+_SCHEDULER = re.compile("sched", re.IGNORECASE)
 
 
 class Calls:
@@ -39,10 +42,18 @@ class Calls:
         return found
 
     def _may_be_own(self, receiver: ast.expr) -> bool:
-        """Whether a method may be one of this file: not of a model, an optimizer or a scheduler."""
+        """Whether a method may be one of this file: not of a model, an optimizer or a scheduler of torch.
+
+        A scheduler often comes as an argument, and then only its name tells. It is none of torch's where a
+        class of this file is named so too, or makes it.
+        """
         flow = self._flow
-        known = flow.is_optimizer(receiver) or flow.looks_like_optimizer(receiver) or flow.is_model(receiver)
-        return not known and "sched" not in self._source.code(receiver).lower()
+        if flow.is_optimizer(receiver) or flow.looks_like_optimizer(receiver) or flow.is_model(receiver):
+            return False
+        code = self._source.code(receiver)
+        made_by = {getattr(one.func, "id", "") for one in flow.made.get(code, ())}
+        own = any(_SCHEDULER.search(name) or name in made_by for name in flow.classes)
+        return own or not _SCHEDULER.search(code)
 
     def reaching(self, nodes: Iterable[ast.AST]) -> set[str]:
         """The names of functions in which one of ``nodes`` stands, or that call such a function."""

@@ -61,14 +61,15 @@ class Flow:
         names = {owner.name}
         while True:
             bases = (getattr(base, "id", "") for base in owner.bases)
-            base = next((name for name in bases if name in self._classes and name not in names), None)
+            base = next((name for name in bases if name in self.classes and name not in names), None)
             if base is None:
                 return owner.name
-            owner = self._classes[base]
+            owner = self.classes[base]
             names.add(base)
 
     @cached_property
-    def _classes(self) -> dict[str, ast.ClassDef]:
+    def classes(self) -> dict[str, ast.ClassDef]:
+        """The classes of the file by name."""
         return {node.name: node for node in self.source.nodes if isinstance(node, ast.ClassDef)}
 
     def follow(self) -> None:

@@ -15,6 +15,7 @@ from narrowcast.migrate._apex_calls import Calls, name_of
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._apex_steps import Blocks
 from narrowcast.migrate._source import Source
+from narrowcast.migrate._walk import children, walk
 
 _LOOKS = re.compile(
     r"(?<!autograd)\.grad\b|(clip_grad\w*|grad_norm\w*|all_?reduce_?(grad|and)\w*|(?<!cuda\.)synchronize)\("
@@ -23,11 +24,12 @@ _CHANGES = re.compile(r"\.grad(\.data)?(\[[^]]*\])?\s*(([-+*/@]|//|\*\*)?=(?!=)|
 # To clear gradients, or to ask whether there are any, is not to look at them.
 _CLEARS = re.compile(r"\.grad\s*(=\s*None|is (not )?None|(\.data)?\.(zero_|detach_)\(\))")
 _HARMLESS = re.compile(
-    r"((named_)?(parameters|modules|children|buffers)|(zero_grad|step|(load_)?state_dict|train|eval|print|len|list"
-    r"|tuple|set|dict|iter|next|zip|enumerate|filter|map|id|type|str|repr|int|float|bool|isinstance|hasattr|getattr"
-    r"|super|chain|item|detach|tolist|numpy|cuda|cpu|to|requires_grad_?|set_requires_grad|toggle_grad|no_sync|register_\w+|backward"
-    r"|(debug|info|warning|set_postfix|set_description|add_scalar|write|append|format|join|scale_loss|initialize)"
-    r"|(get|set|adjust|update)_(last_)?(lr|learning_rate)|(save|evaluate|validate)\w*))$"
+    r"((named_)?(parameters|modules|children|buffers)|(zero_grad|step|(load_)?state_dict|train|eval|print|len"
+    r"|list|tuple|set|dict|iter|next|zip|enumerate|filter|map|id|type|str|repr|int|float|bool|isinstance"
+    r"|hasattr|getattr|super|chain|item|detach|tolist|numpy|cuda|cpu|to|requires_grad_?|set_requires_grad"
+    r"|toggle_grad|no_sync|register_\w+|backward"
+    r"|(debug|info|warning|set_postfix|set_description|add_scalar|write|append|format|join|scale_loss"
+    r"|initialize)|(get|set|adjust|update)_(last_)?(lr|learning_rate)|(save|evaluate|validate)\w*))$"
 )
 # Attributes that hold no parameters.
 _PLAIN = re.compile(
@@ -66,9 +68,7 @@ class Lookers:
         self.steps = calls.reaching(steps)
         self._asked: dict[int, bool] = {}
         self._changing: dict[int, bool] = {}
-        self._losses = {
-            flow.held(one) for b in blocks for one in ast.walk(b.loss) if isinstance(one, ast.Name)
-        }
+        self._losses = {flow.held(one) for b in blocks for one in walk(b.loss) if isinstance(one, ast.Name)}
 
     @cached_property
     def _sure(self) -> list[ast.expr | ast.stmt]:
@@ -104,7 +104,7 @@ class Lookers:
             for function in self._calls.functions[name]:
                 if name.startswith("__") and name not in (*_MAKING, "__call__"):
                     yield function
-                elif any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function)):
+                elif any(isinstance(node, ast.Yield | ast.YieldFrom) for node in walk(function)):
                     for call in self._calls.by_name[name]:
                         if getattr(self._source.parents[call], "iter", None) is not call:
                             yield call
@@ -124,7 +124,7 @@ class Lookers:
         for name in self.scales | self.steps if self.escapes else ():
             for function in self._calls.functions[name]:
                 for one in function.decorator_list:
-                    if any(getattr(node, "id", None) in self._calls.functions for node in ast.walk(one)):
+                    if any(getattr(node, "id", None) in self._calls.functions for node in walk(one)):
                         yield one
 
     def _is_sure(self, node: ast.AST) -> bool:
@@ -182,7 +182,7 @@ class Lookers:
 
     def _kept_in(self, target: ast.AST) -> Iterator[tuple[str, str]]:
         """What holds a value that is stored in ``target``: of ``state["net"]`` the state too."""
-        for one in ast.walk(target):
+        for one in walk(target):
             if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Store):
                 yield self._flow.held(one)
         while isinstance(target, ast.Subscript | ast.Attribute):
@@ -196,7 +196,7 @@ class Lookers:
         return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
     def _computes(self, value: ast.expr) -> bool:
-        return any(isinstance(one, ast.Call) and self._flow.is_forward(one) for one in ast.walk(value))
+        return any(isinstance(one, ast.Call) and self._flow.is_forward(one) for one in walk(value))
 
     def _mentions(self, node: ast.AST, holders: set[tuple[str, str]]) -> bool:
         """Whether an expression hands a model, an optimizer or parameters on."""
@@ -208,7 +208,7 @@ class Lookers:
                 return False
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             return node.slice.value == "params" and self._mentions(node.value, holders)
-        return any(self._mentions(child, holders) for child in ast.iter_child_nodes(node))
+        return any(self._mentions(child, holders) for child in children(node))
 
     def _is_known(self, node: ast.Name | ast.Attribute, holders: set[tuple[str, str]]) -> bool:
         """Whether a name holds one of them; so do the objects whose methods hold them as ``self.x``."""
@@ -233,7 +233,7 @@ class Lookers:
                 continue
             if looks_at_gradients(text):
                 return "sure"
-            for node in ast.walk(part):
+            for node in walk(part):
                 how = None
                 if isinstance(node, ast.Call):
                     how = self._called(node)
@@ -251,7 +251,7 @@ class Lookers:
         for part in _headers(statement):
             if _CHANGES.search(_CLEARS.sub("", self._source.code(part))):
                 return True
-            names = {name_of(node) for node in ast.walk(part) if isinstance(node, ast.Call)}
+            names = {name_of(node) for node in walk(part) if isinstance(node, ast.Call)}
             for name in names - self.scales - self.steps:
                 if any(self._body_changes(one) for one in self._calls.functions.get(name, ())):
                     return True
@@ -261,7 +261,7 @@ class Lookers:
         known = self._changing.get(id(function))
         if known is None:
             self._changing[id(function)] = False
-            inside = [one for one in ast.walk(function) if isinstance(one, ast.stmt) and one is not function]
+            inside = [one for one in walk(function) if isinstance(one, ast.stmt) and one is not function]
             known = self._changing[id(function)] = any(self.changes(one) for one in inside)
         return known
 
@@ -302,7 +302,7 @@ class Lookers:
         self._asked[id(function)] = False  # until the end, for one that calls itself
         if "master_params(" in self._source.code(function):
             return False
-        inside = [one for one in ast.walk(function) if isinstance(one, ast.stmt) and one is not function]
+        inside = [one for one in walk(function) if isinstance(one, ast.stmt) and one is not function]
         found = any(self.looks(one) is not None for one in inside)
         self._asked[id(function)] = found
         return found
@@ -324,7 +324,7 @@ def _headers(statement: ast.stmt) -> Iterator[ast.AST]:
     if not hasattr(statement, "body") and not isinstance(statement, ast.Match):
         yield statement
         return
-    for child in ast.iter_child_nodes(statement):
+    for child in children(statement):
         if isinstance(child, ast.expr):
             yield child
         elif isinstance(child, ast.withitem):

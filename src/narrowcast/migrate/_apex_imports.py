@@ -13,6 +13,7 @@ from narrowcast.migrate._imports import GONE, Moves, move_imports
 from narrowcast.migrate._source import Imported, Source
 from narrowcast.migrate._text import import_line, reaches
 from narrowcast.migrate._to_narrowcast import narrowcast_name
+from narrowcast.migrate._walk import walk
 
 _FP16_UTILS = {
     "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler", "clip_grad_norm",
@@ -133,7 +134,7 @@ def _names(statements: list[ast.stmt]) -> set[str]:
     return {
         node.id
         for one in statements
-        for node in ast.walk(one)
+        for node in walk(one)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
 

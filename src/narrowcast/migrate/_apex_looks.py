@@ -17,6 +17,7 @@ from narrowcast.migrate._apex_windows import Windows
 from narrowcast.migrate._arguments import argument, is_plain
 from narrowcast.migrate._source import Source
 from narrowcast.migrate._text import insert_before
+from narrowcast.migrate._walk import walk
 
 _MORE_OFTEN = (
     "gradients are clipped or read after each backward pass, and {name} steps under a condition of its own: "
@@ -96,7 +97,7 @@ def _places(plan: Plan, blocks: Blocks, looks: list[ast.stmt], name: str) -> lis
     if _holds_block(before, blocks):
         # The first stands by its backward pass; what follows it meets gradients that are unscaled.
         around = {id(outer) for outer in source.around(first)}
-        near = [block for block in blocks if id(block.statement) in {id(one) for one in ast.walk(before)}]
+        near = [block for block in blocks if id(block.statement) in {id(one) for one in walk(before)}]
         if not any(id(source.parents[block.statement]) in around for block in near):
             plan.refuse(first, _TWICE.format(name=name))
         inside = [one for path, one in zip(paths, looks, strict=True) if path[depth] is before]
@@ -105,7 +106,7 @@ def _places(plan: Plan, blocks: Blocks, looks: list[ast.stmt], name: str) -> lis
 
 
 def _holds_block(statement: ast.stmt, blocks: Blocks) -> bool:
-    return any(id(node) in blocks.by_id for node in ast.walk(statement))
+    return any(id(node) in blocks.by_id for node in walk(statement))
 
 
 def _path(source: Source, statement: ast.stmt) -> list[ast.stmt]:
@@ -183,7 +184,7 @@ def _in_other_branch(source: Source, at: ast.AST) -> str | None:
     same = [
         node
         for one in other
-        for node in ast.walk(one)
+        for node in walk(one)
         if isinstance(node, ast.Call) and source.code(node.func) == source.code(call.func) and node.args
     ]
     code = source.code(same[0].args[0]) if len(same) == 1 else None
@@ -196,5 +197,5 @@ def _at_hand(source: Source, at: ast.AST, text: str) -> bool:
     if function is None or text.startswith("self."):
         return True
     names = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
-    stored = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    stored = {node.id for node in walk(function) if isinstance(node, ast.Name)}
     return root(text) in names | stored

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from narrowcast.migrate._apex_flow import Flow, Function
 from narrowcast.migrate._source import Source
+from narrowcast.migrate._walk import children, walk
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _NEVER_WHOLE = (
@@ -121,7 +122,7 @@ class Frame:
             follows = bool(run) and isinstance(value, ast.Call) and not _reads(value)
             return follows and isinstance(statement, ast.Assign)
         returns = isinstance(statement, ast.Return) and bool(run)
-        return returns and any(isinstance(one, ast.Call) for one in ast.walk(value))
+        return returns and any(isinstance(one, ast.Call) for one in walk(value))
 
     def _calls_model(self, statement: ast.stmt) -> bool:
         """Whether a statement itself, not one inside it, calls a model."""
@@ -144,7 +145,7 @@ class Frame:
 
 def _reads(value: ast.expr) -> bool:
     """Whether an expression takes a tensor out of what is computed with, as ``loss.item()``."""
-    names = {node.attr for node in ast.walk(value) if isinstance(node, ast.Attribute)}
+    names = {node.attr for node in walk(value) if isinstance(node, ast.Attribute)}
     return bool(names & {"item", "cpu", "numpy", "detach", "tolist", "data"})
 
 
@@ -153,15 +154,13 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
     if isinstance(statement, ast.ClassDef | Function):
         return
     waiting: list[ast.AST] = [
-        child
-        for child in ast.iter_child_nodes(statement)
-        if not isinstance(child, ast.stmt | ast.ExceptHandler)
+        child for child in children(statement) if not isinstance(child, ast.stmt | ast.ExceptHandler)
     ]
     while waiting:
         node = waiting.pop()
         yield node
         if not isinstance(node, ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
+            waiting += children(node)
 
 
 def _inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
@@ -177,7 +176,7 @@ def _inside(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
 def _loads(source: Source, node: ast.AST) -> set[str]:
     """The variables that an expression reads; ``self.x`` counts as one."""
     found = set()
-    for one in ast.walk(node):
+    for one in walk(node):
         if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self":
             found.add(f"self.{one.attr}")
         elif isinstance(one, ast.Name) and one.id != "self":

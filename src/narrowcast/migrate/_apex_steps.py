@@ -15,6 +15,7 @@ from narrowcast.migrate._apex_setup import Scaler, Setup
 from narrowcast.migrate._arguments import argument, is_plain
 from narrowcast.migrate._source import Reference, Source
 from narrowcast.migrate._text import insert_after, insert_before, one_line, unwrap
+from narrowcast.migrate._walk import walk
 
 _PLACE_OF_ENABLED = 2
 _SCALE_ORDER = ("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")
@@ -142,7 +143,7 @@ def write_block(plan: Plan, block: Block, scaler: Scaler) -> None:
     around = source.function(statement) or source.tree
     uses = [
         node
-        for node in ast.walk(around)
+        for node in walk(around)
         if isinstance(node, ast.Name) and node.id == block.name and isinstance(node.ctx, ast.Load)
         and _of_block(source, node, block)
     ]  # fmt: skip
@@ -260,7 +261,7 @@ def _check_all_step(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call
         stepped |= new
         waiting += new
     for block in blocks:
-        if any(flow.is_forward(node) for node in ast.walk(block.loss) if isinstance(node, ast.Call)):
+        if any(flow.is_forward(node) for node in walk(block.loss) if isinstance(node, ast.Call)):
             plan.refuse(block.loss, "the loss is computed in the call of amp.scale_loss: name it before")
         for optimizer in block.optimizers:
             held = flow.held(optimizer)
@@ -298,12 +299,12 @@ def _check_loops(plan: Plan, flow: Flow, steps: list[ast.Call]) -> None:
             for loop in loops:
                 if not isinstance(loop, ast.For | ast.comprehension) or owner.id not in _named(loop.target):
                     continue
-                if any(flow.is_optimizer(one) for one in ast.walk(loop.iter)):
+                if any(flow.is_optimizer(one) for one in walk(loop.iter)):
                     plan.refuse(node, _LOOP)
 
 
 def _named(target: ast.expr) -> set[str]:
-    return {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+    return {one.id for one in walk(target) if isinstance(one, ast.Name)}
 
 
 def write_steps(plan: Plan, steps: list[ast.Call], blocks: Blocks, scaler: Scaler) -> None:

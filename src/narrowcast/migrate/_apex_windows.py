@@ -17,6 +17,7 @@ from narrowcast.migrate._apex_gradients import Lookers
 from narrowcast.migrate._apex_plan import Plan
 from narrowcast.migrate._apex_steps import Block, Blocks, exclusive, in_plain_branch
 from narrowcast.migrate._source import Source
+from narrowcast.migrate._walk import walk
 
 _BETWEEN = (
     "gradients may be looked at here between two backward passes of one step, where a scaler cannot unscale: "
@@ -350,7 +351,7 @@ class Windows:
         """Whether a statement computes what a later loss is made of."""
         needed = {text for block in later for text in _names(block.loss)}
         around = self._source.function(at) or self._source.tree
-        assigns = [node for node in ast.walk(around) if isinstance(node, ast.Assign)]
+        assigns = [node for node in walk(around) if isinstance(node, ast.Assign)]
         before = -1
         while len(needed) != before:
             before = len(needed)
@@ -369,7 +370,7 @@ def _out_of_loops(source: Source, statement: ast.stmt) -> ast.stmt:
 
 
 def _names(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return {one.id for one in walk(node) if isinstance(one, ast.Name)}
 
 
 def _delays(block: Block) -> bool:

@@ -10,6 +10,7 @@ from narrowcast.migrate._changes import Changes
 from narrowcast.migrate._imports import Moves, move_imports
 from narrowcast.migrate._settings import Settings
 from narrowcast.migrate._source import Reference, Source
+from narrowcast.migrate._walk import walk
 
 RULE = "deprecated-amp"
 _ROOMS = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
@@ -131,7 +132,7 @@ def _is_held(source: Source, node: ast.expr) -> bool:
         if isinstance(outer, ast.JoinedStr):
             return True
         if isinstance(outer, ast.If | ast.IfExp) and inner is not outer.test:
-            words = {getattr(one, "attr", getattr(one, "id", "")) for one in ast.walk(outer.test)}
+            words = {getattr(one, "attr", getattr(one, "id", "")) for one in walk(outer.test)}
             if any(word == "hasattr" or "version" in word.lower() for word in words) and _has_new(
                 source, outer
             ):
@@ -143,7 +144,7 @@ def _is_held(source: Source, node: ast.expr) -> bool:
 
 
 def _has_new(source: Source, *nodes: ast.AST) -> bool:
-    names = (source.names.full(one) or "" for node in nodes for one in ast.walk(node))
+    names = (source.names.full(one) or "" for node in nodes for one in walk(node))
     return any(f"{name}.".startswith(("torch.amp.", "torch.autocast.")) for name in names)
 
 

@@ -64,7 +64,7 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
     """The files among ``paths`` and the ``*.py`` in folders among them, each once, in the order of names.
 
     Hidden folders, environments and caches are passed over, where they were not named themselves, and so are
-    links in folders: what they lead to is looked at where it lies.
+    links in folders: what they lead to may lie outside, and is looked at where that is named too.
 
     Raises:
         MigrationError: a path is missing, or is a notebook.
@@ -180,7 +180,8 @@ def _replace(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if os.stat(beside).st_uid != before.st_uid:
+        made = os.stat(beside)
+        if (made.st_uid, made.st_gid) != (before.st_uid, before.st_gid):
             with contextlib.suppress(PermissionError):
                 os.chown(beside, before.st_uid, before.st_gid)
         os.chmod(beside, stat.S_IMODE(before.st_mode))

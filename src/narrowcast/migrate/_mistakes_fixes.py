@@ -9,6 +9,7 @@ from narrowcast.migrate._mistakes_flow import Seen
 from narrowcast.migrate._mistakes_names import Script, ancestors, method, text_of, within
 from narrowcast.migrate._mistakes_reach import CLIPPING, Reach
 from narrowcast.migrate._mistakes_regions import Regions
+from narrowcast.migrate._walk import walk
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 # What may follow a backward pass in a region and compute the same outside of it.
@@ -144,7 +145,7 @@ class Fixes:
     def _leaves_between(self, node: ast.AST, first: int, last: int) -> bool:
         function = self._function(node)
         leaving = (ast.Continue, ast.Break, ast.Return, ast.Raise)
-        return any(isinstance(n, leaving) and first <= n.lineno <= last for n in ast.walk(function))
+        return any(isinstance(n, leaving) and first <= n.lineno <= last for n in walk(function))
 
     def _scales_between(self, first: ast.stmt, last: ast.Call, scaler: str) -> bool:
         """Whether between two lines a backward may add scaled gradients, or anything may use the scaler."""

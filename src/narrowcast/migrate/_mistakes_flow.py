@@ -16,6 +16,7 @@ from typing import Any
 from narrowcast.migrate._mistakes_names import Script, argument, method, text_of
 from narrowcast.migrate._mistakes_paths import Conditions, bound
 from narrowcast.migrate._mistakes_reach import CLIPPING, Reach, divides
+from narrowcast.migrate._walk import children, walk
 
 YES, NO, OPEN = "yes", "no", "open"
 _READS = {"norm", "clamp", "clamp_", "clip", "clip_", "max", "histc", "std", "var"}
@@ -88,7 +89,7 @@ class Flow:
         self._divides = divides(script, function)
         self._sets_gradients = any(
             isinstance(n, ast.Attribute) and n.attr == "grad" and isinstance(n.ctx, ast.Store)
-            for n in ast.walk(function)
+            for n in walk(function)
         )
         self.seen: dict[tuple[str, ast.AST], Seen] = {}
 
@@ -129,7 +130,7 @@ class Flow:
             for case in node.cases:
                 end = _join(end, self._block(case.body, dict(state)))
             return end
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             self._expression(child, state)
         self._bind(node, state)
         if isinstance(node, (ast.Return, ast.Raise)):
@@ -214,7 +215,7 @@ class Flow:
                 return used[0] if used[1] == "scale" else None
             if used and used[1] == "backward":
                 return None
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             found = self._scaled_by(child)
             if found is not None:
                 return found
@@ -223,7 +224,7 @@ class Flow:
     def _expression(self, node: ast.AST, state: State) -> None:
         if isinstance(node, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef)):
             return
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             self._expression(child, state)
         if isinstance(node, ast.Call):
             self._call(node, state)
@@ -264,7 +265,7 @@ class Flow:
                 _forget(state, lambda key: key[1] == "spent")
 
     def _backward(self, node: ast.Call, state: State) -> None:
-        scaler = next(filter(None, map(self._scaled_by, ast.iter_child_nodes(node))), None)
+        scaler = next(filter(None, map(self._scaled_by, children(node))), None)
         state.pop(("", "clipped"), None)
         _forget(state, lambda key: key[1] == "spent")
         if scaler is None:
@@ -283,7 +284,7 @@ class Flow:
         return all(value is NO for key, value in state.items() if key[1] == "clean" and key[0] in in_use)
 
     def _clip(self, node: ast.Call, state: State) -> None:
-        mentioned = {text_of(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
+        mentioned = {text_of(one) for one in walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
         if self._divides or mentioned & set(self._script.scalers):
             return  # the limit may be multiplied by the scale
         optimizer = self._script.optimizer_of(node.args[0] if node.args else None)
@@ -368,5 +369,5 @@ class Flow:
         else:
             return False
         return any(
-            isinstance(one, ast.Attribute) and one.attr == "grad" for part in inside for one in ast.walk(part)
+            isinstance(one, ast.Attribute) and one.attr == "grad" for part in inside for one in walk(part)
         )

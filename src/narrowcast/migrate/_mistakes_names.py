@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from narrowcast.migrate._source import Source
+from narrowcast.migrate._walk import children
 
 _TORCH_SCALERS = {
     "torch.amp.GradScaler",
@@ -39,7 +40,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 def within(node: ast.AST) -> Iterator[ast.AST]:
     """``node`` and what stands in it, bodies of functions, lambdas and classes inside it left out."""
     yield node
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         if not isinstance(child, (*_FUNCTIONS, ast.Lambda, ast.ClassDef)):
             yield from within(child)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from narrowcast.migrate._mistakes_names import Script, method, text_of, within
+from narrowcast.migrate._walk import children, walk
 
 # 2**6 paths are followed through a function; conditions beyond that are taken to be open.
 _MOST_CONDITIONS = 6
@@ -24,13 +25,13 @@ def bound(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, (ast.With, ast.AsyncWith)):
         targets = [item.optional_vars for item in node.items if item.optional_vars is not None]
     for target in targets:
-        for inner in ast.walk(target):
+        for inner in walk(target):
             if isinstance(inner, (ast.Name, ast.Attribute)) and isinstance(inner.ctx, ast.Store):
                 yield text_of(inner)
 
 
 def _texts(node: ast.AST) -> set[str]:
-    return {text_of(one) for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
+    return {text_of(one) for one in walk(node) if isinstance(one, (ast.Name, ast.Attribute))}
 
 
 class Conditions:
@@ -42,7 +43,7 @@ class Conditions:
 
     def __init__(self, script: Script, function: ast.AST) -> None:
         self._scalers = script.scalers
-        body = [node for child in ast.iter_child_nodes(function) for node in within(child)]
+        body = [node for child in children(function) for node in within(child)]
         tests = [node.test for node in body if isinstance(node, ast.If)]
         bindings = Counter(text for node in body for text in bound(node))
         in_loops = {

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from narrowcast.migrate._mistakes_flow import Seen
 from narrowcast.migrate._mistakes_names import Script, ancestors, argument, method, text_of, within
 from narrowcast.migrate._mistakes_regions import Regions
+from narrowcast.migrate._walk import walk
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
@@ -208,7 +209,7 @@ def _reads(script: Script, node: ast.expr, losses: set[str]) -> bool:
     if used is not None and isinstance(node, ast.Call):
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else node
         if used[1] in ("item", "tolist") and not node.args:
-            roots = {script.qualified(one) or "" for one in ast.walk(receiver) if isinstance(one, ast.Name)}
+            roots = {script.qualified(one) or "" for one in walk(receiver) if isinstance(one, ast.Name)}
             return not any(root.split(".")[0] == "numpy" for root in roots) and ".numpy()" not in used[0]
         return used[1] == "numpy" and (".cpu()" in used[0] or used[0].removesuffix(".detach()") in losses)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "float"):

@@ -8,6 +8,7 @@ from collections import Counter
 from functools import cached_property
 
 from narrowcast.migrate._mistakes_names import Script, method, text_of, within
+from narrowcast.migrate._walk import walk
 
 CLIPPING = re.compile(r"torch\.nn\.utils\.(clip_grad\.)?clip_grad_(norm_?|value_)$|timm\.utils\..*clip_grad$")
 
@@ -17,7 +18,7 @@ _SHOWS = {"add_scalar", "append", "debug", "info", "log", "print", "put_scalar",
 
 def divides(script: Script, function: ast.AST) -> bool:
     """Whether a function reads the scale for more than to show or compare it, as to unscale by hand."""
-    inside = list(ast.walk(function))
+    inside = list(walk(function))
     read = [
         node for node in inside if isinstance(node, ast.Attribute) and node.attr in ("get_scale", "_scale")
     ]
@@ -54,7 +55,7 @@ class Reach:
         for function in self._script.functions():
             if isinstance(function, ast.Module):
                 continue
-            inside = list(ast.walk(function))
+            inside = list(walk(function))
             texts = {
                 text_of(node) for node in inside if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
             }

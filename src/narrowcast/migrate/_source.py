@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from narrowcast.migrate._names import Names
+from narrowcast.migrate._walk import children, walk
 
 _NEWLINE = re.compile(r"\r\n?|\n")
 _SUITES = ("body", "orelse", "finalbody", "handlers", "cases")
@@ -82,10 +83,7 @@ class Source:
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node around each node."""
-        return {
-            child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)
-            if not isinstance(child, ast.expr_context | ast.operator)
-        }  # fmt: skip
+        return {child: node for node in walk(self.tree) for child in children(node)}
 
     @cached_property
     def names(self) -> Names:
@@ -138,7 +136,7 @@ class Source:
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if any(isinstance(one, ast.Name) and one.id == "__all__" for one in targets):
-                    found |= {str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)}
+                    found |= {str(one.value) for one in walk(node.value) if isinstance(one, ast.Constant)}
         return found
 
     @cached_property

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from narrowcast.migrate._changes import Changes, Edit
 from narrowcast.migrate._fragments import movable_lines
 from narrowcast.migrate._source import Source
+from narrowcast.migrate._walk import walk
 
 _UNIT = "    "
 
@@ -135,8 +136,8 @@ def module_line(source: Source) -> int:
             break
         if isinstance(statement, ast.Import | ast.ImportFrom) or (
             isinstance(statement, ast.Try | ast.If)
-            and any(isinstance(one, ast.Import | ast.ImportFrom) for one in ast.walk(statement))
-            and not any(isinstance(call, ast.Call) for one in statement.body for call in ast.walk(one))
+            and any(isinstance(one, ast.Import | ast.ImportFrom) for one in walk(statement))
+            and not any(isinstance(call, ast.Call) for one in statement.body for call in walk(one))
         ):
             last = statement
     return after_imports(source) if last is None else source.lines(last)[1]
