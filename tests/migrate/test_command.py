@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -210,6 +211,32 @@ def test_what_a_file_is_stays(folder, narrowcast):
     assert (folder / "link.py").is_symlink()
 
 
+@pytest.mark.parametrize(("uid", "gid"), [(0, 1), (1, 0), (0, 0)])
+def test_owner_and_group_stay(folder, narrowcast, monkeypatch, uid, gid):
+    """As in a folder whose group differs from that of its user."""
+
+    def of(path, *args, **kwargs):
+        found = stat_of(path, *args, **kwargs)
+        if Path(os.fspath(path)).name.startswith(".train.py."):
+            return SimpleNamespace(st_uid=found.st_uid + uid, st_gid=found.st_gid + gid)
+        return found
+
+    stat_of, given = os.stat, []
+    before = stat_of(folder / "train.py")
+    with monkeypatch.context() as there:
+        there.setattr(os, "stat", of)
+        there.setattr(os, "chown", lambda path, *ids: given.append(ids))
+        assert narrowcast("--write", "train.py", cwd=folder)[0] == 0
+    assert given == ([(before.st_uid, before.st_gid)] if uid or gid else [])
+
+
+def test_a_link_in_a_folder_is_passed_over_and_a_link_that_is_named_is_not(folder, narrowcast):
+    (folder / "inside").mkdir()
+    (folder / "inside" / "link.py").symlink_to(folder / "train.py")
+    assert narrowcast("--check", "inside", cwd=folder)[:2] == (0, "")
+    assert narrowcast("--check", "inside/link.py", cwd=folder)[:2] == (1, "inside/link.py\n")
+
+
 def test_a_file_that_is_read_only_stays_and_the_others_are_written(folder, narrowcast):
     (folder / "a.py").write_text(OLD)
     (folder / "a.py").chmod(0o444)
@@ -307,12 +334,69 @@ def test_no_end_of_line_at_the_end_of_a_file(folder, narrowcast):
     assert (folder / "train.py").read_text() == NEW.rstrip("\n")
 
 
+APEX = """\
+def train{}(model, optimizer, loader):
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = model(x).sub(y).mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+"""
+OLD_FUNCTION = """\
+def evaluate{}(net, batch):
+    with torch.cuda.amp.autocast():
+        return net(batch)
+
+
+"""
+ORDINARY = """\
+def count{}(values):
+    \"\"\"The total of values.
+
+    Values are numbers, or what can be added to them. Where there are none
+    the total is 0, and where one is NaN so is the total.
+    \"\"\"
+    # Each is added to the total of those before it, which is exact for
+    # integers; of floats the last digits depend on their order.
+    total = 0
+    for value in values:
+        total = total + value
+
+    return total
+
+
+"""
+
+
 def test_fifty_thousand_lines(folder, narrowcast):
-    lines = "# The total so far\ntotal = total + value\n\n" * 16_666
-    text = OLD + lines
+    parts = [
+        part.format(number)
+        for number in range(3_100)
+        for part in ((APEX, OLD_FUNCTION, ORDINARY) if number % 10 == 0 else (ORDINARY,))
+    ]
+    text = "import torch\nfrom apex import amp\n\n\n" + "".join(parts)
+    assert text.count("\n") > 50_000
     (folder / "train.py").write_text(text)
-    assert narrowcast("--write", "train.py", cwd=folder)[0] == 0
-    assert (folder / "train.py").read_text() == NEW + lines
+    assert narrowcast("--write", "train.py", cwd=folder)[:2] == (0, "train.py\n")
+    made = (folder / "train.py").read_text()
+    assert "apex" not in made
+    assert "torch.cuda.amp" not in made
+    assert all(ORDINARY.format(number) in made for number in range(0, 3_100, 100))
+    changed = [
+        '    scaler = torch.amp.GradScaler("cuda")\n',
+        '        with torch.autocast("cuda", dtype=torch.float16, enabled=scaler.is_enabled()):\n'
+        "            loss = model(x).sub(y).mean()\n        scaler.scale(loss).backward()\n",
+        "        scaler.unscale_(optimizer)\n"
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "        scaler.step(optimizer)\n        scaler.update()\n",
+        '    with torch.amp.autocast("cuda"):\n        return net(batch)\n',
+    ]
+    assert [made.count(lines) for lines in changed] == [310] * 4
 
 
 def test_paths_are_files_and_folders_each_once(folder, narrowcast):

@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from narrowcast.migrate._mistakes_names import Script, argument, method, text_of
@@ -44,13 +45,14 @@ class Seen:
     optimizer: str | None = None
 
 
-def _names(text: str) -> set[str]:
+@lru_cache(maxsize=4096)
+def _names(text: str) -> frozenset[str]:
     """What a text hangs on: ``self.a[i]`` on ``self``, ``self.a`` and ``i``."""
-    found = set()
+    found: set[str] = set()
     for chain in re.findall(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", text):
         parts = chain.split(".")
         found |= {".".join(parts[: n + 1]) for n in range(len(parts))}
-    return found
+    return frozenset(found)
 
 
 def _get(state: State, *key: str) -> Any:
