@@ -223,9 +223,16 @@ class Source:
 
     def suite(self, statement: ast.stmt) -> list[ast.stmt]:
         """The statements among which ``statement`` stands."""
-        parent = self.parents[statement]
-        for name in _SUITES:
-            suite = getattr(parent, name, None)
-            if isinstance(suite, list) and any(statement is one for one in suite):
-                return suite
-        raise ValueError("a statement that stands in no suite")
+        if id(statement) not in self._suites:
+            raise ValueError("a statement that stands in no suite")
+        return self._suites[id(statement)]
+
+    @cached_property
+    def _suites(self) -> dict[int, list[ast.stmt]]:
+        """The suite of each statement by its ``id``: to look for it in that of a long module takes long."""
+        found: dict[int, list[ast.stmt]] = {}
+        for node in walk(self.tree):
+            for name in () if isinstance(node, ast.expr) else _SUITES:
+                suite = getattr(node, name, ())
+                found.update({id(one): suite for one in suite})
+        return found
