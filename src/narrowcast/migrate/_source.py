@@ -233,6 +233,6 @@ class Source:
         found: dict[int, list[ast.stmt]] = {}
         for node in walk(self.tree):
             for name in () if isinstance(node, ast.expr) else _SUITES:
-                suite = getattr(node, name, ())
+                suite: list[ast.stmt] = getattr(node, name, [])
                 found.update({id(one): suite for one in suite})
         return found
