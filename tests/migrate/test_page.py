@@ -8,8 +8,8 @@ import torch
 
 import narrowcast as nc
 from narrowcast.apex import fp16_utils, optimizers, parallel
-from narrowcast.migrate import Settings, migrate_text
-from narrowcast.migrate._mistakes_rules import RULES
+from narrowcast.migrate import Settings, _apex_plan, _cuda_amp, _mistakes, _to_narrowcast, migrate_text
+from narrowcast.migrate._mistakes_rules import REWRITINGS, RULES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-apex.md").read_text(encoding="utf-8")
 
@@ -33,6 +33,12 @@ def test_every_rule_stands_on_the_page_with_its_reason():
     mended = {rule for rule, _, _, right in WRONG.values() if right is not None}
     # Both lie in a region, and are moved out of it together.
     assert set(RULES) - never == mended | {"step-in-region"}
+
+
+def test_every_other_name_of_a_finding_stands_on_the_page():
+    found = re.findall(r"^\| `([a-z-]+)` \| [^|]+ \|$", PAGE, re.MULTILINE)
+    assert found == [_apex_plan.RULE, _cuda_amp.RULE, _to_narrowcast.RULE, _mistakes.IGNORE]
+    assert tuple(found[:-1]) == REWRITINGS
 
 
 @pytest.mark.parametrize(

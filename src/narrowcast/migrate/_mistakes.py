@@ -16,10 +16,11 @@ from narrowcast.migrate._mistakes_flow import Flow, Seen
 from narrowcast.migrate._mistakes_names import Script
 from narrowcast.migrate._mistakes_places import mistakes_of_places
 from narrowcast.migrate._mistakes_reach import Reach
-from narrowcast.migrate._mistakes_rules import RULES, ignored
+from narrowcast.migrate._mistakes_rules import RULES, ignored, without_effect
 from narrowcast.migrate._settings import Settings
 from narrowcast.migrate._source import Source
 
+IGNORE = "ignore"
 _TELLING = re.compile(r"GradScaler|autocast|unscale_|\.scale\(|\bamp\b|\bStepper\b")
 # Two stages ask for those of what apex became. A mistake knows of nodes and not of their file, which so goes.
 _KEPT: WeakKeyDictionary[Source, tuple[Seen, ...]] = WeakKeyDictionary()
@@ -30,6 +31,9 @@ def mistakes(source: Source, settings: Settings) -> Changes:
     changes = Changes()
     if not _TELLING.search(source.text):
         return changes
+    for at, said in without_effect(source.text):
+        if not _is_in_a_string(at, source):
+            changes.tell(at, IGNORE, said, fixed=False)
     found = all_mistakes(source)
     if not found:
         return changes
@@ -87,3 +91,8 @@ def _is_ignored(seen: Seen, source: Source) -> bool:
     begin = source.starts[first - 1]
     end = source.starts[last] if last < len(source.starts) else len(source.text)
     return any(ignored(seen.rule, line) for line in source.text[begin:end].splitlines())
+
+
+def _is_in_a_string(at: int, source: Source) -> bool:
+    strings = (node for node in source.nodes if isinstance(node, ast.JoinedStr | ast.Constant))
+    return any(start <= at < end for start, end in map(source.span, strings))

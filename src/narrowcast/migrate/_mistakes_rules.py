@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from narrowcast.errors import near_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,9 @@ RULES = {
     )
 }
 
+REWRITINGS = ("apex", "deprecated-amp", "to-narrowcast")
+"""What findings of the other stages are called: a file is rewritten as a whole, whatever a line says."""
+
 _IGNORE = re.compile(r"#\s*narrowcast:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 
@@ -138,3 +144,13 @@ def ignored(rule: str, line: str) -> bool:
     if found is None:
         return False
     return found[1] is None or rule in {name.strip() for name in found[1].split(",")}
+
+
+def without_effect(text: str) -> Iterator[tuple[int, str]]:
+    """The names in comments that switch no rule off: where each comment begins, and what is wrong."""
+    for found in _IGNORE.finditer(text):
+        for name in filter(None, map(str.strip, (found[1] or "").split(","))):
+            if name in REWRITINGS:
+                yield found.start(), f"{name} is no mistake, and a comment does not switch it off"
+            elif name not in RULES:
+                yield found.start(), f'"{name}" is no rule. {near_names(name, RULES)}'
