@@ -170,7 +170,7 @@ def test_a_file_deeper_than_python_parses(folder, narrowcast):
         (["train.ipynb"], "train.ipynb is a notebook, and only Python files can be migrated: "
          "write its cells to one (jupyter nbconvert --to script train.ipynb), and migrate that"),
         (["train.py", "--write", "--check"], "one of them at a time"),
-        (["train.py", "--to", "jax"], "jax"),
+        (["train.py", "--to", "jax"], "Invalid value for '--to': 'jax' is not one of 'torch', 'narrowcast'"),
         (["-"], "expected files and folders, and - is none: to see a diff of stdin, /dev/stdin"),
         ([], "Missing argument"),
     ],
@@ -293,6 +293,54 @@ def test_folders_of_versions_and_environments_are_passed_over(folder, narrowcast
     (folder / "env" / "activate_this.py").write_text(OLD)
     assert narrowcast("--check", ".", cwd=folder)[1] == "train.py\ndeep/er/train.py\n"
     assert narrowcast("--check", ".venv", cwd=folder)[1] == ".venv/train.py\n"
+
+
+def test_a_folder_without_a_python_file_is_said(tmp_path, narrowcast):
+    for name in ("none", "some"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "some" / "train.py").write_text(OLD)
+    code, out, err = narrowcast("none", "some", cwd=tmp_path)
+    assert (code, err.count("no Python file in")) == (0, 1)
+    assert "narrowcast: no Python file in none\n" in err
+    assert "-scaler = " in out
+
+
+def test_notebooks_in_a_folder_that_use_amp_are_named(folder, narrowcast):
+    """The first three of them; one that was named itself is refused."""
+    (folder / "plots.ipynb").write_text('{"cells": [{"source": ["import torch\\n"]}]}')
+    for number in range(5):
+        (folder / f"nb{number}.ipynb").write_text('{"cells": [{"source": ["from apex import amp\\n"]}]}')
+        err = narrowcast("--check", ".", ".", cwd=folder)[2]
+        if number == 0:
+            assert "narrowcast: 1 notebook not looked at: nb0.ipynb\n" in err
+    assert "narrowcast: 5 notebooks not looked at: nb0.ipynb, nb1.ipynb, nb2.ipynb, and 2 more\n" in err
+
+
+def test_files_that_still_import_apex_are_counted_with_what_runs_them(folder, narrowcast):
+    (folder / "a.py").write_text("from apex import amp\nprint(amp)\n")
+    (folder / "layers.py").write_text("from apex.normalization import FusedLayerNorm as amp\nprint(amp)\n")
+    assert narrowcast("a.py", "layers.py", "train.py", cwd=folder)[2].endswith(
+        "to change\nnarrowcast: 1 file still imports apex: run it with python -m narrowcast.apex, "
+        "or migrate with --to narrowcast\n"
+    )
+    (folder / "b.py").write_text("import torch, apex\nprint(apex.parallel)\n")
+    assert "2 files still import apex: run them with" in narrowcast(".", cwd=folder)[2]
+    assert "still" not in narrowcast("--to", "narrowcast", "a.py", cwd=folder)[2]
+
+
+def test_a_comment_that_switches_no_rule_off_is_told(folder, narrowcast):
+    (folder / "train.py").write_text(
+        'import torch\nshown = "# narrowcast: ignore[clip]"\n'
+        'scaler = torch.amp.GradScaler("cuda")  # narrowcast: ignore[host-sync, clip-before-unscal]\n'
+        "with torch.cuda.amp.autocast():  # narrowcast: ignore[deprecated-amp]\n    pass\n"
+    )
+    told = [line for line in narrowcast("train.py", cwd=folder)[2].splitlines() if ": ignore: " in line]
+    unknown = '"clip-before-unscal" is no rule. Did you mean "clip-before-unscale"? Known: '
+    assert told[0].startswith(f"narrowcast: train.py:3: ignore: left alone: {unknown}")
+    assert told[1:] == [
+        "narrowcast: train.py:4: ignore: left alone: deprecated-amp is no mistake, and a comment does not "
+        "switch it off"
+    ]
 
 
 def test_without_libcst_it_is_one_line(folder):

@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action = app(words, prog_name="narrowcast", standalone_mode=False)
     except TyperException as error:
         text = getattr(error, "format_message", error.__str__)() or "see narrowcast --help"
+        text = text.replace("Value error, ", "")  # of typer's, before its own words
         forgot_verb = bool(words) and Path(words[0]).is_file()
         hint = f" To run a script: narrowcast run {words[0]}" if forgot_verb else ""
         return _complain(text + hint, getattr(error, "exit_code", WRONG_USE))

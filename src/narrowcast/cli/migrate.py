@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from narrowcast.cli._output import NOT_WRITTEN, show, talk
 from narrowcast.cli._progress import shown_progress
 from narrowcast.cli.run import JsonOption
+
+if TYPE_CHECKING:
+    from narrowcast.migrate import FileOutcome
 
 WOULD_CHANGE = 1
 NOT_LOOKED_AT = 3
@@ -45,31 +49,25 @@ def migrate(
     if write and check:
         raise typer.BadParameter("one of them at a time", param_hint="'--write' or '--check'")
 
-    from narrowcast.errors import MigrationError
     from narrowcast.migrate import (
         Settings,
+        apex_left_text,
         diff_of,
         findings_text,
         migrate_files,
+        passed_over_text,
         summary_text,
     )
     from narrowcast.migrate import as_json as json_of
-    from narrowcast.migrate import write as write_file
 
     settings = Settings(target=to)
     with shown_progress() as progress:
         outcomes = migrate_files(paths, settings, progress=progress)
     changed = [outcome for outcome in outcomes if outcome.changes]
-    for line in findings_text(outcomes):
+    for line in findings_text(outcomes) + passed_over_text(paths):
         talk(line)
-    kept = 0
-    for outcome in list(changed) if write else ():
-        try:
-            write_file(outcome)
-        except MigrationError as error:
-            talk(str(error))
-            changed.remove(outcome)
-            kept += 1
+    kept = _write(changed) if write else []
+    changed = [outcome for outcome in changed if outcome not in kept]
     if as_json:
         done = {outcome.path for outcome in changed} if write else None
         text = json.dumps(json_of(outcomes, settings, written=done), indent=2, allow_nan=False)
@@ -79,9 +77,26 @@ def migrate(
         text = "".join(diff_of(outcome, color=sys.stdout.isatty()) for outcome in changed).rstrip("\n")
     if text and not show(text):
         return NOT_WRITTEN
-    print(summary_text(outcomes, written=write, kept=kept), file=sys.stderr)  # noqa: T201
+    print(summary_text(outcomes, written=write, kept=len(kept)), file=sys.stderr)  # noqa: T201
+    if left := apex_left_text(outcomes, settings):
+        talk(left)
     if kept:
         return NOT_WRITTEN
     if check and changed:
         return WOULD_CHANGE
     return NOT_LOOKED_AT if any(outcome.problem is not None for outcome in outcomes) else 0
+
+
+def _write(changed: Sequence[FileOutcome]) -> list[FileOutcome]:
+    """Write what changes; those that could not be written, each told."""
+    from narrowcast.errors import MigrationError
+    from narrowcast.migrate import write
+
+    kept = []
+    for outcome in changed:
+        try:
+            write(outcome)
+        except MigrationError as error:
+            talk(str(error))
+            kept.append(outcome)
+    return kept

@@ -2,7 +2,14 @@
 
 from narrowcast.migrate._changes import Finding, Outcome
 from narrowcast.migrate._files import FileOutcome, migrate_file, migrate_files, migrate_text, write
-from narrowcast.migrate._report import as_json, diff_of, findings_text, summary_text
+from narrowcast.migrate._report import (
+    apex_left_text,
+    as_json,
+    diff_of,
+    findings_text,
+    passed_over_text,
+    summary_text,
+)
 from narrowcast.migrate._settings import Settings, Target
 
 __all__ = [
@@ -11,12 +18,14 @@ __all__ = [
     "Outcome",
     "Settings",
     "Target",
+    "apex_left_text",
     "as_json",
     "diff_of",
     "findings_text",
     "migrate_file",
     "migrate_files",
     "migrate_text",
+    "passed_over_text",
     "summary_text",
     "write",
 ]

@@ -91,14 +91,29 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
     return list(found.values())
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def folders_without_python(paths: Iterable[Path]) -> list[Path]:
+    """The folders among ``paths`` in which no file is looked at."""
+    return [path for path in paths if path.is_dir() and next(_walk(path), None) is None]
+
+
+def notebooks(paths: Iterable[Path]) -> list[Path]:
+    """The notebooks in folders among ``paths`` that hold a word which is looked for in Python files."""
+    found: dict[str, Path] = {}
+    for file in (file for path in paths if path.is_dir() for file in _walk(path, ".ipynb")):
+        with contextlib.suppress(OSError):
+            if _WORDS.search(file.read_bytes()):
+                found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+def _walk(folder: Path, ending: str = ".py") -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(
             name
             for name in folders
             if name[0] != "." and name not in _SKIPPED and not Path(root, name, "pyvenv.cfg").exists()
         )
-        listed = (Path(root, name) for name in sorted(files) if name.endswith(".py"))
+        listed = (Path(root, name) for name in sorted(files) if name.endswith(ending))
         yield from (path for path in listed if path.is_file() and not path.is_symlink())
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
+import narrowcast.apex
+from narrowcast.migrate._apex_plan import is_apex
 from narrowcast.migrate._changes import Finding
 from narrowcast.migrate._diff import unified_diff
-from narrowcast.migrate._files import FileOutcome
+from narrowcast.migrate._files import FileOutcome, folders_without_python, notebooks
 from narrowcast.migrate._settings import Settings
+from narrowcast.migrate._source import Imported, Source
 
 _SCHEMA = 1
+_NAMED = 3
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
 
@@ -49,6 +54,39 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
     return told
 
 
+def passed_over_text(paths: Sequence[Path]) -> list[str]:
+    """A line for each folder among ``paths`` without a Python file, and one for their notebooks."""
+    told = [f"no Python file in {folder}" for folder in folders_without_python(paths)]
+    if found := notebooks(paths):
+        names = ", ".join(map(str, found[:_NAMED]))
+        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        told.append(f"{_counted(len(found), 'notebook')} not looked at: {names}{more}")
+    return told
+
+
+def apex_left_text(outcomes: Sequence[FileOutcome], settings: Settings) -> str | None:
+    """How many files still import of apex what narrowcast answers for, and what runs them; None for none."""
+    count = sum(any(_is_answered(one.full) for one in _imports(outcome)) for outcome in outcomes)
+    if not count:
+        return None
+    left = f"{_counted(count, 'file')} still {'imports' if count == 1 else 'import'} apex"
+    other = "" if settings.target == "narrowcast" else ", or migrate with --to narrowcast"
+    return f"{left}: run {'it' if count == 1 else 'them'} with python -m narrowcast.apex{other}"
+
+
+def _imports(outcome: FileOutcome) -> list[Imported]:
+    return Source(outcome.path, outcome.after).imports if "apex" in outcome.after else []
+
+
+def _is_answered(full: str) -> bool:
+    part = full.split(".")[1:2]
+    return is_apex(full) and (part in ([], ["*"]) or part[0] in narrowcast.apex.__all__)
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept: int = 0) -> str:
     """A table of the rules, with how often each was found, and how many files that concerns.
 
@@ -64,8 +102,8 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
         lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
     changed = sum(one.changes for one in outcomes) - kept
     problems = sum(one.problem is not None for one in outcomes)
-    files = f"{len(outcomes)} {'file' if len(outcomes) == 1 else 'files'}"
     missed = (f", {kept} not written" if kept else "") + (f", {problems} not looked at" if problems else "")
+    files = _counted(len(outcomes), "file")
     lines.append(f"{files}, {changed} {'changed' if written else 'to change'}{missed}")
     return "\n".join(lines)
 
