@@ -2,12 +2,14 @@
 
 import copy
 import io
+import re
 from collections import OrderedDict
 from itertools import product
 
 import pytest
 import torch
 
+import narrowcast
 from narrowcast.apex import amp
 from narrowcast.errors import AmpError, ScaleError
 
@@ -300,6 +302,7 @@ def test_another_number_of_losses_is_warned_of_and_loads_by_position():
         ([], AmpError, "expected what .* got list"),
         ({}, AmpError, "got an empty one"),
         ({"loss_scaler0": 4.0}, AmpError, "got the keys loss_scaler0"),
+        ({"scale": 4.0, "loss_scaler0": 4.0}, AmpError, r"got the keys scale, loss_scaler0\. "),
         ({**state_of((4.0, 0)), "masters": []}, AmpError, "got the keys masters"),
         (torch.amp.GradScaler("cpu").state_dict(), AmpError, "narrowcast.scaling.from_state"),
         ({"loss_scaler0": {"loss_scale": 4.0}}, ScaleError, '"unskipped"'),
@@ -314,6 +317,16 @@ def test_what_is_no_state_is_refused(state, error, said):
     with pytest.raises(error, match=said):
         amp.load_state_dict(state)
     assert scales() == [(65536.0, 0)]
+
+
+def test_what_the_refusal_of_another_librarys_state_advises_loads_its_scale():
+    made(0, "O1")
+    state = torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()
+    with pytest.raises(AmpError) as refused:
+        amp.load_state_dict(state)
+    first, second = re.search(r"(scale = \S+), then (amp\S+.*)", str(refused.value)).groups()
+    exec(f"{first}\n{second}", {"narrowcast": narrowcast, "amp": amp, "state": state})
+    assert scales() == [(512.0, 0)]
 
 
 def test_limits_of_this_run_hold_for_a_scale_that_is_loaded(capsys):

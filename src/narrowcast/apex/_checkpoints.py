@@ -113,14 +113,18 @@ def _check(state: object) -> None:
     )
     if not isinstance(state, Mapping):
         raise AmpError(f"{expected}, got {type(state).__name__}")
-    unknown = [str(key) for key in state if not _KEY.fullmatch(str(key))]
-    unknown += [str(key) for key, entry in state.items() if not isinstance(entry, Mapping)]
+    unknown = [
+        str(key)
+        for key, entry in state.items()
+        if not _KEY.fullmatch(str(key)) or not isinstance(entry, Mapping)
+    ]
     if not unknown and (state or not amp_state.loss_scalers):
         return
     came = f"the keys {', '.join(unknown)}" if state else "an empty one"
     raise AmpError(
-        f"{expected}, got {came}. Scales that another library saved are read by "
-        "narrowcast.scaling.from_state; write them to amp._amp_state.loss_scalers[0]._loss_scale"
+        f"{expected}, got {came}. The scale of a state that another library saved: scale = "
+        "narrowcast.scaling.from_state(state)[0].scale, then "
+        'amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}})'
     )
 
 
