@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import pytest
 
 from narrowcast.apex._command import main
-from narrowcast.apex._stand_in import tell_on_first_rank
+from narrowcast.apex._stand_in import OFFERED, tell_on_first_rank
 
 OURS = (sys.executable, "-m", "narrowcast.apex")
-ANSWERING = "narrowcast: answering for apex: from apex import amp gives narrowcast.apex.amp\n"
+ANSWERING = "narrowcast: answering for apex: apex.amp is narrowcast.apex.amp\n"
 
 LOOK = """\
 import json, sys, threading
@@ -76,7 +76,7 @@ for statement in (
     "import apex.normalization",
     "from apex import RNN",
     "from apex.parallel.LARC import LARC",
-    "import apex.contrib.xentropy",
+    "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss",
     "from apex.transformer import parallel_state",
     "import apex._fused",
     "import apex.amp.nonsense",
@@ -180,6 +180,7 @@ def ended(tmp_path_factory):
         "spawns.py": SPAWNS,
         "without_amp.py": WITHOUT_AMP,
         "with_amp.py": "from apex import amp\nprint(amp.__file__)\n",
+        "one_part.py": "import apex\nfrom apex.fp16_utils import FP16_Optimizer\nfrom apex import amp\n",
         "site/apex/__init__.py": "",
         "site/apex/own.py": "",
         "whole/apex/__init__.py": "",
@@ -193,6 +194,7 @@ def ended(tmp_path_factory):
         runs.start(f"{name} plain", sys.executable, *words)
         runs.start(name, *OURS, *words)
     runs.start("names", *OURS, "names.py")
+    runs.start("one part", *OURS, "one_part.py")
     runs.start("spawns", *OURS, "spawns.py")
     path = os.environ.get("PYTHONPATH", "")
     runs.start("without amp", *OURS, "without_amp.py", PYTHONPATH=f"{runs.folder / 'site'}{os.pathsep}{path}")
@@ -227,7 +229,14 @@ def test_every_name_that_scripts_import_is_answered_for(ended):
     assert lines[0].endswith(
         ". In place of it: torch.nn.LayerNorm and torch.nn.RMSNorm compute the same, and are fused"
     )
+    assert "torch.nn.functional.cross_entropy(label_smoothing=) for xentropy" in lines[3]
     assert lines[-1].endswith("not for apex.amp.nonsense")
+
+
+def test_what_is_said_names_the_part_that_the_script_asks_for_first(ended):
+    found = ended["one part"]
+    assert found.code == 0, found.stderr
+    assert found.stderr == "narrowcast: answering for apex: apex.fp16_utils is narrowcast.apex.fp16_utils\n"
 
 
 def test_spawned_processes_and_workers_of_loaders_are_answered_too(ended):
@@ -271,11 +280,16 @@ def test_only_the_first_rank_says_it(rank, said, capsys, monkeypatch):
         (["--level", "O1", "train.py"], "unknown option --level: python -m narrowcast.apex"),
         (["missing.py"], "cannot run missing.py: No such file or directory"),
         (["-m", "no_such_module"], "cannot run module no_such_module: no module of that name was found"),
-        (["train.ipynb"], "train.ipynb is a notebook, and only scripts"),
+        (
+            ["train.ipynb"],
+            "train.ipynb is a notebook, and only scripts run unmodified: in a notebook import amp by "
+            "`from narrowcast.apex import amp`, or write its cells to a script",
+        ),
     ],
 )
 def test_wrong_use_is_one_line_and_2(words, message, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "10000")
     assert main(words) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -285,4 +299,13 @@ def test_wrong_use_is_one_line_and_2(words, message, capsys, monkeypatch):
 
 def test_help_is_on_stdout(capsys):
     assert main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: python -m narrowcast.apex [-m] SCRIPT [ARGS...]\n")
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m narrowcast.apex [-m] SCRIPT [ARGS...]\n")
+    assert all(name in said for name in OFFERED)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train.ipynb"], ["--level", "O1"]])
+def test_what_is_said_fits_eighty_columns(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    main(words)
+    assert max(map(len, "".join(capsys.readouterr()).splitlines())) <= 80

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from narrowcast.apex._stand_in import OFFERED, answer, tell_on_first_rank
@@ -12,14 +14,18 @@ _WRONG_USE = 2
 _USAGE = "python -m narrowcast.apex [-m] SCRIPT [ARGS...]"
 _HELP = f"""usage: {_USAGE}
 
-Run an unmodified script that says `from apex import amp`. In its process, and in those that it spawns, the
-module name apex is answered for by narrowcast: {", ".join(OFFERED)}.
-Where an apex with an amp of its own is installed, that one runs; of an apex without it, what it has.
+Run an unmodified script that says `from apex import amp`. In its process, and
+in those that it spawns, narrowcast answers for these modules:
+  {", ".join(OFFERED[:4])},
+  {", ".join(OFFERED[4:])}
+Where an apex with an amp of its own is installed, that one runs; of an apex
+without it, what it has.
 
   -m          SCRIPT is the name of a module, as in python -m
   -h, --help  this text
 
-Everything after SCRIPT belongs to it. The script ends as under plain Python, with its own exit code.
+Everything after SCRIPT belongs to it. The script ends as under plain Python,
+with its own exit code.
 """
 
 
@@ -33,6 +39,12 @@ def main(words: Sequence[str]) -> int:
     if not rest or (rest[0].startswith("-") and rest[0] != "-"):
         unknown = f"unknown option {rest[0]}" if rest else "expected a script"
         return _wrong_use(f"{unknown}: {_USAGE}")
+    if not module and rest[0].endswith(".ipynb"):
+        return _wrong_use(
+            f"{rest[0]} is a notebook, and only scripts run unmodified: in a notebook import amp by "
+            "`from narrowcast.apex import amp`, or write its cells to a script "
+            f"(jupyter nbconvert --to script {rest[0]})"
+        )
     try:
         # Here, so that help answers without torch.
         from narrowcast.attach import Script, run_script
@@ -48,5 +60,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def _wrong_use(text: str) -> int:
-    sys.stderr.write(f"narrowcast: {text}\n")
+    width = shutil.get_terminal_size((80, 24)).columns
+    lines = textwrap.wrap(
+        f"narrowcast: {text}",
+        width,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    sys.stderr.write("\n".join(lines) + "\n")
     return _WRONG_USE

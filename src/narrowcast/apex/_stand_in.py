@@ -29,7 +29,9 @@ _FILES_OF_APEX = {
     "apex.transformer.amp": ("grad_scaler",),
 }
 _INSTEAD = {
-    "apex.contrib": "its layers are kernels of their own; torch.nn has layers for most",
+    "apex.contrib": "torch.nn.functional.cross_entropy(label_smoothing=) for xentropy, "
+    "torch.nn.functional.scaled_dot_product_attention for fmha and multihead_attn, and torch.nn has layers "
+    "for most others",
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear computes the same",
     "apex.normalization": "torch.nn.LayerNorm and torch.nn.RMSNorm compute the same, and are fused",
     "apex.pyprof": "torch.profiler",
@@ -46,6 +48,7 @@ class _Answers(MetaPathFinder):
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.tell = tell
         self._apex_is_there: bool | None = None
+        self._is_asked = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -54,10 +57,12 @@ class _Answers(MetaPathFinder):
             # How `from apex import x` looks for x, since the module that it finds has our name.
             if (found := self._of_others(fullname, path, target)) is None:
                 raise ApexModuleError(_refusal(fullname.removeprefix("narrowcast.")))
+            self.gives(fullname.removeprefix("narrowcast."))
             return found
         package, _, rest = fullname.partition(".")
         if package != "apex":
             return None
+        self._is_asked = True
         if not rest or self._apex_is_there:
             found = self._of_others(fullname, path, target)
             if not rest:
@@ -71,7 +76,7 @@ class _Answers(MetaPathFinder):
             raise ApexModuleError(_refusal(fullname))
         spec = importlib.util.find_spec(ours)
         is_package = spec is not None and spec.submodule_search_locations is not None
-        return ModuleSpec(fullname, _Alias(ours, self), is_package=is_package)
+        return ModuleSpec(fullname, _Alias(fullname, ours, self), is_package=is_package)
 
     def _of_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
@@ -83,17 +88,18 @@ class _Answers(MetaPathFinder):
                 return answer
         return None
 
-    def said(self) -> None:
-        """Once: that apex is answered for."""
-        tell, self.tell = self.tell, lambda _: None
-        tell("answering for apex: from apex import amp gives narrowcast.apex.amp")
+    def gives(self, name: str) -> None:
+        """Say once that apex is answered for, with the first part of it that is asked for."""
+        if self._is_asked and name != "apex" and _is_public(name):
+            tell, self.tell = self.tell, lambda _: None
+            tell(f"answering for apex: {name} is narrowcast.{name}")
 
 
 class _Alias(Loader):
     """Hands out a module of ours under apex's name for it: one module, two names."""
 
-    def __init__(self, ours: str, answers: _Answers) -> None:
-        self._ours, self._answers = ours, answers
+    def __init__(self, name: str, ours: str, answers: _Answers) -> None:
+        self._name, self._ours, self._answers = name, ours, answers
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -104,7 +110,7 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # Python has just given it the other name's.
         module.__spec__ = self._spec
-        self._answers.said()
+        self._answers.gives(self._name)
         # Importing one of these later would put it in place of what its package calls by that name:
         # apex.amp._amp_state is an object and a module.
         for name, loaded in list(sys.modules.items()):
