@@ -8,6 +8,7 @@ import torch
 
 import narrowcast as nc
 from narrowcast.apex import fp16_utils, optimizers, parallel
+from narrowcast.apex._stand_in import _INSTEAD
 from narrowcast.migrate import Settings, _apex_plan, _cuda_amp, _mistakes, _to_narrowcast, migrate_text
 from narrowcast.migrate._mistakes_rules import REWRITINGS, RULES
 
@@ -69,6 +70,17 @@ def test_what_narrowcast_has_instead_can_be_called(call):
     assert eval(call.replace('"cuda"', '"cpu"'), scope) is not None
 
 
+def test_what_is_not_answered_for_stands_on_the_page_with_what_is_there_instead():
+    (table,) = re.findall(r"^Not answered for is.*?(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (.*`.*) \| (.*) \|$", table, re.MULTILINE)
+    named = " ".join(left for left, _ in rows)
+    assert all(f"`{name}`" in named for name in _INSTEAD)
+    for name in set(re.findall(r"`(torch\.[\w.]+)", table)):
+        assert eval(name, {"torch": torch}), name
+    for name in set(re.findall(r"torch\.[\w.]+\w", " ".join(_INSTEAD.values()))):
+        assert name in table, name
+
+
 def test_every_name_of_apex_on_the_page_is_there():
     from narrowcast.apex import amp
     from narrowcast.apex.transformer.amp import GradScaler
@@ -76,8 +88,9 @@ def test_every_name_of_apex_on_the_page_is_there():
     assert GradScaler
     for name in set(re.findall(r"`?amp\.([a-z]\w+)", PAGE)) - {"autocast", "is_enabled"}:
         assert hasattr(amp, name) or hasattr(torch.amp, name), name
-    for name in re.findall(r"apex\.parallel\.(\w+)", PAGE):
+    answered = re.sub(r"^Not answered for is.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"apex\.parallel\.(\w+)", answered):
         assert hasattr(parallel, name)
-    for name in re.findall(r"\b(Fused\w+)", PAGE):
+    for name in re.findall(r"\b(Fused\w+)", answered):
         assert hasattr(optimizers, name)
     assert hasattr(fp16_utils, "FP16_Optimizer")
