@@ -687,3 +687,111 @@ def test_a_log_as_an_iteration_begins_is_rewritten_where_each_steps(stepping):
     outcome = migrated(logged(stepping, before))
     assert left_alone(outcome) == []
     assert "scaler.step(one)" in outcome.text
+
+
+BCE = "criterion = torch.nn.BCELoss().cuda()\n"
+APART = "    out = model(x)\n    loss = criterion(out.float(), y) / 2  # both\n"
+
+
+@pytest.mark.parametrize(
+    ("made", "loss"),
+    [
+        (BCE, "criterion(out.float(), y) / 2"),
+        ("", "torch.nn.BCELoss()(out.view(-1).float(), y)"),
+        ("import torch.nn.functional as F\n", "F.binary_cross_entropy(out.float(), y, torch.ones_like(y))"),
+        ("", "torch.binary_cross_entropy(out.float(), y)"),
+    ],
+)
+@pytest.mark.parametrize("target", ["torch", "narrowcast"])
+def test_a_region_ends_before_binary_cross_entropy_which_cuda_refuses_in_one(made, loss, target):
+    loop = LOOP.replace("    loss = loss_of(model(x), y)", f"    out = model(x)\n    loss = {loss}")
+    name = "torch" if target == "torch" else "nc"
+    assert (
+        f'    with {name}.autocast("cuda", dtype=torch.float16):\n        out = model(x)\n'
+        f"    loss = {loss}  # both\n"
+    ) in migrated(HEAD + made + INITIALIZE + loop, target).text
+
+
+def test_of_two_losses_the_other_has_a_region_of_its_own():
+    loop = LOOP.replace("    loss = loss_of(model(x), y)", APART + "    loss = loss + extra(out)")
+    region = '    with torch.autocast("cuda", dtype=torch.float16):\n'
+    assert (
+        f"{region}        out = model(x)\n    loss = criterion(out.float(), y) / 2  # both\n"
+        f"{region}        loss = loss + extra(out)"
+    ) in migrated(HEAD + BCE + INITIALIZE + loop).text
+
+
+INSIDE = {
+    "with the model in one statement": (BCE, "    loss = criterion(model(x).float(), y)\n"),
+    "the function, too": (
+        "from torch.nn.functional import binary_cross_entropy as bce\n",
+        "    loss = bce(model(x).float(), y)\n",
+    ),
+    "with another loss in one statement": (
+        BCE, "    out = model(x)\n    loss = criterion(out.float(), y) + extra(out)\n"
+    ),
+    "with a power in one statement": (
+        BCE, "    out = model(x)\n    loss = criterion(out.float(), y) + out ** 2\n"
+    ),
+    "in a function of the file": (
+        BCE + "def loss_of(out, y):\n    return criterion(out.float(), y)\n",
+        "    loss = loss_of(model(x), y)\n",
+    ),
+    "in one that calls the model, around which a region would stand": (
+        BCE + "def loss_of(model, x, y):\n    out = model(x)\n    return criterion(out.float(), y)\n",
+        "    loss = loss_of(model, x, y)\n",
+    ),
+    "in a model": (
+        "class Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return torch.nn.functional.binary_cross_entropy(self.net(x).float(), x)\n",
+        "    loss = model(x)\n",
+    ),
+    "one of several": ("losses = [torch.nn.BCELoss()]\n", "    loss = losses[0](model(x).float(), y)\n"),
+    "one or another": (BCE + "if other:\n    criterion = other\n", APART),
+    "as a value": (
+        "loss_of = torch.nn.functional.binary_cross_entropy\n", "    loss = loss_of(model(x), y)\n"
+    ),
+    "under another name": (
+        BCE + "def f(model, c):\n    loss = c(model(x), y)\n\n\nf(model, criterion)\n", APART
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_binary_cross_entropy_that_no_region_ends_before_keeps_the_file(name):
+    made, loss = INSIDE[name]
+    text = HEAD + made + INITIALIZE + LOOP.replace("    loss = loss_of(model(x), y)  # both\n", loss)
+    outcome = migrated(text)
+    assert outcome.text == text
+    assert any("use BCEWithLogitsLoss" in message for _, message in left_alone(outcome)), outcome.findings
+    kept = migrated(text, "narrowcast")
+    assert kept.text == text.replace("from apex", "from narrowcast.apex")
+
+
+def test_binary_cross_entropy_in_a_function_that_is_given_it():
+    text = """\
+    import torch
+    from apex import amp
+
+
+    def train(model, criterion, optimizer, x, y):
+        out = model(x)
+        loss = criterion(out.float(), y)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+    criterion = torch.nn.BCELoss()
+    model, optimizer = amp.initialize(model, optimizer)
+    train(model, criterion, optimizer, x, y)
+    """
+    text = migrated(text).text
+    assert "    with torch.autocast(" in text
+    assert "        out = model(x)\n    loss = criterion(out.float(), y)\n    scaler.scale(loss)" in text
+
+
+def test_on_the_cpu_a_region_holds_binary_cross_entropy():
+    head = HEAD.replace(".cuda()", ".to('cpu')") + "criterion = torch.nn.BCELoss()\n"
+    text = migrated(head + INITIALIZE + LOOP.replace("loss_of", "criterion")).text
+    assert "        loss = criterion(model(x), y)" in text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 
 from narrowcast.migrate._apex_around import write_around, write_lists
+from narrowcast.migrate._apex_banned import read_banned, refuse_inside
 from narrowcast.migrate._apex_calls import Calls
 from narrowcast.migrate._apex_check import check
 from narrowcast.migrate._apex_flow import Flow, Function
@@ -128,7 +129,9 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
     _check_setups(plan, setups, blocks)
     calls = Calls(source, flow)
     plain = plain_backwards(plan, flow, calls, blocks, steps)
-    spans = _regions(plan, flow, blocks, steps)
+    banned = read_banned(plan, flow)
+    spans = _regions(plan, flow, blocks, [*steps, *banned])
+    refuse_inside(plan, spans, banned)
     if not spans:
         plan.refuse(setups[0].call, "no call of the model is in this file, around which a region could stand")
     if plan.refused:
@@ -210,10 +213,10 @@ def _write_lines(plan: Plan, lines: list[str]) -> None:
     plan.changes.insert(at, blank + "".join(line + source.newline for line in lines) + after)
 
 
-def _regions(plan: Plan, flow: Flow, blocks: Blocks, steps: list[ast.Call]) -> list[Span]:
-    """The first and last statements of each region of the file."""
+def _regions(plan: Plan, flow: Flow, blocks: Blocks, outside: list[ast.Call]) -> list[Span]:
+    """The first and last statements of each region of the file, none of which holds what is ``outside``."""
     source = plan.source
-    marks = {id(block.statement) for block in blocks} | {id(source.statement(step)) for step in steps}
+    marks = {id(block.statement) for block in blocks} | {id(source.statement(one)) for one in outside}
     marks |= {id(setup.statement) for setup in blocks.setups}
     marks |= {
         id(source.statement(node))
