@@ -473,6 +473,11 @@ AROUND = {
         "import torch\nfrom apex.optimizers import FusedAdam\no = FusedAdam(p, lr=1e-3, adam_w_mode=True)\n",
         "import torch\no = torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0, fused=True)\n",
     ),
+    "adam as Adam had it": (
+        "import torch\nfrom apex.optimizers import FusedAdam\n"
+        "o = FusedAdam(p, adam_w_mode=False, weight_decay=1e-2)\n",
+        "import torch\no = torch.optim.Adam(p, weight_decay=1e-2, fused=True)\n",
+    ),
     "sgd": (
         "import torch\nfrom apex import optimizers\no = optimizers.FusedSGD(p, 0.1, momentum=0.9,)\n",
         "import torch\no = torch.optim.SGD(p, 0.1, momentum=0.9, fused=True,)\n",
@@ -570,6 +575,11 @@ REFUSED = {
         7,
         "bias_correction",
     ),
+    "adam in a way that is read": (
+        "from apex.optimizers import FusedAdam\nFusedAdam(p, adam_w_mode=how)\n" + INITIALIZE + LOOP,
+        7,
+        "adam_w_mode=how",
+    ),
     "one of a star": (
         "from apex.fp16_utils import *\nnetwork_to_half(model)\n" + INITIALIZE + LOOP,
         6, "network_to_half may be",
@@ -615,7 +625,7 @@ def test_o2_and_a_level_that_is_read_keep_narrowcast_apex():
     ],
 )
 def test_imports_that_stay(before, after):
-    used = "apex.x()\nReducer()\namp.x()\n"
+    used = "apex.amp.init()\nReducer()\namp.x()\n"
     assert migrated(before + used, "narrowcast").text == after + used
 
 

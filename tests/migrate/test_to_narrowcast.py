@@ -1,7 +1,11 @@
 """``torch.amp`` becomes narrowcast where that is asked for."""
 
+import importlib
+
 import pytest
-from rewriting import migrated
+from rewriting import left_alone, migrated
+
+from narrowcast.migrate._apex_kept import OFFERED
 
 GOLDEN = {
     "full names": (
@@ -80,3 +84,73 @@ def test_rewritten(name):
 def test_only_on_request():
     text = GOLDEN["full names"][0]
     assert migrated(text).text == text
+
+
+KEPT = {
+    "a module that it has not": (
+        "from apex.normalization import FusedLayerNorm as LN\n",
+        "from apex.normalization import FusedLayerNorm as LN\n",
+        "torch.nn.LayerNorm",
+    ),
+    "one name of several": (
+        "from apex.parallel import Reducer as R, LARC\n",
+        "from apex.parallel import LARC\nfrom narrowcast.apex.parallel import Reducer as R\n",
+        "timm.optim.Lars",
+    ),
+    "a module of several": (
+        "from apex import amp as a, mlp\n",
+        "from apex import mlp\nfrom narrowcast.apex import amp as a\n",
+        "torch.nn.Sequential",
+    ),
+    "a file of a module that it has": (
+        "from apex.parallel.distributed import DistributedDataParallel\n",
+        "from narrowcast.apex.parallel import DistributedDataParallel\n",
+        None,
+    ),
+    "what a file of apex has for itself": (
+        "from apex.parallel.distributed import flat_dist_call\n",
+        "from apex.parallel.distributed import flat_dist_call\n",
+        "parallel.distributed.flat_dist_call",
+    ),
+    "a plain import": (
+        "import os, apex.contrib.xentropy as xe, apex.amp as a\n",
+        "import os, apex.contrib.xentropy as xe\nimport narrowcast.apex.amp as a\n",
+        "contrib.xentropy",
+    ),
+    "what is taken of apex as a whole": (
+        "import apex\nn = apex.normalization.FusedLayerNorm\nopt = apex.amp.state_dict()\n",
+        "import apex\nn = apex.normalization.FusedLayerNorm\nopt = apex.amp.state_dict()\n",
+        "torch.nn.LayerNorm",
+    ),
+    "lists and the state, which are modules": (
+        "from apex.amp.lists import torch_overrides\nfrom apex.amp.lists.torch_overrides import CASTS\n"
+        "from apex.amp._amp_state import _amp_state, warn_or_err\n",
+        "from narrowcast.apex.amp.lists import torch_overrides\n"
+        "from narrowcast.apex.amp.lists.torch_overrides import CASTS\n"
+        "from narrowcast.apex.amp._amp_state import _amp_state, warn_or_err\n",
+        None,
+    ),
+}
+
+
+USED = (
+    "LN", "LARC", "a", "R", "mlp", "DistributedDataParallel", "flat_dist_call", "xe", "torch_overrides",
+    "CASTS", "_amp_state", "warn_or_err",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_only_what_narrowcast_has_is_imported_from_it(name):
+    before, after, instead = KEPT[name]
+    rest = "from apex import amp\nm = amp.initialize(m, opt_level='O3')\n"
+    rest += f"use({', '.join(name for name in USED if name in before)})\n"
+    outcome = migrated(before + rest, "narrowcast")
+    assert outcome.text == after + rest.replace("from apex", "from narrowcast.apex")
+    left = [message for _, message in left_alone(outcome)]
+    assert not left if instead is None else any(instead in message for message in left)
+
+
+@pytest.mark.parametrize("module", OFFERED)
+def test_what_is_imported_from_narrowcast_is_there(module):
+    there = importlib.import_module(f"narrowcast.{module}")
+    assert not OFFERED[module] or set(there.__all__) == OFFERED[module]

@@ -13,7 +13,8 @@ from narrowcast.migrate._apex_banned import read_banned, refuse_inside
 from narrowcast.migrate._apex_calls import Calls
 from narrowcast.migrate._apex_check import check
 from narrowcast.migrate._apex_flow import Flow, Function
-from narrowcast.migrate._apex_imports import keep_with_narrowcast, remove_imports
+from narrowcast.migrate._apex_imports import remove_imports
+from narrowcast.migrate._apex_kept import keep_with_narrowcast
 from narrowcast.migrate._apex_looks import write_looks
 from narrowcast.migrate._apex_plain import plain_backwards, scale_plain
 from narrowcast.migrate._apex_plan import RULE, Plan, device_type, is_apex
@@ -67,11 +68,11 @@ def apex(source: Source, settings: Settings) -> Changes:
     if not plan.refused:
         return plan.changes
     left = Changes()
-    kept = settings.target == "narrowcast"
+    if settings.target == "narrowcast":
+        keep_with_narrowcast(source, left)
+    kept = bool(left.edits)
     for at, reason in dict.fromkeys(plan.refused):
         left.tell(at, RULE, f"kept, with narrowcast.apex: {reason}" if kept else reason, fixed=kept)
-    if kept:
-        keep_with_narrowcast(source, left)
     return left
 
 

@@ -29,6 +29,12 @@ class _Optimizer:
 
 _FLOAT = "to_python_float"
 _SET = {"set_grad_none": True}
+_ADAM = _Optimizer(
+    "Adam",
+    {"bias_correction": True, "adam_w_mode": False, "amsgrad": False, **_SET},
+    ("bias_correction", "adam_w_mode", "amsgrad", "set_grad_none"),
+    {"fused": "True"},
+)
 _OPTIMIZERS = {
     "apex.optimizers.FusedAdam": _Optimizer(
         "AdamW",
@@ -179,11 +185,12 @@ def _fused(plan: Plan, reference: Reference, optimizer: _Optimizer) -> None:
     if call is None or not is_plain(call) or len(call.args) > optimizer.in_place:
         plan.refuse(reference.node, f"{name} with arguments that are not written out by name")
         return
+    if any(one.arg == "adam_w_mode" and _same(one.value, False) for one in call.keywords):
+        optimizer = _ADAM
     for keyword in call.keywords:
         if keyword.arg in optimizer.fixed and not _same(keyword.value, optimizer.fixed[keyword.arg]):
-            plan.refuse(
-                keyword.value, f"{name}({keyword.arg}=...): torch.optim.{optimizer.name} has no such way"
-            )
+            asked = f"{name}({keyword.arg}={plan.source.code(keyword.value)})"
+            plan.refuse(keyword.value, f"{asked}: torch.optim.{optimizer.name} has no such way")
     given = {str(keyword.arg) for keyword in call.keywords}
     if len(call.args) > 1:
         given.add("lr")

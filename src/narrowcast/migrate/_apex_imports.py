@@ -1,4 +1,4 @@
-"""Imports of apex: gone with their last use, or of ``narrowcast.apex`` where the calls stay."""
+"""Imports of apex: gone with their last use."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ import ast
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from narrowcast.migrate._apex_plan import RULE, Plan, is_apex
-from narrowcast.migrate._changes import Changes
-from narrowcast.migrate._fragments import without_names
+from narrowcast.migrate._apex_kept import FP16_UTILS
+from narrowcast.migrate._apex_plan import Plan, is_apex
 from narrowcast.migrate._imports import GONE, Moves, move_imports
 from narrowcast.migrate._source import Imported, Source
 from narrowcast.migrate._text import import_line, reaches
 from narrowcast.migrate._to_narrowcast import narrowcast_name
 from narrowcast.migrate._walk import walk
-
-_FP16_UTILS = {
-    "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler", "clip_grad_norm",
-    "convert_module", "convert_network", "master_params_to_model_params", "model_grads_to_master_grads",
-    "network_to_half", "prep_param_lists", "to_python_float", "tofp16",
-}  # fmt: skip
 
 
 def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
@@ -76,7 +69,7 @@ def _refuse_star(plan: Plan, one: Imported) -> None:
     names = {
         node.id for node in plan.source.nodes if isinstance(node, ast.Name) and id(node) not in plan.done
     }
-    used = sorted(names & _FP16_UTILS)
+    used = sorted(names & FP16_UTILS)
     if one.full != "apex.fp16_utils.*":
         plan.refuse(one.statement, "a star import of apex: what of it is used is not known")
     elif used:
@@ -149,32 +142,3 @@ def _only_tells(handler: ast.ExceptHandler, flags: Sequence[ast.stmt] = ()) -> b
         or (_is_flag(one) and _names([one]) <= names)
         for one in handler.body
     )
-
-
-def keep_with_narrowcast(source: Source, changes: Changes) -> None:
-    """Import from ``narrowcast.apex`` what was imported from apex; every call stays."""
-    for statement in source.nodes:
-        if isinstance(statement, ast.ImportFrom) and not statement.level and is_apex(statement.module or ""):
-            text = source.code(statement)
-            at = text.index(statement.module or "", len("from"))
-            start = source.start(statement) + at
-            changes.insert(start, "narrowcast.")
-            changes.tell(source.start(statement), RULE, "imported from narrowcast.apex instead", fixed=True)
-        elif isinstance(statement, ast.Import) and any(is_apex(alias.name) for alias in statement.names):
-            _keep_plain(source, changes, statement)
-
-
-def _keep_plain(source: Source, changes: Changes, statement: ast.Import) -> None:
-    ours = [alias for alias in statement.names if is_apex(alias.name)]
-    rest = without_names(source.code(statement), [alias.name for alias in ours])
-    lines = [rest] if rest is not None else []
-    for alias in ours:
-        if alias.asname:
-            lines.append(f"import narrowcast.{alias.name} as {alias.asname}")
-        else:
-            if alias.name != "apex":
-                lines.append(f"import narrowcast.{alias.name}")
-            lines.append("from narrowcast import apex")
-    between = source.newline + source.indent(statement) if source.stands_alone(statement) else "; "
-    changes.replace(source.span(statement), between.join(dict.fromkeys(lines)))
-    changes.tell(source.start(statement), RULE, "imported from narrowcast.apex instead", fixed=True)
