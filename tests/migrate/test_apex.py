@@ -551,7 +551,14 @@ REFUSED = {
     ),
     "decorated functions": ("@amp.half_function\ndef f(): pass\n" + INITIALIZE + LOOP, 6, "half_function"),
     "no initialize": (LOOP, 9, "amp.initialize is not in this file"),
-    "no backward pass": (INITIALIZE, 6, "scale_loss is not in this file"),
+    "no backward pass": (INITIALIZE, 6, "scale_loss is not in this file: the backward pass is elsewhere"),
+    "a plain backward pass alone": (
+        INITIALIZE + "loss_of(model(x)).backward()\n", 6, "not in this file: line 7 goes backward without it"
+    ),
+    "fp16_utils": (
+        "from apex.fp16_utils import FP16_Optimizer\nFP16_Optimizer(o)\n" + INITIALIZE + LOOP,
+        7, "keep the weights in fp32 and use a GradScaler",
+    ),
     "no step": (INITIALIZE + LOOP.replace("optimizer.step", "engine.step"), 10, "step() of optimizer"),
     "a closure": (INITIALIZE + LOOP.replace("r.step()", "r.step(closure)"), 12, "closure"),
     "no check": (
@@ -773,7 +780,7 @@ def test_binary_cross_entropy_that_no_region_ends_before_keeps_the_file(name):
     text = HEAD + made + INITIALIZE + LOOP.replace("    loss = loss_of(model(x), y)  # both\n", loss)
     outcome = migrated(text)
     assert outcome.text == text
-    assert any("use BCEWithLogitsLoss" in message for _, message in left_alone(outcome)), outcome.findings
+    assert all("use BCEWithLogitsLoss" in message for _, message in left_alone(outcome)), outcome.findings
     kept = migrated(text, "narrowcast")
     assert kept.text == text.replace("from apex", "from narrowcast.apex")
 
@@ -805,3 +812,55 @@ def test_on_the_cpu_a_region_holds_binary_cross_entropy():
     head = HEAD.replace(".cuda()", ".to('cpu')") + "criterion = torch.nn.BCELoss()\n"
     text = migrated(head + INITIALIZE + LOOP.replace("loss_of", "criterion")).text
     assert "        loss = criterion(model(x), y)" in text
+
+
+def test_what_helps_where_initialize_is_elsewhere():
+    (message,) = [text for _, text in left_alone(migrated(HEAD + LOOP)) if "initialize" in text]
+    assert message.endswith("migrate --to narrowcast, or move both into one file")
+    (message,) = [text for text in told(migrated(HEAD + LOOP, "narrowcast")) if "initialize" in text]
+    assert "migrate" not in message
+
+
+@pytest.mark.parametrize(
+    ("target", "words"), [("torch", "leave this line out once"), ("narrowcast", "from_state")]
+)
+def test_what_helps_with_a_state_that_apex_saved(target, words):
+    messages = told(migrated(HEAD + INITIALIZE + "amp.load_state_dict(amp.state_dict())\n" + LOOP, target))
+    assert sum(words in message for message in messages) == 1
+
+
+def test_a_level_that_nothing_refuses_any_more_is_told_of():
+    call = INITIALIZE.replace('"O1"', "args.level")
+    assert any("misspelt" in message for message in told(migrated(HEAD + call + LOOP)))
+
+
+@pytest.mark.parametrize(
+    ("move", "is_told"), [("", 1), (".to(place)", 1), (".cuda()", 0), (".to('cuda:1')", 0)]
+)
+def test_a_device_that_is_nowhere_named_is_told_of_once(move, is_told):
+    messages = told(migrated(HEAD.replace(".cuda()", move) + INITIALIZE + LOOP + LOOP))
+    assert sum("no device is named" in message for message in messages) == is_told
+
+
+def test_delayed_unscaling_is_told_of():
+    loop = LOOP.replace("optimizer) as", "optimizer, delay_unscale=last) as")
+    assert any("delay_unscale goes" in message for message in told(migrated(HEAD + INITIALIZE + loop)))
+    assert not any("delay_unscale" in message for message in told(migrated(HEAD + INITIALIZE + LOOP)))
+
+
+def test_batch_norms_say_when_they_need_cuda():
+    text = "from apex.parallel import convert_syncbn_model\nm = convert_syncbn_model(m)\n"
+    assert any("in a process group it needs CUDA" in message for message in told(migrated(text)))
+
+
+@pytest.mark.parametrize(
+    ("use", "words"), [("", "nothing here reads the answer"), ("print(there)\n", "not known")]
+)
+def test_why_a_question_for_apex_stays(use, words):
+    text = "try:\n    from apex import amp\n    there = True\nexcept ImportError:\n    there = False\n"
+    assert [words in message for _, message in left_alone(migrated(text + use))] == [True]
+
+
+def test_only_what_is_used_is_imported():
+    before = "import torch\nfrom apex.normalization import FusedLayerNorm as LN\nn = LN(8)\n"
+    assert migrated(before, "narrowcast").text == "import torch\nn = torch.nn.LayerNorm(8)\n"

@@ -66,9 +66,18 @@ def test_the_option_no_longer_offers_apex():
     assert not any("nothing refuses" in message for message in told(outcome))
 
 
-def test_that_nothing_refuses_apex_any_more_is_told():
-    outcome = migrated(HEAD + f"if args.amp == 'apex':\n{APEX}elif args.amp == 'torch':\n{NATIVE}")
-    assert any("nothing refuses 'apex'" in message for message in told(outcome))
+NOW = {
+    "no branch": f"if args.amp == 'apex':\n{APEX}elif args.amp == 'torch':\n{NATIVE}",
+    "the else branch": f"if args.amp == 'torch':\n{NATIVE}elif args.amp == 'apex':\n{APEX}else:\n{PLAIN}",
+    "the else branch is": f"if args.amp == 'apex':\n{APEX}elif args.amp == 'torch':\n{NATIVE}else:\n{PLAIN}",
+    "torch.amp runs for every value": f"if args.amp == 'apex':\n{APEX}else:\n{NATIVE}",
+    "torch.amp runs for every value, 'apex'": f"if args.amp != 'apex':\n{NATIVE}else:\n{APEX}",
+}
+
+
+@pytest.mark.parametrize("words", NOW)
+def test_what_apex_gets_now_is_told(words):
+    assert any(words in message for message in told(migrated(HEAD + NOW[words])))
 
 
 def test_apex_outside_a_branch_of_its_own_keeps_all_of_it():

@@ -17,7 +17,7 @@ from narrowcast.migrate._apex_imports import remove_imports
 from narrowcast.migrate._apex_kept import keep_with_narrowcast
 from narrowcast.migrate._apex_looks import write_looks
 from narrowcast.migrate._apex_plain import plain_backwards, scale_plain
-from narrowcast.migrate._apex_plan import RULE, Plan, device_type, is_apex
+from narrowcast.migrate._apex_plan import RULE, Plan, device_type, is_apex, names_cuda
 from narrowcast.migrate._apex_regions import Frame, Span
 from narrowcast.migrate._apex_setup import (
     Scaler,
@@ -33,12 +33,13 @@ from narrowcast.migrate._apex_steps import (
     Blocks,
     find_steps,
     in_plain_branch,
+    is_backward,
     read_blocks,
     write_block,
     write_steps,
 )
 from narrowcast.migrate._changes import Changes
-from narrowcast.migrate._settings import Settings
+from narrowcast.migrate._settings import Settings, Target
 from narrowcast.migrate._source import Reference, Source
 from narrowcast.migrate._text import module_line, remove, wrap
 
@@ -54,6 +55,13 @@ _OVERFLOW_IN_ONE = (
     "an overflow in the gradients of one of these optimizers leaves out its step alone, where apex left "
     "out those of all; nc.GradScaler.step_together does as apex"
 )
+_FINDS_ITSELF = "leave this line out once, and the scale finds itself again"
+_OF_APEX: dict[Target, str] = {
+    "torch": f"one that apex saved does not load into it: {_FINDS_ITSELF}",
+    "narrowcast": "one that apex saved does not load into it: make it once with "
+    f"schedule=nc.scaling.from_state(state)[0], or {_FINDS_ITSELF}",
+}
+_BY_HAND = 'keep the weights in fp32 and use a GradScaler, or nc.Stepper(model, optimizer, "O2")'
 _OF_TRAINING = {f"apex.amp.{name}" for name in ("state_dict", "load_state_dict", "master_params")}
 
 
@@ -93,7 +101,8 @@ def _write(plan: Plan) -> None:
             blocks[0].statement
             if blocks
             else plan.references("amp.state_dict", "amp.load_state_dict")[0].node,
-            "amp.initialize is not in this file, so that it is not known what the scaler belongs to",
+            "amp.initialize is not in this file, so that it is not known what the scaler belongs to"
+            + (": migrate --to narrowcast, or move both into one file" if plan.target == "torch" else ""),
         )
     if not plan.refused and setups:
         _write_training(plan, flow, setups, blocks, rules)
@@ -133,7 +142,7 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
     banned = read_banned(plan, flow)
     spans = _regions(plan, flow, blocks, [*steps, *banned])
     refuse_inside(plan, spans, banned)
-    if not spans:
+    if not spans and not (banned and plan.refused):
         plan.refuse(setups[0].call, "no call of the model is in this file, around which a region could stand")
     if plan.refused:
         return
@@ -154,10 +163,7 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
         users += [first for first, _ in spans]
     scaler = place_scaler(plan, setups, users) if users else None
     lines = [_policy(plan, rules)] if rules else []
-    if "torch.cuda" in plan.device:
-        name = next(word for word in ("amp_device", "device_of_amp") if word not in source.names.taken())
-        lines.append(f"{name} = {plan.device}")
-        plan.device = name
+    lines += _device_line(plan, setups)
     if scaler is not None and scaler.place == "global":
         lines.append(write_global(plan, scaler, setups))
     _write_setups(plan, setups, scaler)
@@ -168,6 +174,8 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
         for block in blocks:
             write_block(plan, block, scaler)
             plan.note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
+            if any(one.arg == "delay_unscale" for one in block.call.keywords):
+                plan.note(block.call, "delay_unscale goes: the step unscales once")
             if len(block.optimizers) > 1:
                 plan.note(block.call, _OVERFLOW_IN_ONE)
         for backward in plain:
@@ -179,9 +187,26 @@ def _write_training(plan: Plan, flow: Flow, setups: list[Setup], blocks: Blocks,
         _write_lines(plan, lines)
 
 
+def _device_line(plan: Plan, setups: list[Setup]) -> list[str]:
+    """The line of the module that names the device where that is asked; tells where nothing names one."""
+    if plan.device == '"cuda"' and not names_cuda(plan.source):
+        plan.note(setups[0].call, 'no device is named in this file: it is taken to be "cuda", as for apex')
+    if "torch.cuda" not in plan.device:
+        return []
+    name = next(word for word in ("amp_device", "device_of_amp") if word not in plan.source.names.taken())
+    line = f"{name} = {plan.device}"
+    plan.device = name
+    return [line]
+
+
 def _check_setups(plan: Plan, setups: list[Setup], blocks: Blocks) -> None:
     if not blocks and any(setup.optimizers for setup in setups):
-        plan.refuse(setups[0].call, "amp.scale_loss is not in this file: the backward pass is elsewhere")
+        source = plan.source
+        plain = next((one for one in source.nodes if is_backward(one)), None)
+        where = "the backward pass is elsewhere"
+        if plain is not None:
+            where = f"line {source.line_of(source.start(plain))[0]} goes backward without it"
+        plan.refuse(setups[0].call, f"amp.scale_loss is not in this file: {where}")
     if len({(tuple(one.scaler), tuple(one.enabled)) for one in setups}) > 1:
         plan.refuse(setups[1].call, "two calls of amp.initialize that ask for different things")
 
@@ -201,7 +226,8 @@ def _write_states(plan: Plan, states: list[Reference], scaler: Scaler) -> None:
         method = reference.full.rpartition(".")[2]
         name = scaler.at(plan.source, reference.node)
         plan.changes.replace(plan.source.span(reference.node), f"{name}.{method}")
-        plan.note(reference.node, "the state is the scaler's; one that apex saved does not load into it")
+        told = "the state is the scaler's"
+        plan.note(reference.node, told if method == "state_dict" else f"{told}; {_OF_APEX[plan.target]}")
 
 
 def _write_lines(plan: Plan, lines: list[str]) -> None:
@@ -279,4 +305,5 @@ def _why(full: str) -> str:
         return f"amp.{name} has no equivalent: {_UNKNOWN[name]}"
     if full == "apex.amp":
         return "apex.amp itself is handed on or compared, and what is done with it is not known"
-    return f"{full} has no equivalent that computes the same"
+    advice = f": {_BY_HAND}" if full.startswith("apex.fp16_utils.") else ""
+    return f"{full} has no equivalent that computes the same{advice}"

@@ -151,7 +151,7 @@ def _syncbn(plan: Plan, references: list[Reference]) -> str | None:
         plan.changes.replace(
             plan.source.span(reference.node), "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
         )
-        plan.note(call, "torch's SyncBatchNorm, which needs CUDA and a process group when it trains")
+        plan.note(call, "torch's SyncBatchNorm: in a process group it needs CUDA when it trains")
     return None
 
 

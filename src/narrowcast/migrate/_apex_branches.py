@@ -48,10 +48,25 @@ def apex_branches(source: Source, settings: Settings) -> Changes:
         _take_out(source, changes, guard, removed)
         message = f"the branch for apex goes, and that for torch.amp stays ({source.code(guard.node.test)})"
         if not offered and re.search("""['"]apex['"]""", source.code(guard.node.test)):
-            message += "; nothing refuses 'apex' here now, with which no branch is taken"
+            message += f"; {_what_apex_gets(source, guard)}"
         changes.tell(source.start(guard.node), RULE, message, fixed=True)
     remove(source, changes, removed)
     return changes
+
+
+def _what_apex_gets(source: Source, guard: _Guard) -> str:
+    """What runs where the script is still started with 'apex'."""
+    node = guard.node
+    if not source.text.startswith("elif", source.start(node)) and (
+        not guard.in_body or (node.orelse and not _next_is_elif(source, node))
+    ):
+        return "this is no longer asked: torch.amp runs for every value, 'apex' too"
+    while node.orelse and _next_is_elif(source, node):
+        assert isinstance(node.orelse[0], ast.If)
+        node = node.orelse[0]
+    if node.orelse or not guard.in_body:
+        return "nothing refuses 'apex' here now, with which the else branch is taken"
+    return "nothing refuses 'apex' here now, with which no branch is taken"
 
 
 def _guard(source: Source, reference: Reference) -> _Guard | None:

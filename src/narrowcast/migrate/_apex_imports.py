@@ -39,7 +39,11 @@ def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
 
         elif _probes(source, one):
             plan.refuse(
-                one.statement, "this asks whether apex is there, and what follows from that is not known"
+                one.statement,
+                "this asks whether apex is there, and what follows from that is not known"
+                if _answers(source, one)
+                else "this asks whether apex is there, and nothing here reads the answer: it can go, unless "
+                "another file imports it",
             )
     used = {(one.scope, one.name) for one in source.references}
     kept = {one.full for one in ours if one.full in homes and (one.scope, one.name) in used}
@@ -56,7 +60,7 @@ def remove_imports(plan: Plan, homes: dict[str, str]) -> None:
             source.tree.body[0], "nc is the name of something else in this file, or narrowcast's is another"
         )
     wanted = [("torch", "torch")] if plan.needs_torch else []
-    if plan.target == "narrowcast" and plan.needs_torch:
+    if plan.target == "narrowcast" and any("nc." in one.text for one in plan.changes.edits):
         wanted.append(("nc", "narrowcast"))
     for name, module in wanted:
         if not reaches(source, name, module):
@@ -88,6 +92,14 @@ def _probes(source: Source, one: Imported) -> bool:
     ):
         return False
     return not any(is_apex(used.full) for used in source.references)
+
+
+def _answers(source: Source, one: Imported) -> bool:
+    """Whether the file reads what the ``try`` around an import sets."""
+    around = source.parents[one.statement]
+    set_there = _names([node for node in ast.walk(around) if isinstance(node, ast.Assign)])
+    read = {node.id for node in source.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return not set_there or bool(set_there & read)
 
 
 def _take_out_tries(plan: Plan) -> None:

@@ -102,11 +102,19 @@ def device_type(source: Source) -> str:
     is meant for other machines too.
     """
     names = [node for node in source.nodes if isinstance(node, ast.Attribute)]
-    words = [node.value for node in source.nodes if isinstance(node, ast.Constant)]
     asks = any(node.attr == "is_available" and "cuda" in source.code(node.value) for node in names)
-    cuda = any(node.attr == "cuda" for node in names) or any(
-        isinstance(word, str) and word.partition(":")[0] == "cuda" for word in words
-    )
     if asks:
         return '"cuda" if torch.cuda.is_available() else "cpu"'
-    return '"cpu"' if not cuda and "cpu" in words else '"cuda"'
+    return '"cpu"' if not names_cuda(source) and "cpu" in _words(source) else '"cuda"'
+
+
+def names_cuda(source: Source) -> bool:
+    """Whether a script says ``.cuda()``, ``torch.cuda`` or ``"cuda:0"``."""
+    return any(isinstance(node, ast.Attribute) and node.attr == "cuda" for node in source.nodes) or any(
+        word.partition(":")[0] == "cuda" for word in _words(source)
+    )
+
+
+def _words(source: Source) -> set[str]:
+    values = (node.value for node in source.nodes if isinstance(node, ast.Constant))
+    return {value for value in values if isinstance(value, str)}

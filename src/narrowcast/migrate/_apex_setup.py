@@ -109,7 +109,8 @@ def _read_level(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
         plan.note(
             call,
             f"opt_level is read when the script runs: every level but O0 is now O1's way, fp32 weights and "
-            f"{plan.spelling.autocast}; O2's and O3's half weights are not kept",
+            f"{plan.spelling.autocast}; O2's and O3's half weights are not kept; a level that is "
+            "missing or misspelt, which apex refused, counts as O1",
         )
     elif level.value not in _LEVELS:
         plan.refuse(level, f"opt_level {level.value!r} is none of O0, O1, O2 and O3 (with the letter O)")
