@@ -763,6 +763,19 @@ INSIDE = {
         "        return torch.nn.functional.binary_cross_entropy(self.net(x).float(), x)\n",
         "    loss = model(x)\n",
     ),
+    "in a forward pass that calls a model": (
+        "class Whole(torch.nn.Module):\n    def forward(self, x, y):\n        out = model(x)\n"
+        "        return torch.nn.functional.binary_cross_entropy(out.float(), y)\n\n\nwhole = Whole()\n",
+        "    out = model(x)\n    loss = whole(x, y)\n",
+    ),
+    "in a function that is called out of sight": (
+        BCE + "def loss_of(out, y):\n    return criterion(out.float(), y)\n\n\nways = [loss_of]\n",
+        "    loss = ways[0](model(x), y)\n",
+    ),
+    "with a function of the file that is called as one of torch's": (
+        BCE + "def flatten(out):\n    return out.exp()\n",
+        "    out = model(x)\n    loss = criterion(flatten(out).float(), y)\n",
+    ),
     "one of several": ("losses = [torch.nn.BCELoss()]\n", "    loss = losses[0](model(x).float(), y)\n"),
     "one or another": (BCE + "if other:\n    criterion = other\n", APART),
     "as a value": (

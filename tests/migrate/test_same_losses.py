@@ -114,3 +114,43 @@ def test_what_was_kept_with_narrowcast_apex_runs():
     kept = migrated(text.replace("narrowcast.apex", "apex"), "narrowcast").text
     assert kept == textwrap.dedent(text)
     assert len(printed(kept)) == 4
+
+
+# apex computed it on float32 inputs alone, and torch refuses it in a region on CUDA.
+BCE = """\
+import torch
+from narrowcast.apex import amp
+
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.Sigmoid()).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+criterion = torch.nn.BCELoss()
+x = torch.randn(16, 8).to(device)
+target = (x[:, :1] > 0).float()
+for step in range(4):
+    LOSS
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print(loss.item().hex())
+"""
+
+
+@pytest.mark.parametrize("target", ["torch", "narrowcast"])
+def test_binary_cross_entropy_after_the_region(target):
+    text = BCE.replace("LOSS", "out = model(x)\n    loss = criterion(out.float(), target)")
+    before = numbers(printed(text))
+    amp.shutdown()
+    after = migrated(text.replace("narrowcast.apex", "apex"), target).text
+    assert "autocast" in after
+    assert numbers(printed(after)) == pytest.approx(before, rel=8 * 2**-11)
+
+
+def test_binary_cross_entropy_of_the_model_itself_runs_with_narrowcast_apex():
+    text = BCE.replace("LOSS", "loss = criterion(model(x).float(), target)")
+    kept = migrated(text.replace("narrowcast.apex", "apex"), "narrowcast").text
+    assert kept == text
+    assert len(printed(kept)) == 4

@@ -146,12 +146,13 @@ def _is_apart(source: Source, call: ast.Call, banned: list[ast.Call]) -> bool:
         top = source.parents[top]
     known = {id(one) for one in banned}
     known |= {id(one) for one, full in source.calls() if full in _LOSSES}
+    own = {one.name for one in source.nodes if isinstance(one, Function)}
     for node in ast.walk(top):
         if isinstance(node, ast.Lambda | ast.comprehension | ast.Await | ast.NamedExpr):
             return False
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult | ast.Pow):
             return False
-        if isinstance(node, ast.Call) and id(node) not in known and _name(node) not in _ALIKE:
+        if isinstance(node, ast.Call) and id(node) not in known and _name(node) not in _ALIKE - own:
             return False
     return True
 
