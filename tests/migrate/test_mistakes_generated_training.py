@@ -84,13 +84,14 @@ def same(one, two):
     return None not in (one, two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=300)
 @given(loops())
 @example([BACKWARD, CLIP, BACKWARD, *RIGHT[3:]])
 @example([BACKWARD, "unscale(optimizer)", BACKWARD, CLIP, *RIGHT[3:]])
 @example([BACKWARD, "scaler.step(optimizer)", "scaler.update()", *RIGHT[3:]])
 @example([BACKWARD, CLIP, *RIGHT[3:6], BACKWARD, RIGHT[1], "scaler.update()", ZERO])
 @example([BACKWARD, CLIP, "if i < 9:", f"    {CLIP}", *RIGHT[3:]])
+@example([*RIGHT[:2], "if i % 2:", *(f"    {one}" for one in ("scaler.update()", *RIGHT[2:5])), *RIGHT[5:]])
 def test_a_mend_makes_no_right_program_wrong_and_none_raise(lines):
     text = HEAD + "".join(f"    {line}\n" for line in lines)
     after = migrate_text(IMPORT + text, Settings()).text

@@ -251,6 +251,9 @@ class Fixes:
         if not steps or scales or self._statement(steps[-1]) is None:
             return None
         block = self._block(update)
+        here = {id(one.value) for one in block if isinstance(one, ast.Expr)}
+        if any(id(call) not in here for call in self._calls(update, seen.scaler, "update")):
+            return None  # another may come right after the one that moves
         stepped = [
             text_of(node.args[0])
             for one in block
