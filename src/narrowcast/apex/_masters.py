@@ -93,7 +93,7 @@ class Masters:
 
 def _seen(lows: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Seen]:
     """Each with what it is now; waits for the device."""
-    sums = {low: _checksum(low.detach().view(torch.int16).reshape(-1)) for low in lows}
+    sums = {low: _checksum(_integers(low.detach().reshape(-1))) for low in lows}
     if not sums:
         return {}
     device = next(iter(sums)).device
@@ -102,6 +102,12 @@ def _seen(lows: Iterable[torch.Tensor]) -> dict[torch.Tensor, _Seen]:
 
 
 _AT_ONCE = 2**18
+
+
+def _integers(low: torch.Tensor) -> torch.Tensor:
+    """The bits of a flat tensor in a low format, four values in an integer where they fit."""
+    fits = len(low) % 4 == 0 and low.storage_offset() % 4 == 0
+    return low.view(torch.int64 if fits else torch.int16)
 
 
 def _checksum(numbers: torch.Tensor) -> torch.Tensor:
@@ -122,7 +128,8 @@ def _checksum(numbers: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**63), 2**63 - 1, (_AT_ONCE,), generator=generator, device="cpu").to(device)
+    found = torch.randint(-(2**63), 2**63 - 1, (_AT_ONCE,), generator=generator, device="cpu")
+    return (found | 1).to(device)  # an even one would lose the first bits of what it multiplies
 
 
 def masters_of(weight: torch.Tensor) -> Masters | None:
