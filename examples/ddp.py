@@ -22,6 +22,7 @@ distance that a weight has moved.
 
 # %%
 import argparse
+import gc
 import math
 import os
 import tempfile
@@ -247,6 +248,9 @@ def train(rank: int, world: int, meeting: str, arguments: argparse.Namespace) ->
                 overflow_at=arguments.overflow_at,
             )
         )
+    # DDP ends before its group: one that ends with it waits, with Python's lock held, for threads that
+    # may want that lock.
+    gc.collect()
     dist.destroy_process_group()
 
 

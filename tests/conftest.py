@@ -6,6 +6,7 @@ Warnings are errors (pyproject.toml) and the order is random (pytest-randomly, w
 import multiprocessing.process
 import os
 import random
+import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -37,6 +38,9 @@ BUDGET_S = defaultdict(
 _spent_s: dict[str, float] = defaultdict(float)
 
 torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores it, and so would each process that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _global_state() -> dict[str, object]:

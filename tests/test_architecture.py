@@ -2,13 +2,13 @@
 
 import ast
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import narrowcast
+from child_processes import output_of
 
 SOURCE = Path(narrowcast.__file__).parent
 ORDER = [
@@ -125,8 +125,8 @@ def test_nothing_is_imported_by_star():
 
 def modules_after(code: str) -> set[str]:
     program = f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return set(importlib.import_module("json").loads(done.stdout.splitlines()[-1]))
+    printed = output_of([sys.executable, "-c", program])
+    return set(importlib.import_module("json").loads(printed.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("room", sorted(TORCH_FREE - {"apex", "integrations"}))

@@ -4,7 +4,6 @@ import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import narrowcast
+from child_processes import finished
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (1280, 400)
@@ -22,13 +22,10 @@ ROOMS = sorted(path.stem for path in (ROOT / "docs" / "reference").glob("*.md") 
 def site(tmp_path_factory):
     pytest.importorskip("mkdocs", reason="docs: mkdocs is not installed")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     return folder

@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 import typer
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -59,13 +59,7 @@ PYTHON_BLOCKS = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     said = tmp_path_factory.mktemp("documents") / "outcomes.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", RUNNER, said],
-        input=json.dumps(PYTHON_BLOCKS),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = finished([sys.executable, "-W", "error", "-c", RUNNER, said], given=json.dumps(PYTHON_BLOCKS))
     assert done.returncode == 0, done.stderr
     return json.loads(said.read_text())
 
@@ -94,13 +88,10 @@ def test_the_readmes_commands_run_its_example(tmp_path):
     assert [c[1] for c in commands] == ["run", "compare", "doctor"]
     for _, verb, *rest in commands:
         options = ["--budget-s", "1"] if verb == "doctor" else ["--run-dir", str(tmp_path / verb)]
-        done = subprocess.run(
+        done = finished(
             [sys.executable, "-m", "narrowcast", verb, *options, *rest],
-            capture_output=True,
-            text=True,
             cwd=tmp_path,
             env=os.environ | {"NARROWCAST_CACHE_DIR": str(tmp_path / "cache")},
-            check=False,
         )
         assert done.returncode == 0, done.stderr
         assert ("bf16" if verb == "doctor" else "loss 0.") in done.stdout
@@ -111,12 +102,9 @@ def test_the_readmes_commands_run_its_example(tmp_path):
 def test_the_stepper_of_the_documents_trains_the_digits(policy, tmp_path):
     (code,) = [block for block in blocks(ROOT / "docs" / "stepper.md", "python") if "load_digits" in block]
     assert 'policy="auto"' in code
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-W", "error", "-c", code.replace('policy="auto"', f'policy="{policy}"')],
-        capture_output=True,
-        text=True,
         cwd=tmp_path,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     accuracy = float(re.search(r"accuracy (\S+),", done.stdout)[1])
@@ -204,14 +192,7 @@ def test_what_a_page_shows_runs_by_its_command(document, command, says, tmp_path
         "OMP_NUM_THREADS": "1",
         "PET_STANDALONE": "1",  # torchrun takes a free port then, whoever else uses its usual one
     }
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | own,
-        check=False,
-    )
+    done = finished([sys.executable, "-m", module, *words], cwd=tmp_path, env=os.environ | own)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
 
@@ -244,13 +225,10 @@ def test_commands_of_a_page_run_one_after_the_other(page, tmp_path):
     for command in commands:
         _, verb, *words = shlex.split(command)
         budget = ["--budget-s", "1"] if verb == "doctor" else []
-        done = subprocess.run(
+        done = finished(
             [sys.executable, "-m", "narrowcast", verb, *budget, *words],
-            capture_output=True,
-            text=True,
             cwd=tmp_path,
             env=os.environ | {"NARROWCAST_CACHE_DIR": str(tmp_path / "cache")},
-            check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 

@@ -26,6 +26,7 @@ not seen: `without memory 2.2355 bits a character`, where each segment is read o
 
 # %%
 import argparse
+import gc
 import json
 import math
 import os
@@ -307,11 +308,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     folder = Path(os.environ.get("NARROWCAST_RUN_DIR") or ".")
     folder.mkdir(parents=True, exist_ok=True)
-    if RANKS > 1:
-        dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
     try:
         training = Training(arguments, folder)
         first = training.step
@@ -331,9 +330,20 @@ def main(arguments: argparse.Namespace) -> None:
             print(f"with memory {training.bits_a_character(with_memory=True):.4f} bits a character")
     except (nc.NarrowcastError, FileNotFoundError) as error:
         raise SystemExit(str(error)) from None
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if RANKS == 1:
+        train(arguments)
+        return
+    dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
+    try:
+        train(arguments)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        # DDP ends before its group: one that ends with it waits, with Python's lock held, for threads that
+        # may want that lock.
+        gc.collect()
+        dist.destroy_process_group()
 
 
 # %%

@@ -29,6 +29,7 @@ NARROWCAST_RUN_DIR names, or in the current one.
 
 # %%
 import argparse
+import gc
 import json
 import math
 import os
@@ -299,11 +300,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     folder = Path(os.environ.get("NARROWCAST_RUN_DIR") or ".")
     folder.mkdir(parents=True, exist_ok=True)
-    if RANKS > 1:
-        dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
     try:
         training = Training(arguments, folder)
         first = training.step
@@ -322,9 +321,20 @@ def main(arguments: argparse.Namespace) -> None:
             evaluate(training, folder)
     except nc.NarrowcastError as error:
         raise SystemExit(str(error)) from None
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if RANKS == 1:
+        train(arguments)
+        return
+    dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
+    try:
+        train(arguments)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        # DDP ends before its group: one that ends with it waits, with Python's lock held, for threads that
+        # may want that lock.
+        gc.collect()
+        dist.destroy_process_group()
 
 
 # %%

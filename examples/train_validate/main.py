@@ -22,6 +22,7 @@ current one.
 
 # %%
 import argparse
+import gc
 import os
 import re
 from pathlib import Path
@@ -181,10 +182,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
-    if RANKS > 1:
-        dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
     folder = Path(os.environ.get("NARROWCAST_RUN_DIR") or ".")
     run_folder = folder / "runs" / arguments.scenario
     writer = None
@@ -224,8 +223,20 @@ def main(arguments: argparse.Namespace) -> None:
     finally:
         if writer is not None:
             writer.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if RANKS == 1:
+        train(arguments)
+        return
+    dist.init_process_group("nccl" if arguments.device.type == "cuda" else "gloo")
+    try:
+        train(arguments)
+    finally:
+        # DDP ends before its group: one that ends with it waits, with Python's lock held, for threads that
+        # may want that lock.
+        gc.collect()
+        dist.destroy_process_group()
 
 
 # %%

@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from child_processes import finished
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = ("speech_training.py", "language_apex.py", "language_native_and_apex.py", "language_model.py")
@@ -48,7 +49,7 @@ def migrated(tmp_path_factory):
         for name in NAMES:
             shutil.copy(SCRIPTS / name, folders[target])
         command = [sys.executable, "-m", "narrowcast", "migrate", "--write", "--to", target, folders[target]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = finished(command)
         assert done.returncode == 0, done.stderr
     return folders
 
@@ -82,9 +83,7 @@ def runs(migrated, tmp_path_factory):
         )
         given.append({"words": [*place, *options], "out": str(folder / str(number))})
     command = [sys.executable, str(SCRIPTS / "forked_runs.py")]
-    done = subprocess.run(
-        command, input=json.dumps(given), capture_output=True, text=True, timeout=240, env=ENVIRONMENT
-    )
+    done = finished(command, given=json.dumps(given), env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     for key, job in zip(jobs, given, strict=True):
         found[key] = printed(Path(job["out"]).read_text())
@@ -179,7 +178,7 @@ def test_two_ranks_under_torchrun_train_one_model(tmp_path):
         "--log-dir", str(tmp_path), "--redirects", "3",
         *OURS, str(SCRIPTS / "speech_training.py"), "--amp", "--distributed", "--iterations", "4",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
+    done = finished(command, env=ENVIRONMENT)
     said = [file.read_text() for file in sorted(tmp_path.rglob("stderr.log"))]
     assert done.returncode == 0, (done.stderr, said)
     # Both have the same text here, and print the mean of their losses and their common gradients.

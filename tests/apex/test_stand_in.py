@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
 
 import pytest
 
+import child_processes
 from narrowcast.apex._command import main
 from narrowcast.apex._stand_in import OFFERED, tell_on_first_rank
 
@@ -132,13 +131,6 @@ except ImportError as error:
 """
 
 
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    stdout: str
-    stderr: str
-
-
 class Runs:
     """Scripts started at once, each ended when it is asked for."""
 
@@ -152,21 +144,11 @@ class Runs:
         path.write_text(textwrap.dedent(text))
 
     def start(self, name, *command, **environment):
-        self._processes[name] = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        self._processes[name] = child_processes.start(command, cwd=self.folder, env=environment)
 
     def end(self):
-        ended = {
-            name: process.communicate("a line", timeout=120) for name, process in self._processes.items()
-        }
-        return {name: Ended(self._processes[name].returncode, *said) for name, said in ended.items()}
+        return {name: child_processes.end(process, "a line") for name, process in self._processes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +187,7 @@ def ended(tmp_path_factory):
 @pytest.mark.parametrize(("name", "code"), [("raises", 1), ("exits", 7)])
 def test_a_script_finds_the_world_of_a_plain_run_and_ends_as_there(ended, name, code):
     plain, ours = ended[f"{name} plain"], ended[name]
-    assert plain.code == ours.code == code
+    assert plain.returncode == ours.returncode == code
     assert json.loads(ours.stdout) == json.loads(plain.stdout)
     assert "division by zero" in plain.stderr
     assert ours.stderr == plain.stderr
@@ -213,7 +195,7 @@ def test_a_script_finds_the_world_of_a_plain_run_and_ends_as_there(ended, name, 
 
 def test_every_name_that_scripts_import_is_answered_for(ended):
     found = ended["names"]
-    assert found.code == 0, found.stderr
+    assert found.returncode == 0, found.stderr
     assert found.stderr == ANSWERING
     known = (
         "apex.amp, apex.fp16_utils, apex.multi_tensor_apply, apex.optimizers, apex.parallel and "
@@ -235,13 +217,13 @@ def test_every_name_that_scripts_import_is_answered_for(ended):
 
 def test_what_is_said_names_the_part_that_the_script_asks_for_first(ended):
     found = ended["one part"]
-    assert found.code == 0, found.stderr
+    assert found.returncode == 0, found.stderr
     assert found.stderr == "narrowcast: answering for apex: apex.fp16_utils is narrowcast.apex.fp16_utils\n"
 
 
 def test_spawned_processes_and_workers_of_loaders_are_answered_too(ended):
     found = ended["spawns"]
-    assert found.code == 0, found.stderr
+    assert found.returncode == 0, found.stderr
     assert found.stderr == ANSWERING
     name = "narrowcast.apex.amp"
     assert found.stdout == f"{[name] * 2} {[name] * 2}\n"
@@ -249,7 +231,7 @@ def test_spawned_processes_and_workers_of_loaders_are_answered_too(ended):
 
 def test_an_installed_apex_keeps_what_it_has(ended):
     found = ended["without amp"]
-    assert found.code == 0, found.stderr
+    assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[0] == "True apex.own narrowcast.apex.amp"
     assert "not for apex.contrib" in found.stdout.splitlines()[1]
     assert found.stderr == ANSWERING
@@ -257,7 +239,7 @@ def test_an_installed_apex_keeps_what_it_has(ended):
 
 def test_an_apex_with_an_amp_of_its_own_runs_and_is_named(ended):
     found = ended["with amp"]
-    assert found.code == 0, found.stderr
+    assert found.returncode == 0, found.stderr
     path = found.stdout.strip()
     assert path.endswith("whole/apex/amp.py")
     assert found.stderr == (

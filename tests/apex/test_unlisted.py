@@ -1,10 +1,10 @@
 """What is on no list runs in the type that it is given: every operator that PyTorch has samples of."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from child_processes import finished
 from narrowcast.apex import _lists
 
 SCRIPT = Path(__file__).parent / "scripts" / "unlisted.py"
@@ -31,7 +31,7 @@ CALL_LISTED = {
 
 
 def test_operators_on_no_list_keep_their_types():
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=300)
+    done = finished([sys.executable, SCRIPT])
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["samples"] > 2000

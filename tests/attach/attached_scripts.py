@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import child_processes
 from narrowcast.attach import read_files
 from narrowcast.observe import read_capture
 
@@ -62,20 +62,10 @@ class Runs:
         command = [sys.executable, "-W", "error::RuntimeWarning", str(DRIVER), json.dumps(settings)]
         # Not under ~/.cache, whose files belong to nobody.
         environment = os.environ | {"XDG_CACHE_HOME": str(self._folder / "cache")}
-        process = subprocess.Popen(
-            [*command, "script.py", *words],
-            cwd=self.work,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = child_processes.start([*command, "script.py", *words], cwd=self.work, env=environment)
         return process, folder
 
-    def run(self, text, *words, timeout_s=100, **settings):
+    def run(self, text, *words, limit_s=child_processes.LIMIT_S, **settings):
         process, folder = self.start(text, *words, **settings)
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        finally:
-            process.kill()
-        return Ended(process.returncode, out.splitlines(), err, folder)
+        done = child_processes.end(process, limit_s=limit_s)
+        return Ended(done.returncode, done.stdout.splitlines(), done.stderr, folder)

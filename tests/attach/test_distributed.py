@@ -2,11 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from child_processes import finished
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -18,9 +19,7 @@ def torchrun(script, *arguments, policy, folder, processes=2):
         "-m", "narrowcast", "run", "--policy", policy, "--run-dir", str(folder),
         str(SCRIPTS / script), *arguments,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = finished(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return done, done.stdout + done.stderr
 
 

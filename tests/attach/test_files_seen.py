@@ -1,12 +1,12 @@
 """Which files a script writes, by whatever way, and that a run is ended where it reads an earlier one's."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 from attached_scripts import Runs
 
+from child_processes import output_of
 from narrowcast.attach import READ_OF_AN_EARLIER_RUN, FilesSeen, read_files
 
 
@@ -339,5 +339,5 @@ def test_a_temporary_file_without_a_name_is_no_file_of_its_folder(tmp_path):
         "    file.write(b'x')\n"
         "(folder / 'kept').write_text('x')\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    output_of([sys.executable, "-c", program])
     assert read_files(tmp_path / "files.jsonl").written == (str(tmp_path / "kept"),)

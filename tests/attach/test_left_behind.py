@@ -1,9 +1,9 @@
 """What a run leaves that ends in an odd way, or began in an odd place."""
 
-import subprocess
 import sys
 import textwrap
 
+from child_processes import output_of
 from narrowcast.observe import read_capture
 
 TRAINS = """
@@ -22,7 +22,7 @@ def run_of(folder, text, *before):
     script = folder / "script.py"
     script.write_text(textwrap.dedent(text), encoding="utf-8")
     words = [sys.executable, "-m", "narrowcast", "run", "--run-dir", str(folder / "run"), str(script)]
-    subprocess.run([*before, *words], check=True, capture_output=True)
+    output_of([*before, *words])
     return read_capture(folder / "run" / "capture.jsonl")
 
 

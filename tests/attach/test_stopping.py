@@ -145,7 +145,7 @@ def test_one_that_swallows_everything_is_ended_with_its_capture_complete(runs, c
     ids=["for a thread", "after catching", "at exit", "a thread that never ends"],
 )
 def test_one_that_waits_for_ever_is_ended(runs, waits):
-    ended = runs.run(script(TRAINING, waits), stop_after=5, patience_s=2, timeout_s=60)
+    ended = runs.run(script(TRAINING, waits), stop_after=5, patience_s=2, limit_s=60)
     assert_stopped(ended, 5)
 
 
@@ -170,7 +170,7 @@ def test_processes_that_wait_for_work_are_ended_with_it(runs):
         ),
         stop_after=5,
         patience_s=2,
-        timeout_s=60,
+        limit_s=60,
     )
     assert_stopped(ended, 5)
 

@@ -1,7 +1,6 @@
 """nc.bake: weights are stored in the format that their ops use, and every result is that of nc.apply."""
 
 import copy
-import subprocess
 import sys
 import textwrap
 import threading
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.casting import baked
 from narrowcast.errors import OrderError
 
@@ -349,7 +349,7 @@ def test_an_interrupted_first_call_leaves_nothing_behind():
         handle.restore()
         """
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    done = finished([sys.executable, "-W", "error", "-c", code])
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
 import sys
 import textwrap
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.casting import baked
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
 
@@ -35,12 +35,7 @@ def saved(model):
 
 
 def run_alone(code, folder):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
+    done = finished([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], cwd=folder)
     assert done.returncode == 0, done.stderr
 
 
@@ -232,7 +227,7 @@ def test_a_model_that_has_a_policy_or_is_baked():
 
 def test_ddp_is_refused_where_its_gradients_would_be_lost(tmp_path):
     code = """
-        import copy, os, torch, narrowcast as nc
+        import copy, gc, os, torch, narrowcast as nc
         from narrowcast.errors import UnsupportedError
         from torch.nn.parallel import DistributedDataParallel
 
@@ -259,6 +254,8 @@ def test_ddp_is_refused_where_its_gradients_would_be_lost(tmp_path):
                 wrapped(x).sum().backward()
             assert set(handle.formats) == {"module.1.weight", "module.1.bias"}, handle.formats
             assert model[0].weight.grad is not None
+        del handle, wrapped  # before their group
+        gc.collect()
         torch.distributed.destroy_process_group()
         """
     run_alone(code, tmp_path)

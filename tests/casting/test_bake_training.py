@@ -1,7 +1,6 @@
 """Training beside stored weights (LoRA), and its refusal where stored weights would train."""
 
 import copy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.errors import UnsupportedError
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -117,7 +117,7 @@ ours, theirs = trained(model, 1), trained(reference, 1)
 ended.set()
 print(sorted(set(differing(ours, theirs)) & set(range(8))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = finished([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     # The gradients of the adapters that are used twice, added up in fp32 and not in bf16.
     assert done.stdout == ("[6, 7]\n" if others else "[]\n")

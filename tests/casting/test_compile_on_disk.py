@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
+
+from child_processes import finished
 
 SCRIPT = """
 import json, sys
@@ -64,13 +65,7 @@ def test_two_policies_over_one_cache(tmp_path):
     seen = []
     for name in [*policies, *policies]:
         policies[name].save(tmp_path / "policy.toml")
-        done = subprocess.run(
-            [sys.executable, script, tmp_path / "policy.toml"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = finished([sys.executable, script, tmp_path / "policy.toml"], env=environment)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
         assert found["format"] == found["expected"] == name

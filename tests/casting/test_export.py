@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 import warnings
 
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.casting import cast_exported
 from narrowcast.errors import PolicyError, UnsupportedError
 
@@ -161,11 +161,8 @@ def test_saved_and_loaded_where_narrowcast_is_not(name, tmp_path):
         )
     torch.save(X, tmp_path / "x.pt")
     (tmp_path / "load.py").write_text(LOADS)
-    done = subprocess.run(
-        [sys.executable, *(tmp_path / one for one in ("load.py", "program.pt2", "x.pt", "out.pt"))],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = finished(
+        [sys.executable, *(tmp_path / one for one in ("load.py", "program.pt2", "x.pt", "out.pt"))]
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []

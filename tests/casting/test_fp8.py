@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import re
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed import HashStore, destroy_process_group, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.casting._fp8 import apply_fp8
 from narrowcast.casting._fp8_linear import Fp8Linear
 from narrowcast.errors import MissingExtraError, PolicyError
@@ -455,9 +455,7 @@ APPLY = (
 
 
 def run(code, folder):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=folder, check=False
-    )
+    return finished([sys.executable, "-W", "error", "-c", code], cwd=folder)
 
 
 def test_without_torchao(tmp_path):

@@ -513,6 +513,7 @@ def test_distributed_data_parallel(tmp_path, monkeypatch):
             assert torch.equal(first, plain)
             assert torch.equal(second, plain)
     finally:
+        wrapped = None  # before its group: see docs/several-gpus.md
         torch.distributed.destroy_process_group()
 
 

@@ -6,7 +6,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.errors import UnsupportedError
 
 pytestmark = [
@@ -126,7 +126,7 @@ with torch.autocast("cpu", torch.bfloat16):
     second = compiled(x).dtype
 print(first, second)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = finished([sys.executable, "-c", script])
     assert done.stdout.split() == ["torch.float16", "torch.bfloat16"], done.stderr
 
 
@@ -163,7 +163,7 @@ def test_processes_of_different_rules_share_one_cache_on_disk(tmp_path):
     hits = []
     for given in [*rules, *rules]:
         script = [sys.executable, "-c", ON_DISK, json.dumps(given)]
-        done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment)
+        done = finished(script, env=environment)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["compiled"] == found["eager"]

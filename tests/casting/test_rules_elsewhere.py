@@ -5,7 +5,6 @@ region of that policy, and in one of torch.autocast beside it.
 """
 
 import json
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ from op_lists import check_cpu_entry, cpu_entries, same
 from torch import nn
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.casting import region_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -49,7 +49,7 @@ def test_every_op_of_torchs_lists(policies, name, position, region):
 def test_every_sample_of_every_operator():
     """In a process of its own, since torch's test tools change more than ours may."""
     script = [sys.executable, str(SCRIPTS / "every_sample.py"), "bf16", "fp16"]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=600)
+    done = finished(script, limit_s=600)
     assert done.returncode == 0, done.stderr
     for found in json.loads(done.stdout).values():
         assert found["operators"] > 500

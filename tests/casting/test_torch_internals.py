@@ -4,7 +4,6 @@ Those that graphs need are in ``test_graph_internals``.
 """
 
 import inspect
-import subprocess
 import sys
 import textwrap
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from child_processes import finished
 from narrowcast.casting import _torch_internals as internals
 from narrowcast.policy import autocast_key, operator
 
@@ -55,7 +55,7 @@ def run_in_a_new_process(script):
         "import torch; from narrowcast.casting import _torch_internals as internals; X = torch.randn(4, 4)"
     )
     code = f"{imports}\n{textwrap.dedent(script)}"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = finished([sys.executable, "-c", code])
     assert ended.returncode == 0, ended.stderr
 
 
@@ -237,13 +237,13 @@ torch._functorch.config.backward_pass_autocast = [{"device_type": "cpu"}]
 internals.trace_backward_outside_of_regions()
 assert torch._functorch.config.backward_pass_autocast == [{"device_type": "cpu"}]
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = finished([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
 
 
 def test_casting_does_not_import_the_compiler():
     script = "import sys, narrowcast as nc; nc.autocast; nc.apply; assert 'torch._dynamo' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = finished([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
 
 

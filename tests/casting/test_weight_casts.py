@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.casting import _weight_casts, drop_casts, region_in
 
 rule = nc.rule
@@ -353,7 +353,7 @@ with nc.autocast("cpu", torch.float16):
     nc.casting.drop_casts()
     assert not torch.equal(layer(x), before)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = finished([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
 
 
@@ -387,7 +387,7 @@ def test_a_weight_is_cast_once_in_our_region_and_nothing_is_kept_after_any(layer
 
 def test_no_thread_waits_for_a_cache_with_pythons_lock():
     script = Path(__file__).parent / "scripts" / "threads_that_clear.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = finished([sys.executable, str(script)])
     assert done.returncode == 0, done.stderr
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import child_processes
 from narrowcast.observe import read_capture
 
 END_BLOCK = re.compile(r"^narrowcast: .*\n(?:  .*\n)*?  capture: (.*)\n", re.MULTILINE)
@@ -57,29 +58,15 @@ class Workshop:
         return path
 
     def start(self, *command: str, **settings) -> subprocess.Popen:
-        return subprocess.Popen(
-            [*map(str, command)],
-            cwd=settings.pop("cwd", self.folder),
-            env=self.environment | settings.pop("environment", {}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="surrogateescape",
-            **settings,
-        )
+        environment = self.environment | settings.pop("environment", {})
+        given = {"cwd": self.folder, "env": environment, "encoding": "utf-8", "errors": "surrogateescape"}
+        return child_processes.start(command, **(given | settings))
 
     def end(self, process: subprocess.Popen, stdin: str = "") -> Ended:
-        try:
-            stdout, stderr = process.communicate(stdin, timeout=300)
-        except BaseException:
-            process.kill()
-            process.communicate()  # else another test is blamed for what it leaves
-            raise
-        found = [Path(line) for line in END_BLOCK.findall(stderr)]
-        block = "".join(match[0] for match in END_BLOCK.finditer(stderr))
-        return Ended(process.returncode, stdout, END_BLOCK.sub("", stderr), block, tuple(found))
+        done = child_processes.end(process, stdin)
+        found = [Path(line) for line in END_BLOCK.findall(done.stderr)]
+        block = "".join(match[0] for match in END_BLOCK.finditer(done.stderr))
+        return Ended(done.returncode, done.stdout, END_BLOCK.sub("", done.stderr), block, tuple(found))
 
     def python(self, *words: str, stdin: str = "", **settings) -> Ended:
         return self.end(self.start(sys.executable, *words, **settings), stdin)

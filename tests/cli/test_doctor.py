@@ -3,12 +3,13 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from child_processes import finished
 
 SHORT = ("doctor", "--budget-s", "0.3")
 LONGER = ("doctor", "--budget-s", "3")  # on a busy machine too something is measured in that
@@ -87,10 +88,7 @@ def test_wrong_use_is_one_line_and_2(workshop, words, said):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_an_answer_that_cannot_be_written_is_one_line(workshop):
     with open("/dev/full", "w", encoding="utf-8") as full:
-        command = [sys.executable, "-m", "narrowcast", *SHORT]
-        done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, env=workshop.environment, text=True
-        )
+        done = finished([sys.executable, "-m", "narrowcast", *SHORT], stdout=full, env=workshop.environment)
     assert done.returncode == 2
     assert done.stderr == f"narrowcast: cannot write to stdout: {os.strerror(errno.ENOSPC)}\n"
 

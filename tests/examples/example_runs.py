@@ -5,7 +5,6 @@ import importlib.util
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from child_processes import finished
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -31,27 +32,10 @@ def run(
 
 
 def _ended(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A test that would hang kills all processes, and raises subprocess.TimeoutExpired."""
     outside = {
         k: v for k, v in os.environ.items() if k not in ("NARROWCAST_RUN_DIR", "MPLBACKEND", "DISPLAY")
     }
-    launched = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=outside | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that the ranks can be killed with their launcher
-    )
-    try:
-        out, err = launched.communicate(timeout=120)
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launched.pid, signal.SIGKILL)
-        launched.communicate()
-        raise
-    return subprocess.CompletedProcess(command, launched.returncode, out, err)
+    return finished(command, cwd=folder, env=outside | environment)
 
 
 def succeeded(done: subprocess.CompletedProcess[str]) -> list[str]:

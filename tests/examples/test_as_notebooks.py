@@ -3,11 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from example_runs import EXAMPLES
+
+from child_processes import finished
 
 PROGRAMS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/main.py"))
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py")) + PROGRAMS
@@ -75,14 +76,7 @@ def as_notebooks(scripts, folder):
     """What became of each, and what they printed, by name."""
     environment = {k: v for k, v in os.environ.items() if k not in ("NARROWCAST_RUN_DIR", "MPLBACKEND")}
     environment |= {"NOTEBOOKS": str(folder), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", KERNEL],
-        input=json.dumps(scripts),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = finished([sys.executable, "-W", "error", "-c", KERNEL], given=json.dumps(scripts), env=environment)
     assert done.returncode == 0, done.stderr
     printed = dict(part.split("\n", 1) for part in done.stdout.split("==== ")[1:])
     return json.loads((folder / "results.json").read_text()), printed

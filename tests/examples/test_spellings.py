@@ -11,12 +11,10 @@ the loss, so that it is at most doubled in all of them.
 
 import functools
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from example_runs import EXAMPLES, load, refused, run, succeeded
+from example_runs import load, refused, run, succeeded
 
 ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 TWO_LAYERS = 2 * 13
@@ -166,22 +164,6 @@ def test_all_ranks_skip_and_hold_the_same(policy, started_by, world, tmp_path):
     of_ranks = [line for line in lines if "ranks" in line]
     said = "ranks hold the same weights and skipped the same steps"
     assert of_ranks == [f"drop-in: {said}", f"nc.Stepper: {said}"] * 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
-def test_no_thread_of_gloo_outlives_the_group(tmp_path):
-    """One that is still at work when Python ends may abort the process."""
-    code = """
-import runpy, sys
-from pathlib import Path
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())])
-"""
-    script = str(EXAMPLES / "ddp.py")
-    command = [sys.executable, "-W", "error", "-c", code, script, "--processes", "1", "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert succeeded(done)[-1] == "[]"
 
 
 @pytest.mark.gpu

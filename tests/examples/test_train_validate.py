@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import termios
 
@@ -10,6 +9,8 @@ import pytest
 import torch
 from example_runs import EXAMPLES, load, refused, run, succeeded
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from child_processes import finished
 
 MAIN = "train_validate/main.py"
 SMALL = ("--train-images", "256", "--validation-images", "64", "--epochs", "8", "--device", "cpu")
@@ -123,10 +124,7 @@ def test_validation_computes_in_fp32_or_as_training_does(option, expected, tmp_p
 def test_progress_is_shown_where_there_is_a_terminal(tmp_path):
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / MAIN), *TINY, "--device", "cpu"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs, check=False, timeout=120,
-    )  # fmt: skip
+    done = finished([sys.executable, EXAMPLES / MAIN, *TINY, "--device", "cpu"], cwd=tmp_path, stderr=theirs)
     os.set_blocking(ours, False)
     shown = os.read(ours, 2**16).decode()
     os.close(theirs)

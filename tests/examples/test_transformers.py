@@ -3,11 +3,12 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from example_runs import EXAMPLES, run
+
+from child_processes import finished
 
 pytest.importorskip("transformers")
 
@@ -50,14 +51,10 @@ def offline(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SMALL)
 def test_trains_under_run_and_passes_the_certificate_of_compare(script, tmp_path, offline):
-    done = subprocess.run(
+    done = finished(
         [*COMPARE, str(EXAMPLES / script), *SMALL[script].split()],
         cwd=tmp_path,
         env={k: v for k, v in os.environ.items() if not k.startswith("NARROWCAST_")} | offline,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "tried").exists(), (tmp_path / "tried").read_text()
@@ -126,13 +123,7 @@ for options in sys.argv[2:]:
     ],
 )
 def test_refuses_what_it_cannot_run(script, messages, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED, EXAMPLES / script, *messages],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = finished([sys.executable, "-c", REFUSED, EXAMPLES / script, *messages], cwd=tmp_path)
     assert done.stdout.split() == ["2"] * len(messages), done.stderr
     said = re.findall(r"error: (.*)", done.stderr)
     assert said == list(messages.values())
@@ -144,8 +135,6 @@ def test_says_in_one_line_that_transformers_is_missing(script, tmp_path):
     without = (
         f"import sys, runpy; sys.modules['transformers'] = None; runpy.run_path({str(EXAMPLES / script)!r})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", without], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = finished([sys.executable, "-c", without], cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr == "this example needs transformers: pip install transformers\n"

@@ -5,7 +5,6 @@ import dataclasses
 import doctest
 import math
 import pickle
-import subprocess
 import sys
 from operator import attrgetter
 
@@ -13,6 +12,7 @@ import ml_dtypes
 import pytest
 import torch
 
+from child_processes import output_of
 from narrowcast import formats
 from narrowcast.errors import FormatError
 from narrowcast.formats import (
@@ -55,7 +55,7 @@ def test_the_door_hands_on_exactly_these_names():
 
 def test_importing_the_room_does_not_import_torch():
     program = "import sys, narrowcast.formats; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    output_of([sys.executable, "-c", program])
 
 
 @pytest.mark.parametrize("function", [decode, encode, round_to], ids=attrgetter("__name__"))

@@ -3,13 +3,13 @@
 import json
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from child_processes import finished
 from narrowcast.cli import main
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
@@ -20,13 +20,7 @@ def process(*words, cwd, code=None):
     """The command in a process of its own, or what ``code`` makes of it."""
     settings = {k: v for k, v in os.environ.items() if not k.startswith("NARROWCAST_")} | {"COLUMNS": "10000"}
     start = ["-m", "narrowcast"] if code is None else ["-c", code]
-    done = subprocess.run(
-        [sys.executable, *start, "migrate", *map(str, words)],
-        cwd=cwd,
-        env=settings,
-        capture_output=True,
-        check=False,
-    )
+    done = finished([sys.executable, *start, "migrate", *words], cwd=cwd, env=settings, text=False)
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
@@ -375,9 +369,7 @@ def test_no_end_of_line_at_the_end_of_a_file(folder, narrowcast):
     (folder / "train.py").write_text(OLD.rstrip("\n"))
     out = narrowcast("train.py", cwd=folder)[1]
     assert out.count("\\ No newline at end of file\n") == 2
-    patched = subprocess.run(
-        ["git", "apply", "-"], input=out.encode(), cwd=folder, capture_output=True, check=False
-    )
+    patched = finished(["git", "apply", "-"], given=out.encode(), cwd=folder, text=False)
     assert patched.returncode == 0, patched.stderr
     assert (folder / "train.py").read_text() == NEW.rstrip("\n")
 

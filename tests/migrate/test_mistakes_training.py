@@ -4,7 +4,6 @@ The models compute in fp32 and the loss scale is a power of two, so that scaling
 is mended must equal a loop without a scaler to the bit.
 """
 
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from mistaken_programs import HEAD, WRONG
 from torch.nn.utils import clip_grad_norm_
 
+from child_processes import output_of
 from narrowcast.migrate import Settings, migrate_text
 
 STEPS = 4
@@ -139,7 +139,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def losses(text):
         script = f"{before}{text}print(len(set(losses)))"
-        return int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+        return int(output_of([sys.executable, "-c", script]))
 
     inside = """\
 with torch.autocast("cpu", torch.bfloat16):

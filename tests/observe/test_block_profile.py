@@ -1,13 +1,13 @@
 """Time and memory of a block: sizes known by hand, nesting, errors, and the one public name."""
 
 import re
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
 
+from child_processes import output_of
 from narrowcast import observe
 from narrowcast.errors import DeviceError, OrderError, SettingError, UnsupportedError
 
@@ -127,8 +127,7 @@ def test_no_import_takes_the_name_away():
         "from narrowcast.observe import profile\n"
         "print(nc.observe.profile is profile, type(profile).__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "function"]
+    assert output_of([sys.executable, "-c", program]).split() == ["True", "function"]
 
 
 @pytest.mark.gpu

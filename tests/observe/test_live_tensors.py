@@ -1,6 +1,5 @@
 """What CPU tensors take: against sizes known by hand, and against storages counted one by one."""
 
-import subprocess
 import sys
 import threading
 import weakref
@@ -11,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from child_processes import finished, output_of
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.observe import LiveTensorBytes
 
@@ -219,11 +219,10 @@ def test_stderr_is_left_to_others():
         "        torch.ones(3)\n"
         "print('KINETO_LOG_LEVEL' in os.environ)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")
+    done = finished([sys.executable, "-c", program])
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
 def test_reading_captures_does_not_import_torch():
     program = "import sys, narrowcast.observe; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert output_of([sys.executable, "-c", program]).strip() == "False"

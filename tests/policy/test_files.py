@@ -2,13 +2,13 @@
 
 import os
 import resource
-import subprocess
 import sys
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from child_processes import output_of
 from narrowcast.errors import PolicyError
 from narrowcast.policy import COMPUTES, FORMATS, FP8_RECIPES, PRESETS, Policy, Rule, as_policy, rule
 
@@ -330,14 +330,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         "policy = Policy.preset('safe')\n"
         "try:\n    policy.save(sys.argv[1])\nexcept PolicyError as error:\n    print(error)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
+    printed = output_of(
+        [sys.executable, "-c", code, path],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)),
     )
-    assert ended.stdout == f"cannot write the policy to {path}: File too large\n"
+    assert printed == f"cannot write the policy to {path}: File too large\n"
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["policy.toml"]
 

@@ -3,12 +3,12 @@
 import copy
 import dataclasses
 import pickle
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from child_processes import output_of
 from narrowcast.errors import PolicyError
 from narrowcast.policy import Policy, Rule, _policy, as_policy, policy_name, rule
 
@@ -207,4 +207,4 @@ def test_policies_without_rules_need_no_torch():
         "p = as_policy('bf16'); str(p); PRESETS; Policy(compute='fp16', tables='cuda'); as_policy('O2')\n"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output_of([sys.executable, "-c", code])

@@ -1,6 +1,5 @@
 """Presets: what they are called, what they mean on a device, and how wrong names are refused."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import narrowcast as nc
+from child_processes import output_of
 from narrowcast.attach import Attachment
 from narrowcast.errors import PolicyError
 from narrowcast.machine import Choice, best_format
@@ -329,4 +329,4 @@ def test_rules_of_presets_are_all_of_some_use():
 def test_presets_with_rules_are_made_without_a_region():
     """In a fresh process, on a torch that may lack operators of a later one."""
     code = "from narrowcast.policy import *; [str(Policy.preset(name)) for name in PRESETS]"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    output_of([sys.executable, "-c", code])

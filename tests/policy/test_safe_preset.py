@@ -1,7 +1,6 @@
 """Preset ``safe``: which operators mixed inputs stop is found anew, and its rules are those that help."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import narrowcast as nc
+from child_processes import finished
 from narrowcast.policy import PROMOTE, TABLES, Policy
 
 # What stops and has no rule, and why it has none; see the comment at the preset.
@@ -30,7 +30,7 @@ NORMS_AND_LOSS = {"layer_norm", "group_norm", "rms_norm", "binary_cross_entropy"
 @pytest.fixture(scope="module")
 def found():
     script = Path(__file__).parent / "scripts" / "mixed_inputs.py"
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    ended = finished([sys.executable, str(script)])
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
 

@@ -1,7 +1,6 @@
 """PyTorch's tables as data: what the dispatcher has, what its kernels cast, what torch's own tests say."""
 
 import json
-import subprocess
 import sys
 import types
 import unittest
@@ -12,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from child_processes import finished, output_of
 from narrowcast.policy import (
     FP32,
     FP32_APPEND_DTYPE,
@@ -59,8 +59,7 @@ SHIPPED = {
 def seen():
     """From a process in which no rule has put kernels into the dispatcher."""
     script = Path(__file__).parent / "scripts" / "dispatcher_tables.py"
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    return json.loads(ended.stdout)
+    return json.loads(output_of([sys.executable, script]))
 
 
 @pytest.mark.parametrize("device_type", TABLES)
@@ -123,7 +122,7 @@ def test_tables_cannot_be_changed():
 
 def test_a_kernel_from_python_is_none_of_torchs_and_hides_none():
     script = Path(__file__).parent / "scripts" / "kernel_from_python.py"
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    ended = finished([sys.executable, str(script)])
     assert ended.returncode == 0, ended.stderr
 
 

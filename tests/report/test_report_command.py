@@ -3,12 +3,12 @@
 import json
 import os
 import stat
-import subprocess
 import sys
 
 import made_captures
 import pytest
 
+from child_processes import finished
 from narrowcast.cli import main
 from narrowcast.observe import COMPARISON, SCHEMA
 from narrowcast.report import write_page
@@ -121,18 +121,18 @@ def test_torch_is_not_imported(folder):
         ["report", "--json", str(folder / "mixed-0")],
         ["report", "--help"],
     ):
-        ended = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True)
+        ended = finished([sys.executable, "-c", WITHOUT_TORCH, *words])
         assert ended.returncode == 0, ended.stderr
 
 
 def test_a_terminal_that_knows_only_ascii(folder):
-    ended = subprocess.run(
-        [sys.executable, "-m", "narrowcast", "report", str(folder)],
-        capture_output=True,
+    ended = finished(
+        [sys.executable, "-m", "narrowcast", "report", folder],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        encoding="ascii",
     )
     assert ended.returncode == 0, ended.stderr
-    assert set(ended.stdout.decode("ascii").splitlines()[2].strip()) == {"-"}
+    assert set(ended.stdout.splitlines()[2].strip()) == {"-"}
 
 
 def wrong_uses(folder):

@@ -1,21 +1,19 @@
 """Starting the scripts of the tests of checkpoints, in processes of their own."""
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import child_processes
+from child_processes import finished
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMIT_S = 1800 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 240
+LIMIT_S = 1800 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else child_processes.LIMIT_S
 
 
 def launched(script, *arguments, processes=None):
-    """The lines that a script prints; it, and what it started, is killed past the limit.
+    """The lines that a script prints.
 
     Args:
         processes: under torchrun, so many.
@@ -24,23 +22,13 @@ def launched(script, *arguments, processes=None):
     command = [sys.executable, "-W", "error"]
     if processes:
         command = [sys.executable, *torchrun]
-    one = subprocess.Popen(
-        [*command, str(SCRIPTS / script), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    done = finished(
+        [*command, SCRIPTS / script, *arguments],
+        limit_s=LIMIT_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    try:
-        out, err = one.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.pid, signal.SIGKILL)
-        _, err = one.communicate()
-        pytest.fail(f"{script} {arguments} hung:\n{err[-3000:]}")
-    assert one.returncode == 0, f"{script} {arguments} ended with {one.returncode}:\n{err[-6000:]}"
-    return out.splitlines()
+    assert done.returncode == 0, f"{script} {arguments} ended with {done.returncode}:\n{done.stderr[-6000:]}"
+    return done.stdout.splitlines()
 
 
 def facts_of(script, *arguments, processes=None):

@@ -4,19 +4,17 @@ Each number of processes is launched once and runs every scenario (tests/trainin
 looks at the facts of one of them.
 """
 
-import contextlib
 import functools
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from child_processes import finished
+
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMIT_S = 240
 ALL = ["up.weight", "up.bias", "down.weight", "down.bias"]
 # Norm, product with 1 / scale, epsilon, quotient and the divisor are rounded to fp32 once a step, of which
 # there are four, and a step hands on what came before it no more than doubled.
@@ -37,27 +35,13 @@ both_sizes = pytest.mark.parametrize("world", [2, 4])
 
 
 def torchrun(script, *arguments, processes):
-    """(exit code, stdout, stderr); past the limit everything is killed and the test fails."""
+    """(exit code, stdout, stderr)"""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
         str(SCRIPTS / script), *map(str, arguments),
     ]  # fmt: skip
-    launched = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that the ranks can be killed with their launcher
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        out, err = launched.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launched.pid, signal.SIGKILL)
-        _, err = launched.communicate()
-        pytest.fail(f"{script} hung with {processes} processes:\n{err[-3000:]}")
-    return launched.returncode, out, err
+    done = finished(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return done.returncode, done.stdout, done.stderr
 
 
 @functools.cache

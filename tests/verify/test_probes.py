@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
 
+from child_processes import output_of
 from narrowcast.errors import ResumedRunError, ScriptError
 from narrowcast.verify._certify_script import certify_script
 from narrowcast.verify._from_probes import output_from_probes
@@ -164,10 +164,8 @@ def test_later_weights_are_those_of_mixed_training(runs, tmp_path):
     assert torch.equal(kept["reference"]["weight"], kept["mixed"]["weight"])
     plain = tmp_path / "plain"
     plain.mkdir()
-    subprocess.run(
-        [sys.executable, "-m", "narrowcast", "run", "-p", "bf16", "--run-dir", plain, tmp_path / "script.py"],
-        check=True,
-        capture_output=True,
+    output_of(
+        [sys.executable, "-m", "narrowcast", "run", "-p", "bf16", "--run-dir", plain, tmp_path / "script.py"]
     )
     assert torch.equal(torch.load(plain / "5.pt", weights_only=True)["weight"], kept["mixed"]["weight"])
     never = certify_script(runs(text), format="bf16", at_step=50)

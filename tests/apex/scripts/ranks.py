@@ -1,5 +1,6 @@
 """One rank of two on gloo: apex's data parallelism in each of its options, and its scaler; one JSON line."""
 
+import gc
 import json
 import sys
 
@@ -178,6 +179,7 @@ def main(rank, store):
             }
         )
     )
+    gc.collect()  # DDP ends before its group, which else would wait, with Python's lock held, for its threads
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """Plain FP32 training under DistributedDataParallel on gloo, in several bucket modes; one JSON line each."""
 
 import argparse
+import gc
 import json
 
 import torch
@@ -57,6 +58,7 @@ def main():
         result = train(case, arguments)
         if dist.get_rank() == 0:
             print(json.dumps(result), flush=True)
+    gc.collect()  # DDP ends before its group, which else would wait, with Python's lock held, for its threads
     dist.destroy_process_group()
 
 

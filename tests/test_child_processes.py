@@ -1,0 +1,61 @@
+"""A test whose process hangs fails, says where that was, and leaves nothing that runs on."""
+
+import os
+import signal
+import sys
+
+import psutil
+import pytest
+
+import child_processes
+from child_processes import end, finished, output_of, start
+
+# A launcher, as torchrun is: what it starts leads a session of its own and holds the same pipes.
+RANK = """
+import os, time
+
+print(os.getpid(), flush=True)
+
+def waits_here():
+    time.sleep(600)
+
+waits_here()
+"""
+LAUNCHER = f"""
+import subprocess, sys
+
+one = subprocess.Popen([sys.executable, "-c", {RANK!r}], start_new_session=True)
+AND_THEN
+"""
+
+
+def begun(and_then):
+    process = start([sys.executable, "-c", LAUNCHER.replace("AND_THEN", and_then)])
+    return process, int(process.stdout.readline())
+
+
+def test_one_that_hangs_is_ended_with_all_that_it_started_and_their_stacks_are_told():
+    process, rank = begun("one.wait()")
+    with pytest.raises(pytest.fail.Exception, match=r"was ended after 0.1 s(.|\n)*in waits_here"):
+        end(process, limit_s=0.1)
+    assert process.returncode == -signal.SIGABRT
+    assert not psutil.pid_exists(rank)
+
+
+def test_one_that_nobody_can_find_holds_nothing_up(monkeypatch):
+    monkeypatch.setattr(child_processes, "_LAST_WORDS_S", 0.1)
+    process, orphan = begun("")
+    try:
+        with pytest.raises(pytest.fail.Exception, match=r"was ended after 0.1 s"):
+            end(process, limit_s=0.1)
+        assert process.stdout.closed
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_what_a_command_reads_writes_and_ends_with():
+    done = finished([sys.executable, "-c", "import sys; print(input()); sys.exit(input())"], given="a\nb\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "a\n", "b\n")
+    assert output_of([sys.executable, "-c", "print(1)"]) == "1\n"
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        output_of([sys.executable, "-c", "1 / 0"])
