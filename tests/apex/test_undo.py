@@ -11,7 +11,7 @@ from dispatch_table import kernels, whole_table
 
 from narrowcast.apex import amp
 from narrowcast.casting import _kernels, _lasting
-from narrowcast.errors import NarrowcastError
+from narrowcast.errors import NarrowcastError, OrderError
 
 LEVELS = ("O0", "O1", "O2", "O3")
 NAMES = [
@@ -74,12 +74,13 @@ def test_pytorchs_dispatcher_is_as_before():
     assert not handle.is_active()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [*LEVELS, "off"])
 def test_what_nobody_holds_any_more_ends(level):
     given = model()
     optimizer = torch.optim.Adam(given.parameters())
     weak = [weakref.ref(one) for one in (given, given[0].weight, optimizer)]
-    amp.initialize(given, optimizer, opt_level=level, verbosity=0)
+    settings = {"enabled": False} if level == "off" else {"opt_level": level}
+    amp.initialize(given, optimizer, **settings, verbosity=0)
     with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
         loss.backward()
     optimizer.step()
@@ -138,6 +139,18 @@ def test_what_raises_leaves_nothing(where, level):
     compare(whole_state(optimizer), before)
     assert all(torch.equal(weights[name], value) for name, value in given.state_dict().items())
     assert {one.dtype for one in given.parameters()} == {torch.float32}
+    assert amp._amp_state.loss_scalers == []
+
+
+def test_losses_keep_their_scalers_where_a_later_call_raises():
+    given = model()
+    amp.initialize(given, torch.optim.Adam(given.parameters()), opt_level="O2", num_losses=2, verbosity=0)
+    scalers, state = amp._amp_state.loss_scalers, amp.state_dict()
+    other = model()
+    with pytest.raises(OrderError), torch.autocast("cpu"):
+        amp.initialize(other, torch.optim.Adam(other.parameters()), opt_level="O1", verbosity=0)
+    assert amp._amp_state.loss_scalers is scalers
+    assert amp.state_dict() == state
 
 
 def test_what_cannot_have_masters_stays_as_it_was():

@@ -5,8 +5,7 @@ Of each it is said whether it is rewritten today or left alone. In one iteration
 
 import textwrap
 
-HEAD = """\
-import functools
+TWO_MODELS = """\
 import torch
 from apex import amp
 
@@ -16,7 +15,10 @@ torch.nn.init.ones_(model.weight)
 torch.nn.init.ones_(other.weight)
 one = torch.optim.SGD(model.parameters(), lr=2.0**-4)
 two = torch.optim.SGD(other.parameters(), lr=2.0**-3)
-
+"""
+HEAD = f"""\
+import functools
+{TWO_MODELS}
 
 def data():
     for i in range(6):

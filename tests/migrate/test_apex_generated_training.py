@@ -8,7 +8,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from once_wrong import LEFT, REWRITTEN
+from once_wrong import LEFT, REWRITTEN, TWO_MODELS
 from rewriting import left_alone, migrated
 from test_apex_trains_alike import numbers
 
@@ -21,17 +21,8 @@ EXAMPLES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-HEAD = """\
-import torch
-from apex import amp
-
-model = torch.nn.Linear(2, 1, bias=False).to(torch.device("cpu"))
-other = torch.nn.Linear(2, 1, bias=False)
-torch.nn.init.ones_(model.weight)
-torch.nn.init.ones_(other.weight)
-one = torch.optim.SGD(model.parameters(), lr=2.0**-4)
-two = torch.optim.SGD(other.parameters(), lr=2.0**-3)
-
+HEAD = f"""\
+{TWO_MODELS}
 
 def limit(net, most):
     for p in net.parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,7 @@ from narrowcast.apex._functions import forget_registered
 from narrowcast.apex._handle import Handle, start_casts
 from narrowcast.apex._levels import DISABLED, Properties, properties
 from narrowcast.apex._models import CastModel, check_models
-from narrowcast.apex._optimizers import PreparedOptimizer
-from narrowcast.apex._prepare import prepare_optimizers
+from narrowcast.apex._prepare import PreparedOptimizers, prepare_optimizers
 from narrowcast.apex._state import amp_state, say
 
 _Undo = Callable[[], object]
@@ -133,17 +131,13 @@ def _start(
     max_loss_scale: float,
 ) -> None:
     cast_models: list[CastModel] = []
-    # Weak, and models are held weakly too: what is in force is no reason to keep them.
-    parts: list[weakref.ref[PreparedOptimizer]] = []
+    prepared: PreparedOptimizers | None = None
     handle: Handle | None = None
 
     def undo() -> None:
         if handle is not None:
             handle.remove()
-        values: dict[torch.Tensor, torch.Tensor] = {}
-        for each in reversed(parts):
-            part = each()
-            values.update({} if part is None else part.undo())
+        values = {} if prepared is None else prepared.undo()
         for one in reversed(cast_models):
             one.undo({**one.originals, **values})
 
@@ -160,7 +154,6 @@ def _start(
             originals=originals,
             models=models,
         )
-        parts = [weakref.ref(one) for one in prepared.each]
         if wanted.patch_torch_functions:
             handle = start_casts(models, wanted.half_type, kind=Handle)
     except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -127,15 +126,9 @@ class NoOpHandle:
 
 
 def _ready(optimizer: Any, wanted: Properties, num_loss: int) -> PreparedOptimizer:
-    (made,) = prepare_optimizers([optimizer], wanted, num_losses=num_loss).each
-    # Weak, as what is in force is no reason to keep an optimizer.
-    reference = weakref.ref(made)
-
-    def undo() -> None:
-        if (there := reference()) is not None:
-            there.undo()
-
-    in_force(undo)
+    in_force(prepare_optimizers([optimizer], wanted, num_losses=num_loss).undo)
+    made = prepared(optimizer_of(optimizer))
+    assert made is not None
     return made
 
 

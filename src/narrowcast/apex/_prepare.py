@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,18 +16,23 @@ from narrowcast.errors import AmpError
 
 
 class PreparedOptimizers:
-    """All optimizers of one ``amp.initialize``."""
+    """All optimizers of one ``amp.initialize``; held weakly: what is in force is no reason to keep them."""
 
-    def __init__(self, each: list[PreparedOptimizer], loss_scalers: list[LossScaler]) -> None:
-        self.each, self.loss_scalers = each, loss_scalers
+    def __init__(self, loss_scalers: list[LossScaler]) -> None:
+        self.loss_scalers = loss_scalers
         self._before = amp_state.loss_scalers
+        self._each: list[weakref.ref[PreparedOptimizer]] = []
+
+    def add(self, one: PreparedOptimizer) -> None:
+        self._each.append(weakref.ref(one))
 
     def undo(self) -> dict[torch.Tensor, torch.Tensor]:
         """Every optimizer as it was; the float32 values of weights that had masters, by weight."""
         values: dict[torch.Tensor, torch.Tensor] = {}
-        for one in reversed(self.each):
-            values.update(one.undo())
-        self.each.clear()
+        for reference in reversed(self._each):
+            one = reference()
+            values.update({} if one is None else one.undo())
+        self._each.clear()
         if amp_state.loss_scalers is self.loss_scalers:
             amp_state.loss_scalers = self._before
         return values
@@ -66,13 +72,13 @@ def prepare_optimizers(
                 "once, and call amp.initialize once for it"
             )
     scalers = loss_scalers_for(properties, num_losses, min_loss_scale, max_loss_scale)
-    done = PreparedOptimizers([], scalers)
+    done = PreparedOptimizers(scalers)
     try:
         for optimizer in found:
             before = prepared(optimizer)
             if before is not None:
                 before.undo()  # amp was asked to do nothing with it
-            done.each.append(PreparedOptimizer(optimizer, properties, scalers, originals or {}, models))
+            done.add(PreparedOptimizer(optimizer, properties, scalers, originals or {}, models))
     except BaseException:
         done.undo()
         raise
