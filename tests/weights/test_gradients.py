@@ -228,3 +228,70 @@ def test_every_step_of_a_scaler_may_be_refused(make):
     hold(optimizer).take_gradients()
     scaler.step(optimizer)
     assert low.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("held", ["nothing", "tensor", "view", "graph"])
+def test_memory_is_used_again_where_nobody_holds_it(dtype, held):
+    low, optimizer, handle = one(dtype)
+    ((_, working),) = handle.parameters
+
+    def taken(value):
+        low.grad = torch.full_like(low, value)
+        handle.take_gradients(reuse=True)
+        return working.grad
+
+    first = taken(3.0)
+    place = first.data_ptr()
+    scale = torch.ones(2, requires_grad=True)
+    kept = {
+        "nothing": None,
+        "tensor": first,
+        "view": first[1:],
+        "graph": (first * scale).sum(),
+    }[held]
+    del first
+    optimizer.step()
+    assert working.grad is None
+    assert taken(torch.nan).isnan().all()
+    assert (working.grad.data_ptr() == place) == (held == "nothing")
+    if isinstance(kept, torch.Tensor):
+        assert (torch.autograd.grad(kept, scale)[0] if held == "graph" else kept).eq(3.0).all()
+    working.grad = None
+    handle.take_gradients()
+    assert taken(2.0).tolist() == [2.0, 2.0]
+    assert working.grad.dtype == torch.float32
+
+
+def test_gradients_in_memory_that_is_used_again_add_up_and_come_back(dtype):
+    low, optimizer, handle = one(dtype)
+    ((_, working),) = handle.parameters
+    for value in (1.0, 5.0):
+        low.grad = torch.full_like(low, value)
+        handle.take_gradients(reuse=True)
+        low.grad = torch.full_like(low, 2.0)
+        handle.take_gradients(reuse=True)
+        assert working.grad.tolist() == [value + 2.0] * 2
+        optimizer.zero_grad()
+    low.grad = torch.full_like(low, 4.0)
+    handle.take_gradients(reuse=True)
+    handle.remove()
+    assert low.grad.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("change", ["transposed", "smaller", "larger"])
+def test_gradients_of_another_layout_get_memory_of_their_own(change):
+    low = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+    handle = hold(torch.optim.SGD([low], lr=0.5))
+    ((_, working),) = handle.parameters
+    values = torch.arange(6.0).reshape(2, 3)
+    low.grad = values.bfloat16()
+    handle.take_gradients(reuse=True)
+    working.grad = None
+    if change == "transposed":
+        low.grad = values.t().contiguous().bfloat16().t()
+    else:
+        values = values[:1] if change == "smaller" else values.repeat(3, 1)
+        low.data, working.data = torch.zeros_like(values).bfloat16(), torch.zeros_like(values)
+        low.grad = values.bfloat16()
+    handle.take_gradients(reuse=True)
+    assert torch.equal(working.grad, values)

@@ -93,7 +93,7 @@ class Accumulation:
             return
         self.forget_what_is_left()
         if self.masters is not None:
-            self.masters.held.take_gradients()
+            self.masters.held.take_gradients(reuse=True)
         if not delayed:
             self._aside = _set_aside(self._parameters)
             return
@@ -119,7 +119,7 @@ class Accumulation:
                 for low, master in self._pairs
                 if low.grad is not None
             ]
-            self.masters.held.take_gradients()
+            self.masters.held.take_gradients(reuse=True)
             for left in self._left:
                 left.low.grad = left.gradient
             if any(left.gradient.requires_grad for left in self._left):

@@ -8,7 +8,7 @@ import torch
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.weights._keepers import Pair
-from narrowcast.weights._torch_internals import add_all, local
+from narrowcast.weights._torch_internals import add_all, is_dtensor, is_held_elsewhere, local
 
 
 def require_dense(pairs: Sequence[Pair]) -> None:
@@ -22,11 +22,11 @@ def require_dense(pairs: Sequence[Pair]) -> None:
             )
 
 
-def take(pairs: Sequence[Pair], *, lend: bool) -> None:
+def take(pairs: Sequence[Pair], *, lend: bool, reuse: bool = False) -> None:
     """Add each low gradient to the working one, in float32, and take it away from the low parameter.
 
     With ``lend`` a low gradient that is all there is will be given back after the step, so that a script
-    finds it where torch leaves it.
+    finds it where torch leaves it. With ``reuse`` memory on the CPU serves one step after the other.
     """
     require_dense(pairs)
     sums, terms = [], []
@@ -37,7 +37,7 @@ def take(pairs: Sequence[Pair], *, lend: bool) -> None:
                 pair.lent = None
             continue
         if pair.working.grad is None:
-            pair.working.grad = gradient.detach().to(torch.float32, copy=True)
+            pair.working.grad = _widened(gradient.detach(), pair, reuse=reuse)
             pair.lent = gradient if lend else None
         else:
             sums.append(local(pair.working.grad))
@@ -45,6 +45,19 @@ def take(pairs: Sequence[Pair], *, lend: bool) -> None:
             pair.lent = None
         pair.low.grad = None
     add_all(sums, terms)
+
+
+def _widened(gradient: torch.Tensor, pair: Pair, *, reuse: bool) -> torch.Tensor:
+    """A float32 copy; with ``reuse`` in the memory of the one before, where nobody holds that any more."""
+    if not reuse or gradient.device.type != "cpu" or is_dtensor(gradient) or not gradient.is_contiguous():
+        return gradient.to(torch.float32, copy=True)
+    memory = pair.memory
+    if memory is None or is_held_elsewhere(memory):
+        wide = gradient.to(torch.float32, copy=True)
+        pair.memory = wide.untyped_storage()
+        return wide
+    wide = torch.empty(0, dtype=torch.float32, device="cpu")
+    return wide.set_(memory, 0, gradient.shape, gradient.stride()).copy_(gradient)
 
 
 def give_back(pairs: Sequence[Pair]) -> None:
@@ -83,6 +96,7 @@ def untake(pairs: Sequence[Pair]) -> None:
     """Put every gradient back on its low parameter for good, rounded to nearest where it was taken."""
     give_back(pairs)
     for pair in pairs:
+        pair.memory = None
         if pair.working.grad is not None:
             low_gradient = pair.working.grad.to(pair.low.dtype)
             pair.low.grad = low_gradient if pair.low.grad is None else pair.low.grad + low_gradient

@@ -166,7 +166,7 @@ class HeldWeights:
         self._adopt({})
         return [(pair.low, pair.working) for pair in self._pairs]
 
-    def take_gradients(self) -> None:
+    def take_gradients(self, *, reuse: bool = False) -> None:
         """Add the low gradients to the working parameters' float32 ``.grad`` and set the low ones to None.
 
         For accumulation over micro-batches in float32, call it after each backward; before unscaling,
@@ -174,11 +174,16 @@ class HeldWeights:
         and otherwise left as they are: not unscaled, NaN and infinities kept. What was taken is used up by
         the next step that is made, and cleared by ``optimizer.zero_grad()``, not by the model's.
 
+        Args:
+            reuse: keep the memory of float32 gradients on the CPU from step to step, 4 bytes an element: to
+                get it anew from the system takes ten times as long as to fill it. What somebody else still
+                holds, as a gradient that was put aside, is not written to.
+
         Raises:
             UnsupportedError: a gradient is sparse. Nothing was taken then.
         """
         self._adopt({})
-        take(self._pairs, lend=False)
+        take(self._pairs, lend=False, reuse=reuse)
 
     def full_values(self) -> dict[torch.Tensor, torch.Tensor]:
         """The float32 value of each low parameter, as new tensors: the master, low plus residual, or low."""

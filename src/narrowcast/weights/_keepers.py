@@ -28,7 +28,8 @@ class Pair:
     ``kept`` is the Kahan residual, of the low dtype. ``lent`` is a gradient of the low parameter that was
     set aside for the time of a step. ``seen`` is the version of the low parameter when it was last in
     accord with what is kept, or None where that has to be looked at. ``opened`` says that the working
-    parameter holds the value, from the start of a step to its end.
+    parameter holds the value, from the start of a step to its end. ``memory`` is that of the last float32
+    gradient, where it is to be used again.
     """
 
     low: torch.Tensor
@@ -37,6 +38,7 @@ class Pair:
     lent: torch.Tensor | None = None
     seen: int | None = None
     opened: bool = False
+    memory: torch.UntypedStorage | None = None
 
     @property
     def written_by_others(self) -> bool:

@@ -31,6 +31,12 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor, which a view or a graph may have, has this memory beside the object at hand."""
+    holders: int = torch._C._storage_Use_Count(storage._cdata)
+    return holders > 1
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or the tensor that a DTensor holds on this rank: itself, where to_local() gives a view."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
