@@ -308,6 +308,8 @@ def test_notebooks_in_a_folder_that_use_amp_are_named(folder, narrowcast):
         if number == 0:
             assert "narrowcast: 1 notebook not looked at: nb0.ipynb\n" in err
     assert "narrowcast: 5 notebooks not looked at: nb0.ipynb, nb1.ipynb, nb2.ipynb, and 2 more\n" in err
+    told = json.loads(narrowcast("--json", ".", cwd=folder)[1])
+    assert told["notebooks_not_looked_at"] == [f"nb{number}.ipynb" for number in range(5)]
 
 
 def test_files_that_still_import_apex_are_counted_with_what_runs_them(folder, narrowcast):

@@ -22,7 +22,6 @@ from narrowcast.cli.run import run
 from narrowcast.errors import NarrowcastError
 
 WRONG_USE = 2
-INTERRUPTED = 130
 # Settings without which a run is another one, and of which few scripts have one of that name.
 _TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict")
 # Everything after the script's name belongs to the script.
@@ -98,7 +97,8 @@ for _plain in (report, migrate):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``argv`` (default: this process's) and return its exit code.
 
-    Wrong use is one sentence on stderr and 2. What a script raises under ``run`` comes out as it is.
+    Wrong use is one sentence on stderr and 2, and Control-C is 130. What a script raises under ``run`` comes
+    out as it is.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     hook = sys.excepthook
@@ -112,8 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(text + hint, getattr(error, "exit_code", WRONG_USE))
     except NarrowcastError as error:
         return _complain(str(error), WRONG_USE)
-    except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
     finally:
         sys.excepthook = hook  # typer puts in its own, and the script is to find Python's
     return int(action() if callable(action) else action or 0)

@@ -70,7 +70,7 @@ def migrate(
     changed = [outcome for outcome in changed if outcome not in kept]
     if as_json:
         done = {outcome.path for outcome in changed} if write else None
-        text = json.dumps(json_of(outcomes, settings, written=done), indent=2, allow_nan=False)
+        text = json.dumps(json_of(outcomes, settings, paths, written=done), indent=2, allow_nan=False)
     elif write or check:
         text = "\n".join(outcome.path for outcome in changed)
     else:

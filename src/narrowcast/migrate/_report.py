@@ -109,11 +109,18 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
 
 
 def as_json(
-    outcomes: Sequence[FileOutcome], settings: Settings, *, written: Collection[str] | None = None
+    outcomes: Sequence[FileOutcome],
+    settings: Settings,
+    paths: Sequence[Path],
+    *,
+    written: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """All of it; of files only those of which there is something to tell.
 
-    ``written``: the paths that were, in a run that writes.
+    Args:
+        outcomes, settings: of a run.
+        paths: that it was given.
+        written: the files that were, in a run that writes.
     """
     told = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
     did = {} if written is None else {one.path: {"written": one.path in written} for one in told}
@@ -121,5 +128,6 @@ def as_json(
         "schema": _SCHEMA,
         "target": settings.target,
         "files_looked_at": len(outcomes),
+        "notebooks_not_looked_at": [str(one) for one in notebooks(paths)],
         "files": [one.as_dict() | {"diff": diff_of(one)} | did.get(one.path, {}) for one in told],
     }
