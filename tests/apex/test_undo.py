@@ -208,6 +208,8 @@ def test_a_forked_process_casts_nothing_outside_of_models():
     results = context.SimpleQueue()
     process = context.Process(target=_in_the_child, args=(results,))
     process.start()
-    process.join()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
     assert results.get() == "torch.float32"
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
