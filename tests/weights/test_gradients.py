@@ -262,6 +262,20 @@ def test_memory_is_used_again_where_nobody_holds_it(dtype, held):
     assert working.grad.dtype == torch.float32
 
 
+def test_memory_that_was_shared_with_other_processes_is_theirs(dtype):
+    low, _, handle = one(dtype)
+    ((_, working),) = handle.parameters
+    low.grad = torch.full_like(low, 3.0)
+    handle.take_gradients(reuse=True)
+    # As a queue of multiprocessing does with what it sends.
+    name = working.grad.share_memory_().untyped_storage()._share_filename_cpu_()
+    theirs = torch.UntypedStorage._new_shared_filename_cpu(*name)
+    working.grad = None
+    low.grad = torch.full_like(low, 5.0)
+    handle.take_gradients(reuse=True)
+    assert torch.empty(0).set_(theirs, 0, (2,), (1,)).tolist() == [3.0, 3.0]
+
+
 def test_gradients_in_memory_that_is_used_again_add_up_and_come_back(dtype):
     low, optimizer, handle = one(dtype)
     ((_, working),) = handle.parameters

@@ -52,7 +52,8 @@ def _widened(gradient: torch.Tensor, pair: Pair, *, reuse: bool) -> torch.Tensor
     if not reuse or gradient.device.type != "cpu" or is_dtensor(gradient) or not gradient.is_contiguous():
         return gradient.to(torch.float32, copy=True)
     memory = pair.memory
-    if memory is None or is_held_elsewhere(memory):
+    # What was shared another process may still read.
+    if memory is None or memory.is_shared() or is_held_elsewhere(memory):
         wide = gradient.to(torch.float32, copy=True)
         pair.memory = wide.untyped_storage()
         return wide
