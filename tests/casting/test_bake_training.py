@@ -102,7 +102,7 @@ def test_a_first_call_beside_other_threads_casts_a_weight_at_each_use(others):
     """In a process of its own, where nothing else has left threads behind."""
     code = f"""
 import copy, sys, threading
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]}
 import torch, narrowcast as nc
 from {Path(__file__).stem} import Model, differing, trained
 torch.manual_seed(0)

@@ -50,7 +50,8 @@ def test_the_collector_waits_and_is_as_it_was(collector, monkeypatch, text, on):
 @pytest.mark.parametrize("target", ["torch", "narrowcast"])
 def test_no_cycle_is_left_behind(collector, text, target):
     assert migrate_text(text, Settings(target=target)).text != text  # and all that is made once is there
-    collector.collect()
+    while collector.collect():  # what ends in one pass may leave cycles to the next
+        pass
     collector.disable()
     migrate_text(text, Settings(target=target))
     assert collector.collect() == 0
