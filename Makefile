@@ -11,6 +11,7 @@ else
 READY := $(STAMP)
 RUN := $(VENV)/bin/python
 endif
+PYTEST := $(RUN) -m pytest $(if $(CI),--ci)
 
 .PHONY: help install demo examples docs test test-long check bench clean
 help:  ## list the targets
@@ -33,14 +34,16 @@ docs: $(READY)  ## build the documentation, strictly, into build/docs/
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 	@echo "open build/docs/index.html; to search it: python -m http.server -d build/docs"
 
-test: $(READY)  ## run every test
-	$(RUN) -m pytest
+test: $(READY)  ## run the tests, on all cores; minutes
+	$(PYTEST) -n auto -m "not long"
 
-test-long: $(READY)  ## 12,000 random trainings, 400 kills while saving, all commands of the documents; minutes
-	HYPOTHESIS_PROFILE=long $(RUN) -m pytest tests/gradients/test_against_torch.py \
-		tests/training/test_checkpoint_kills.py tests/test_documents.py
+AVX2_ALONE := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 PYTHONPATH=tests/avx2_cpu:$$PYTHONPATH
 
-check: $(READY)  ## lint, formatting, types and the order of the rooms
+test-long: $(READY)  ## exhaustive products, long random runs, kills, and the tests of an older CPU; half an hour
+	$(PYTEST) -n auto -m long
+	$(AVX2_ALONE) $(PYTEST) -n auto -m "cpu_kind and not long"
+
+check: $(READY)  ## lint, formatting, types, and the layout of the packages
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy

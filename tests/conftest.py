@@ -1,4 +1,4 @@
-"""A stricter world than production: no test may leave global state changed, and each room has a time budget.
+"""Stricter than production: no test may leave global state changed, or take long without the mark ``long``.
 
 Warnings are errors (pyproject.toml) and the order is random (pytest-randomly, which prints its seed).
 """
@@ -8,36 +8,19 @@ import os
 import random
 import signal
 import sys
-from collections import defaultdict
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
-TESTS = Path(__file__).parent
-# Seconds that the tests of one room may take together, on two cores; three times what they take.
-BUDGET_S = defaultdict(
-    lambda: 60.0,
-    {
-        "apex": 300.0,
-        "attach": 900.0,
-        "casting": 900.0,
-        "house": 600.0,
-        "weights": 120.0,
-        "verify": 900.0,
-        "examples": 1200.0,
-        "cli": 900.0,
-        "gradients": 240.0,
-        "migrate": 240.0,
-        "policy": 180.0,
-        "report": 180.0,
-        "training": 480.0,
-    },
-)
-_spent_s: dict[str, float] = defaultdict(float)
+# Processes that tests start inherit it: on two cores, two workers with two threads each would wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+# CPU seconds, its processes included and session fixtures not, that a test without the mark ``long`` may take.
+LIMIT_CPU_S = 3.0
+_over_limit: dict[str, float] = {}
+_session_fixtures_s = 0.0
 
-torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores it, and so would each process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -130,35 +113,83 @@ def _warnings_come_again():
         guards.forget_warnings()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--ci", action="store_true", help="fail on skips for want of anything but a GPU, and on slow tests"
+    )
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
+        if not item.get_closest_marker("xdist_group"):
+            # A file's tests share the fixtures of their module, and so stay together.
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
-def _room(nodeid: str) -> str:
-    parts = Path(nodeid.partition("::")[0]).parts
-    return parts[1] if len(parts) > 2 else "house"
+def _cpu_s() -> float:
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def pytest_runtest_logreport(report):
-    _spent_s[_room(report.nodeid)] += report.duration
-    may_skip = os.environ.get("NARROWCAST_TESTS_MAY_SKIP")
-    if may_skip is not None and report.skipped and not hasattr(report, "wasxfail"):
-        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-        if not reason.startswith(f"Skipped: {may_skip}:"):
-            report.outcome = "failed"
-            report.longrepr = f"{report.nodeid} was skipped, and here only {may_skip} tests may be: {reason}"
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    global _session_fixtures_s
+    before = _cpu_s()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope == "session":
+            _session_fixtures_s += _cpu_s() - before
 
 
-def pytest_terminal_summary(terminalreporter):
-    terminalreporter.section("seconds a room")
-    for room, spent in sorted(_spent_s.items()):
-        terminalreporter.write_line(f"{room:<12} {spent:7.1f} of {BUDGET_S[room]:.0f}")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.cpu_s_before = _cpu_s() - _session_fixtures_s
+    return (yield)
 
 
-def pytest_sessionfinish(session, exitstatus):
-    over = {room: spent for room, spent in _spent_s.items() if spent > BUDGET_S[room]}
-    if over and exitstatus == 0 and os.environ.get("HYPOTHESIS_PROFILE") != "long":
-        sys.stderr.write(f"\nover the time budget of tests/conftest.py: {over}\n")
-        session.exitstatus = 1
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown" and not item.get_closest_marker("long"):
+        spent = _cpu_s() - _session_fixtures_s - item.cpu_s_before
+        if spent > LIMIT_CPU_S:
+            report.user_properties.append(("cpu_s", spent))
+    return report
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(_Reports(config), "narrowcast-reports")
+
+
+class _Reports:
+    """What is counted where the reports of all workers arrive."""
+
+    def __init__(self, config):
+        self.ci = config.getoption("--ci")
+        self.is_worker = hasattr(config, "workerinput")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report):
+        if self.is_worker:
+            return
+        _over_limit.update(
+            {report.nodeid: spent for name, spent in report.user_properties if name == "cpu_s"}
+        )
+        if self.ci and report.skipped and not hasattr(report, "wasxfail"):
+            reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+            if not reason.startswith("Skipped: gpu:"):
+                report.outcome = "failed"
+                report.longrepr = f"{report.nodeid} was skipped, and only GPU tests may be: {reason}"
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if _over_limit:
+            terminalreporter.section(f"over {LIMIT_CPU_S:g} s of CPU time and not marked long")
+            for test, spent in sorted(_over_limit.items(), key=lambda item: -item[1]):
+                terminalreporter.write_line(f"{spent:6.1f} s  {test}")
+
+    def pytest_sessionfinish(self, session, exitstatus):
+        if self.ci and _over_limit and exitstatus == 0:
+            session.exitstatus = 1

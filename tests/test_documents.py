@@ -208,7 +208,7 @@ if os.environ.get("HYPOTHESIS_PROFILE") == "long":
     PAGES_OF_COMMANDS.append("compare")  # minutes, for each of its commands runs the script many times
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES_OF_COMMANDS)
 def test_commands_of_a_page_run_one_after_the_other(page, tmp_path):
     script = files(ROOT / "docs" / "index.md")["train.py"].replace("range(50)", "range(120)")

@@ -1,30 +1,28 @@
-"""Every error that narrowcast raises on purpose, in one tree.
+"""All errors that narrowcast raises on purpose.
 
     NarrowcastError
-    ├── FormatError (ValueError)          a number format or a rounding mode that does not exist
-    ├── PolicyError (ValueError)          a policy that does not exist or cannot hold here
-    ├── DeviceError (ValueError)          a device that torch does not know or this machine lacks
-    ├── ScaleError (ValueError, AssertionError)    a loss scale that cannot scale a loss
-    ├── SettingError (ValueError)         a setting outside its range
-    ├── OrderError (RuntimeError, AssertionError)  a training step out of order
-    ├── WeightsError (ValueError)         held weights that do not fit what was given
-    ├── Fp16GradientError (ValueError)    gradients in fp16, where small updates are lost
-    ├── RegionError (RuntimeError)        a region that was left out of order
-    ├── UnsupportedError (RuntimeError)   training that this policy cannot make right
-    ├── AmpError (RuntimeError)           what apex's amp refused, or was called in the wrong state
-    │   └── HalfRefusedError (NotImplementedError)  a function that half tensors must not reach
-    ├── MissingExtraError (ImportError)   a package that only some features need, and that is not installed
-    ├── ApexModuleError (ModuleNotFoundError)   a module of apex that narrowcast does not answer for
-    ├── ScaleCollapseError (RuntimeError) so many skipped steps in a row that the scale is not to blame
-    ├── ScriptError (ValueError)          a script that cannot be started
-    ├── ResumedRunError (RuntimeError)    a run of a comparison that reads what an earlier one wrote
-    ├── RunFolderError (OSError)          a folder that cannot be written
-    ├── LockError (ValueError)            a lock file that cannot be read or written
-    ├── MigrationError (ValueError)       a file that cannot be migrated or written
-    ├── CheckpointError (ValueError)      a checkpoint that cannot be written, read, or does not fit
-    └── CaptureError (ValueError)         a capture file that cannot be read
+    ├── PolicyError (ValueError)               unknown policy or rule, or one that cannot hold on this device
+    ├── SettingError (ValueError)              an argument out of range, or two that exclude each other
+    ├── DeviceError (ValueError)               unknown device, or one that this machine does not have
+    ├── ScaleError (ValueError, AssertionError)    loss scale, or gradients, that a scaler cannot use
+    ├── OrderError (RuntimeError, AssertionError)  parts of a training step called out of order
+    ├── UnsupportedError (RuntimeError)        training that this policy would compute incorrectly
+    ├── ScaleCollapseError (RuntimeError)      too many skipped steps in a row
+    ├── AmpError (NotImplementedError)         what apex.amp refused; raised by narrowcast.apex alone
+    ├── MissingModuleError (ModuleNotFoundError)   optional package missing, or module of apex not offered
+    ├── ScriptError (ValueError)               a script that cannot be started or compared
+    ├── FileError (OSError, ValueError)        a file or folder that cannot be read or written
+    └── CheckpointError (ValueError)           a checkpoint that is damaged or does not fit
 
-A message says what was expected, what came, and how to fix it.
+    >>> import narrowcast as nc
+    >>> try:
+    ...     nc.GradScaler("cpu", init_scale=-1.0)
+    ... except nc.NarrowcastError as error:
+    ...     print(type(error).__name__)
+    ScaleError
+
+Each message says what was expected, what came, and how to fix it. The built-in bases are those that torch or
+apex raise in the same place, so that existing ``except`` clauses keep working.
 """
 
 from __future__ import annotations
@@ -32,101 +30,77 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "AmpError",
+    "CheckpointError",
+    "DeviceError",
+    "FileError",
+    "MissingModuleError",
+    "NarrowcastError",
+    "OrderError",
+    "PolicyError",
+    "ScaleCollapseError",
+    "ScaleError",
+    "ScriptError",
+    "SettingError",
+    "UnsupportedError",
+]
+
 
 class NarrowcastError(Exception):
-    """Root of the tree; catch this to catch everything that narrowcast raises on purpose."""
-
-
-class FormatError(NarrowcastError, ValueError):
-    """A number format or a rounding mode that does not exist."""
+    """Base class of all errors below; catch it to catch everything that narrowcast raises on purpose."""
 
 
 class PolicyError(NarrowcastError, ValueError):
-    """A policy that does not exist, or that cannot hold on this device."""
-
-
-class DeviceError(NarrowcastError, ValueError):
-    """A device that torch does not know, or that this machine lacks."""
-
-
-class ScaleError(NarrowcastError, ValueError, AssertionError):
-    """A loss scale, or a setting of one, that cannot scale a loss; ``torch.amp.GradScaler`` asserts some."""
+    """Unknown policy or rule, or one that cannot hold on this device."""
 
 
 class SettingError(NarrowcastError, ValueError):
-    """A setting outside its range, or two that exclude each other."""
+    """An argument outside its range, an unknown format, or two arguments that exclude each other."""
+
+
+class DeviceError(NarrowcastError, ValueError):
+    """A device that torch does not know, or that this machine does not have."""
+
+
+class ScaleError(NarrowcastError, ValueError, AssertionError):
+    """A loss scale, scaler state or gradients (fp16 ones) that a gradient scaler cannot use."""
 
 
 class OrderError(NarrowcastError, RuntimeError, AssertionError):
-    """A part of a training step out of order; where ``torch.amp.GradScaler`` raises one of the two."""
-
-
-class WeightsError(NarrowcastError, ValueError):
-    """Weights held in a low format that do not fit what was given for them."""
-
-
-class Fp16GradientError(NarrowcastError, ValueError):
-    """Gradients in fp16, where updates smaller than 2**-11 of a weight are lost."""
-
-
-class RegionError(NarrowcastError, RuntimeError):
-    """A region that was left in another order than it was entered."""
+    """Parts of a training step called out of order, or autocast regions left out of order."""
 
 
 class UnsupportedError(NarrowcastError, RuntimeError):
-    """Training that this policy would get wrong, refused before it does."""
-
-
-class AmpError(NarrowcastError, RuntimeError):
-    """What apex's amp refused too, or a call in the wrong state of it; apex raised RuntimeErrors."""
-
-
-class HalfRefusedError(AmpError, NotImplementedError):
-    """A function that apex kept from half tensors; apex raised NotImplementedErrors."""
-
-
-class MissingExtraError(NarrowcastError, ImportError):
-    """A package that only some features need, and that is not installed."""
-
-
-class ApexModuleError(NarrowcastError, ModuleNotFoundError):
-    """A module of apex that narrowcast does not answer for."""
+    """Training that this policy would compute incorrectly, refused before it starts."""
 
 
 class ScaleCollapseError(NarrowcastError, RuntimeError):
-    """So many steps skipped in a row that lowering the scale further cannot help."""
+    """So many steps skipped in a row that a lower loss scale cannot help."""
+
+
+class AmpError(NarrowcastError, NotImplementedError):
+    """What ``apex.amp`` refused as well; it raised ``RuntimeError`` or ``NotImplementedError``."""
+
+
+class MissingModuleError(NarrowcastError, ModuleNotFoundError):
+    """An optional package that is not installed, or a module of apex that narrowcast does not offer."""
 
 
 class ScriptError(NarrowcastError, ValueError):
-    """A script that cannot be started."""
+    """A script that cannot be started, or whose runs cannot be compared."""
 
 
-class ResumedRunError(NarrowcastError, RuntimeError):
-    """A run of a comparison that read what an earlier one wrote, so that the two do other work."""
-
-
-class RunFolderError(NarrowcastError, OSError):
-    """A folder that a run wants to write to and cannot."""
-
-
-class LockError(NarrowcastError, ValueError):
-    """A lock file of decisions that cannot be read or written."""
-
-
-class MigrationError(NarrowcastError, ValueError):
-    """A file that cannot be migrated, or whose new text cannot be written."""
+class FileError(NarrowcastError, OSError, ValueError):
+    """A file or folder that cannot be read or written, or that holds something else than expected."""
 
 
 class CheckpointError(NarrowcastError, ValueError):
-    """A checkpoint that cannot be written or read, or that does not fit what it is loaded into."""
-
-
-class CaptureError(NarrowcastError, ValueError):
-    """A capture file that is missing, empty, or of a schema that this version does not read."""
+    """A checkpoint that is damaged, cannot be written, or does not fit what it is loaded into."""
 
 
 def near_names(name: str, known: Iterable[str]) -> str:
-    """End of a message about an unknown ``name``: what it may have meant, then all there is.
+    """End an error message about an unknown ``name``: the nearest known name, then all of them.
 
     >>> near_names("bf61", ["bf16", "fp16", "fp32"])
     'Did you mean "bf16"? Known: bf16, fp16, fp32.'

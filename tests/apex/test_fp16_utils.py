@@ -24,7 +24,7 @@ from narrowcast.apex.fp16_utils import (
     to_python_float,
     tofp16,
 )
-from narrowcast.errors import CheckpointError, OrderError, ScaleCollapseError, ScaleError, WeightsError
+from narrowcast.errors import CheckpointError, OrderError, ScaleCollapseError, ScaleError, SettingError
 from narrowcast.scaling import Dynamic
 
 LOW = [torch.float16, torch.bfloat16]
@@ -426,14 +426,14 @@ def test_masters_of_parameters_without_gradients():
     assert masters[0].grad is None
     params, flat = prep_param_lists(nn.Linear(2, 1), flat_master=True)
     with pytest.raises(
-        WeightsError, match=r"a gradient of each parameter, and 2 have none, the first of shape"
+        SettingError, match=r"a gradient of each parameter, and 2 have none, the first of shape"
     ):
         model_grads_to_master_grads(params, flat, flat_master=True)
     with pytest.raises(
-        WeightsError, match="expected a copy for each of 2 parameters, got 1: give both lists"
+        SettingError, match="expected a copy for each of 2 parameters, got 1: give both lists"
     ):
         master_params_to_model_params(params, flat)
-    with pytest.raises(WeightsError, match="has 3 elements, got one of 2"):
+    with pytest.raises(SettingError, match="has 3 elements, got one of 2"):
         master_params_to_model_params(params, masters, flat_master=True)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from narrowcast.attach import Attachment
 from narrowcast.casting import autocast
-from narrowcast.errors import RegionError, UnsupportedError
+from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.scaling import Dynamic, Static
 
 SCALE = 2.0**8
@@ -470,7 +470,7 @@ def test_recomputation_is_not_taken_for_a_script_that_uses_autocast():
 
 
 def test_one_attachment_at_a_time():
-    with Attachment("bf16"), pytest.raises(RegionError, match="in force already"), Attachment("bf16"):
+    with Attachment("bf16"), pytest.raises(OrderError, match="in force already"), Attachment("bf16"):
         pass
 
 

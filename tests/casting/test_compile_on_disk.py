@@ -50,7 +50,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiler: Inductor needs g++")
 def test_two_policies_over_one_cache(tmp_path):
     import narrowcast as nc

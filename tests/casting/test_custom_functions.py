@@ -10,7 +10,7 @@ import torch
 
 import narrowcast as nc
 from narrowcast.casting import cast_floating
-from narrowcast.errors import DeviceError, PolicyError, RegionError
+from narrowcast.errors import DeviceError, OrderError, PolicyError
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TORCH = (torch.amp.custom_fwd, torch.amp.custom_bwd)
@@ -232,7 +232,7 @@ def test_a_forward_without_custom_fwd_is_named():
         def backward(ctx, grad):
             return grad * 2
 
-    with pytest.raises(RegionError) as raised:
+    with pytest.raises(OrderError) as raised:
         Half.apply(torch.ones(1, requires_grad=True)).backward()
     assert str(raised.value) == (
         "expected the forward of Half to be decorated with custom_fwd, got one that recorded no region; "

@@ -16,7 +16,7 @@ import narrowcast as nc
 from child_processes import finished
 from narrowcast.casting._fp8 import apply_fp8
 from narrowcast.casting._fp8_linear import Fp8Linear
-from narrowcast.errors import MissingExtraError, PolicyError
+from narrowcast.errors import MissingModuleError, PolicyError
 from narrowcast.policy import rule
 
 IN, OUT = 32, 48
@@ -461,10 +461,10 @@ def run(code, folder):
 def test_without_torchao(tmp_path):
     done = run(f"import sys\nsys.modules['torchao'] = None\n{APPLY}apply_fp8(layer, policy)", tmp_path)
     assert done.stderr.splitlines()[-1] == (
-        "narrowcast.errors.MissingExtraError: expected torchao for a rule with an fp8 recipe, and it is not "
+        "narrowcast.errors.MissingModuleError: expected torchao for a rule with an fp8 recipe, and it is not "
         "installed: pip install 'narrowcast[fp8]'"
     )
-    assert issubclass(MissingExtraError, ImportError)
+    assert issubclass(MissingModuleError, ImportError)
 
 
 def test_with_a_torchao_that_lacks_what_is_needed(tmp_path):
@@ -474,7 +474,7 @@ def test_with_a_torchao_that_lacks_what_is_needed(tmp_path):
     done = run(f"{APPLY}apply_fp8(layer, policy)", tmp_path)
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        "narrowcast.errors.MissingExtraError: expected torchao 0.18 or newer for a rule with an fp8 recipe, "
+        "narrowcast.errors.MissingModuleError: expected torchao 0.18 or newer for a rule with an fp8 recipe, "
         "got 0.3 (cannot import name 'Float8LinearConfig'"
     )
     assert last.endswith(": pip install 'narrowcast[fp8]'")

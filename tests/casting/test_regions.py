@@ -14,7 +14,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.casting import _regions
-from narrowcast.errors import RegionError
+from narrowcast.errors import OrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OUTSIDE = (False, BF16, True)
@@ -219,7 +219,7 @@ def test_a_region_left_before_the_one_inside_it():
     outer, inner = nc.autocast("cpu", FP16), nc.autocast("cpu", BF16, cache_enabled=False)
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(RegionError) as raised:
+    with pytest.raises(OrderError) as raised:
         outer.__exit__(None, None, None)
     assert str(raised.value) == (
         "expected the innermost region to be left first, got the cpu region in torch.float16 with 1 still "
@@ -244,7 +244,7 @@ def test_torch_leaves_autocast_on_after_a_generator_stopped_inside(put_back):
             if autocast is torch.autocast:
                 generator.close()
             else:
-                with pytest.raises(RegionError):
+                with pytest.raises(OrderError):
                     generator.close()
         assert state() == after, "torch has mended regions left out of order" if after != OUTSIDE else "ours"
         torch.set_autocast_enabled("cpu", False)
@@ -256,7 +256,7 @@ def test_regions_of_two_devices_left_out_of_order():
     xpu_before = state("xpu")
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(RegionError):
+    with pytest.raises(OrderError):
         outer.__exit__(None, None, None)
     assert state("xpu")[:2] == xpu_before[:2]
     inner.__exit__(None, None, None)
@@ -269,10 +269,10 @@ def test_a_region_that_was_not_entered_here():
         "expected a region that this thread entered, got one that it did not enter or has left already; "
         "leave a region in the thread that entered it, as a with statement does"
     )
-    with pytest.raises(RegionError) as raised:
+    with pytest.raises(OrderError) as raised:
         region.__exit__(None, None, None)
     assert str(raised.value) == message
-    with region, pytest.raises(RegionError):
+    with region, pytest.raises(OrderError):
         _run(lambda: region.__exit__(None, None, None))
     assert state() == OUTSIDE
 

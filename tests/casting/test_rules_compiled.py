@@ -154,7 +154,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiler: Inductor needs g++")
 def test_processes_of_different_rules_share_one_cache_on_disk(tmp_path):
     """Each policy is the first of its process, and has the mark that another had in the one before."""

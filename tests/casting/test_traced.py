@@ -200,7 +200,7 @@ def test_a_compiled_optimizer_step_drops_casts(layer, x, method):
 
 
 # Inductor warns of things of its own, and of the Python that it runs on.
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiler: Inductor needs g++")
 def test_inductor(layer, x, monkeypatch):

@@ -48,7 +48,7 @@ def offline(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("script", SMALL)
 def test_trains_under_run_and_passes_the_certificate_of_compare(script, tmp_path, offline):
     done = finished(

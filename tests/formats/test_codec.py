@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from narrowcast.errors import FormatError
+from narrowcast.errors import SettingError
 from narrowcast.formats import (
     BFLOAT16,
     E4M3FNUZ,
@@ -93,15 +93,15 @@ def test_numbers_that_the_format_lacks_are_refused(format):
         absent.append(math.inf)
     for x in absent:
         for signed in (x, -x):
-            with pytest.raises(FormatError, match="round it first"):
+            with pytest.raises(SettingError, match="round it first"):
                 encode(format, signed)
 
 
 def test_what_a_refusal_says():
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(SettingError) as caught:
         encode(E4M3FNUZ, -0.0)
     assert str(caught.value) == "-0.0 is not a E4M3FNUZ number: round it first, with round_to(E4M3FNUZ, -0.0)"
     for code in (-1, 256):
-        with pytest.raises(FormatError) as caught:
+        with pytest.raises(SettingError) as caught:
             decode(OCP_E4M3, code)
         assert str(caught.value) == f"a OCP_E4M3 code is from 0 to 255, not {code}"

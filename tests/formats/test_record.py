@@ -14,7 +14,7 @@ import torch
 
 from child_processes import output_of
 from narrowcast import formats
-from narrowcast.errors import FormatError
+from narrowcast.errors import SettingError
 from narrowcast.formats import (
     BFLOAT16,
     E4M3FNUZ,
@@ -130,7 +130,7 @@ def test_a_record_is_frozen_slotted_and_keyword_only():
     ],
 )
 def test_a_record_that_cannot_be_is_refused(change, message):
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(SettingError) as caught:
         dataclasses.replace(FLOAT16, **change)
     assert str(caught.value) == message
 
@@ -225,7 +225,7 @@ def test_dtypes_are_the_ones_meant():
 
 
 def test_a_format_without_a_dtype_is_refused():
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(SettingError) as caught:
         torch_dtype(TF32)
     assert str(caught.value) == (
         "no torch dtype stores TF32: use one that is stored "
@@ -237,7 +237,7 @@ def test_a_format_without_a_dtype_is_refused():
     "dtype", [torch.float64, torch.int32, torch.complex64, torch.float8_e8m0fnu, "float16"]
 )
 def test_a_dtype_without_a_record_is_refused(dtype):
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(SettingError) as caught:
         from_torch_dtype(dtype)
     assert str(caught.value) == (
         f"{dtype} is not a format of narrowcast.formats: use one of torch.float32, torch.bfloat16, "

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowcast.errors import FormatError
+from narrowcast.errors import SettingError
 from narrowcast.formats import (
     BFLOAT16,
     E4M3FNUZ,
@@ -221,7 +221,7 @@ def test_which_updates_of_one_are_swallowed(format, power):
     ],
 )
 def test_a_wrong_mode_or_random_number_is_refused(arguments, message):
-    with pytest.raises(FormatError) as caught:
+    with pytest.raises(SettingError) as caught:
         round_to(FLOAT16, 1.0, **arguments)
     assert str(caught.value) == message
 

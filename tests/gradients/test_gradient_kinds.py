@@ -7,7 +7,7 @@ import torch
 from pairs import same
 
 import narrowcast as nc
-from narrowcast.errors import Fp16GradientError
+from narrowcast.errors import ScaleError
 
 SWITCHES = [{}, {"foreach": True}, {"fused": True}]
 
@@ -27,7 +27,7 @@ def test_fp16_gradients_are_refused_by_name_and_nothing_is_divided(switches, met
     scaler = nc.GradScaler("cpu", 8.0)
     scaler.scale(weight.sum() + other.sum()).backward()
     arguments = (1.0,) if method.startswith("clip") else ()
-    with pytest.raises(Fp16GradientError) as error:
+    with pytest.raises(ScaleError) as error:
         getattr(scaler, method)(optimizer, *arguments)
     assert str(error.value) == (
         "expected gradients in fp32, got fp16 for layer.weight: an update smaller than 2**-11 of a weight in "
@@ -71,7 +71,7 @@ def test_sparse_gradients_in_fp16_overflow_where_their_parts_are_summed(allow):
     before = table.weight.detach().clone()
     scaler.scale((table(torch.tensor([1, 1])).float() * 40000.0).sum()).backward()
     if not allow:
-        with pytest.raises(Fp16GradientError):
+        with pytest.raises(ScaleError):
             scaler.step(optimizer)
         return
     assert scaler.step(optimizer).skipped

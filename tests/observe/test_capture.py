@@ -6,7 +6,7 @@ import math
 import made_captures
 import pytest
 
-from narrowcast.errors import CaptureError, RunFolderError
+from narrowcast.errors import FileError
 from narrowcast.observe import SCHEMA, CaptureWriter, read_capture, start_event
 from narrowcast.observe._schema import _COMPARE_STARTS, _EVENTS, checked_event
 
@@ -116,7 +116,7 @@ def test_wherever_a_killed_run_was_cut_the_lines_before_can_be_read(path):
         if complete:
             assert same(list(read_capture(path).events), [START, *STEPS[:2]][:complete])
         else:
-            with pytest.raises(CaptureError, match="does not begin with a start event"):
+            with pytest.raises(FileError, match="does not begin with a start event"):
                 read_capture(path)
 
 
@@ -156,7 +156,7 @@ def lines(path, event):
 )
 def test_a_field_that_is_missing_or_of_another_type_is_refused(path, event, field):
     where = lines(path, {name: value for name, value in event.items() if name != field})
-    with pytest.raises(CaptureError) as refused:
+    with pytest.raises(FileError) as refused:
         read_capture(path)
     assert str(refused.value) == f"{where} is no {event['event']!r} event: expected a field {field!r}"
     refused_with = []
@@ -164,7 +164,7 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused(path, event, fiel
         where = lines(path, event | {field: value})
         try:
             read = read_capture(path)
-        except CaptureError as error:
+        except FileError as error:
             refused_with.append(str(error))
         else:
             kept = next(one for one in read.events if one["event"] == event["event"])[field]
@@ -182,7 +182,7 @@ def test_fields_of_a_parameter_are_checked_too(path):
         broken = json.loads(json.dumps(certificate))
         broken["parameters"][1][field] = {"an": "object"}
         where = lines(path, broken)
-        with pytest.raises(CaptureError) as refused:
+        with pytest.raises(FileError) as refused:
             read_capture(path)
         assert str(refused.value).startswith(f"{where} is no 'certificate' event: expected ")
         assert field in str(refused.value)
@@ -239,7 +239,7 @@ HUGE = b'{"event": "later", "huge": ' + b"1" * 5000 + b"}\n"
 )
 def test_what_is_no_capture_is_refused(path, content, message):
     path.write_bytes(content)
-    with pytest.raises(CaptureError) as refused:
+    with pytest.raises(FileError) as refused:
         read_capture(path)
     assert str(refused.value).replace('"', "'") == f"{path}{message}".replace("\\'", "'")
 
@@ -251,13 +251,13 @@ def test_a_last_line_that_cannot_be_read_was_cut_short(path):
 
 
 def test_files_that_cannot_be_opened_are_refused(path):
-    with pytest.raises(CaptureError) as refused:
+    with pytest.raises(FileError) as refused:
         read_capture(path)
     assert str(refused.value) == f"cannot read the capture {path}: No such file or directory"
     path.mkdir()
-    with pytest.raises(CaptureError, match="Is a directory"):
+    with pytest.raises(FileError, match="Is a directory"):
         read_capture(path)
-    with pytest.raises(RunFolderError) as refused:
+    with pytest.raises(FileError) as refused:
         CaptureWriter(path)
     assert str(refused.value) == f"cannot write the capture {path}: Is a directory"
 
@@ -292,5 +292,5 @@ def test_a_full_disk_ends_the_capture_and_not_the_run(path, monkeypatch):
 def test_a_step_has_the_number_of_its_optimizer(wrong):
     """Without it nobody can tell whose steps an interval lies between."""
     event = {key: value for key, value in STEPS[0].items() if key != "optimizer"} | wrong
-    with pytest.raises(CaptureError, match="'optimizer'"):
+    with pytest.raises(FileError, match="'optimizer'"):
         checked_event(event, "line 1")

@@ -5,7 +5,7 @@ import json
 import made_captures
 import pytest
 
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 from narrowcast.observe import COMPARISON, read_comparison
 
 
@@ -46,7 +46,7 @@ def test_a_run_that_had_begun_counts_as_far_as_it_came(tmp_path):
     capture.write_bytes(b"")
     assert read_comparison(folder).runs == ()
     (folder / COMPARISON).write_text("\n".join(lines[: first + 1]) + "\n")
-    with pytest.raises(CaptureError, match="start event"):
+    with pytest.raises(FileError, match="start event"):
         read_comparison(folder)
 
 
@@ -84,18 +84,18 @@ def test_a_capture_elsewhere_is_not_followed(tmp_path, name):
     run = {"event": "run", "name": "x", "format": "fp32", "seed": 0, "capture": name, "last_line": ""}
     with (folder / COMPARISON).open("a") as file:
         file.write(json.dumps(run) + "\n")
-    with pytest.raises(CaptureError) as refused:
+    with pytest.raises(FileError) as refused:
         read_comparison(folder)
     assert str(refused.value) == (f"{folder / COMPARISON} names {name!r}, which is no capture in its folder")
 
 
 def test_what_is_no_comparison_is_refused(tmp_path):
-    with pytest.raises(CaptureError, match=r"cannot read the capture .*comparison\.jsonl: No such file"):
+    with pytest.raises(FileError, match=r"cannot read the capture .*comparison\.jsonl: No such file"):
         read_comparison(tmp_path)
     made_captures.write_lines(tmp_path / COMPARISON, made_captures.start())
-    with pytest.raises(CaptureError, match="is the capture of a run and not of a comparison"):
+    with pytest.raises(FileError, match="is the capture of a run and not of a comparison"):
         read_comparison(tmp_path)
     made_captures.trained(tmp_path, steps=2)
     (tmp_path / "mixed-1" / "capture.jsonl").unlink()
-    with pytest.raises(CaptureError, match=r"cannot read the capture .*mixed-1/capture\.jsonl: No such file"):
+    with pytest.raises(FileError, match=r"cannot read the capture .*mixed-1/capture\.jsonl: No such file"):
         read_comparison(tmp_path)

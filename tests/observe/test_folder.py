@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowcast.errors import RunFolderError
+from narrowcast.errors import FileError
 from narrowcast.observe import discard_captures, make_run_folder
 
 ADVICE = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
@@ -46,12 +46,10 @@ def test_without_a_word_it_is_the_home_folder_or_a_temporary_one(tmp_path, monke
 def test_a_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     asked = tmp_path / "file/x"
-    with pytest.raises(RunFolderError) as refused:
+    with pytest.raises(FileError) as refused:
         make_run_folder("train", asked=asked)
     assert str(refused.value) == f"cannot create the folder {asked}: Not a directory; {ADVICE}"
-    with pytest.raises(
-        RunFolderError, match=r"cannot create the folder .*file/runs/train-.*: Not a directory"
-    ):
+    with pytest.raises(FileError, match=r"cannot create the folder .*file/runs/train-.*: Not a directory"):
         make_run_folder("train", cache=tmp_path / "file")
 
 
@@ -60,7 +58,7 @@ def test_a_folder_that_takes_no_files_is_refused(tmp_path, monkeypatch):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    with pytest.raises(RunFolderError) as refused:
+    with pytest.raises(FileError) as refused:
         make_run_folder("train", asked=tmp_path)
     assert str(refused.value) == f"cannot write in the folder {tmp_path}: Read-only file system; {ADVICE}"
 
@@ -90,6 +88,6 @@ def test_what_an_earlier_run_left_is_deleted_and_nothing_else(tmp_path, from_ran
 def test_what_cannot_be_deleted_is_refused(tmp_path):
     (tmp_path / "capture.jsonl").mkdir()
     with pytest.raises(
-        RunFolderError, match=rf"cannot delete what an earlier run left, {tmp_path}/capture.jsonl: "
+        FileError, match=rf"cannot delete what an earlier run left, {tmp_path}/capture.jsonl: "
     ):
         discard_captures(tmp_path)

@@ -35,7 +35,7 @@ def found():
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_stops_that_a_rule_could_help(found):
     stopped = {name for name, _, _ in found["stopped"]}
     assert len(stopped) > 60
@@ -45,7 +45,7 @@ def test_nothing_stops_that_a_rule_could_help(found):
     assert TAKES_WIDE_PARAMETERS & stopped  # in 2.11 not native_group_norm
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_rule_helps_and_does_as_the_table_of_the_device_that_runs_it(found):
     for one in Policy.preset("safe").rules:
         if one.op in NORMS_AND_LOSS:

@@ -5,7 +5,7 @@ import json
 import made_captures
 import pytest
 
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 from narrowcast.observe import explained, read_explanation
 from narrowcast.report import explain_text, write_page
 from narrowcast.report._provenance import when
@@ -111,10 +111,10 @@ def test_each_number_that_is_missing_has_its_reason(tmp_path):
 
 def test_a_capture_of_something_else_or_cut_short_is_refused(tmp_path):
     made_captures.one_run(tmp_path)
-    with pytest.raises(CaptureError, match="is no capture of what ran in which format"):
+    with pytest.raises(FileError, match="is no capture of what ran in which format"):
         read_explanation(tmp_path / "capture.jsonl")
     made_captures.explained_run(tmp_path, made_captures.explained_events()[:-1])
-    with pytest.raises(CaptureError, match="was cut short: run narrowcast explain again"):
+    with pytest.raises(FileError, match="was cut short: run narrowcast explain again"):
         read_explanation(tmp_path / "explain.jsonl")
 
 
@@ -162,7 +162,7 @@ def test_a_field_of_another_value_is_refused_or_shown(tmp_path, value):
             changed = [event | {field: value} if event["event"] == kind else event for event in events]
             try:
                 found = found_in(tmp_path, changed)
-            except CaptureError:
+            except FileError:
                 continue
             json.dumps(found, allow_nan=False)
             for every in (False, True):

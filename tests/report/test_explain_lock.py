@@ -8,7 +8,7 @@ from pathlib import Path
 import made_captures
 import pytest
 
-from narrowcast.errors import LockError
+from narrowcast.errors import FileError
 from narrowcast.observe import explained, read_explanation
 from narrowcast.report import (
     check_text,
@@ -142,14 +142,14 @@ def test_what_changed_around_equal_decisions_is_said(tmp_path):
 def test_what_is_no_lock_file_is_one_clear_error(tmp_path, text, said):
     path = tmp_path / "policy.lock"
     path.write_text(text)
-    with pytest.raises(LockError, match=re.escape(said)):
+    with pytest.raises(FileError, match=re.escape(said)):
         read_lock(path)
 
 
 def test_a_file_that_cannot_be_read_or_written(tmp_path):
-    with pytest.raises(LockError, match=r"cannot read the lock file .*absent.lock: No such file"):
+    with pytest.raises(FileError, match=r"cannot read the lock file .*absent.lock: No such file"):
         read_lock(tmp_path / "absent.lock")
-    with pytest.raises(LockError, match=r"cannot write the lock file .*: No such file"):
+    with pytest.raises(FileError, match=r"cannot write the lock file .*: No such file"):
         write_lock(lock_from(tmp_path, SITES), tmp_path / "no folder" / "policy.lock")
 
 

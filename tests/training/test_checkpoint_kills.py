@@ -8,7 +8,7 @@ from checkpoint_launches import facts_of
 ROUNDS = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_kill_while_saving_loses_nothing(tmp_path, kind):

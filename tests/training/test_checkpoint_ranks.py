@@ -12,7 +12,7 @@ from narrowcast.errors import CheckpointError
 from narrowcast.training import load_checkpoint, save_checkpoint
 
 CASES = ["ddp fp16", "ddp masters", "fsdp bf16", "fsdp O2", "fsdp kahan", "fsdp stochastic"]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

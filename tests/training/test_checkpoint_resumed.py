@@ -39,7 +39,7 @@ def _same_bits(one, other):
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*bits)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_whole_one_to_the_bit(runs, case):
     folder, _ = runs
@@ -55,7 +55,7 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(runs, case):
         assert state["scale"] < 2.0**16, "steps were skipped"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(runs):
     folder, (full, of_folder, position, left) = runs
     for told, name in ((full, "full"), (of_folder, "folder")):

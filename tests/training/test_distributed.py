@@ -30,7 +30,7 @@ OTHER_SUMS = {"bf16": 2 * (2 + 2) * 2.0**-8, "fp16": 2 * (2 + 2) * 2.0**-11}
 # pass; doubled too.
 TWENTY_STEPS = {"bf16": 2 * 13 * 2.0**-8, "fp16": 2 * 13 * 2.0**-11}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 both_sizes = pytest.mark.parametrize("world", [2, 4])
 
 

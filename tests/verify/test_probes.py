@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from child_processes import output_of
-from narrowcast.errors import ResumedRunError, ScriptError
+from narrowcast.errors import ScriptError
 from narrowcast.verify._certify_script import certify_script
 from narrowcast.verify._from_probes import output_from_probes
 from narrowcast.verify._probes import TENSORS, fingerprint, read_result, tensors_in, write_result
@@ -375,9 +375,7 @@ def test_a_script_that_reads_what_an_earlier_probe_wrote_is_refused(runs, tmp_pa
     """
     os.environ["STATE"] = str(tmp_path / "state.pt")
     try:
-        with pytest.raises(
-            ResumedRunError, match=r"run gradients-mixed read .*state.pt, which run gradients-r"
-        ):
+        with pytest.raises(ScriptError, match=r"run gradients-mixed read .*state.pt, which run gradients-r"):
             certify_script(runs(text), format="bf16")
     finally:
         del os.environ["STATE"]

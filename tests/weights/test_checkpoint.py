@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from narrowcast.errors import WeightsError
+from narrowcast.errors import SettingError
 from narrowcast.weights import hold, lower
 
 UPDATES = ["masters", "kahan", "stochastic"]
@@ -144,7 +144,7 @@ START = "this state of held weights does not belong here: expected "
 
 def refused(handle, state):
     before = {p: v.clone() for p, v in handle.full_values().items()}
-    with pytest.raises(WeightsError) as error:
+    with pytest.raises(SettingError) as error:
         handle.load_state_dict(state)
     for p, v in handle.full_values().items():
         assert torch.equal(before[p], v)

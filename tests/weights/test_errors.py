@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.errors import UnsupportedError, WeightsError
+from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights import held_by, hold
 
 
@@ -27,7 +27,7 @@ def refused(error, optimizer, *args, **kwargs):
 
 
 def test_a_way_that_does_not_exist():
-    assert refused(WeightsError, sgd(LOW), "master") == (
+    assert refused(SettingError, sgd(LOW), "master") == (
         'updates="master" is no way to keep updates. Did you mean "masters"? Known: masters, kahan, '
         "stochastic."
     )
@@ -37,7 +37,7 @@ def test_holding_twice():
     optimizer = sgd(LOW)
     handle = hold(optimizer)
     assert held_by(optimizer) is handle
-    assert refused(WeightsError, optimizer, "kahan") == (
+    assert refused(SettingError, optimizer, "kahan") == (
         "this SGD is held already: call remove() on its handle before holding it another way"
     )
     handle.remove()
@@ -46,19 +46,19 @@ def test_holding_twice():
 
 
 def test_nothing_to_hold():
-    assert refused(WeightsError, sgd(LOW.float())) == (
+    assert refused(SettingError, sgd(LOW.float())) == (
         "no parameter of this SGD is in bfloat16 or float16, so there is nothing to hold: lower the model "
         "first, with narrowcast.weights.lower"
     )
 
 
 def test_generators_that_do_not_fit():
-    assert refused(WeightsError, sgd(LOW), "kahan", generator=torch.Generator()) == (
+    assert refused(SettingError, sgd(LOW), "kahan", generator=torch.Generator()) == (
         'updates="kahan" draws no random numbers: leave out the generator'
     )
     low = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16, device="meta"))
     optimizer = torch.optim.SGD([low], lr=0.1)
-    assert refused(WeightsError, optimizer, "stochastic", generator=torch.Generator()) == (
+    assert refused(SettingError, optimizer, "stochastic", generator=torch.Generator()) == (
         "the generator is on cpu, and a held parameter is on meta: pass one of that device, or None, which "
         "gives every device one of its own"
     )
@@ -67,14 +67,14 @@ def test_generators_that_do_not_fit():
 def test_originals_that_do_not_fit():
     optimizer = sgd(LOW)
     (low,) = optimizer.param_groups[0]["params"]
-    assert refused(WeightsError, optimizer, "masters", originals={low: torch.ones(3)}) == (
+    assert refused(SettingError, optimizer, "masters", originals={low: torch.ones(3)}) == (
         "the original of a parameter of shape (2,) on cpu must be a float32 tensor of that shape there, not "
         "float32 of shape (3,) on cpu"
     )
     assert "not float64 of shape (2,)" in refused(
-        WeightsError, optimizer, originals={low: torch.ones(2, dtype=torch.float64)}
+        SettingError, optimizer, originals={low: torch.ones(2, dtype=torch.float64)}
     )
-    assert refused(WeightsError, optimizer, "stochastic", originals={low: torch.ones(2)}) == (
+    assert refused(SettingError, optimizer, "stochastic", originals={low: torch.ones(2)}) == (
         'updates="stochastic" keeps nothing of the originals: leave them out, or use "masters" or "kahan"'
     )
 
@@ -94,11 +94,11 @@ def test_a_parameter_that_comes_twice():
     with pytest.warns(UserWarning, match="duplicate parameters"):
         optimizer = torch.optim.SGD([low, low], lr=0.1)
     message = "a parameter of shape (2,) comes twice in this optimizer: leave it in one group only"
-    assert refused(WeightsError, optimizer) == message
+    assert refused(SettingError, optimizer) == message
     optimizer = torch.optim.SGD([low], lr=0.1)
     hold(optimizer)
     optimizer.add_param_group({"params": [low]})
-    with pytest.raises(WeightsError) as again:
+    with pytest.raises(SettingError) as again:
         optimizer.step()
     assert str(again.value) == message
 

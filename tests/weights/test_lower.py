@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.errors import UnsupportedError, WeightsError
+from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights import hold, is_batch_or_instance_norm, lower
 
 
@@ -126,7 +126,7 @@ def test_recurrent_layers_still_run(dtype):
 
 
 def test_what_cannot_be_lowered_is_refused_before_anything_changes():
-    with pytest.raises(WeightsError) as wrong:
+    with pytest.raises(SettingError) as wrong:
         lower(nn.Linear(2, 2), torch.float32)
     assert str(wrong.value) == ("a model is lowered to torch.bfloat16 or torch.float16, not to torch.float32")
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from narrowcast.errors import UnsupportedError, WeightsError
+from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights import UpdateMeter, held_by, hold
 
 # Share of swallowed updates and effective gain in bfloat16, by learning rate, for weights ~ N(0, 0.02**2).
@@ -303,7 +303,7 @@ def test_nan_is_said_and_not_hidden():
 def test_what_cannot_be_measured():
     low = quarter()
     optimizer = torch.optim.SGD([low], lr=0.1)
-    with pytest.raises(WeightsError) as wrong:
+    with pytest.raises(SettingError) as wrong:
         UpdateMeter(optimizer, every=0)
     assert str(wrong.value) == "every must be a whole number of steps of at least 1, got 0"
     with UpdateMeter(optimizer):

@@ -14,7 +14,7 @@ import torch
 from narrowcast.apex._patches import Target
 from narrowcast.apex._rules import BANNED, FLOAT, HALF
 from narrowcast.casting import PlacedRegion, cast_where, places_here
-from narrowcast.errors import HalfRefusedError
+from narrowcast.errors import AmpError
 from narrowcast.policy import Policy
 
 REFUSED = "refused"
@@ -134,7 +134,7 @@ def call_cast(
     """Call ``function`` with its arguments cast as ``how`` says."""
     if how.kind in (REFUSED, BANNED):
         if _tensors((args, kwargs), devices, lambda tensor: tensor.dtype in _LOW):
-            raise HalfRefusedError(how.advice)
+            raise AmpError(how.advice)
         return function(*args, **kwargs)
     dtype = _target(how.kind, (args, kwargs), casts, devices)
     if dtype is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowcast.errors import WeightsError
+from narrowcast.errors import SettingError
 from narrowcast.weights import lower
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -114,11 +114,11 @@ def model_grads_to_master_grads(
     Where a parameter has none, its copy has none then; in a flat copy that is an error.
 
     Raises:
-        WeightsError: a parameter without a gradient and ``flat_master``; lists of different lengths.
+        SettingError: a parameter without a gradient and ``flat_master``; lists of different lengths.
     """
     if flat_master:
         if missing := [tuple(p.shape) for p in model_params if p.grad is None]:
-            raise WeightsError(
+            raise SettingError(
                 f"a flat copy takes a gradient of each parameter, and {len(missing)} have none, the first of "
                 f"shape {missing[0]}: use flat_master=False, where such parameters are left alone"
             )
@@ -146,13 +146,13 @@ def master_params_to_model_params(
     """Copy the float32 copies over the parameters, rounded to nearest even.
 
     Raises:
-        WeightsError: lists of different lengths, or a flat copy of another size.
+        SettingError: lists of different lengths, or a flat copy of another size.
     """
     masters = list(master_params)
     if flat_master:
         sizes = [parameter.numel() for parameter in model_params]
         if sum(sizes) != masters[0].numel():
-            raise WeightsError(
+            raise SettingError(
                 f"a flat copy of these parameters has {sum(sizes)} elements, got one of {masters[0].numel()}"
             )
         flat = torch.split(masters[0].detach(), sizes)
@@ -167,7 +167,7 @@ def _pairs(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     params, masters = list(model_params), list(master_params)
     if len(params) != len(masters):
-        raise WeightsError(
+        raise SettingError(
             f"expected a copy for each of {len(params)} parameters, got {len(masters)}: give both lists of "
             "prep_param_lists, and flat_master=True where it was given there"
         )

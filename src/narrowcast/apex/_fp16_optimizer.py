@@ -37,7 +37,7 @@ class FP16_Optimizer:  # noqa: N801 - apex's name
 
     Raises:
         ScaleError: a scale or setting out of range.
-        WeightsError, UnsupportedError: as ``narrowcast.weights.hold``.
+        SettingError, UnsupportedError: as ``narrowcast.weights.hold``.
 
     Source: apex ``fp16_utils/fp16_optimizer.py``.
     """

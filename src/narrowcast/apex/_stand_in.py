@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from narrowcast.errors import ApexModuleError
+from narrowcast.errors import MissingModuleError
 
 _OURS = "narrowcast.apex"
 OFFERED = (
@@ -56,7 +56,7 @@ class _Answers(MetaPathFinder):
         if fullname.startswith(f"{_OURS}."):
             # How `from apex import x` looks for x, since the module that it finds has our name.
             if (found := self._of_others(fullname, path, target)) is None:
-                raise ApexModuleError(_refusal(fullname.removeprefix("narrowcast.")))
+                raise MissingModuleError(_refusal(fullname.removeprefix("narrowcast.")))
             self.gives(fullname.removeprefix("narrowcast."))
             return found
         package, _, rest = fullname.partition(".")
@@ -73,7 +73,7 @@ class _Answers(MetaPathFinder):
                 return found
         ours = _our_name(fullname)
         if ours is None:
-            raise ApexModuleError(_refusal(fullname))
+            raise MissingModuleError(_refusal(fullname))
         spec = importlib.util.find_spec(ours)
         is_package = spec is not None and spec.submodule_search_locations is not None
         return ModuleSpec(fullname, _Alias(fullname, ours, self), is_package=is_package)

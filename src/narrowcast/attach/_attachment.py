@@ -25,7 +25,7 @@ from narrowcast.attach._seeds import shift_seeds
 from narrowcast.attach._steps import Steps
 from narrowcast.attach._stopping import Stopping
 from narrowcast.attach._watcher import Watcher
-from narrowcast.errors import RegionError
+from narrowcast.errors import OrderError
 from narrowcast.observe import CaptureWriter, start_event
 from narrowcast.policy import Policy, with_fp32_weights
 from narrowcast.scaling import Dynamic, LossScale, Off
@@ -58,7 +58,7 @@ class Attachment:
         at_end: called by ``leave_for_good``.
 
     Raises:
-        RegionError: on entering, when another attachment is in force: there is one for the process.
+        OrderError: on entering, when another attachment is in force: there is one for the process.
         UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
         ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
     """
@@ -120,7 +120,7 @@ class Attachment:
     def __enter__(self) -> Self:
         global _attached  # noqa: PLW0603 (torch is patched once for the process)
         if _attached is not None:
-            raise RegionError("an Attachment is in force already; leave it before entering another one")
+            raise OrderError("an Attachment is in force already; leave it before entering another one")
         _attached = self
         self._regions.install(self._patches)
         self._backward.install(self._patches)

@@ -56,7 +56,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         PolicyError: ``dtype`` and ``policy`` were both given, the device cannot autocast to the format, or
             the policy has rules for modules and was applied to no model.
         TypeError: ``enabled`` or ``cache_enabled`` is not a bool.
-        RegionError: on leaving, if it is not the innermost region of this thread.
+        OrderError: on leaving, if it is not the innermost region of this thread.
     """
 
     _audible = True

@@ -11,7 +11,7 @@ import torch
 from narrowcast.casting._autocast import PlacedRegion, check_device
 from narrowcast.casting._places import here
 from narrowcast.casting._tree import cast_where
-from narrowcast.errors import PolicyError, RegionError
+from narrowcast.errors import OrderError, PolicyError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -90,7 +90,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     Raises:
         ValueError: ``device_type`` is not a str.
         DeviceError: torch has no autocast for the device.
-        RegionError: in the backward, if the forward recorded no region.
+        OrderError: in the backward, if the forward recorded no region.
     """
     check_device(device_type, enabled=False)
     if bwd is None:
@@ -99,7 +99,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     @functools.wraps(bwd)
     def decorate_bwd(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(ctx, "_fwd_used_autocast"):
-            raise RegionError(
+            raise OrderError(
                 f"expected the forward of {type(ctx).__name__.removesuffix('Backward')} to be decorated with "
                 f"custom_fwd, got one that recorded no region; decorate it with "
                 f'@nc.custom_fwd(device_type="{device_type}")'

@@ -106,7 +106,7 @@ def apply_fp8(
         A handle with ``.converted``, ``.left_out`` and ``.remove()``.
 
     Raises:
-        MissingExtraError: torchao is not installed (``pip install 'narrowcast[fp8]'``), or is too old.
+        MissingModuleError: torchao is not installed (``pip install 'narrowcast[fp8]'``), or is too old.
         PolicyError: an fp8 rule meets no linear layer of ``model`` (near paths are shown), or the model has
             fp8 layers already.
         UnsupportedError: later, in a backward with ``create_graph=True`` through such a layer. The transforms

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from narrowcast.casting._places import here, lower_dtype
-from narrowcast.errors import MissingExtraError
+from narrowcast.errors import MissingModuleError
 
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _INSTALL = "pip install 'narrowcast[fp8]'"
@@ -134,7 +134,7 @@ def load() -> None:
     """Import torchao, on the first call.
 
     Raises:
-        MissingExtraError: it is not installed, or too old.
+        MissingModuleError: it is not installed, or too old.
     """
     global _torchao  # noqa: PLW0603 (torch.compile follows a name of this module, not an import)
     if _torchao is not None:
@@ -144,11 +144,11 @@ def load() -> None:
             from narrowcast.casting import _torchao as found
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and sys.modules.get("torchao") is None:
-            raise MissingExtraError(
+            raise MissingModuleError(
                 f"expected torchao for a rule with an fp8 recipe, and it is not installed: {_INSTALL}"
             ) from error
         version = getattr(sys.modules.get("torchao"), "__version__", "one that cannot be imported")
-        raise MissingExtraError(
+        raise MissingModuleError(
             f"expected torchao 0.18 or newer for a rule with an fp8 recipe, got {version} ({error}): "
             f"{_INSTALL}"
         ) from error

@@ -20,7 +20,7 @@ import torch
 
 from narrowcast.casting import _guards, _weight_casts
 from narrowcast.casting._places import here, move_to
-from narrowcast.errors import RegionError
+from narrowcast.errors import OrderError
 from narrowcast.policy import Scope
 
 
@@ -191,7 +191,7 @@ def leave(owner: object) -> None:
     """Close the region that ``owner`` opened last in this thread.
 
     Raises:
-        RegionError: it is not the innermost one, or ``owner`` opened none here. The state is right after it.
+        OrderError: it is not the innermost one, or ``owner`` opened none here. The state is right after it.
     """
     frames = _here.frames
     if frames and frames[-1].caller is not None and frames[-1].owner is not owner:
@@ -201,13 +201,13 @@ def leave(owner: object) -> None:
         return
     owned = [index for index, frame in enumerate(frames) if frame.owner is owner]
     if not owned:
-        raise RegionError(
+        raise OrderError(
             "expected a region that this thread entered, got one that it did not enter or has left already; "
             "leave a region in the thread that entered it, as a with statement does"
         )
     frame, above = frames.pop(owned[-1]), frames[owned[-1] :]
     _take_from_below(frame, above)
-    raise RegionError(
+    raise OrderError(
         f"expected the innermost region to be left first, got the {frame.device} region in {frame.dtype} "
         f"with {len(above)} still open inside it; a generator or a coroutine that stops inside a region does "
         f"this: open the region around each of its steps"

@@ -169,15 +169,13 @@ def _json(result: dict[str, Any]) -> str:
 
 def _discard_page(folder: Path) -> None:
     """The page of an earlier comparison there would pass for one of this, should this not come to its end."""
-    from narrowcast.errors import RunFolderError
+    from narrowcast.errors import FileError
 
     page = folder / _PAGE
     try:
         page.unlink(missing_ok=True)
     except OSError as error:
-        raise RunFolderError(
-            f"cannot delete what an earlier comparison left, {page}: {error.strerror}"
-        ) from error
+        raise FileError(f"cannot delete what an earlier comparison left, {page}: {error.strerror}") from error
 
 
 def _exit_code(result: dict[str, Any], *, strict: bool, losses_too: bool) -> int:

@@ -89,14 +89,14 @@ def migrate(
 
 def _write(changed: Sequence[FileOutcome]) -> list[FileOutcome]:
     """Write what changes; those that could not be written, each told."""
-    from narrowcast.errors import MigrationError
+    from narrowcast.errors import FileError
     from narrowcast.migrate import write
 
     kept = []
     for outcome in changed:
         try:
             write(outcome)
-        except MigrationError as error:
+        except FileError as error:
             talk(str(error))
             kept.append(outcome)
     return kept

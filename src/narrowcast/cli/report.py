@@ -11,7 +11,7 @@ import typer
 
 from narrowcast.cli._output import NOT_WRITTEN, show, talk
 from narrowcast.cli.run import JsonOption
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 
 
 def report(
@@ -58,7 +58,7 @@ def report(
         run, path = found
         try:
             watched = explanation_of(found)
-        except CaptureError as error:
+        except FileError as error:
             watched = None
             talk(str(error))
         numbers = run_summary(run) | ({} if watched is None else {"explained": watched})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from narrowcast.errors import FormatError
+from narrowcast.errors import SettingError
 from narrowcast.formats._format import Format
 
 
@@ -43,14 +43,14 @@ def decode(format: Format, code: int) -> float:
     sign; subnormals are never flushed.
 
     Raises:
-        FormatError: ``code`` is below 0 or not below ``format.code_count``.
+        SettingError: ``code`` is below 0 or not below ``format.code_count``.
 
     >>> from narrowcast.formats import FLOAT16, decode
     >>> decode(FLOAT16, 0x7BFF)
     65504.0
     """
     if not 0 <= code < format.code_count:
-        raise FormatError(f"a {format.name} code is from 0 to {format.code_count - 1}, not {code}")
+        raise SettingError(f"a {format.name} code is from 0 to {format.code_count - 1}, not {code}")
     sign = -1.0 if code & format.sign_bit else 1.0
     magnitude_code = code & (format.sign_bit - 1)
     if magnitude_code == format.infinity_code:
@@ -72,7 +72,7 @@ def encode(format: Format, x: float) -> int:
     Every NaN gives ``format.nan_code``; infinities, -0.0 and subnormals give their own codes.
 
     Raises:
-        FormatError: ``x`` lies between two numbers of the format or past its ``max``, or is an infinity or
+        SettingError: ``x`` lies between two numbers of the format or past its ``max``, or is an infinity or
             -0.0 where the format has none.
 
     >>> from narrowcast.formats import OCP_E4M3, encode
@@ -98,6 +98,6 @@ def encode(format: Format, x: float) -> int:
     return sign + (exponent_field << format.significand_bits) + whole
 
 
-def _not_a_number_of(format: Format, x: float) -> FormatError:
+def _not_a_number_of(format: Format, x: float) -> SettingError:
     name = format.name
-    return FormatError(f"{x!r} is not a {name} number: round it first, with round_to({name}, {x!r})")
+    return SettingError(f"{x!r} is not a {name} number: round it first, with round_to({name}, {x!r})")

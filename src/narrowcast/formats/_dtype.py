@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from narrowcast.errors import FormatError
+from narrowcast.errors import SettingError
 from narrowcast.formats._format import Format
 from narrowcast.formats._standard import (
     BFLOAT16,
@@ -34,7 +34,7 @@ def torch_dtype(format: Format) -> torch.dtype:
     """The torch dtype that stores ``format``, code for code.
 
     Raises:
-        FormatError: no dtype stores it. TF32 is a way to compute on float32 tensors, not to store them.
+        SettingError: no dtype stores it. TF32 is a way to compute on float32 tensors, not to store them.
 
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch.dtype
     """
@@ -42,7 +42,7 @@ def torch_dtype(format: Format) -> torch.dtype:
 
     if format not in _DTYPE_NAMES:
         stored = ", ".join(known.name for known in _DTYPE_NAMES)
-        raise FormatError(f"no torch dtype stores {format.name}: use one that is stored ({stored})")
+        raise SettingError(f"no torch dtype stores {format.name}: use one that is stored ({stored})")
     dtype = getattr(torch, _DTYPE_NAMES[format])
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -52,7 +52,7 @@ def from_torch_dtype(dtype: torch.dtype) -> Format:
     """The format that tensors of ``dtype`` are stored in.
 
     Raises:
-        FormatError: ``dtype`` is an integer, complex, float64 or other type that has no record here.
+        SettingError: ``dtype`` is an integer, complex, float64 or other type that has no record here.
 
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch.dtype
     """
@@ -60,4 +60,4 @@ def from_torch_dtype(dtype: torch.dtype) -> Format:
         if str(dtype) == f"torch.{name}":
             return format
     known = ", ".join(f"torch.{name}" for name in _DTYPE_NAMES.values())
-    raise FormatError(f"{dtype} is not a format of narrowcast.formats: use one of {known}")
+    raise SettingError(f"{dtype} is not a format of narrowcast.formats: use one of {known}")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from narrowcast.errors import FormatError
+from narrowcast.errors import SettingError
 
 # Every value has to be exact in a Python float (IEEE 754 binary64), and so has max + half a unit.
 _WIDEST_SIGNIFICAND_BITS = 51
@@ -47,7 +47,7 @@ class Format:
         specials: which codes are infinities and NaNs, and so whether there is a -0.0.
 
     Raises:
-        FormatError: an empty name, a width or bias that is no integer or too small, ``specials`` of
+        SettingError: an empty name, a width or bias that is no integer or too small, ``specials`` of
             another type, fields that do not fit the storage, or numbers that a Python float cannot hold
             exactly, half the smallest and half a unit past ``max`` included.
     """
@@ -63,16 +63,16 @@ class Format:
     def __post_init__(self) -> None:
         for field in ("name", "standard"):
             if not getattr(self, field):
-                raise FormatError(f"{field} must say what the format is, not {getattr(self, field)!r}")
+                raise SettingError(f"{field} must say what the format is, not {getattr(self, field)!r}")
         for field, least in (("exponent_bits", 2), ("significand_bits", 1), ("storage_bits", 4), ("bias", 0)):
             value = getattr(self, field)
             if not isinstance(value, int) or value < least:
-                raise FormatError(f"{self.name}: {field} must be an integer, {least} or more, not {value!r}")
+                raise SettingError(f"{self.name}: {field} must be an integer, {least} or more, not {value!r}")
         if not isinstance(self.specials, Specials):
             known = ", ".join(map(repr, Specials))
-            raise FormatError(f"{self.name}: specials must be one of {known}, not {self.specials!r}")
+            raise SettingError(f"{self.name}: specials must be one of {known}, not {self.specials!r}")
         if self.storage_bits < self.bits:
-            raise FormatError(
+            raise SettingError(
                 f"{self.name}: the fields need 1 + {self.exponent_bits} + {self.significand_bits} bits, more "
                 f"than storage_bits = {self.storage_bits}: make storage_bits at least {self.bits}"
             )
@@ -85,7 +85,7 @@ class Format:
             or largest > _LARGEST_EXPONENT
             or smallest < _SMALLEST_EXPONENT
         ):
-            raise FormatError(
+            raise SettingError(
                 f"{self.name}: numbers from 2**{smallest} to 2**{largest} with {self.significand_bits} "
                 f"significand bits are not all exact in a Python float (2**{_SMALLEST_EXPONENT} to "
                 f"2**{_LARGEST_EXPONENT}, {_WIDEST_SIGNIFICAND_BITS} bits): narrow it or move its bias"

@@ -6,7 +6,7 @@ import math
 from enum import StrEnum
 from fractions import Fraction
 
-from narrowcast.errors import FormatError, near_names
+from narrowcast.errors import SettingError, near_names
 from narrowcast.formats._codec import Units, units_of
 from narrowcast.formats._format import Format
 
@@ -57,7 +57,7 @@ def round_to(
         saturate: give ``max`` instead of an infinity or NaN on overflow.
 
     Raises:
-        FormatError: a mode that does not exist; stochastic rounding without ``u`` or with ``u`` outside
+        SettingError: a mode that does not exist; stochastic rounding without ``u`` or with ``u`` outside
             [0, 1); ``u`` with a mode that draws nothing.
 
     >>> from narrowcast.formats import FLOAT16, round_to
@@ -85,15 +85,15 @@ def round_to(
 def _checked_mode(mode: RoundingMode | str, u: float | Fraction | None) -> RoundingMode:
     known = [str(each) for each in RoundingMode]
     if mode not in known:
-        raise FormatError(f'"{mode}" is not a rounding mode. {near_names(str(mode), known)}')
+        raise SettingError(f'"{mode}" is not a rounding mode. {near_names(str(mode), known)}')
     mode = RoundingMode(mode)
     if mode is not RoundingMode.STOCHASTIC:
         if u is not None:
-            raise FormatError(f"{mode} rounding draws nothing: leave out u, or ask for stochastic")
+            raise SettingError(f"{mode} rounding draws nothing: leave out u, or ask for stochastic")
     elif u is None:
-        raise FormatError("stochastic rounding needs a random number: pass u, 0 <= u < 1")
+        raise SettingError("stochastic rounding needs a random number: pass u, 0 <= u < 1")
     elif not 0 <= u < 1:
-        raise FormatError(f"u must be in [0, 1), not {u}")
+        raise SettingError(f"u must be in [0, 1), not {u}")
     return mode
 
 

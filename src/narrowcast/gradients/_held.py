@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-from narrowcast.errors import Fp16GradientError, SettingError, UnsupportedError
+from narrowcast.errors import ScaleError, SettingError, UnsupportedError
 from narrowcast.gradients import _torch_internals
 from narrowcast.gradients._finite import NonfiniteFlags, nonfinite_flags
 
@@ -61,7 +61,7 @@ def held_gradients(
     ``summed`` asks for it: a norm of the parts is not that of their sum. ``names`` are for the error.
 
     Raises:
-        Fp16GradientError: a gradient is in fp16 and that was not allowed.
+        ScaleError: a gradient is in fp16 and that was not allowed.
         UnsupportedError: a DTensor gradient that is not yet reduced.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -78,7 +78,7 @@ def held_gradients(
         values, dense = [_dense_values(p, v, summed) for p, v in zip(parameters, values, strict=True)], False
     groups = _torch_internals.by_device_and_dtype(values) if values else []
     if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _, _ in groups):
-        raise Fp16GradientError(_fp16_message(optimizer, parameters, names or {}))
+        raise ScaleError(_fp16_message(optimizer, parameters, names or {}))
     return HeldGradients(parameters, values, groups, dense, meshes)
 
 

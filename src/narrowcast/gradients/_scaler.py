@@ -131,7 +131,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
         Raises:
             OrderError: before ``scale``, twice, or after ``step``.
-            Fp16GradientError: gradients in fp16, without ``allow_fp16_gradients``.
+            ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
         """
         if self._enabled:
             self._iteration.unscale(optimizer)
@@ -158,7 +158,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         Raises:
             ScaleError: a ``max_norm`` that is negative or NaN; parameters instead of their optimizer.
             OrderError: before ``scale`` or after ``step``.
-            Fp16GradientError: gradients in fp16, without ``allow_fp16_gradients``.
+            ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
         """
         _settings.check_clipping(optimizer, "max_norm", max_norm)
         if self._enabled:
@@ -195,7 +195,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         Raises:
             OrderError: before ``scale``, twice, or without any gradient.
             ScaleCollapseError: ``patience`` steps of this optimizer in a row were skipped.
-            Fp16GradientError: gradients in fp16, without ``allow_fp16_gradients``.
+            ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
             UnsupportedError: ranks of ``process_group`` hold different gradients.
         """
         if not self._enabled:

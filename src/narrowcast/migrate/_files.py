@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import MigrationError
+from narrowcast.errors import FileError
 from narrowcast.migrate._changes import Finding, Outcome
 from narrowcast.migrate._settings import Settings
 
@@ -67,25 +67,23 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
     links in folders: what they lead to may lie outside, and is looked at where that is named too.
 
     Raises:
-        MigrationError: a path is missing, or is a notebook.
+        FileError: a path is missing, or is a notebook.
     """
     found: dict[str, Path] = {}
     for path in paths:
         if path.is_dir():
             inside = _walk(path)
         elif path.suffix == ".ipynb":
-            raise MigrationError(
+            raise FileError(
                 f"{path} is a notebook, and only Python files can be migrated: write its cells to one "
                 f"(jupyter nbconvert --to script {path}), and migrate that"
             )
         elif path.exists():
             inside = iter([path])
         elif str(path) == "-":
-            raise MigrationError(
-                "expected files and folders, and - is none: to see a diff of stdin, /dev/stdin"
-            )
+            raise FileError("expected files and folders, and - is none: to see a diff of stdin, /dev/stdin")
         else:
-            raise MigrationError(f"expected files and folders, and {path} does not exist")
+            raise FileError(f"expected files and folders, and {path} does not exist")
         for file in inside:
             found.setdefault(os.path.realpath(file), file)
     return list(found.values())
@@ -145,7 +143,7 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
 
     Raises:
         SyntaxError: it does not parse.
-        MissingExtraError: LibCST is not installed.
+        MissingModuleError: LibCST is not installed.
     """
     require_libcst()
     from narrowcast.migrate import _driver
@@ -172,17 +170,17 @@ def write(outcome: FileOutcome) -> None:
     stay.
 
     Raises:
-        MigrationError: it cannot be written, or is no longer what was read; it is as it was.
+        FileError: it cannot be written, or is no longer what was read; it is as it was.
     """
     path = Path(outcome.path).resolve()
     try:
         data = path.read_bytes()
         text, encoding, mark = _decoded(data)
         if text != outcome.before:
-            raise MigrationError(f"{outcome.path} was changed meanwhile: migrate it again")
+            raise FileError(f"{outcome.path} was changed meanwhile: migrate it again")
         _replace(path, mark + outcome.after.encode(encoding))
     except OSError as error:
-        raise MigrationError(f"cannot write {outcome.path}: {error.strerror}") from error
+        raise FileError(f"cannot write {outcome.path}: {error.strerror}") from error
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -212,8 +210,8 @@ def migrate_files(
     """What the migration makes of each file; nothing is written.
 
     Raises:
-        MigrationError: a path is missing, or is a notebook.
-        MissingExtraError: LibCST is not installed.
+        FileError: a path is missing, or is a notebook.
+        MissingModuleError: LibCST is not installed.
     """
     files = python_files(paths)
     require_libcst()
@@ -228,14 +226,14 @@ def require_libcst() -> None:
     """Refuse to go on without LibCST.
 
     Raises:
-        MissingExtraError: it is not installed; the message has the command that installs it.
+        MissingModuleError: it is not installed; the message has the command that installs it.
     """
-    from narrowcast.errors import MissingExtraError
+    from narrowcast.errors import MissingModuleError
 
     try:
         import libcst  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError(
+        raise MissingModuleError(
             "expected LibCST, which migrate rewrites with, and it is not installed: "
             "pip install 'narrowcast[migrate]'"
         ) from error

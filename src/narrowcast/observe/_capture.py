@@ -39,7 +39,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from narrowcast.errors import CaptureError, RunFolderError
+from narrowcast.errors import FileError
 from narrowcast.observe._schema import SCHEMA, checked_event
 
 Event = dict[str, Any]
@@ -62,7 +62,7 @@ class CaptureWriter:
         error: what ended the capture early; None: nothing did.
 
     Raises:
-        RunFolderError: when the file cannot be created.
+        FileError: when the file cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class CaptureWriter:
             # Unbuffered, so that nothing is left over that close could fail to write.
             self._file = path.open("wb", buffering=0)
         except OSError as error:
-            raise RunFolderError(f"cannot write the capture {path}: {error.strerror}") from error
+            raise FileError(f"cannot write the capture {path}: {error.strerror}") from error
 
     def write(self, *events: Event) -> None:
         """Append ``events``, each a line."""
@@ -148,15 +148,15 @@ def read_capture(path: Path) -> Capture:
     """Read a capture. A line cut short at the end (the run was killed while writing) is left out.
 
     Raises:
-        CaptureError: when the file is missing, holds no event, has another schema, or holds a value that
+        FileError: when the file is missing, holds no event, has another schema, or holds a value that
             its field does not take; nothing in it is trusted.
     """
     try:
         lines = path.read_bytes().decode().rstrip("\n").split("\n")
     except OSError as error:
-        raise CaptureError(f"cannot read the capture {path}: {error.strerror}") from error
+        raise FileError(f"cannot read the capture {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CaptureError(f"{path} is no text: is it a capture of narrowcast?") from error
+        raise FileError(f"{path} is no text: is it a capture of narrowcast?") from error
     events: list[Event] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -165,20 +165,20 @@ def read_capture(path: Path) -> Capture:
             if number == len(lines):
                 break
             why = error.msg if isinstance(error, json.JSONDecodeError) else "its values are too large"
-            raise CaptureError(f"{path}:{number} is no JSON: {why}") from error
+            raise FileError(f"{path}:{number} is no JSON: {why}") from error
         if number == 1:
             _check_start(event, path)
         events.append(checked_event(event, f"{path}:{number}"))
     if not events:
-        raise CaptureError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
+        raise FileError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
     return Capture(events=tuple(events))
 
 
 def _check_start(event: Any, path: Path) -> None:
     if not isinstance(event, dict) or event.get("event") != "start":
-        raise CaptureError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
+        raise FileError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
     if event.get("schema") != SCHEMA:
-        raise CaptureError(
+        raise FileError(
             f"{path} has schema {str(event.get('schema'))[:20]!r} and this version of narrowcast reads "
             f"{SCHEMA}: use the version that wrote it"
         )

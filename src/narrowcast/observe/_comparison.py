@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 from narrowcast.observe._capture import Capture, read_capture
 
 COMPARISON = "comparison.jsonl"
@@ -85,20 +85,20 @@ def read_comparison(folder: Path) -> ComparisonCapture:
     """Read the comparison in ``folder``, whole or cut short.
 
     Raises:
-        CaptureError: a file is missing, is no capture of a comparison, or names one outside of ``folder``.
+        FileError: a file is missing, is no capture of a comparison, or names one outside of ``folder``.
     """
     own = read_capture(folder / COMPARISON)
     if own.start["kind"] != "compare":
-        raise CaptureError(f"{folder / COMPARISON} is the capture of a run and not of a comparison")
+        raise FileError(f"{folder / COMPARISON} is the capture of a run and not of a comparison")
     runs: dict[str, TimedRun] = {}
     for event in own.of("run"):
         if not _WITHIN.fullmatch(event["capture"]):
-            raise CaptureError(
+            raise FileError(
                 f"{folder / COMPARISON} names {event['capture'][:80]!r}, which is no capture in its folder"
             )
         try:
             capture = read_capture(folder / event["capture"])
-        except CaptureError:
+        except FileError:
             if event.get("ended") is False:
                 continue  # the comparison was killed before the run had written anything
             raise

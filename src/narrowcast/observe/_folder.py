@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from narrowcast.errors import RunFolderError
+from narrowcast.errors import FileError
 from narrowcast.observe._op_trace_file import EXPLANATION
 
 # Characters of up to four bytes each, and a file system's names end at 255 bytes.
@@ -27,7 +27,7 @@ def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None 
             that nobody named).
 
     Raises:
-        RunFolderError: when ``asked`` or ``cache`` was named and cannot be written.
+        FileError: when ``asked`` or ``cache`` was named and cannot be written.
     """
     if asked is not None:
         return _writable(asked)
@@ -36,7 +36,7 @@ def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None 
         return _writable(cache / "runs" / stamp)
     try:
         return _writable(Path.home() / ".cache" / "narrowcast" / "runs" / stamp)
-    except (RunFolderError, RuntimeError):
+    except (FileError, RuntimeError):
         return Path(tempfile.mkdtemp(prefix=f"narrowcast-{stamp}-"))
 
 
@@ -51,7 +51,7 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
             process, which may have started already.
 
     Raises:
-        RunFolderError: when one cannot be deleted.
+        FileError: when one cannot be deleted.
     """
     stale = [path for path in folder.glob("capture-rank*.jsonl") if _rank_of(path) >= from_rank]
     stale += folder.glob("capture-process*.jsonl")
@@ -62,9 +62,7 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise RunFolderError(
-                f"cannot delete what an earlier run left, {path}: {error.strerror}"
-            ) from error
+            raise FileError(f"cannot delete what an earlier run left, {path}: {error.strerror}") from error
 
 
 def _rank_of(path: Path) -> int:
@@ -77,10 +75,10 @@ def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunFolderError(f"cannot create the folder {folder}: {error.strerror}; {advice}") from error
+        raise FileError(f"cannot create the folder {folder}: {error.strerror}; {advice}") from error
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RunFolderError(f"cannot write in the folder {folder}: {error.strerror}; {advice}") from error
+        raise FileError(f"cannot write in the folder {folder}: {error.strerror}; {advice}") from error
     return folder.resolve()

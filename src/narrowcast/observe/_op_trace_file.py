@@ -31,7 +31,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 from narrowcast.observe._capture import Capture, read_capture
 
 EXPLANATION = "explain.jsonl"
@@ -43,13 +43,13 @@ def read_explanation(path: Path) -> Capture:
     """Read ``explain.jsonl``.
 
     Raises:
-        CaptureError: it is missing, cannot be read, is of something else, or was cut short.
+        FileError: it is missing, cannot be read, is of something else, or was cut short.
     """
     capture = read_capture(path)
     if capture.start["kind"] != "explain":
-        raise CaptureError(f"{path} is no capture of what ran in which format (narrowcast explain)")
+        raise FileError(f"{path} is no capture of what ran in which format (narrowcast explain)")
     if not capture.of("watched"):
-        raise CaptureError(f"{path} was cut short: run narrowcast explain again")
+        raise FileError(f"{path} was cut short: run narrowcast explain again")
     return capture
 
 

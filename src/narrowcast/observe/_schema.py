@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 
 SCHEMA = 2
 """Version of the events of a capture that is written and read."""
@@ -286,14 +286,14 @@ def checked_event(event: Any, where: str) -> dict[str, Any]:
         where: file and line, for the message.
 
     Raises:
-        CaptureError: it is no event, or a field is missing or of another type.
+        FileError: it is no event, or a field is missing or of another type.
     """
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise CaptureError(f"{where} is no event: is it a capture of narrowcast?")
+        raise FileError(f"{where} is no event: is it a capture of narrowcast?")
     fields = _EVENTS.get(event["event"], {})
     if event["event"] == "start" and event.get("kind") == "compare":
         fields = fields | _COMPARE_STARTS
     try:
         return event | {name: _field(name, check, event) for name, check in fields.items()}
     except _WrongError as wrong:
-        raise CaptureError(f"{where} is no {event['event']!r} event: expected {wrong}") from None
+        raise FileError(f"{where} is no {event['event']!r} event: expected {wrong}") from None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import LockError
+from narrowcast.errors import FileError
 from narrowcast.report._explain_differences import Decided, decided_sites
 from narrowcast.report._printable import printable
 
@@ -93,7 +93,7 @@ def write_lock(lock: Lock, path: Path) -> None:
     """Write the file whole or not at all.
 
     Raises:
-        LockError: it cannot be written.
+        FileError: it cannot be written.
     """
     part = path.parent / f".{path.name[:100]}.{os.getpid()}.part"
     try:
@@ -102,24 +102,24 @@ def write_lock(lock: Lock, path: Path) -> None:
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise LockError(f"cannot write the lock file {path}: {error.strerror}") from error
+        raise FileError(f"cannot write the lock file {path}: {error.strerror}") from error
 
 
 def read_lock(path: Path) -> Lock:
     """Read a lock file.
 
     Raises:
-        LockError: it cannot be read, is no lock file, or is of a newer version.
+        FileError: it cannot be read, is no lock file, or is of a newer version.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise LockError(f"cannot read the lock file {path}: {error.strerror}") from error
+        raise FileError(f"cannot read the lock file {path}: {error.strerror}") from error
     except ValueError as error:
-        raise LockError(f"{path} is no lock file: {error}; {_ADVICE}") from error
+        raise FileError(f"{path} is no lock file: {error}; {_ADVICE}") from error
     version = values.get("version")
     if isinstance(version, int) and version > VERSION:
-        raise LockError(
+        raise FileError(
             f"{path} is of version {version}, and this narrowcast reads up to {VERSION}: update narrowcast, "
             f"or {_ADVICE}"
         )
@@ -127,7 +127,7 @@ def read_lock(path: Path) -> Lock:
     if not isinstance(sites, list) or not all(isinstance(one, dict) for one in sites):
         sites = None
     if version != VERSION or sites is None or not all(isinstance(values.get(name), str) for name in _FACTS):
-        raise LockError(f"{path} is no lock file: expected version, {', '.join(_FACTS)} and sites; {_ADVICE}")
+        raise FileError(f"{path} is no lock file: expected version, {', '.join(_FACTS)} and sites; {_ADVICE}")
     facts = {name: values[name] for name in _FACTS}
     facts["policy"] = _moved(facts["policy"], path.parent, Path())
     return Lock(**facts, sites=tuple(_site(one, path) for one in sites))
@@ -149,7 +149,7 @@ def _site(values: dict[str, Any], path: Path) -> Decided:
     wrong = values.keys() ^ _SITE.keys()
     wrong |= {name for name in _SITE.keys() & values.keys() if not isinstance(values[name], _SITE[name])}
     if wrong:
-        raise LockError(f"{path} has a site with a wrong or missing {sorted(wrong)[0]!r}; {_ADVICE}")
+        raise FileError(f"{path} has a site with a wrong or missing {sorted(wrong)[0]!r}; {_ADVICE}")
     return Decided(
         module=values["module"],
         op=values["op"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 from narrowcast.observe import (
     EXPLANATION,
     Group,
@@ -72,7 +72,7 @@ def panel_of(folder: Path) -> Panel | None:
             return None
         capture = read_explanation(folder / EXPLANATION)
         return panel(explained(capture), started=when(capture.start["started"]))
-    except (CaptureError, OSError) as error:
+    except (FileError, OSError) as error:
         return Panel(problem=shortened(str(error), 400))
 
 

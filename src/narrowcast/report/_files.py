@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import CaptureError, RunFolderError
+from narrowcast.errors import FileError
 from narrowcast.observe import (
     COMPARISON,
     EXPLANATION,
@@ -31,25 +31,25 @@ def find_capture(path: Path) -> ComparisonCapture | tuple[Capture, Path]:
         The comparison; or the capture of a run and the path of its file.
 
     Raises:
-        CaptureError: there is no capture, or none that can be read.
+        FileError: there is no capture, or none that can be read.
     """
     try:
         folder, file = path.is_dir(), path.is_file()
         compared = folder and (path / COMPARISON).is_file()
         ran = folder and (path / RUN).is_file()
     except OSError as error:
-        raise CaptureError(f"cannot read the capture {path}: {error.strerror}") from error
+        raise FileError(f"cannot read the capture {path}: {error.strerror}") from error
     if compared:
         return read_comparison(path)
     if ran:
         return read_capture(path / RUN), path / RUN
     if folder:
-        raise CaptureError(
+        raise FileError(
             f"there is no capture in {path}: expected {COMPARISON} (of narrowcast compare) or {RUN} (of "
             "narrowcast run)"
         )
     if not file:
-        raise CaptureError(
+        raise FileError(
             f"there is no capture {path}: expected the folder of a comparison or of a run, or its "
             f"{COMPARISON} or {RUN}"
         )
@@ -57,7 +57,7 @@ def find_capture(path: Path) -> ComparisonCapture | tuple[Capture, Path]:
         return read_comparison(path.parent)
     capture = read_capture(path)
     if capture.start["kind"] == "compare":
-        raise CaptureError(
+        raise FileError(
             f"{path} is of a comparison, whose runs are found beside it: give its folder, and let the file "
             f"be called {COMPARISON}"
         )
@@ -68,7 +68,7 @@ def explanation_of(found: ComparisonCapture | tuple[Capture, Path]) -> dict[str,
     """What ``narrowcast explain`` found, of a run that it watched; None of any other.
 
     Raises:
-        CaptureError: it was cut short, or cannot be read.
+        FileError: it was cut short, or cannot be read.
     """
     if isinstance(found, ComparisonCapture):
         return None
@@ -97,8 +97,8 @@ def write_page(folder: Path, *, output: Path | None = None) -> Path:
         output: where to write; None: ``report.html`` beside the capture.
 
     Raises:
-        CaptureError: there is no capture, or none that can be read.
-        RunFolderError: the page cannot be written.
+        FileError: there is no capture, or none that can be read.
+        FileError: the page cannot be written.
     """
     found = find_capture(folder)
     return save_page(page_of(found), page_beside(found) if output is None else output)
@@ -108,7 +108,7 @@ def save_page(page: str, path: Path) -> Path:
     """Write ``page``, so that at ``path`` there is never half of one.
 
     Raises:
-        RunFolderError: it cannot be written there; the message names ``--output``.
+        FileError: it cannot be written there; the message names ``--output``.
     """
     part = path.parent / f".{path.name[:100]}.{os.getpid()}.part"
     try:
@@ -119,7 +119,7 @@ def save_page(page: str, path: Path) -> Path:
         part.replace(path)
     except OSError as error:
         _forget(part)
-        raise RunFolderError(
+        raise FileError(
             f"cannot write the page {path}: {error.strerror}; name another place with --output FILE"
         ) from error
     except BaseException:

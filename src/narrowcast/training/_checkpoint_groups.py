@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from narrowcast.errors import CheckpointError, WeightsError
+from narrowcast.errors import CheckpointError, SettingError
 from narrowcast.scaling import Off
 from narrowcast.weights import HeldWeights, check_state, held_by
 
@@ -95,7 +95,7 @@ class Group:
             if name in saved["held"]:
                 try:
                     check_state(held, saved["held"][name])
-                except WeightsError as error:
+                except SettingError as error:
                     fit.refuse(str(error), "Hold the weights as they were held")
         for name, one in self.schedulers.items():
             if name in saved["schedulers"]:

@@ -30,7 +30,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         at_step: optimizer steps in mixed precision before updates are held back.
 
     Raises:
-        ResumedRunError: a run read what an earlier one had written.
+        ScriptError: a run read what an earlier one had written.
     """
     try:
         reference = _probe(runs, REFERENCE, at_step)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import (
-    CaptureError,
-    RunFolderError,
+    FileError,
     ScaleCollapseError,
     ScriptError,
     UnsupportedError,
@@ -96,9 +95,9 @@ def compare(
 
     Raises:
         ScriptError: the script failed; the message has the last lines that it wrote to stderr.
-        ResumedRunError: a run read what an earlier one had written.
+        ScriptError: a run read what an earlier one had written.
         UnsupportedError: the script does its own mixed precision, so both runs would be the same.
-        RunFolderError: the folder cannot be written.
+        FileError: the folder cannot be written.
     """
     folder = make_run_folder("compare", asked=settings.folder)
     _discard_earlier(folder)
@@ -188,7 +187,7 @@ class _Comparison:
         try:
             path = _that_trained(ended.folder)
             capture = read_capture(path)
-        except CaptureError as error:
+        except FileError as error:
             raise ScriptError(f"{name} left no capture, so there is nothing to compare: {error}") from error
         aside = capture.totals()["aside"]
         if aside is not None:
@@ -324,6 +323,6 @@ def _discard_earlier(folder: Path) -> None:
         try:
             shutil.rmtree(run)
         except OSError as error:
-            raise RunFolderError(
+            raise FileError(
                 f"cannot delete what an earlier comparison left, {run}: {error.strerror}"
             ) from error

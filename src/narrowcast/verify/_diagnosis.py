@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 from narrowcast.observe import RUN, discard_captures, make_run_folder, read_capture
 from narrowcast.verify._child import PROFILE
 from narrowcast.verify._compare import stays_in_fp32
@@ -49,8 +49,8 @@ def diagnose(
 
     Raises:
         ScriptError: the script failed.
-        ResumedRunError: the second run read what the first had written.
-        RunFolderError: the folder cannot be written.
+        ScriptError: the second run read what the first had written.
+        FileError: the folder cannot be written.
     """
     found: dict[str, Any] = {
         "schema": _SCHEMA,
@@ -104,7 +104,7 @@ def _facts_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
         totals = capture.totals()
         formats = [event["format"] for event in capture.of("device")]
         spawned = any("started processes" in event["text"] for event in capture.of("note"))
-    except CaptureError:
+    except FileError:
         return "the run left no record of itself", {}
     if totals["aside"] is not None:
         return f"{totals['aside']}: diagnose it without that, or look at it with torch's own profiler", {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.attach import NAMED_NOTHING
-from narrowcast.errors import CaptureError
+from narrowcast.errors import FileError
 from narrowcast.observe import (
     EXPLANATION,
     RUN,
@@ -53,7 +53,7 @@ def explain_script(
 
     Raises:
         ScriptError: the script failed.
-        RunFolderError: the folder cannot be written.
+        FileError: the folder cannot be written.
     """
     folder = make_run_folder("explain", asked=settings.folder)
     discard_captures(folder)
@@ -73,7 +73,7 @@ def _add_notes(folder: Path) -> None:
 
     That a rule names no module is among the rules that no call reached.
     """
-    with suppress(CaptureError, OSError), (folder / EXPLANATION).open("a", encoding="utf-8") as file:
+    with suppress(FileError, OSError), (folder / EXPLANATION).open("a", encoding="utf-8") as file:
         notes = read_capture(folder / RUN).of("note")
         file.writelines(f"{json.dumps(note)}\n" for note in notes if NAMED_NOTHING not in note["text"])
 
@@ -83,7 +83,7 @@ def _why_nothing(folder: Path) -> str:
         capture = read_capture(folder / RUN)
         aside = capture.totals()["aside"]
         notes = [event["text"] for event in capture.of("note")]
-    except CaptureError:
+    except FileError:
         return "the run left no record of itself"
     if aside is not None:
         return f"{aside}, so it was left to it: watch its model with nc.explain(model, policy, batch)"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowcast.attach import READ_OF_AN_EARLIER_RUN, read_files
-from narrowcast.errors import ResumedRunError, ScriptError
+from narrowcast.errors import ScriptError
 from narrowcast.verify._child import FILES, RunSettings
 
 _POLL_S = 0.1
@@ -50,7 +50,7 @@ def run_process(
 
     Raises:
         ScriptError: the script failed; the message has the last lines that it wrote to stderr.
-        ResumedRunError: it read a file that an earlier run wrote.
+        ScriptError: it read a file that an earlier run wrote.
     """
     folder = Path(settings.folder)
     command = [sys.executable, "-m", "narrowcast.verify", str(settings.write()), *target]
@@ -72,7 +72,7 @@ def run_process(
     seen = read_files(folder / FILES)
     if seen.read is not None:
         file, wrote = seen.read
-        raise ResumedRunError(
+        raise ScriptError(
             f"run {folder.name} read {file}, which run {wrote} had written. A script that resumes from what "
             "it saved does other work each time, so there is nothing to compare: let it start afresh each "
             "time (by an option of its own, or by saving to the folder that NARROWCAST_RUN_DIR names). "

@@ -56,7 +56,7 @@ class ScriptRuns:
 
         Raises:
             ScriptError: the script failed.
-            ResumedRunError: it read a file that an earlier run had written.
+            ScriptError: it read a file that an earlier run had written.
         """
         folder = make_run_folder(name, asked=self.folder / name)
         self.folders.append(folder)

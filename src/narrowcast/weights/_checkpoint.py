@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import WeightsError
+from narrowcast.errors import SettingError
 from narrowcast.weights._keepers import Kahan, Keeper, Masters, Pair, Stochastic, release
 from narrowcast.weights._torch_internals import version_of
 
@@ -78,15 +78,15 @@ def check(keeper: Keeper, pairs: Sequence[Pair], state: dict[str, Any]) -> None:
             )
     unknown = set(state["generators"]) - set(keeper.generators if isinstance(keeper, Stochastic) else ())
     if unknown:
-        raise WeightsError(
+        raise SettingError(
             f"the saved state has a random generator for {', '.join(sorted(unknown))}, and no held parameter "
             'is there: load on the devices that it was saved from, or set its "generators" to {} and accept '
             "another sequence of roundings"
         )
 
 
-def _mismatch(expected: str, came: str) -> WeightsError:
-    return WeightsError(
+def _mismatch(expected: str, came: str) -> SettingError:
+    return SettingError(
         f"this state of held weights does not belong here: expected {expected}, got {came}. Hold the same "
         "parameters of the same model with the same updates= as when it was saved"
     )

@@ -12,7 +12,7 @@ def check_state(held: HeldWeights, state: dict[str, Any]) -> None:
     """Return where ``held.load_state_dict(state)`` would go well; nothing is written.
 
     Raises:
-        WeightsError: as ``HeldWeights.load_state_dict``.
+        SettingError: as ``HeldWeights.load_state_dict``.
     """
     held._adopt({})
     _checkpoint.check(held._keeper, held._pairs, state)

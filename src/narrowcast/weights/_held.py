@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import UnsupportedError, WeightsError, near_names
+from narrowcast.errors import SettingError, UnsupportedError, near_names
 from narrowcast.weights import _checkpoint
 from narrowcast.weights._gradients import clear, give_back, require_dense, spend, take, untake
 from narrowcast.weights._holdable import check_parameter
@@ -68,7 +68,7 @@ def hold(
             its own that starts from a fixed seed, so that replicas on several ranks round alike.
 
     Raises:
-        WeightsError: unknown ``updates``; an optimizer that is held already, or has no parameter in a low
+        SettingError: unknown ``updates``; an optimizer that is held already, or has no parameter in a low
             format; a parameter that comes twice; originals or a generator that do not fit.
         UnsupportedError: an optimizer for sparse gradients or a differentiable one; a tensor subclass other
             than DTensor.
@@ -78,9 +78,9 @@ def hold(
     """
     keeper = _keeper(updates, generator)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise WeightsError(f"expected an optimizer to hold, got {type(optimizer).__name__}")
+        raise SettingError(f"expected an optimizer to hold, got {type(optimizer).__name__}")
     if held_by(optimizer) is not None:
-        raise WeightsError(
+        raise SettingError(
             f"this {type(optimizer).__name__} is held already: call remove() on its handle before holding it "
             "another way"
         )
@@ -89,7 +89,7 @@ def hold(
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError("held weights cannot be differentiated through: set differentiable=False")
     if originals is not None and isinstance(keeper, Stochastic):
-        raise WeightsError(
+        raise SettingError(
             'updates="stochastic" keeps nothing of the originals: leave them out, or use "masters" or "kahan"'
         )
     return HeldWeights(optimizer, keeper, originals or {})
@@ -102,7 +102,7 @@ def held_by(optimizer: torch.optim.Optimizer) -> HeldWeights | None:
 
 
 def _refuse_copy(_: Any) -> Any:
-    raise WeightsError(
+    raise SettingError(
         "a held optimizer can be neither copied nor pickled: save its state_dict() and that of its handle, "
         "copy the model, make an optimizer for the copy, hold it, and load both"
     )
@@ -113,10 +113,10 @@ def _keeper(updates: str, generator: torch.Generator | None) -> Keeper:
     for keeper in keepers:
         if keeper.name == updates:
             if generator is not None and not isinstance(keeper, Stochastic):
-                raise WeightsError(f'updates="{updates}" draws no random numbers: leave out the generator')
+                raise SettingError(f'updates="{updates}" draws no random numbers: leave out the generator')
             return keeper
     known = [keeper.name for keeper in keepers]
-    raise WeightsError(f'updates="{updates}" is no way to keep updates. {near_names(str(updates), known)}')
+    raise SettingError(f'updates="{updates}" is no way to keep updates. {near_names(str(updates), known)}')
 
 
 class HeldWeights:
@@ -139,7 +139,7 @@ class HeldWeights:
         self.watchers: list[Watcher] = []
         self._adopt(originals)
         if not self._pairs:
-            raise WeightsError(
+            raise SettingError(
                 f"no parameter of this {type(optimizer).__name__} is in bfloat16 or float16, so there is "
                 "nothing to hold: lower the model first, with narrowcast.weights.lower"
             )
@@ -218,7 +218,7 @@ class HeldWeights:
         at the next step, is the nearest number to their sum.
 
         Raises:
-            WeightsError: other updates, another number of parameters, other shapes or formats; or random
+            SettingError: other updates, another number of parameters, other shapes or formats; or random
                 generators of devices that no held parameter is on. Nothing was changed then.
         """
         self._adopt({})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from narrowcast.errors import UnsupportedError, WeightsError
+from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights._torch_internals import is_dtensor
 
 
@@ -12,12 +12,12 @@ def check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch.
     """Refuse what cannot be held, and an original that does not fit.
 
     Raises:
-        WeightsError: one of ``seen``; an original of another shape, format or device.
+        SettingError: one of ``seen``; an original of another shape, format or device.
         UnsupportedError: a tensor subclass other than DTensor.
     """
     shape = tuple(low.shape)
     if low in seen:
-        raise WeightsError(
+        raise SettingError(
             f"a parameter of shape {shape} comes twice in this optimizer: leave it in one group only"
         )
     if type(low.data) is not torch.Tensor and not is_dtensor(low):
@@ -27,7 +27,7 @@ def check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch.
         )
     wanted = (torch.float32, low.shape, low.device)
     if original is not None and (original.dtype, original.shape, original.device) != wanted:
-        raise WeightsError(
+        raise SettingError(
             f"the original of a parameter of shape {shape} on {low.device} must be a float32 tensor of that "
             f"shape there, not {str(original.dtype).removeprefix('torch.')} of shape "
             f"{tuple(original.shape)} on {original.device}"

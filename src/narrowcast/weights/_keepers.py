@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from narrowcast.errors import WeightsError
+from narrowcast.errors import SettingError
 from narrowcast.weights._rounding import round_stochastically
 from narrowcast.weights._torch_internals import copy_all, local, version_of
 
@@ -149,7 +149,7 @@ class Stochastic:
                 generator = torch.Generator(device)
                 generator.manual_seed(_SEED)
             elif generator.device.type != device.type or generator.device.index not in (None, device.index):
-                raise WeightsError(
+                raise SettingError(
                     f"the generator is on {generator.device}, and a held parameter is on {device}: pass one "
                     "of that device, or None, which gives every device one of its own"
                 )

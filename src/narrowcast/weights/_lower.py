@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from narrowcast.errors import UnsupportedError, WeightsError
+from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights._rounding import LOW_DTYPES
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
@@ -48,11 +48,11 @@ def lower(
         were float32 or float64 and were cast. Their memory is freed when the dict is.
 
     Raises:
-        WeightsError: a ``dtype`` that is not one of the two.
+        SettingError: a ``dtype`` that is not one of the two.
         UnsupportedError: a parameter that is lazy or a tensor subclass, such as a DTensor. Nothing was cast.
     """
     if dtype not in LOW_DTYPES:
-        raise WeightsError(f"a model is lowered to torch.bfloat16 or torch.float16, not to {dtype}")
+        raise SettingError(f"a model is lowered to torch.bfloat16 or torch.float16, not to {dtype}")
     modules = list(model.modules())
     kept = {
         tensor

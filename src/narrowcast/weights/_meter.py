@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import UnsupportedError, WeightsError
+from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights._held import HeldWeights, held_by
 from narrowcast.weights._rounding import LOW_DTYPES
 from narrowcast.weights._shadow import aimed_values
@@ -85,7 +85,7 @@ class UpdateMeter:
         every: measure one step in so many, starting with the next.
 
     Raises:
-        WeightsError: ``every`` is not a positive integer.
+        SettingError: ``every`` is not a positive integer.
         UnsupportedError: at a step, where low parameters that are not held get a closure, or the optimizer
             cannot be copied.
 
@@ -94,9 +94,9 @@ class UpdateMeter:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, every: int = 1) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise WeightsError(f"expected an optimizer to measure, got {type(optimizer).__name__}")
+            raise SettingError(f"expected an optimizer to measure, got {type(optimizer).__name__}")
         if not isinstance(every, int) or every < 1:
-            raise WeightsError(f"every must be a whole number of steps of at least 1, got {every!r}")
+            raise SettingError(f"every must be a whole number of steps of at least 1, got {every!r}")
         self.optimizer = optimizer
         self.every = every
         self.measured_steps = 0
