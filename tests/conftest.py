@@ -13,10 +13,10 @@ import numpy
 import pytest
 import torch
 
-# Processes that tests start inherit it: on two cores, two workers with two threads each would wait for each other.
+# Processes that tests start inherit it: two workers with two threads each would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-# CPU seconds, its processes included and session fixtures not, that a test without the mark ``long`` may take.
+# CPU seconds that a test without the mark ``long`` may take, with its processes, without session fixtures.
 LIMIT_CPU_S = 3.0
 _over_limit: dict[str, float] = {}
 _session_fixtures_s = 0.0
@@ -176,7 +176,7 @@ class _Reports:
         if self.is_worker:
             return
         _over_limit.update(
-            {report.nodeid: spent for name, spent in report.user_properties if name == "cpu_s"}
+            (report.nodeid, spent) for name, spent in report.user_properties if name == "cpu_s"
         )
         if self.ci and report.skipped and not hasattr(report, "wasxfail"):
             reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)

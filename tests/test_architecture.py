@@ -11,8 +11,8 @@ import narrowcast
 from child_processes import output_of
 
 SOURCE = Path(narrowcast.__file__).parent
-# Lines of Python that each package may have, docstrings and comments included; a package imports only those above
-# it. To raise a number is a decision: write its reason beside it.
+# Lines of Python that each package may have, docstrings and comments included; a package imports only those
+# above it. To raise a number is a decision: write its reason beside it.
 BUDGETS = {
     "errors": 140,
     "formats": 600,
