@@ -15,6 +15,7 @@ SOURCE = Path(narrowcast.__file__).parent
 # above it. To raise a number is a decision: write its reason beside it.
 BUDGETS = {
     "errors": 140,
+    "_files": 85,  # the one atomic write, of which there were seven
     "formats": 600,
     "machine": 1_200,
     "policy": 1_550,

@@ -1,0 +1,82 @@
+"""Atomic writes: a reader of a path sees the old content or the new, never a part of either."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open a binary file that replaces ``path`` when the block ends without an exception.
+
+    The content is written to a temporary file beside ``path``, flushed to the disk and renamed. Until then the
+    previous content stays; an exception, a full disk or a kill leaves it as it was. A symbolic link keeps
+    pointing to its target, which is replaced with its owner and permissions. Temporary files of writers that
+    were killed are removed; those of running writers are locked and stay.
+
+    Example::
+
+        with replacing("policy.toml") as file:
+            file.write(text.encode())
+
+    Raises:
+        OSError: the file cannot be written; ``path`` is unchanged.
+    """
+    target = Path(path).resolve()
+    prefix = f".{target.name[:40]}."
+    part = target.with_name(f"{prefix}{uuid.uuid4().hex}.part")
+    try:
+        with part.open("xb") as file:
+            _lock(file)
+            _remove_abandoned(target.parent, prefix, part)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            _copy_owner_and_mode(target, part)
+        os.replace(part, target)
+        sync_folder(target.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk; a rename may otherwise be lost with the power."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _copy_owner_and_mode(source: Path, destination: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        before, made = source.stat(), destination.stat()
+        if os.name == "posix" and (before.st_uid, before.st_gid) != (made.st_uid, made.st_gid):
+            with contextlib.suppress(PermissionError):
+                os.chown(destination, before.st_uid, before.st_gid)
+        os.chmod(destination, stat.S_IMODE(before.st_mode))
+
+
+def _remove_abandoned(folder: Path, prefix: str, mine: Path) -> None:
+    for other in folder.iterdir():
+        ours = other.name.startswith(prefix) and other.name.endswith(".part")
+        if ours and len(other.name) == len(mine.name) and other != mine:
+            with contextlib.suppress(OSError), other.open("r+b") as file:
+                _lock(file)
+                other.unlink()
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Lock a file until it is closed or the process ends; raises OSError if another process holds the lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows refuses to remove a file that another process has open
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,81 @@
+"""The atomic write that every package uses."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from narrowcast._files import replacing
+
+
+def replace_with(path, content=b"new"):
+    with replacing(path) as file:
+        file.write(content)
+
+
+def test_content_is_replaced_at_the_end_of_the_block(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_leaves_the_old_content(tmp_path, error):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(error), replacing(path) as file:
+        file.write(b"half")
+        raise error
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_links_and_permissions_stay(tmp_path):
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    replace_with(link)
+    assert link.is_symlink()
+    assert path.read_bytes() == b"new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_long_name_in_any_script(tmp_path):
+    replace_with(tmp_path / ("日" * 80))
+    assert os.listdir(tmp_path) == ["日" * 80]
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path):
+    path = tmp_path / "file"
+    code = f"""
+import os, signal, sys
+sys.path[:] = {sys.path!r}
+from narrowcast._files import replacing
+with replacing({str(path)!r}) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert not path.exists()
+    assert len(os.listdir(tmp_path)) == 1
+    replace_with(path)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_two_writers_at_once_both_finish(tmp_path):
+    path = tmp_path / "file"
+    with replacing(path) as outer:
+        outer.write(b"outer")
+        replace_with(path, b"inner")
+    assert path.read_bytes() == b"outer"
+    assert os.listdir(tmp_path) == ["file"]
