@@ -31,9 +31,14 @@ def test_content_is_replaced_at_the_end_of_the_block(tmp_path):
 def test_an_exception_leaves_the_old_content(tmp_path, error):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(error), replacing(path) as file:
-        file.write(b"half")
-        raise error
+
+    def fail():
+        with replacing(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(error):
+        fail()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 

@@ -15,10 +15,10 @@ from typing import IO
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a binary file that replaces ``path`` when the block ends without an exception.
 
-    The content is written to a temporary file beside ``path``, flushed to the disk and renamed. Until then the
-    previous content stays; an exception, a full disk or a kill leaves it as it was. A symbolic link keeps
-    pointing to its target, which is replaced with its owner and permissions. Temporary files of writers that
-    were killed are removed; those of running writers are locked and stay.
+    The content is written to a temporary file beside ``path``, flushed to the disk and renamed. Until then
+    the previous content stays; an exception, a full disk or a kill leaves it as it was. A symbolic link keeps
+    pointing to its target; the new file has the owner and the permissions of the old one. Temporary files of
+    writers that were killed are removed; those of running writers are locked and stay.
 
     Example::
 
@@ -74,7 +74,7 @@ def _remove_abandoned(folder: Path, prefix: str, mine: Path) -> None:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Lock a file until it is closed or the process ends; raises OSError if another process holds the lock."""
+    """Lock a file until it is closed or its process ends; raises OSError if another process holds it."""
     try:
         import fcntl
     except ImportError:  # Windows refuses to remove a file that another process has open
