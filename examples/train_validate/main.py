@@ -120,7 +120,7 @@ def multiple_of_4(text: str) -> int:
 
 def policy(text: str) -> nc.Policy:
     try:
-        found = nc.policy.as_policy(text)
+        found = nc.Policy.load(text) if text.endswith(".toml") else nc.Policy.preset(text)
     except nc.NarrowcastError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if found.holds_low_weights:

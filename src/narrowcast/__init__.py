@@ -1,6 +1,7 @@
-"""Mixed-precision training for PyTorch that a person can steer, trust and explain.
+"""Mixed-precision training for PyTorch that you can steer, trust and explain.
 
-Names are resolved on first use, so that ``narrowcast --help`` answers without importing torch.
+Names are imported on first use (PEP 562), so that ``narrowcast --help`` runs without importing torch. Packages
+that are not in ``__all__`` are internal and change without notice.
 """
 
 from __future__ import annotations
@@ -8,23 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from narrowcast.errors import NarrowcastError, near_names
+
 if TYPE_CHECKING:
-    from narrowcast import (
-        apex,
-        attach,
-        casting,
-        formats,
-        gradients,
-        machine,
-        observe,
-        policy,
-        scaling,
-        training,
-        verify,
-        weights,
-    )
-    from narrowcast.casting import apply, autocast, bake, compile, custom_bwd, custom_fwd
-    from narrowcast.errors import NarrowcastError
+    from narrowcast import apex, errors, formats, observe, scaling, training, weights
+    from narrowcast.casting import apply, autocast, bake, compile, custom_bwd, custom_fwd, drop_casts
     from narrowcast.gradients import GradScaler, StepResult
     from narrowcast.policy import Policy, rule
     from narrowcast.training import Stepper
@@ -43,68 +32,50 @@ __all__ = [
     "__version__",
     "apex",
     "apply",
-    "attach",
     "autocast",
     "bake",
-    "casting",
     "certify",
     "compile",
     "custom_bwd",
     "custom_fwd",
+    "drop_casts",
+    "errors",
     "explain",
     "formats",
-    "gradients",
-    "machine",
     "observe",
-    "policy",
     "rule",
     "scaling",
     "training",
-    "verify",
     "weights",
 ]
 
 _HOME_OF = {
-    "Certificate": "narrowcast.verify",
-    "Explanation": "narrowcast.verify",
-    "GradScaler": "narrowcast.gradients",
-    "NarrowcastError": "narrowcast.errors",
-    "Policy": "narrowcast.policy",
-    "StepResult": "narrowcast.gradients",
-    "Stepper": "narrowcast.training",
-    "apply": "narrowcast.casting",
-    "autocast": "narrowcast.casting",
-    "bake": "narrowcast.casting",
-    "certify": "narrowcast.verify",
-    "compile": "narrowcast.casting",
-    "custom_bwd": "narrowcast.casting",
-    "custom_fwd": "narrowcast.casting",
-    "explain": "narrowcast.verify",
-    "rule": "narrowcast.policy",
+    "Certificate": "verify",
+    "Explanation": "verify",
+    "GradScaler": "gradients",
+    "Policy": "policy",
+    "StepResult": "gradients",
+    "Stepper": "training",
+    "apply": "casting",
+    "autocast": "casting",
+    "bake": "casting",
+    "certify": "verify",
+    "compile": "casting",
+    "custom_bwd": "casting",
+    "custom_fwd": "casting",
+    "drop_casts": "casting",
+    "explain": "verify",
+    "rule": "policy",
 }
-_ROOMS = (
-    "apex",
-    "attach",
-    "casting",
-    "formats",
-    "gradients",
-    "machine",
-    "observe",
-    "policy",
-    "scaling",
-    "training",
-    "verify",
-    "weights",
-)
 
 
 def __getattr__(name: str) -> object:
     if name in _HOME_OF:
-        value: object = getattr(import_module(_HOME_OF[name]), name)
-    elif name in _ROOMS:
+        value: object = getattr(import_module(f"narrowcast.{_HOME_OF[name]}"), name)
+    elif name in __all__:
         value = import_module(f"narrowcast.{name}")
     else:
-        raise AttributeError(f"module 'narrowcast' has no attribute {name!r}")
+        raise AttributeError(f"module 'narrowcast' has no attribute {name!r}. {near_names(name, __all__)}")
     globals()[name] = value
     return value
 
