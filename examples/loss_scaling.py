@@ -65,13 +65,13 @@ def loss_of(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return WEIGHT_OF_LOSS * nn.functional.mse_loss(prediction, target)
 
 
-# %% A training under a scaler: `nc.GradScaler` with any schedule of `nc.scaling`
+# %% A training under a scaler: `nc.GradScaler` with any loss scale of `nc.scaling`
 def train(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, schedule, *, half: bool = True
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, loss_scale, *, half: bool = True
 ) -> Record:
     record = Record()
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-16)
-    scaler = nc.GradScaler(x.device.type, schedule=schedule, patience=None)
+    scaler = nc.GradScaler(x.device.type, loss_scale=loss_scale, patience=None)
     for _ in range(steps):
         with nc.autocast(x.device.type, torch.float16 if half else torch.float32):
             loss = loss_of(model(x), y)
@@ -87,10 +87,10 @@ def train(
 
 
 # %% The same by a Stepper, which zeroes the gradients too
-def train_by_stepper(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, schedule) -> Record:
+def train_by_stepper(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, loss_scale) -> Record:
     record = Record()
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-16)
-    stepper = nc.Stepper(model, optimizer, "fp16", scaler=schedule)
+    stepper = nc.Stepper(model, optimizer, "fp16", scaler=loss_scale)
     for _ in range(steps):
         with stepper.autocast():
             loss = loss_of(model(x), y)
@@ -177,8 +177,8 @@ def main(arguments: argparse.Namespace) -> None:
         "fp16, dynamic scale": (dynamic, True),
     }
     records = {
-        name: train(copy.deepcopy(model), x, y, arguments.steps, schedule, half=half)
-        for name, (schedule, half) in settings.items()
+        name: train(copy.deepcopy(model), x, y, arguments.steps, loss_scale, half=half)
+        for name, (loss_scale, half) in settings.items()
     }
     by_stepper = train_by_stepper(copy.deepcopy(model), x, y, arguments.steps, dynamic)
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.errors import ScaleError
 from narrowcast.gradients._device_scale import DeviceScale
-from narrowcast.scaling import RULES, Dynamic, LogMax, Off, Static
+from narrowcast.scaling import RULES, Dynamic, Off, Static
 
 FACTORS = [{}, {"growth_factor": 1.7, "backoff_factor": 0.3}]
 # Narrow limits, so that every sequence meets both; the last are no float32 numbers.
@@ -69,47 +68,6 @@ def test_any_number_above_zero_is_an_overflow():
             assert device.read().scale == 2.0, rule
 
 
-@pytest.mark.parametrize("min_scale", [2.0**-30, 2.0**18])
-@pytest.mark.parametrize("seed", range(20))
-def test_log_max_moves_as_its_value(seed, min_scale):
-    drawn = torch.Generator().manual_seed(seed)
-    value = LogMax(scale=2.0**18, mean_decay=0.9, variance_decay=0.95, min_scale=min_scale)
-    device = placed(value)
-    for _ in range(60):
-        kind = int(torch.randint(0, 8, (), generator=drawn))
-        overflow = kind == 0
-        exponent = torch.randn((), generator=drawn) * 3 - 10
-        amax = 0.0 if kind == 1 else float((2.0**exponent).float())
-        value = value.after_step(overflow=overflow, amax=amax)
-        found = torch.tensor(math.nan if overflow else amax)
-        device.move(torch.tensor(float(overflow)), found)
-        read = device.read()
-        assert read.steps == value.steps
-        for name in ("mean_sum", "slow_mean_sum", "square_sum"):
-            # Up to 60 steps of a few fp64 roundings each; the sum after an overflow hangs on a deviation,
-            # the root of a difference.
-            assert getattr(read, name) == pytest.approx(getattr(value, name), rel=1e-12, abs=1e-12)
-        assert read.scale == pytest.approx(value.scale, rel=2.0**-22)  # two roundings to fp32
-
-
-@pytest.mark.parametrize("amax", [123.4, 0.001, 3e-5, 7e-7, 1e-10])
-def test_log_max_of_equal_gradients_does_not_stray(amax):
-    """The variance is a difference of equal numbers: what is left of it is rounding."""
-    value = LogMax(min_scale=2.0**-100, max_scale=2.0**100)
-    device = placed(value)
-    # A quotient off by 4 * 2**-53 leaves a deviation of sqrt(4 * 2**-53) * x; the scale is rounded to fp32.
-    tolerance = value.deviations * math.sqrt(2.0**-51) * abs(math.log2(amax)) + 2.0**-23
-    for _ in range(200):
-        value = value.after_step(overflow=False, amax=amax)
-        device.move(torch.tensor(0.0), torch.tensor(amax, dtype=torch.float64))
-        assert math.log2(device.read().scale) == pytest.approx(math.log2(value.scale), abs=tolerance)
-
-
-def test_log_max_without_amax_says_what_it_needs():
-    with pytest.raises(ScaleError, match=r"^LogMax needs amax, the largest magnitude of the unscaled grad"):
-        placed(LogMax()).move(torch.tensor(0.0))
-
-
 @pytest.mark.parametrize("value", [Off(), Static(scale=8.0)])
 def test_a_fixed_scale_does_not_move(value):
     device = placed(value)
@@ -135,54 +93,15 @@ def train(scaler, factors, fused=False):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_schedule_moves_the_scale_of_a_training(rule, fused):
+def test_a_rule_moves_the_scale_of_a_training(rule, fused):
     value = Dynamic(scale=64.0, growth_interval=2, rule=rule, hysteresis=1 if rule == "torch" else 2)
     overflows = [True, True, False, True, False, False, False, False, True]
-    scaler = nc.GradScaler("cpu", schedule=value)
+    scaler = nc.GradScaler("cpu", loss_scale=value)
     scales = train(scaler, [math.inf if overflow else 1.0 for overflow in overflows], fused)
     for overflow, scale in zip(overflows, scales, strict=True):
         value = value.after_step(overflow=overflow)
         assert scale == value.scale
     assert scaler.loss_scale() == value
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_log_max_sees_the_largest_unscaled_gradient(fused):
-    value = LogMax(scale=2.0**10)
-    scaler = nc.GradScaler("cpu", schedule=value)
-    factors = [0.5, -3.0, math.inf, 0.25, 0.0]
-    scales = train(scaler, factors, fused)
-    for factor, scale in zip(factors, scales, strict=True):
-        value = value.after_step(overflow=math.isinf(factor), amax=abs(factor))
-        assert scale == pytest.approx(value.scale, rel=1e-6)
-
-
-def test_log_max_sees_the_largest_of_all_optimizers():
-    for largest in (0, 1):
-        weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-        optimizers = [torch.optim.SGD([weight], lr=0.0) for weight in weights]
-        scaler = nc.GradScaler("cpu", schedule=LogMax(scale=2.0**10))
-        scaler.scale(weights[largest].sum() * 4.0 + weights[1 - largest].sum()).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        assert scaler.loss_scale().mean_log2 == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize("clip", ["norm", "infinity norm", "value"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_log_max_sees_gradients_before_they_are_clipped(clip, fused):
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0, fused=fused)
-    scaler = nc.GradScaler("cpu", schedule=LogMax(scale=2.0**10))
-    scaler.scale((weight * torch.tensor([3.0, -4.0])).sum()).backward()
-    if clip == "value":
-        scaler.clip_grad_value_(optimizer, 0.1)
-    else:
-        scaler.clip_grad_norm_(optimizer, 0.1, math.inf if clip == "infinity norm" else 2.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.loss_scale().mean_log2 == pytest.approx(2.0)  # log2 of 4
 
 
 def test_hysteresis_forgives_overflows_that_good_steps_part():

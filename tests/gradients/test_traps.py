@@ -124,7 +124,7 @@ def test_4_settings_that_cannot_work_are_refused_and_useful_ones_are_not():
     assert scaler.get_scale() == 2.0
 
     weight, optimizer, scaler = one_weight(
-        nc.GradScaler("cpu", schedule=nc.scaling.Static(scale=64.0), patience=None)
+        nc.GradScaler("cpu", loss_scale=nc.scaling.Static(scale=64.0), patience=None)
     )
     for _ in range(3):
         iterate(scaler, optimizer, lambda: weight.sum() * math.inf)

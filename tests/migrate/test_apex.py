@@ -113,7 +113,7 @@ def test_a_loss_scale_that_the_script_reads():
         'else float(args.scale), growth_interval=2000 if args.scale in (None, "dynamic") else 2**31 - 1)'
     ) in migrated(HEAD + call + LOOP).text
     assert (
-        'scaler = nc.GradScaler("cuda", schedule=None if args.scale in (None, "dynamic") '
+        'scaler = nc.GradScaler("cuda", loss_scale=None if args.scale in (None, "dynamic") '
         "else nc.scaling.Static(scale=float(args.scale)))"
     ) in migrated(HEAD + call + LOOP, "narrowcast").text
 

@@ -1,4 +1,4 @@
-"""Every sequence of good and overflowing steps moves ``Dynamic`` as torch's own scaler moves, to the bit."""
+"""``Dynamic`` moves as torch's own scaler, to the bit, over any sequence of good and overflowing steps."""
 
 import math
 
@@ -49,7 +49,7 @@ class Torch:
             self.at_a_limit += 1
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     scale=SCALES,
     growth_factor=GROWTH,
@@ -73,7 +73,7 @@ def test_any_sequence_of_steps(scale, growth_factor, backoff_factor, growth_inte
         assert SMALLEST <= ours.scale <= LARGEST
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     scale=st.integers(-20, 20).map(lambda power: 3.0 * 2.0**power),
     growth_factor=st.sampled_from([2.0, 1.7]),
@@ -159,9 +159,8 @@ def test_limits_are_rounded_to_float32_as_scales_are():
 
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("loss_scale", [Off(), Static(scale=1024.0), Static(scale=0.1)])
-def test_what_does_not_move_stays_the_very_value(loss_scale, overflow):
+def test_fixed_scales_do_not_move(loss_scale, overflow):
     assert loss_scale.after_step(overflow=overflow) is loss_scale
-    assert loss_scale.after_step(overflow=overflow, amax=2.0) is loss_scale
 
 
 def test_off_multiplies_by_one():

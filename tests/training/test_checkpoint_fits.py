@@ -286,7 +286,7 @@ def test_scalers_of_torch_and_ours_load_from_each_other(path):
     save_checkpoint(path, model, scaler=nc.GradScaler("cpu", init_scale=32.0))
     load_checkpoint(path, model, scaler=theirs)
     assert theirs.get_scale() == 32.0
-    save_checkpoint(path, model, scaler=nc.GradScaler("cpu", schedule=nc.scaling.Static(scale=8.0)))
+    save_checkpoint(path, model, scaler=nc.GradScaler("cpu", loss_scale=nc.scaling.Static(scale=8.0)))
     assert "torch's, and the checkpoint holds a loss scale that it cannot follow" in refused(
         path, model, scaler=theirs
     )
@@ -426,7 +426,7 @@ def test_a_loop_goes_on_in_a_stepper_and_back(path):
     save_checkpoint(path, other, stepper=stepper)
     last = net(4, 2, seed=2)
     optimizer = loop(last)
-    found = load_checkpoint(path, last, optimizer, scaler=nc.GradScaler(schedule=nc.scaling.Off()))
+    found = load_checkpoint(path, last, optimizer, scaler=nc.GradScaler(loss_scale=nc.scaling.Off()))
     assert found.notes == (
         "the checkpoint is of a Stepper: its states were loaded into what was given instead",
     )

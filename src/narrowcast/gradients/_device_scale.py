@@ -6,15 +6,12 @@ the reference: tests drive both through the same steps.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from narrowcast.errors import ScaleError
 from narrowcast.gradients import _torch_internals
-from narrowcast.scaling import Dynamic, LogMax, LossScale, Off
+from narrowcast.scaling import Dynamic, LossScale, Off
 
 
 class DeviceScale:
@@ -30,7 +27,6 @@ class DeviceScale:
         self.factor: torch.Tensor | None = None
         self.good_steps: torch.Tensor | None = None
         self._hysteresis_left: torch.Tensor | None = None
-        self._sums: torch.Tensor | None = None
         self._untouched = True
         self._moves = 0
         self._known: tuple[float, int] = (value.scale, 0)
@@ -44,8 +40,6 @@ class DeviceScale:
                 self.good_steps.fill_(self._value.good_steps)
                 assert self._value.hysteresis_left is not None
                 self._hysteresis_left = torch.full_like(self.good_steps, self._value.hysteresis_left)
-            elif isinstance(self._value, LogMax):
-                self._sums = _sums_of(self._value, device)
         return self.factor
 
     def shared_factor(self) -> torch.Tensor | None:
@@ -81,9 +75,6 @@ class DeviceScale:
                 good_steps=int(self.good_steps),
                 hysteresis_left=int(self._hysteresis_left),
             )
-        elif isinstance(value, LogMax):
-            assert self._sums is not None
-            value = replace(value, scale=scale, **_fields_of(self._sums))
         self._value, self._untouched = value, True
         self._known = (value.scale, self._moves)
         return value
@@ -105,7 +96,7 @@ class DeviceScale:
         value, (known, moves) = self._value, self._known
         if isinstance(value, Dynamic):
             return max(known * value.backoff_factor ** (self._moves - moves), value.min_scale) < limit
-        return (value.min_scale if isinstance(value, LogMax) else value.scale) < limit
+        return value.scale < limit
 
     def set(self, value: LossScale) -> None:
         """Go on from ``value``, on the device where this one is."""
@@ -115,17 +106,11 @@ class DeviceScale:
         if device is not None:
             self.place(device)
 
-    @property
-    def needs_amax(self) -> bool:
-        """Whether ``move`` wants the largest magnitude of the unscaled gradients."""
-        return isinstance(self._value, LogMax)
-
-    def move(self, found_inf: torch.Tensor, amax: torch.Tensor | None = None) -> None:
+    def move(self, found_inf: torch.Tensor) -> None:
         """The transition after one step; ``found_inf`` above 0 says that a gradient was not finite.
 
         Args:
             found_inf: 0-dim, float32, on the factor's device.
-            amax: 0-dim, the largest magnitude of the unscaled gradients; for ``LogMax`` only.
         """
         assert self.factor is not None
         assert self.good_steps is not None
@@ -144,8 +129,6 @@ class DeviceScale:
             self.factor.clamp_(value.min_scale, value.max_scale)
         elif isinstance(value, Dynamic):
             self._move_with_hysteresis(value, found_inf > 0)
-        elif isinstance(value, LogMax):
-            self._move_by_statistics(value, found_inf > 0, amax)
 
     def _move_with_hysteresis(self, value: Dynamic, overflow: torch.Tensor) -> None:
         assert self.factor is not None
@@ -166,63 +149,3 @@ class DeviceScale:
         restored = ~overflow if value.rule in ("apex", "deepspeed_consecutive") else grows
         left = torch.where(overflow, (left - 1).clamp_(min=int(deepspeed)), left)
         self._hysteresis_left.copy_(torch.where(restored, value.hysteresis, left))
-
-    def _move_by_statistics(self, value: LogMax, overflow: torch.Tensor, amax: torch.Tensor | None) -> None:
-        assert self.factor is not None
-        assert self._sums is not None
-        if amax is None:
-            raise ScaleError("LogMax needs amax, the largest magnitude of the unscaled gradients")
-        steps, mean_sum, slow_mean_sum, square_sum = self._sums.unbind()
-        fast, slow = value.mean_decay, value.variance_decay
-        seen = ~overflow & (amax > 0)
-        x = torch.where(seen, amax, 1.0).to(steps.dtype).log2()
-        after = torch.stack(
-            (
-                steps + 1,
-                fast * mean_sum + (1 - fast) * x,
-                slow * slow_mean_sum + (1 - slow) * x,
-                slow * square_sum + (1 - slow) * x * x,
-            )
-        )
-        sums = torch.where(seen, after, self._sums)
-        mean, deviation = _mean_and_deviation(value, sums)
-        predicted = value.largest_log2 - (mean + value.deviations * deviation)
-        halved = self.factor.to(steps.dtype).log2() - 1
-        log2 = torch.where(overflow, halved, predicted)
-        moved = log2.clamp(-1000, 1000).exp2().float().clamp(value.min_scale, value.max_scale)
-        # The mean is raised so far that the formula gives half of the present scale, and never lowered.
-        raised = torch.maximum(value.largest_log2 - value.deviations * deviation - halved, mean)
-        raised_sum = raised * _weight(fast, sums[0])
-        known = sums[0] > 0
-        self.factor.copy_(torch.where(seen | overflow, moved, self.factor))
-        self._sums.copy_(sums)
-        self._sums[1] = torch.where(overflow & known, raised_sum, sums[1])
-
-
-def _mean_and_deviation(value: LogMax, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    steps, mean_sum, slow_mean_sum, square_sum = sums.unbind()
-    some = steps.clamp(min=1)
-    weight = _weight(value.variance_decay, some)
-    slow_mean = slow_mean_sum / weight
-    deviation = (square_sum / weight - slow_mean * slow_mean).clamp(min=0).sqrt()
-    return mean_sum / _weight(value.mean_decay, some), deviation
-
-
-def _weight(decay: float, steps: torch.Tensor) -> torch.Tensor:
-    return -torch.expm1(steps * math.log(decay))
-
-
-def _sums_of(value: LogMax, device: torch.device) -> torch.Tensor:
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    sums = (float(value.steps), value.mean_sum, value.slow_mean_sum, value.square_sum)
-    return torch.tensor(sums, dtype=dtype, device=device)
-
-
-def _fields_of(sums: torch.Tensor) -> dict[str, Any]:
-    steps, mean_sum, slow_mean_sum, square_sum = sums.tolist()
-    return {
-        "steps": int(steps),
-        "mean_sum": mean_sum,
-        "slow_mean_sum": slow_mean_sum,
-        "square_sum": square_sum,
-    }

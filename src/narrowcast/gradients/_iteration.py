@@ -83,8 +83,7 @@ class Iteration:
     def found(self) -> list[Found]:
         """What was found for each optimizer."""
         return [
-            (state["names"], list(state["found_inf_per_device"].values()), state.get("amax"))
-            for state in self.states.values()
+            (state["names"], list(state["found_inf_per_device"].values())) for state in self.states.values()
         ]
 
     def end(self) -> None:
@@ -146,12 +145,12 @@ class Iteration:
         else:
             state["names"] = self._scales.passes.names_in(held.parameters)
             factor = torch.ones_like(factor)
-        return Scaling(factor, below_one, self.process_group, self._sharded, self._scales.needs_amax)
+        return Scaling(factor, below_one, self.process_group, self._sharded)
 
     def _saw(self, state: State, look: Look, stage: OptState = OptState.UNSCALED) -> None:
         found = look.found_inf
         state["found_inf_per_device"] = {found.device: found} if look.any_checked else {}
-        state["look"], state["amax"], state["stage"] = look, look.amax, stage
+        state["look"], state["stage"] = look, stage
 
     def _unscaled(self, state: State, optimizer: torch.optim.Optimizer) -> Look:
         """The look at gradients that are unscaled now."""

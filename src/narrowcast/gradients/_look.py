@@ -6,7 +6,6 @@ and the check, and the division rides into the step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,14 +29,12 @@ class Scaling:
         factor: the loss scale, 0-dim float32.
         below_one: it may be below 1, where unscaling finite gradients may overflow.
         process_group: ranks that decide together; ``sharded``: each of them holds parts of the gradients.
-        wants_amax: the largest magnitude of the unscaled gradients is asked for.
     """
 
     factor: torch.Tensor
     below_one: bool
     process_group: Any | None
     sharded: bool
-    wants_amax: bool
 
     def inverse(self) -> torch.Tensor:
         # As torch does: the reciprocal in fp64, where the device has it.
@@ -55,7 +52,6 @@ class Look:
         flags: which gradients are not finite, where that is already known.
         norm: norm of the unscaled gradients before clipping, 0-dim, where something clipped.
         apart: 0-dim, whether ranks with copies of the gradients hold different ones.
-        amax: 0-dim, the largest magnitude of the unscaled gradients, where ``Scaling`` wants it.
         divisor: what the gradients are still to be divided by; None where they are unscaled.
     """
 
@@ -65,7 +61,6 @@ class Look:
     flags: NonfiniteFlags | None = None
     norm: torch.Tensor | None = None
     apart: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
     divisor: torch.Tensor | None = None
     versions: list[tuple[int, int]] | None = None
 
@@ -105,8 +100,6 @@ def unscale(held: HeldGradients, scaling: Scaling) -> Look:
     look = Look(found, bool(held.values or groups), held)
     if found_on_host(found):
         look.flags = held.flags()  # before anybody clips by a norm of NaN, which makes every gradient NaN
-    if scaling.wants_amax:
-        look.amax = _largest(held, scaling)
     return look
 
 
@@ -118,10 +111,7 @@ def measure(held: HeldGradients, scaling: Scaling) -> Look:
     found = flags.any(device)
     groups = groups_of(held, scaling.process_group)
     any_rank(found, groups)
-    look = Look(found, bool(held.values or groups), held, flags, divisor=scaling.factor)
-    if scaling.wants_amax:
-        look.amax = _largest(held, scaling) * scaling.inverse()
-    return look
+    return Look(found, bool(held.values or groups), held, flags, divisor=scaling.factor)
 
 
 @torch.no_grad()
@@ -140,8 +130,6 @@ def clip(held: HeldGradients, scaling: Scaling, max_norm: float, order: float, *
         look.norm = clip_unscaled(held, max_norm, order, scaling).norm
         return look
     look = Look((~finite).float(), bool(held.values or groups), held, norm=norm, apart=total.apart)
-    if scaling.wants_amax:
-        look.amax = _largest(held, scaling) * inverse
     kept = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     finite = finite & (kept >= 0)  # a max_norm in a tensor may be NaN or negative
     look.found_inf = (~finite).float()
@@ -209,12 +197,6 @@ def _multiply(held: HeldGradients, factor: torch.Tensor) -> None:
         else:  # in fp32 and rounded once; _foreach_mul_ would round the factor first
             ignored = torch.zeros((), device=where)
             _torch_internals.multiply_and_check(members, ignored, there.float())
-
-
-def _largest(held: HeldGradients, scaling: Scaling) -> torch.Tensor:
-    """The largest magnitude among the gradients of all ranks, as they are."""
-    device = scaling.factor.device
-    return total_norm(held, math.inf, device, scaling.process_group, sharded=True).norm
 
 
 def _versions(held: HeldGradients) -> list[tuple[int, int]]:

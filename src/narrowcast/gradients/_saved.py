@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from narrowcast.errors import ScaleError, near_names
-from narrowcast.scaling import Dynamic, LogMax, LossScale, Off, Static
+from narrowcast.scaling import Dynamic, LossScale, Off, Static
 
-_KINDS: dict[str, type[Any]] = {"Off": Off, "Static": Static, "Dynamic": Dynamic, "LogMax": LogMax}
+_KINDS: dict[str, type[Any]] = {"Off": Off, "Static": Static, "Dynamic": Dynamic}
 _TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -22,7 +22,7 @@ def state_of(scales: LossScale | Mapping[str, LossScale]) -> dict[str, Any]:
     """
     if isinstance(scales, Mapping):
         return {"scales": {name: _fields(scale) for name, scale in scales.items()}}
-    state: dict[str, Any] = {"schedule": _fields(scales)}
+    state: dict[str, Any] = {"loss_scale": _fields(scales)}
     if isinstance(scales, Dynamic):
         state |= {
             "scale": scales.scale,
@@ -56,8 +56,8 @@ def scales_in(
         return None
     if "scales" in state:
         return {name: _scale_of(fields) for name, fields in state["scales"].items()}
-    if "schedule" in state:
-        saved = _scale_of(state["schedule"])
+    if "loss_scale" in state:
+        saved = _scale_of(state["loss_scale"])
         if not in_force or isinstance(saved, Off) == isinstance(present, Off):
             return saved
         with_, without = ("a", "no") if isinstance(present, Off) else ("no", "a")
@@ -72,7 +72,7 @@ def scales_in(
     if missing:
         raise ScaleError(
             f"expected the state of a GradScaler, with {', '.join(_TORCHS)}; {', '.join(missing)} missing. "
-            "States of apex, DeepSpeed and Megatron are read by narrowcast.scaling.from_state"
+            "narrowcast.scaling.from_state reads those of apex"
         )
     if not isinstance(present, Dynamic):
         raise ScaleError(

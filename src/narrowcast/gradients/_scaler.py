@@ -45,8 +45,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         max_scale: no growth goes above; None: 2**127.
         hysteresis: overflows in a row until the scale backs off (apex's rule); at least 1.
         patience: skipped steps in a row of one optimizer after which ``step`` raises; None: never.
-        schedule: any loss scale of ``narrowcast.scaling`` in place of the settings above, as
-            ``Static(scale=8.0)``, ``Dynamic(rule="megatron", hysteresis=2)`` or ``LogMax()``.
+        loss_scale: a loss scale of ``narrowcast.scaling`` in place of the settings above, such as
+            ``Static(scale=8.0)`` or ``Dynamic(rule="megatron", hysteresis=2)``.
         process_group: ranks that skip together and clip by one norm. DDP's gradients agree by themselves, and
             DTensors are asked over their mesh in any case.
         sharded: each rank of ``process_group`` holds different gradients, parts of one model, whose norms add
@@ -80,12 +80,12 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         max_scale: float | None = None,
         hysteresis: int = 1,
         patience: int | None = 25,
-        schedule: LossScale | None = None,
+        loss_scale: LossScale | None = None,
         process_group: Any | None = None,
         sharded: bool = False,
         allow_fp16_gradients: bool = False,
     ) -> None:
-        first = _settings.schedule_of(
+        first = _settings.loss_scale_of(
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -93,7 +93,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             min_scale=min_scale,
             max_scale=max_scale,
             hysteresis=hysteresis,
-            schedule=schedule,
+            loss_scale=loss_scale,
         )
         self._enabled = bool(enabled)
         self._device = _settings.device_type_of(device, enabled=self._enabled)  # type: ignore[assignment]
@@ -236,7 +236,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
         Raises:
             OrderError: before ``scale``, or no optimizer's gradients were checked since the last ``update``.
-            ScaleError: a ``new_scale`` outside the limits of the schedule.
+            ScaleError: a ``new_scale`` outside the limits of the loss scale.
         """
         if not self._enabled:
             return
@@ -246,7 +246,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             scale.set(_settings.changed(scale.read(), scale=_settings.one_number(new_scale)))
         else:
             found = self._iteration.found()
-            if not any(flags for _, flags, _ in found):
+            if not any(flags for _, flags in found):
                 raise OrderError(
                     "No inf checks were recorded prior to update: call step(optimizer), or "
                     "unscale_(optimizer), after backward and before update"
@@ -298,7 +298,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         return self._iteration.process_group
 
     @property
-    def schedule(self) -> LossScale:
+    def initial_loss_scale(self) -> LossScale:
         """The loss scale that this scaler began with, or was given since."""
         return self._scales.first
 
@@ -350,7 +350,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     # ---- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on: torch's five entries where its scaler can hold them, and ``schedule``.
+        """Return everything needed to resume: torch's five entries, where they suffice, and ``loss_scale``.
 
         The same where disabled, so that a checkpoint of a disabled run can be loaded. After ``update``.
         """

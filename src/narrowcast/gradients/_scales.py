@@ -19,9 +19,8 @@ _NO_SCALE = (
 )
 
 
-Found = tuple[set[str], list[torch.Tensor], torch.Tensor | None]
-"""Of one optimizer: the names of the losses whose gradients it held, the overflow flags, and the largest
-magnitude of the unscaled gradients where a scale asks for it."""
+Found = tuple[set[str], list[torch.Tensor]]
+"""Of one optimizer: the names of the losses whose gradients it held, and the overflow flags."""
 
 
 class Scales:
@@ -116,10 +115,6 @@ class Scales:
             self.by_name[name] = DeviceScale(self.first)
         return self.by_name[name], self.passes
 
-    @property
-    def needs_amax(self) -> bool:
-        return any(scale.needs_amax for scale in self.by_name.values())
-
     def move(self, steps: Sequence[Found]) -> None:
         """Move each scale once, by what was found in the gradients that its losses reached."""
         for name, scale in self.by_name.items():
@@ -127,12 +122,10 @@ class Scales:
                 continue
             concerned = [step for step in steps if name is None or name in step[0]]
             where = scale.factor.device
-            flags = [flag.to(where, non_blocking=True) for _, found, _ in concerned for flag in found]
+            flags = [flag.to(where, non_blocking=True) for _, found in concerned for flag in found]
             if not flags:
                 continue  # no step used this loss
-            largest = [amax.to(where, non_blocking=True) for _, _, amax in concerned if amax is not None]
-            amax = torch.stack(largest).amax() if largest else None
-            scale.move(flags[0] if len(flags) == 1 else torch.stack(flags).amax(), amax)
+            scale.move(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
         if self.passes is not None:
             self.passes.forget()
 

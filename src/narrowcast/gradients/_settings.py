@@ -9,12 +9,12 @@ import torch
 
 from narrowcast.errors import ScaleError
 from narrowcast.machine import check_device
-from narrowcast.scaling import Dynamic, LogMax, LossScale, Off, Static
+from narrowcast.scaling import Dynamic, LossScale, Off, Static
 
 _TORCH = Dynamic()
 
 
-def schedule_of(
+def loss_scale_of(
     *,
     init_scale: float,
     growth_factor: float,
@@ -23,12 +23,12 @@ def schedule_of(
     min_scale: float | None,
     max_scale: float | None,
     hysteresis: int,
-    schedule: LossScale | None,
+    loss_scale: LossScale | None,
 ) -> LossScale:
     """The loss scale that these arguments of ``GradScaler`` describe.
 
     Raises:
-        ScaleError: a setting outside its range, or one beside a ``schedule``, which has its own.
+        ScaleError: a setting outside its range, or one beside a ``loss_scale``, which has its own.
     """
     given = {
         "init_scale": (init_scale, _TORCH.scale),
@@ -39,19 +39,19 @@ def schedule_of(
         "max_scale": (max_scale, None),
         "hysteresis": (hysteresis, 1),
     }
-    if schedule is not None:
-        if not isinstance(schedule, Off | Static | Dynamic | LogMax):
+    if loss_scale is not None:
+        if not isinstance(loss_scale, Off | Static | Dynamic):
             raise ScaleError(
-                "expected a schedule from narrowcast.scaling, as Dynamic(...), Static(scale=8.0) or "
-                f"LogMax(), got {schedule!r}"
+                "expected a loss scale of narrowcast.scaling, such as Dynamic(...) or Static(scale=8.0), got "
+                f"{loss_scale!r}"
             )
         beside = [name for name, (value, default) in given.items() if value != default]
         if beside:
             raise ScaleError(
-                f"a schedule has settings of its own, got {', '.join(beside)} beside it: write "
-                f"schedule={type(schedule).__name__}(...) with them inside"
+                f"loss_scale has settings of its own, got {', '.join(beside)} beside it: write "
+                f"loss_scale={type(loss_scale).__name__}(...) with them inside"
             )
-        return schedule
+        return loss_scale
     made: dict[str, Any] = {"min_scale": min_scale, "max_scale": max_scale}
     return Dynamic(
         scale=init_scale,
@@ -111,7 +111,7 @@ def changed(value: LossScale, **settings: Any) -> LossScale:
     Raises:
         ScaleError: it is not dynamic, or a setting is outside its range.
     """
-    if isinstance(value, Static | LogMax) and set(settings) == {"scale"}:
+    if isinstance(value, Static) and set(settings) == {"scale"}:
         return replace(value, **settings)
     if not isinstance(value, Dynamic):
         raise ScaleError(f"{type(value).__name__} has no {', '.join(settings)} to set: Dynamic has")

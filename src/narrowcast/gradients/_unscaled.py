@@ -26,6 +26,6 @@ def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
     held = held_gradients(optimizer, allow_fp16=True)
     device = held.values[0].device if held.values else torch.device("cpu")
     factor = torch.full((), scale, dtype=torch.float32, device=device)
-    scaling = _look.Scaling(factor, scale < 1.0, process_group=None, sharded=False, wants_amax=False)
+    scaling = _look.Scaling(factor, scale < 1.0, process_group=None, sharded=False)
     look = _look.measure if scale == 1.0 else _look.unscale
     return look(held, scaling).found_inf

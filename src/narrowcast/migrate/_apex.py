@@ -59,7 +59,7 @@ _FINDS_ITSELF = "leave this line out once, and the scale finds itself again"
 _OF_APEX: dict[Target, str] = {
     "torch": f"one that apex saved does not load into it: {_FINDS_ITSELF}",
     "narrowcast": "one that apex saved does not load into it: make it once with "
-    f"schedule=nc.scaling.from_state(state)[0], or {_FINDS_ITSELF}",
+    f"loss_scale=nc.scaling.from_state(state)[0], or {_FINDS_ITSELF}",
 }
 _BY_HAND = 'keep the weights in fp32 and use a GradScaler, or nc.Stepper(model, optimizer, "O2")'
 _OF_TRAINING = {f"apex.amp.{name}" for name in ("state_dict", "load_state_dict", "master_params")}

@@ -141,7 +141,7 @@ def _read_scale(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
     if isinstance(scale, ast.Constant) and scale.value not in (None, "dynamic"):
         code = source.code(scale) if not isinstance(scale.value, str) else str(scale.value)
         if narrow:
-            setup.scaler.append(f"schedule=nc.scaling.Static(scale=float({code}))")
+            setup.scaler.append(f"loss_scale=nc.scaling.Static(scale=float({code}))")
         else:
             setup.scaler += [f"init_scale=float({code})", f"growth_interval={_NEVER}"]
             plan.note(
@@ -153,7 +153,7 @@ def _read_scale(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
         dynamic = f'{code} in (None, "dynamic")'
         if narrow:
             fixed = f"nc.scaling.Static(scale=float({code}))"
-            setup.scaler.append(f"schedule=None if {dynamic} else {fixed}")
+            setup.scaler.append(f"loss_scale=None if {dynamic} else {fixed}")
         else:
             setup.scaler += [
                 f"init_scale=2.0**16 if {dynamic} else float({code})",
@@ -166,7 +166,7 @@ def _read_scale(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
         value = given[name]
         if value is None or _is(value, default):
             continue
-        if narrow and not any("schedule" in one for one in setup.scaler):
+        if narrow and not any(one.startswith("loss_scale=") for one in setup.scaler):
             setup.scaler.append(f"{name.replace('_loss', '')}={source.code(value)}")
         else:
             plan.note(value, f"{name} goes: torch's scaler has no such limit")

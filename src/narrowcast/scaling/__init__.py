@@ -1,35 +1,17 @@
-"""Loss scales as frozen values: a transition returns a new value, and off is a value too."""
+"""Loss scales as frozen values, and the scaler states that torch and apex save."""
 
-from narrowcast.scaling._dynamic import RULES, Dynamic
-from narrowcast.scaling._exported import to_apex, to_deepspeed, to_megatron, to_torch
-from narrowcast.scaling._fixed import LossScale, Off, Static
-from narrowcast.scaling._log_max import LogMax
-from narrowcast.scaling._states import (
-    from_apex,
-    from_deepspeed,
-    from_megatron,
-    from_state,
-    from_torch,
-    recognise,
-)
-from narrowcast.scaling._words import parse
+from narrowcast.scaling._loss_scales import RULES as RULES
+from narrowcast.scaling._loss_scales import Dynamic, LossScale, Off, Static
+from narrowcast.scaling._loss_scales import parse as parse
+from narrowcast.scaling._states import from_apex, from_state, from_torch
+from narrowcast.scaling._states import recognise as recognise
 
 __all__ = [
-    "RULES",
     "Dynamic",
-    "LogMax",
     "LossScale",
     "Off",
     "Static",
     "from_apex",
-    "from_deepspeed",
-    "from_megatron",
     "from_state",
     "from_torch",
-    "parse",
-    "recognise",
-    "to_apex",
-    "to_deepspeed",
-    "to_megatron",
-    "to_torch",
 ]

@@ -138,7 +138,7 @@ def load_checkpoint(
     A dict that another loop saved with ``torch.save`` is converted, and ``notes`` says what was converted or
     missing: the model's state under ``"state_dict"``, ``"model"``, ``"model_state"`` or
     ``"model_state_dict"``, likewise optimizer and scheduler; under ``"amp"`` or ``"scaler"`` the state of a
-    loss scaler of torch, apex, Megatron or DeepSpeed; torch's random states, one for all ranks or one for
+    loss scaler of torch or apex; torch's random states, one for all ranks or one for
     each. What is left of the dict is the position. Masters that it lacks are made from fp32 weights.
 
     Args:

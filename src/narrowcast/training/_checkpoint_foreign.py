@@ -1,7 +1,7 @@
 """Checkpoints that ``torch.save`` wrote for training loops of old, as the tree of one of ours.
 
-Known are dicts with the states of model, optimizer, scheduler and loss scaler (torch's, apex's, Megatron's or
-DeepSpeed's) under the usual keys, and torch's random states, one for all ranks or one for each.
+Known are dicts with the states of model, optimizer, scheduler and loss scaler (torch's or
+apex's) under the usual keys, and torch's random states, one for all ranks or one for each.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _scaler_state(path: Path, state: Any, notes: list[str]) -> dict[str, Any] | 
             "read them with nc.scaling.from_state, and load the rest without the scaler"
         )
     notes.append(f"its loss scale is from the state that {source} saves: {scales[0]}")
-    return GradScaler(schedule=scales[0]).state_dict()
+    return GradScaler(loss_scale=scales[0]).state_dict()
 
 
 def _random(

@@ -107,7 +107,7 @@ class Group:
     def _check_names(self, fit: Fit, kind: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         one = _NOUNS[kind]
         for name, live in mine.items():
-            if name not in theirs and not isinstance(getattr(live, "schedule", None), Off):
+            if name not in theirs and not isinstance(getattr(live, "initial_loss_scale", None), Off):
                 fit.unless_strict(
                     f"the checkpoint holds no {one} {name!r} (it has {', '.join(theirs) or 'none'})",
                     "Save it too, or load without it",

@@ -111,7 +111,7 @@ class Lane:
         """
         self._check_gradients()
         losses = dict(loss) if isinstance(loss, Mapping) else {None: loss}
-        scaled_by_name = not isinstance(self.scaler.schedule, Off)
+        scaled_by_name = not isinstance(self.scaler.initial_loss_scale, Off)
         if scaled_by_name and self.held and isinstance(loss, Mapping):
             raise UnsupportedError(
                 "losses by name are unscaled in the format of the weights, which policy 'O2' holds in a low "

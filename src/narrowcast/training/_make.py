@@ -172,7 +172,7 @@ def _scaler_for(
         schedule = Off()
     if schedule is None and low_weights:
         schedule = Static(scale=1.0)  # apex's O3
-    return GradScaler(schedule=schedule, process_group=process_group, allow_fp16_gradients=low_weights)
+    return GradScaler(loss_scale=schedule, process_group=process_group, allow_fp16_gradients=low_weights)
 
 
 def place_rules(model: torch.nn.Module, policy: Policy) -> Applied | None:

@@ -124,22 +124,6 @@ def norms():
     return facts
 
 
-def log_max():
-    """The scale that follows the largest gradient, of which some ranks have nothing."""
-
-    def last_scale(model, rank, of):
-        optimizer = make_optimizer("SGD", model.parameters())
-        scaler = nc.GradScaler(schedule=nc.scaling.LogMax())
-        for x, y in batches(STEPS):
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(model(part(x, rank, of)), part(y, rank, of))).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return scaler.get_scale()
-
-    return {"scale": last_scale(*sharded("one mesh", torch.float32)), "alone": last_scale(Tiny(), 0, 1)}
-
-
 def several_optimizers():
     """Two optimizers that step together share one norm."""
     start, expected, norms_ = one_process("SGD", STEPS, max_norm=0.5)
@@ -205,7 +189,6 @@ def resume():
 SCENARIOS = {
     "fsdp2": training,
     "norms of parts": norms,
-    "largest magnitude of parts": log_max,
     "several optimizers": several_optimizers,
     "resume fsdp2": resume,
 }

@@ -1,0 +1,276 @@
+"""Loss scales as frozen values: ``Off``, ``Static`` and ``Dynamic``; a step returns the next value."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+from narrowcast.errors import ScaleError, near_names
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32. Devices may flush a smaller scale to zero, and below 2**-128 its inverse is
+infinite."""
+LARGEST_SCALE = 2.0**127
+"""The largest power of two in float32."""
+
+RULES = ("torch", "apex", "megatron", "deepspeed", "deepspeed_consecutive")
+"""Names of the rules by which a ``Dynamic`` scale moves."""
+_DEEPSPEED = ("deepspeed", "deepspeed_consecutive")
+# With these rules a good step resets the hysteresis; with the others only a growth does.
+_RESET_BY_A_GOOD_STEP = ("apex", "deepspeed_consecutive")
+
+
+class LossScale(Protocol):
+    """The interface of every loss scale: ``scale``, and ``after_step``, which returns the next value.
+
+    >>> from narrowcast.scaling import Dynamic, LossScale
+    >>> loss_scale: LossScale = Dynamic(scale=1024.0)
+    >>> loss_scale.after_step(overflow=True).scale
+    512.0
+    """
+
+    @property
+    def scale(self) -> float:
+        """The factor that the loss is multiplied by."""
+        ...
+
+    def after_step(self, *, overflow: bool) -> Self:
+        """Return the loss scale for the next step.
+
+        Args:
+            overflow: whether any gradient of this step was NaN or infinite.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Off:
+    """Do not scale: the factor is 1 and stays 1.
+
+    >>> from narrowcast.scaling import Off
+    >>> Off().after_step(overflow=True).scale
+    1.0
+    """
+
+    @property
+    def scale(self) -> float:
+        return 1.0
+
+    def after_step(self, *, overflow: bool) -> Self:
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """Scale by a factor that never changes.
+
+    >>> from narrowcast.scaling import Static
+    >>> Static(scale=128.0).after_step(overflow=True).scale
+    128.0
+
+    Raises:
+        ScaleError: at construction, unless ``scale`` is a normal, positive, finite float32.
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check_scale(self.scale)
+
+    def after_step(self, *, overflow: bool) -> Self:
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dynamic:
+    """Decrease the scale at an overflow and increase it after a number of good steps, by a library's rule.
+
+    >>> from narrowcast.scaling import Dynamic
+    >>> loss_scale = Dynamic(scale=1024.0, growth_interval=2)
+    >>> loss_scale = loss_scale.after_step(overflow=True)
+    >>> loss_scale.scale
+    512.0
+    >>> loss_scale.after_step(overflow=False).after_step(overflow=False).scale
+    1024.0
+
+    Attributes:
+        scale: the factor now, from ``min_scale`` to ``max_scale``; torch starts at 2**16.
+        growth_factor: multiplied in after ``growth_interval`` good steps in a row; above 1.
+        backoff_factor: multiplied in at an overflow once hysteresis is used up; between 0 and 1.
+        growth_interval: good steps in a row before the scale grows; at least 1.
+        good_steps: good steps since the last growth or overflow (torch's ``_growth_tracker``).
+        rule: how overflows and good steps are counted, see below.
+        hysteresis: overflows until the scale backs off; at least 1.
+        hysteresis_left: how many of them are left, from 0 to ``hysteresis``; None at construction: all.
+            ``dataclasses.replace`` keeps it, so pass it (or None) together with another ``hysteresis``.
+        min_scale: lower limit; from 2**-126, the smallest normal float32.
+        max_scale: upper limit; up to 2**127.
+
+    Every overflow resets ``good_steps`` to 0. Apart from that the rules differ:
+
+    - ``"torch"``: every overflow backs off; ``hysteresis`` must be 1.
+    - ``"apex"``: an overflow subtracts 1 from ``hysteresis_left`` and backs off at 0; a good step resets it.
+    - ``"megatron"``: the same, but only a growth resets it.
+    - ``"deepspeed"``: an overflow backs off at 1, otherwise it subtracts 1; a growth resets it. The first
+      growth after the start or an overflow takes one good step more than the interval, so ``good_steps``
+      goes up to the interval and is 1 after a growth.
+    - ``"deepspeed_consecutive"``: DeepSpeed's ``consecutive_hysteresis``: a good step resets it.
+
+    The float32 scale is multiplied by the factor in double precision and the product is rounded to float32,
+    as in torch and apex. Megatron rounds its factors to float32 first and DeepSpeed divides, in double
+    precision: the same for powers of two, the only factors that they ship. If the product overflows float32,
+    the scale does not grow, as in torch.
+
+    Deviations: torch has no limits, so its scale can fall to 0, where it trains on NaN, and rise to the
+    largest float32. DeepSpeed stops the run at an overflow at its minimum; Megatron and DeepSpeed have no
+    upper limit.
+
+    Source: ``torch._amp_update_scale_``; apex ``csrc/update_scale_hysteresis.cu``; Megatron-LM 0.16
+    ``DynamicGradScaler.update``; DeepSpeed 0.19 ``DynamicLossScaler.update_scale`` (early versions of it
+    grew one step sooner).
+
+    Raises:
+        ScaleError: at construction, for a field outside its range.
+    """
+
+    scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    good_steps: int = 0
+    rule: str = "torch"
+    hysteresis: int = 1
+    hysteresis_left: int | None = None
+    min_scale: float = SMALLEST_SCALE
+    max_scale: float = LARGEST_SCALE
+
+    def __post_init__(self) -> None:
+        _check_limits(self.scale, self.min_scale, self.max_scale)
+        if not (_is_number(self.growth_factor) and 1.0 < self.growth_factor < math.inf):
+            raise ScaleError(f"growth_factor must be above 1 and finite, got {self.growth_factor!r}")
+        if not (_is_number(self.backoff_factor) and 0.0 < self.backoff_factor < 1.0):
+            raise ScaleError(f"backoff_factor must be between 0 and 1, got {self.backoff_factor!r}")
+        if not _is_whole(self.growth_interval) or self.growth_interval < 1:
+            raise ScaleError(
+                f"growth_interval must be a whole number of at least 1, got {self.growth_interval!r}"
+            )
+        self._check_rule()
+        if not _is_whole(self.good_steps) or not 0 <= self.good_steps < self._steps_to_grow:
+            most = "growth_interval" if self.rule in _DEEPSPEED else "growth_interval - 1"
+            raise ScaleError(f"good_steps must be a whole number from 0 to {most}, got {self.good_steps!r}")
+
+    def after_step(self, *, overflow: bool) -> Self:
+        """Return the loss scale for the next step."""
+        return self._after_overflow() if overflow else self._after_good_step()
+
+    def _check_rule(self) -> None:
+        if self.rule not in RULES:
+            raise ScaleError(f"unknown rule {self.rule!r}. {near_names(str(self.rule), RULES)}")
+        if not _is_whole(self.hysteresis) or self.hysteresis < 1:
+            raise ScaleError(f"hysteresis must be a whole number of at least 1, got {self.hysteresis!r}")
+        if self.rule == "torch" and self.hysteresis != 1:
+            raise ScaleError(
+                f"rule 'torch' backs off at every overflow: hysteresis must be 1, got {self.hysteresis!r}. "
+                f"Rules with hysteresis: {', '.join(RULES[1:])}."
+            )
+        if self.hysteresis_left is None:
+            object.__setattr__(self, "hysteresis_left", self.hysteresis)
+        elif not _is_whole(self.hysteresis_left) or not 0 <= self.hysteresis_left <= self.hysteresis:
+            raise ScaleError(
+                f"hysteresis_left must be a whole number from 0 to hysteresis, here {self.hysteresis}, "
+                f"got {self.hysteresis_left!r}"
+            )
+
+    @property
+    def _steps_to_grow(self) -> int:
+        return self.growth_interval + 1 if self.rule in _DEEPSPEED else self.growth_interval
+
+    def _after_overflow(self) -> Self:
+        assert self.hysteresis_left is not None
+        if self.rule in ("apex", "megatron"):
+            left = max(self.hysteresis_left - 1, 0)
+            backs_off = left == 0
+        else:
+            left = max(self.hysteresis_left - 1, 1)
+            backs_off = self.hysteresis_left <= 1
+        scale = self._backed_off() if backs_off else self.scale
+        return replace(self, scale=scale, good_steps=0, hysteresis_left=left)
+
+    def _after_good_step(self) -> Self:
+        good_steps = self.good_steps + 1
+        if good_steps < self._steps_to_grow:
+            resets = self.rule in _RESET_BY_A_GOOD_STEP
+            left = self.hysteresis if resets else self.hysteresis_left
+            return replace(self, good_steps=good_steps, hysteresis_left=left)
+        good_steps = 1 if self.rule in _DEEPSPEED else 0
+        return replace(self, scale=self._grown(), good_steps=good_steps, hysteresis_left=self.hysteresis)
+
+    def _backed_off(self) -> float:
+        return max(to_float32(to_float32(self.scale) * self.backoff_factor), to_float32(self.min_scale))
+
+    def _grown(self) -> float:
+        grown = to_float32(to_float32(self.scale) * self.growth_factor)
+        return self.scale if math.isinf(grown) else min(grown, to_float32(self.max_scale))
+
+
+def parse(text: str) -> LossScale:
+    """Parse a loss scale from a command line: ``dynamic``, ``off``, or a number for a fixed scale.
+
+    Raises:
+        ScaleError: for any other word, and for a number that cannot scale a loss.
+    """
+    word = text.strip().lower()
+    if word == "dynamic":
+        return Dynamic()
+    if word == "off":
+        return Off()
+    try:
+        scale = float(word)
+    except ValueError:
+        raise ScaleError(
+            f"expected a loss scale of 'dynamic', 'off' or a positive number such as 1024, got {text!r}"
+        ) from None
+    return Static(scale=scale)
+
+
+def _check_scale(scale: float, name: str = "loss scale") -> None:
+    """Raise ScaleError unless ``scale`` is a number from 2**-126 to 2**127, both included."""
+    if not _is_number(scale):
+        raise ScaleError(f"expected a {name} that is a number, got {scale!r}")
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ScaleError(f"expected a positive, finite {name} from 2**-126 to 2**127, got {scale!r}")
+
+
+def _check_limits(scale: float, min_scale: float, max_scale: float) -> None:
+    """Raise ScaleError if any of the three is not a valid scale, or ``scale`` is outside the limits.
+
+    They are compared as float32, because a scale that is read from a device is one.
+    """
+    _check_scale(scale)
+    _check_scale(min_scale, "min_scale")
+    _check_scale(max_scale, "max_scale")
+    if not min_scale <= max_scale:
+        raise ScaleError(f"min_scale must be at most max_scale, got {min_scale!r} and {max_scale!r}")
+    if not to_float32(min_scale) <= to_float32(scale) <= to_float32(max_scale):
+        raise ScaleError(
+            f"scale must be from min_scale to max_scale, here {min_scale!r} to {max_scale!r}, got {scale!r}"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def to_float32(value: float) -> float:
+    """Round to the nearest float32; beyond its range to infinity."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
