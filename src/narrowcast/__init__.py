@@ -1,7 +1,7 @@
 """Mixed-precision training for PyTorch that you can steer, trust and explain.
 
-Names are imported on first use (PEP 562), so that ``narrowcast --help`` runs without importing torch. Packages
-that are not in ``__all__`` are internal and change without notice.
+Names are imported on first use (PEP 562), so that ``narrowcast --help`` runs without importing torch.
+Packages that are not in ``__all__`` are internal and change without notice.
 """
 
 from __future__ import annotations
