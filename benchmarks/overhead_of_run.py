@@ -10,7 +10,7 @@ from torch import nn
 
 from interleaved import interleaved
 from narrowcast.attach import Attachment
-from narrowcast.observe import CaptureWriter
+from narrowcast.observe.capture import CaptureWriter
 from narrowcast.scaling import Dynamic
 
 STEPS = 2  # a turn of each side

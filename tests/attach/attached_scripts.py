@@ -9,7 +9,7 @@ from pathlib import Path
 
 import child_processes
 from narrowcast.attach import read_files
-from narrowcast.observe import read_capture
+from narrowcast.observe.capture import read_capture
 
 DRIVER = Path(__file__).parent / "scripts" / "attached.py"
 

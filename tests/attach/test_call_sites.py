@@ -11,7 +11,7 @@ from attached_scripts import Runs
 
 from narrowcast.attach import Attachment
 from narrowcast.attach._call_sites import call_site
-from narrowcast.observe import CaptureWriter, read_capture
+from narrowcast.observe.capture import CaptureWriter, read_capture
 
 
 def loss():

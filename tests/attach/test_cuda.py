@@ -8,7 +8,7 @@ from test_scenarios import finite_everywhere, relative_error, tolerance
 from torch import nn
 
 from narrowcast.attach import Attachment
-from narrowcast.observe import CaptureWriter, read_capture, start_event
+from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
 from narrowcast.scaling import Dynamic
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import sys
 import textwrap
 
 from child_processes import output_of
-from narrowcast.observe import read_capture
+from narrowcast.observe.capture import read_capture
 
 TRAINS = """
     import os, torch

@@ -15,7 +15,7 @@ from torch import nn
 
 from narrowcast.attach import Attachment
 from narrowcast.attach._ledger import Ledger
-from narrowcast.observe import CaptureWriter, read_capture, start_event
+from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import narrowcast as nc
 from narrowcast.attach import Attachment
 from narrowcast.errors import PolicyError, UnsupportedError
-from narrowcast.observe import CaptureWriter, read_capture, start_event
+from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
 
 rule = nc.rule
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from child_processes import finished
-from narrowcast.observe import read_capture
+from narrowcast.observe.capture import read_capture
 
 SCRIPT = Path(__file__).parent / "scripts" / "spawned.py"
 

@@ -8,7 +8,7 @@ import torch
 from attached_scripts import Runs
 
 from narrowcast.attach import Attachment
-from narrowcast.observe import read_capture
+from narrowcast.observe.capture import read_capture
 
 TRAINING = """\
     import atexit, os, sys, threading, time

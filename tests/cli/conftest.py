@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import child_processes
-from narrowcast.observe import read_capture
+from narrowcast.observe.capture import read_capture
 
 END_BLOCK = re.compile(r"^narrowcast: .*\n(?:  .*\n)*?  capture: (.*)\n", re.MULTILINE)
 

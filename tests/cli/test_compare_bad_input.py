@@ -15,7 +15,7 @@ import pytest
 
 from narrowcast.cli import main
 from narrowcast.cli._signals import ended_by_signals
-from narrowcast.observe import read_comparison
+from narrowcast.observe.capture import read_comparison
 
 PACKAGE = str(Path(sys.modules["narrowcast"].__file__).parent)
 IN_MIXED = 'os.path.basename(os.environ["NARROWCAST_RUN_DIR"]).startswith("mixed")'

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from narrowcast.machine import is_native
-from narrowcast.observe import read_capture
+from narrowcast.observe.capture import read_capture
 
 # Says in which format its first layer computes, and takes as many steps as it is asked to.
 NETWORK = """\

@@ -10,7 +10,7 @@ from example_runs import EXAMPLES, assert_same, doctor, load, refused, run, succ
 
 import narrowcast as nc
 from narrowcast.attach import call_site
-from narrowcast.observe import HostReads
+from narrowcast.observe.profiling import HostReads
 
 MAIN = "segment_recurrence/main.py"
 SMALL = (

@@ -10,7 +10,7 @@ from example_runs import EXAMPLES, assert_same, doctor, load, refused, run, succ
 import narrowcast as nc
 from narrowcast.apex import amp
 from narrowcast.attach import call_site
-from narrowcast.observe import HostReads
+from narrowcast.observe.profiling import HostReads
 
 MAIN = "speech_style/main.py"
 SMALL = ("--width", "16", "--bins", "8", "--utterances", "40", "--batch-size", "8", "--device", "cpu")

@@ -122,8 +122,8 @@ def test_what_cannot_be_measured_is_refused():
 def test_no_import_takes_the_name_away():
     """A file of the room has it as its own name, and importing that sets nothing here."""
     program = (
-        "import narrowcast as nc, narrowcast.observe._profile, importlib\n"
-        "importlib.import_module('narrowcast.observe._block_profile')\n"
+        "import narrowcast as nc, narrowcast.observe.profiling._steps, importlib\n"
+        "importlib.import_module('narrowcast.observe.profiling._block')\n"
         "from narrowcast.observe import profile\n"
         "print(nc.observe.profile is profile, type(profile).__name__)"
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowcast.observe import seconds_between, stamp
+from narrowcast.observe.profiling import seconds_between, stamp
 
 
 def test_on_a_cpu_it_is_the_time_that_passed():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from child_processes import finished, output_of
 from narrowcast.errors import OrderError, UnsupportedError
-from narrowcast.observe import LiveTensorBytes
+from narrowcast.observe.profiling import LiveTensorBytes
 
 KIB = 1024
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.observe import OpTrace, together, trace_events
-from narrowcast.observe._op_trace_events import odd_sizes
+from narrowcast.observe.op_trace import OpTrace, together, trace_events
+from narrowcast.observe.op_trace._events import odd_sizes
 from narrowcast.policy import as_policy
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.observe import OpTrace, trace_events
+from narrowcast.observe.op_trace import OpTrace, trace_events
 from narrowcast.policy import as_policy
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.attach import call_site
 from narrowcast.errors import OrderError, UnsupportedError
-from narrowcast.observe import HostReads, StepProfiler, as_sites, summarize
-from narrowcast.observe._profile import _MARK, Recording, _recording
-from narrowcast.observe._profile_ops import (
+from narrowcast.observe._torch_internals import profiler_is_on
+from narrowcast.observe.profiling import HostReads, StepProfiler, as_sites, summarize
+from narrowcast.observe.profiling._ops import (
     Op,
     Operand,
     casts_in,
@@ -25,7 +25,7 @@ from narrowcast.observe._profile_ops import (
     sum_of_casts,
     union_ns,
 )
-from narrowcast.observe._torch_internals import profiler_is_on
+from narrowcast.observe.profiling._steps import _MARK, Recording, _recording
 
 
 def tensor(*shape, dtype="float32", storage=0):

@@ -7,7 +7,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from narrowcast.observe import SCHEMA
+from narrowcast.observe.capture import SCHEMA
 
 STARTED = 1_790_000_000.0
 VERSIONS = {"narrowcast": "0.1.0", "torch": "2.13.0", "python": "3.11.9", "platform": "Linux x86_64"}

@@ -6,7 +6,7 @@ import made_captures
 import pytest
 
 from narrowcast.errors import FileError
-from narrowcast.observe import read_comparison
+from narrowcast.observe.capture import read_comparison
 from narrowcast.report import comparison_page, comparison_table, run_page, run_summary, summary
 
 VALUES = (None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, "nan", "", [], {})

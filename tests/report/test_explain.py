@@ -6,7 +6,7 @@ import made_captures
 import pytest
 
 from narrowcast.errors import FileError
-from narrowcast.observe import explained, read_explanation
+from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.report import explain_text, write_page
 from narrowcast.report._provenance import when
 

@@ -9,7 +9,7 @@ import made_captures
 import pytest
 
 from narrowcast.errors import FileError
-from narrowcast.observe import explained, read_explanation
+from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.report import (
     check_text,
     decided_sites,

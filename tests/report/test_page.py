@@ -11,7 +11,7 @@ import made_captures
 import pytest
 from plotly.offline import get_plotlyjs
 
-from narrowcast.observe import read_capture, read_comparison
+from narrowcast.observe.capture import read_capture, read_comparison
 from narrowcast.report import comparison_page, run_page
 
 VOID = {"meta", "input", "img", "br"}

@@ -10,7 +10,7 @@ import pytest
 
 from child_processes import finished
 from narrowcast.cli import main
-from narrowcast.observe import COMPARISON, SCHEMA
+from narrowcast.observe.capture import COMPARISON, SCHEMA
 from narrowcast.report import write_page
 
 # What forbids torch stands before anything of ours is imported.
@@ -153,7 +153,7 @@ def wrong_uses(folder):
         "file be called comparison.jsonl",
         newer: f"{newer} has schema '99' and this version of narrowcast reads {SCHEMA}: use the version that "
         "wrote it",
-        binary: f"{binary} is no text: is it a capture of narrowcast?",
+        binary: f"{binary} is not text: is it a capture of narrowcast?",
         folder / ("x" * 300): f"cannot read the capture {folder / ('x' * 300)}: File name too long",
     }
 

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from narrowcast.observe import Capture
+from narrowcast.observe.capture import Capture
 from narrowcast.report import printable, run_block
 
 START = {"event": "start", "schema": 1}

@@ -7,7 +7,7 @@ import statistics
 import made_captures
 import pytest
 
-from narrowcast.observe import read_comparison
+from narrowcast.observe.capture import read_comparison
 from narrowcast.report import empty_summary, summary
 from narrowcast.report._rows import checks
 from narrowcast.report._run_summary import run_summary

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from narrowcast.errors import ScriptError, UnsupportedError
-from narrowcast.observe import read_comparison
+from narrowcast.observe.capture import read_comparison
 from narrowcast.report import summary
 from narrowcast.verify import ComparisonSettings, compare, stays_in_fp32
 from narrowcast.verify._child import RunSettings

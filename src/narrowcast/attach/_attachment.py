@@ -26,7 +26,7 @@ from narrowcast.attach._steps import Steps
 from narrowcast.attach._stopping import Stopping
 from narrowcast.attach._watcher import Watcher
 from narrowcast.errors import OrderError
-from narrowcast.observe import CaptureWriter, start_event
+from narrowcast.observe.capture import CaptureWriter, start_event
 from narrowcast.policy import Policy, with_fp32_weights
 from narrowcast.scaling import Dynamic, LossScale, Off
 

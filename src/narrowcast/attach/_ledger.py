@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from narrowcast.machine import arithmetic_settings, versions
-from narrowcast.observe import CaptureWriter
+from narrowcast.observe.capture import CaptureWriter
 
 # Reading a value from a device waits for it, so seldom; on a CPU every value is here already.
 _FLUSH_EVERY_S = 1.0

@@ -24,7 +24,7 @@ from narrowcast.attach._watcher import Watcher
 from narrowcast.casting import autocast, cast_floating, region_in
 from narrowcast.errors import UnsupportedError
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
-from narrowcast.observe import seconds_between, stamp
+from narrowcast.observe.profiling import seconds_between, stamp
 from narrowcast.policy import Policy, format_name, resolve
 from narrowcast.scaling import Dynamic, LossScale
 

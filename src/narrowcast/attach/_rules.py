@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrowcast.casting import Applied, named_places
-from narrowcast.observe import near_module
+from narrowcast.observe.op_trace import near_module
 from narrowcast.policy import Policy, Rule, class_names
 
 NAMED_NOTHING = "named no module of what the script called"

@@ -86,7 +86,7 @@ def compare(
 
     from narrowcast.attach import Script
     from narrowcast.machine import require_torch
-    from narrowcast.observe import make_run_folder
+    from narrowcast.observe.capture import make_run_folder
     from narrowcast.verify import ComparisonSettings, stays_in_fp32
 
     require_torch()

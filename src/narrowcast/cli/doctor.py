@@ -100,7 +100,7 @@ def _diagnose(
     as_json: bool,
 ) -> int:
     from narrowcast.errors import ScriptError
-    from narrowcast.observe import make_run_folder
+    from narrowcast.observe.capture import make_run_folder
     from narrowcast.report import conclusion, diagnosis_text
     from narrowcast.verify import DiagnosisSettings, diagnose
 

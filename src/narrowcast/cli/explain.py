@@ -97,7 +97,7 @@ def explain(
 
     from narrowcast.attach import Script
     from narrowcast.machine import require_torch
-    from narrowcast.observe import make_run_folder
+    from narrowcast.observe.capture import make_run_folder
     from narrowcast.report import read_lock
 
     locked = None if check is None else read_lock(check)

@@ -35,7 +35,7 @@ def report(
     ] = None,
 ) -> int:
     """Show again what compare, run or explain found, and write it as a page that works offline."""
-    from narrowcast.observe import ComparisonCapture
+    from narrowcast.observe.capture import ComparisonCapture
     from narrowcast.report import (
         comparison_table,
         explain_text,

@@ -17,7 +17,7 @@ from narrowcast.scaling import parse
 
 if TYPE_CHECKING:
     from narrowcast.attach import Attachment, Script
-    from narrowcast.observe import CaptureWriter
+    from narrowcast.observe.capture import CaptureWriter
 
 # What NumPy's seed takes; torch and Python take more.
 _LARGEST_SEED = 2**32 - 1
@@ -95,7 +95,7 @@ def run(
 
     from narrowcast.attach import Attachment, Script
     from narrowcast.machine import require_torch
-    from narrowcast.observe import CaptureWriter, discard_captures, make_run_folder, start_event
+    from narrowcast.observe.capture import CaptureWriter, discard_captures, make_run_folder, start_event
 
     require_torch()
     found = (Script.from_module if module else Script.from_path)(script, arguments or [])
@@ -159,7 +159,7 @@ class _Ending:
             self._say()
 
     def _say(self) -> None:
-        from narrowcast.observe import read_capture
+        from narrowcast.observe.capture import read_capture
 
         try:
             text = self._block(read_capture(self._writer.path), capture_path=str(self._writer.path))

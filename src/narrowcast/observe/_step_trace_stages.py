@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.observe._capture import json_ready
+from narrowcast.observe.capture import json_ready
 
 TRACE_SCHEMA = 1
 _WIDTHS = {"stage": 8, "tensor": 21, "weight": 22, "gradient": 23}

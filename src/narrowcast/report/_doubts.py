@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from narrowcast.observe import TimedRun
+from narrowcast.observe.capture import TimedRun
 from narrowcast.report._statistics import forward_times_s, step_times_s
 
 _TOO_UNEVEN = 4.0

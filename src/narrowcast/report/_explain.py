@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from narrowcast.observe import count_text, explained_lines, percent, size_text, wrapped
+from narrowcast.observe.explanation import count_text, explained_lines, percent, size_text, wrapped
 from narrowcast.report._explain_differences import Difference, differences_text
 from narrowcast.report._explain_lock import Lock, facts_changed
 from narrowcast.report._printable import printable

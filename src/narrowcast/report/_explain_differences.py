@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from narrowcast.observe import has_several_models, place_name
+from narrowcast.observe.explanation import has_several_models, place_name
 from narrowcast.report._printable import printable
 
 _WIDTH = 79

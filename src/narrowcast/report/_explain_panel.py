@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import FileError
-from narrowcast.observe import (
-    EXPLANATION,
+from narrowcast.observe.capture import EXPLANATION
+from narrowcast.observe.explanation import (
     Group,
     OpRow,
     count_text,

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import FileError
-from narrowcast.observe import (
+from narrowcast.observe.capture import (
     COMPARISON,
     EXPLANATION,
     RUN,
     Capture,
     ComparisonCapture,
-    explained,
     read_capture,
     read_comparison,
-    read_explanation,
 )
+from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.report._page import comparison_page, run_page
 
 PAGE = "report.html"

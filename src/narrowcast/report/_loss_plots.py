@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.observe import TimedRun
+from narrowcast.observe.capture import TimedRun
 from narrowcast.report._curves import Curve, curve
 from narrowcast.report._plots import MOST_POINTS, MOST_RUNS, NAMES, Plot, label, run_name
 from narrowcast.report._rows import site_name

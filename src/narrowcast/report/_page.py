@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from narrowcast.observe import Capture, ComparisonCapture, TimedRun
+from narrowcast.observe.capture import Capture, ComparisonCapture, TimedRun
 from narrowcast.report import _provenance
 from narrowcast.report._explain_panel import panel_of
 from narrowcast.report._gradients import dots

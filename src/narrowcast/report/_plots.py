@@ -10,7 +10,7 @@ import html
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowcast.observe import TimedRun
+from narrowcast.observe.capture import TimedRun
 from narrowcast.report._rows import shortened
 
 NO_SEED = -1

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from narrowcast.observe import Capture, ComparisonCapture
+from narrowcast.observe.capture import Capture, ComparisonCapture
 from narrowcast.report._rows import count, number, seconds, shortened
 
 _LONGEST = 400

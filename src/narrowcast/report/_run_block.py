@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 
-from narrowcast.observe import Capture
+from narrowcast.observe.capture import Capture
 from narrowcast.report._printable import printable
 
 _WIDTH = 79

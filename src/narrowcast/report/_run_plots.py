@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.observe import TimedRun
+from narrowcast.observe.capture import TimedRun
 from narrowcast.report._curves import curve, drawable, histogram
 from narrowcast.report._plots import MOST_POINTS, MOST_RUNS, NAMES, Plot, label, run_name
 from narrowcast.report._rows import milliseconds

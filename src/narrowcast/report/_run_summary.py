@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from narrowcast.observe import Capture, json_ready
+from narrowcast.observe.capture import Capture, json_ready
 from narrowcast.report._statistics import final_loss, median_of_runs, step_times_s
 
 _TOTALS = (

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from narrowcast.observe import ComparisonCapture, TimedRun, json_ready
+from narrowcast.observe.capture import ComparisonCapture, TimedRun, json_ready
 from narrowcast.report._doubts import doubts
 from narrowcast.report._statistics import (
     LossVerdict,

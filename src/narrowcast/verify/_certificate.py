@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from narrowcast.observe import json_ready
+from narrowcast.observe.capture import json_ready
 from narrowcast.verify._certificate_text import as_html, as_table
 
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"

@@ -19,7 +19,8 @@ from typing import Any, Self
 
 from narrowcast.attach import Attachment, FileWatch, Script, Watcher, run_attached
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
-from narrowcast.observe import RUN, CaptureWriter, LiveTensorBytes, start_event
+from narrowcast.observe.capture import RUN, CaptureWriter, start_event
+from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.scaling import Dynamic, LossScale, parse
 from narrowcast.verify._explain_probe import ExplainProbe
 from narrowcast.verify._probes import GradientProbe, MemoryProbe, OutputProbe, write_result

@@ -20,7 +20,7 @@ from narrowcast.errors import (
     UnsupportedError,
 )
 from narrowcast.machine import best_format
-from narrowcast.observe import (
+from narrowcast.observe.capture import (
     COMPARISON,
     RUN,
     Capture,

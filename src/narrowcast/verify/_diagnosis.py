@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import FileError
-from narrowcast.observe import RUN, discard_captures, make_run_folder, read_capture
+from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 from narrowcast.verify._child import PROFILE
 from narrowcast.verify._compare import stays_in_fp32
 from narrowcast.verify._probes import read_result

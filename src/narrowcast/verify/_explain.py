@@ -11,15 +11,8 @@ from typing import Any
 
 from narrowcast.attach import NAMED_NOTHING
 from narrowcast.errors import FileError
-from narrowcast.observe import (
-    EXPLANATION,
-    RUN,
-    discard_captures,
-    explained,
-    make_run_folder,
-    read_capture,
-    read_explanation,
-)
+from narrowcast.observe.capture import EXPLANATION, RUN, discard_captures, make_run_folder, read_capture
+from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.verify._child import EXPLAIN
 from narrowcast.verify._processes import run_process
 from narrowcast.verify._settings import ScriptSettings

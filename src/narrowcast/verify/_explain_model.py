@@ -12,15 +12,9 @@ import torch
 from narrowcast.casting import apply
 from narrowcast.errors import PolicyError
 from narrowcast.machine import versions
-from narrowcast.observe import (
-    Capture,
-    OpTrace,
-    explained,
-    explained_lines,
-    start_event,
-    together,
-    trace_events,
-)
+from narrowcast.observe.capture import Capture, start_event
+from narrowcast.observe.explanation import explained, explained_lines
+from narrowcast.observe.op_trace import OpTrace, together, trace_events
 from narrowcast.policy import Policy, format_name, policy_name, resolve, with_fp32_weights
 from narrowcast.verify._explain_resolved import fp8_notes, resolved_facts, resolved_lines
 from narrowcast.verify._model_state import as_before

@@ -12,7 +12,8 @@ import torch
 
 from narrowcast.attach import Attached, Watcher
 from narrowcast.machine import versions
-from narrowcast.observe import EXPLANATION, CaptureWriter, OpTrace, start_event, together, trace_events
+from narrowcast.observe.capture import EXPLANATION, CaptureWriter, start_event
+from narrowcast.observe.op_trace import OpTrace, together, trace_events
 from narrowcast.policy import as_policy, format_name, resolve
 
 _FIRST_ONLY = "the script ended before its second {unit}: what is shown is the first, in which much is set up"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.casting import named_places, unconverted
-from narrowcast.observe import wrapped
+from narrowcast.observe.explanation import wrapped
 from narrowcast.policy import (
     FP32,
     FP32_APPEND_DTYPE,

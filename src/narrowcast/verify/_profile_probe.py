@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.attach import Attached, Watcher, call_site
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe import HostReads, StepProfiler, as_sites, seconds_between, stamp, summarize
+from narrowcast.observe.profiling import HostReads, StepProfiler, as_sites, seconds_between, stamp, summarize
 from narrowcast.verify._probes import write_result
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from narrowcast.observe import make_run_folder
+from narrowcast.observe.capture import make_run_folder
 from narrowcast.verify._child import GRADIENTS, MEMORY, OUTPUTS, TIMED, RunSettings
 from narrowcast.verify._probes import RESULT
 from narrowcast.verify._processes import EndedRun, run_process

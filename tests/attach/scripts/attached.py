@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from narrowcast.attach import Attachment, FileWatch, Script, _stopping, run_attached
-from narrowcast.observe import CaptureWriter, start_event
+from narrowcast.observe.capture import CaptureWriter, start_event
 
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])

@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.casting import ops_under_way, rule_that_casts
-from narrowcast.observe._device_time import seconds_between, stamp
-from narrowcast.observe._op_trace_modules import Place
-from narrowcast.observe._profile_ops import Op, Operand, is_product, product_size
+from narrowcast.observe.op_trace._modules import Place
+from narrowcast.observe.profiling._device_time import seconds_between, stamp
+from narrowcast.observe.profiling._ops import Op, Operand, is_product, product_size
 from narrowcast.policy import Rule, format_name
 
 _CASTS = ("aten::_to_copy", "aten::to.dtype", "aten::_to_copy.default")

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from narrowcast.observe._op_trace_rows import (
+from narrowcast.observe.explanation._rows import (
     Group,
     OpRow,
     grouped,

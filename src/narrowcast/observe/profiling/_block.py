@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 
 from narrowcast.errors import DeviceError, OrderError, SettingError
-from narrowcast.observe._live_tensors import LiveTensorBytes
-from narrowcast.observe._op_trace_text import size_text
+from narrowcast.observe.explanation._text import size_text
+from narrowcast.observe.profiling._live_tensors import LiveTensorBytes
 
 
 class Profile:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowcast.observe._op_trace_leaves import Leaf
-from narrowcast.observe._op_trace_modules import Place
+from narrowcast.observe.op_trace._leaves import Leaf
+from narrowcast.observe.op_trace._modules import Place
 
 _MULTIPLES = {"bf16": 8, "fp16": 8}
 _FP8_MULTIPLE = 16

@@ -17,10 +17,10 @@ from typing import Any, Self
 import torch
 
 from narrowcast.casting import rule_that_casts, watch_ops
-from narrowcast.observe._op_trace_events import Collected, Site
-from narrowcast.observe._op_trace_leaves import Leaf, LeafWatch, formats_of
-from narrowcast.observe._op_trace_modules import BACKWARD, ModulePaths, Place
-from narrowcast.observe._op_trace_rules import RulesSeen
+from narrowcast.observe.op_trace._events import Collected, Site
+from narrowcast.observe.op_trace._leaves import Leaf, LeafWatch, formats_of
+from narrowcast.observe.op_trace._modules import BACKWARD, ModulePaths, Place
+from narrowcast.observe.op_trace._rules import RulesSeen
 from narrowcast.policy import Policy, format_name
 
 _AS_BACKWARD = "backward: in the formats of the forward"

@@ -13,7 +13,8 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from narrowcast.errors import OrderError, UnsupportedError
-from narrowcast.observe._profile_ops import (
+from narrowcast.observe._torch_internals import profiler_is_on
+from narrowcast.observe.profiling._ops import (
     PARTS,
     PRODUCTS,
     PYTHON,
@@ -25,7 +26,6 @@ from narrowcast.observe._profile_ops import (
     sum_of_casts,
     union_ns,
 )
-from narrowcast.observe._torch_internals import profiler_is_on
 
 _MARK = "narrowcast: between two steps"
 # Times as long as the median step.

@@ -1,30 +1,4 @@
-"""The capture of what ran in which format, and what it says together.
-
-``explain.jsonl`` begins with ``{"event": "start", "kind": "explain", ...}``. Then, of a few steps:
-
-==========  ==================================================================================
-event       fields
-==========  ==================================================================================
-start       schema, kind, argv (of the script), policy, started
-site        calls of one operator at one place with one decision. root (class of the model), path (of the
-            module in it), phase ("forward", "backward", "optimizer" or "outside" of modules), op, within
-            (operators around it, outermost first), kind ("product", "cast", "other", "view": nothing is
-            computed, or "no floats"), inputs and outputs (formats of its floating tensors, each once),
-            computes (what autocast cast its inputs to; null: they stay), because, rule (null: none), listed
-            (whether PyTorch's table has it), calls, wanted_casts (inputs of another format than computes),
-            casts (that were made: the cast of a weight is kept for its next use), cast_bytes (read and
-            written by them), duration_s (all calls, casts included)
-round trip  formats (three), first and second (root, path, phase and op of the two casts), count, moved_bytes:
-            a tensor cast to another format and from there back, with nothing between
-odd shape   kind, shape, format, multiple, sizes (in words), root, path, calls, duration_s: a product in a
-            narrow format with sizes that are no multiple of what tensor cores take
-unreached   rule, reason, enclosing (operators inside which its operator ran)
-watched     unit ("step" or "call"), steps, complete (false: the script ended within the first), device,
-            format, rules, versions; of all that ran: ops, casts, moved_bytes, cast_bytes, duration_s, cast_s,
-            product_s, narrow_product_s (products with operands narrower than fp32)
-note        text: something that the person should know
-==========  ==================================================================================
-"""
+"""What the capture of ``narrowcast explain`` shows, put together."""
 
 from __future__ import annotations
 
@@ -32,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.errors import FileError
-from narrowcast.observe._capture import Capture, read_capture
+from narrowcast.observe.capture import Capture, read_capture
 
-EXPLANATION = "explain.jsonl"
-"""Name of the file of what ran in which format, in the folder of a run."""
 _SCHEMA = 1
 
 

@@ -1,0 +1,236 @@
+"""What each event of a capture holds; checks that the events of a file are that.
+
+A capture is a file of JSON lines. The first one is ``{"event": "start", "schema": 2, "kind": "run", ...}``;
+the others follow in the order in which they happened. ``time_s`` counts from the start.
+
+===========  ================================================================================================
+event        what it holds
+===========  ================================================================================================
+start        argv (of the script), policy, started (seconds since 1970). Of a run also rules (how many),
+             loss_scale, rank, seed, and process (number of a process that the script started)
+note         text for the user
+
+``capture.jsonl`` of a run:
+device       the first region on a device type: its format, and why
+loss         the one number that an outermost ``backward`` (the number of which counts from 1) started from;
+             site: file and line of the call
+step         interval_s: since the last step of the same optimizer; optimizer: in the order of first steps;
+             backward: number of the latest one
+forward      an outermost call of a module before the first backward; gradients: whether autograd recorded;
+             training: the mode of the module
+end          stopped: after as many steps as were asked for; aside: why the script's own mixed precision was
+             left in charge; settings: TF32 and the like; peak_tensor_bytes: of the allocator of CUDA
+
+``comparison.jsonl`` of ``narrowcast compare``; its start also has steps (0: the whole script):
+run          a timed run, when it begins (with ``"ended": false``) and when it has ended; capture: path within
+             the folder; last_line: of stdout
+memory       a run in which the memory of tensors was counted
+certificate  what ``Certificate.to_dict`` returns, for a script that trains
+output       for a script that does not train
+finished     the comparison reached its end
+
+``explain.jsonl`` of ``narrowcast explain``; numbers are sums over all steps:
+site         calls of one operator in one module with one decision. root: class of the model; path: of the
+             module; within: operators around it, outermost first; kind "view": nothing is computed; computes:
+             format that autocast cast the inputs to; listed: whether PyTorch's table has it; wanted_casts:
+             inputs in another format than computes; casts: those that ran (the cast of a weight is kept for
+             its next use); cast_bytes: read and written by them; duration_s: of all calls, casts included
+round trip   a tensor cast to another format and back with nothing computed in between; formats: three
+odd shape    a product in a narrow format with sizes that are not multiples of what tensor cores take
+unreached    a rule that no call reached; enclosing: operators in which its operator ran
+watched      totals; complete: false if the script ended within the first step; narrow_product_s: of products
+             in a format narrower than fp32
+===========  ================================================================================================
+
+A file may come from another machine or from somebody else, so nothing in it is trusted: a wrong type ends in
+one clear error and never in a traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
+from msgspec import Meta
+
+from narrowcast.errors import FileError
+
+SCHEMA = 2
+"""Version of the events that are written and read."""
+
+Event = dict[str, Any]
+
+
+class Number(float):
+    """A float, in JSON also the text ``"nan"``, ``"inf"`` or ``"-inf"``, since JSON has no numbers for
+    them."""
+
+
+_LARGEST = 2**63 - 1
+_Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
+_Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
+_Seconds = Annotated[float, Meta(ge=0)]
+_Facts = dict[str, str | int | float | bool | None]
+_Verdict = Literal["pass", "fail", "cannot tell"]
+_Format = Literal["fp32", "mixed"]
+
+
+def _record(**fields: Any) -> Any:
+    """Make a type that requires these fields; msgspec checks it."""
+    return TypedDict("_Record", fields)  # type: ignore[operator]
+
+
+_RATIOS = dict.fromkeys(("error_over_noise", "relative_error"), Number | None)
+_PARAMETER = _record(
+    name=str,
+    shape=list[_Count],
+    gradient_norm=Number | None,
+    error_norm=Number | None,
+    noise_norm=Number | None,
+    rounding_norm=Number | None,
+    cosine=Number | None,
+    judged=bool,
+    reason=str | None,
+    **_RATIOS,
+)
+_START: dict[str, Any] = {
+    "kind": Literal["run", "compare", "explain"],
+    "argv": list[str],
+    "policy": str,
+    "started": _Seconds,
+}
+_START_OF_COMPARISON = _record(
+    **_START, loss_scale=str | None, seed=_Count, steps=_Count, repeats=_Count, at_step=_Count
+)
+_CALL: dict[str, Any] = {
+    "root": str,
+    "path": str,
+    "phase": Literal["forward", "backward", "optimizer", "outside"],
+    "op": str,
+}
+
+EVENTS: dict[str, Any] = {
+    "start": _record(**_START),
+    "note": _record(text=str),
+    "device": _record(device_type=str, format=str, because=str),
+    "loss": _record(time_s=_Seconds, backward=_Count, site=str, value=Number),
+    "step": _record(
+        time_s=_Seconds,
+        interval_s=_Seconds | None,
+        optimizer=_Count,
+        skipped=bool,
+        scale=Number | None,
+        backward=_Count,
+    ),
+    "forward": _record(time_s=_Seconds, duration_s=_Seconds, gradients=bool, training=bool),
+    "end": _record(
+        exit_code=_Whole | None,
+        stopped=bool,
+        aside=str | None,
+        wall_s=_Seconds | None,
+        backwards=_Count | None,
+        forwards=_Count | None,
+        steps=_Count,
+        skipped_steps=_Count,
+        final_scale=Number | None,
+        peak_resident_bytes=_Count | None,
+        peak_tensor_bytes=_Count | None,
+        settings=_Facts,
+        versions=_Facts,
+    ),
+    "run": _record(name=str, format=_Format, seed=_Count, capture=str, last_line=str),
+    "memory": _record(format=_Format, peak_tensor_bytes=_Count | None, reason=str | None),
+    "certificate": _record(
+        policy=str,
+        format=str,
+        at_step=_Count,
+        loss_scale=Number | None,
+        cosine=Number | None,
+        worst_parameter=_record(name=str, **_RATIOS) | None,
+        parameters=list[_PARAMETER],  # type: ignore[valid-type]
+        verdict=_Verdict,
+        reason=str,
+        **_RATIOS,
+    ),
+    "output": _record(
+        relative_error=Number | None, sqnr_db=Number | None, calls=_Count, verdict=_Verdict, reason=str
+    ),
+    "finished": _record(wall_s=_Seconds),
+    "site": _record(
+        **_CALL,
+        within=list[str],
+        kind=Literal["product", "cast", "other", "view", "no floats"],
+        inputs=list[str],
+        computes=str | None,
+        outputs=list[str],
+        because=str,
+        rule=str | None,
+        listed=bool,
+        calls=_Count,
+        wanted_casts=_Count,
+        casts=_Count,
+        cast_bytes=_Count,
+        duration_s=_Seconds,
+    ),
+    "round trip": _record(
+        formats=list[str], first=_record(**_CALL), second=_record(**_CALL), count=_Count, moved_bytes=_Count
+    ),
+    "odd shape": _record(
+        kind=str,
+        shape=list[_Count],
+        format=str,
+        multiple=_Count,
+        sizes=list[str],
+        root=str,
+        path=str,
+        calls=_Count,
+        duration_s=_Seconds,
+    ),
+    "unreached": _record(rule=str, reason=str, enclosing=list[str]),
+    "watched": _record(
+        unit=Literal["step", "call"],
+        steps=_Count,
+        complete=bool,
+        device=str,
+        format=str,
+        rules=list[str],
+        versions=_Facts,
+        **dict.fromkeys(("ops", "casts", "moved_bytes", "cast_bytes"), _Count),
+        **dict.fromkeys(("duration_s", "cast_s", "product_s", "narrow_product_s"), _Seconds),
+    ),
+}
+
+
+def checked_event(event: Any, where: str) -> Event:
+    """Return ``event`` with every field of its kind in its type; other fields and other kinds are kept.
+
+    Args:
+        event: what a line of JSON held.
+        where: file and line, for the message.
+
+    Raises:
+        FileError: not an event, or a field is missing or of another type.
+    """
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise FileError(f"{where} is not an event: is it a capture of narrowcast?")
+    kind = event["event"]
+    schema = EVENTS.get(kind)
+    if kind == "start" and event.get("kind") == "compare":
+        schema = _START_OF_COMPARISON
+    if schema is None:
+        return event
+    try:
+        fields: Event = msgspec.convert(event, schema, dec_hook=_number)
+        return event | fields
+    except msgspec.ValidationError as error:
+        raise FileError(f"{where} is not a valid {kind!r} event: {error}") from None
+
+
+def _number(kind: type, value: Any) -> Number:
+    is_text = isinstance(value, str) and value in ("nan", "inf", "-inf")
+    if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
+        try:
+            return Number(value)
+        except OverflowError:
+            raise ValueError("Expected a number that a float can hold") from None
+    raise ValueError("Expected a number")

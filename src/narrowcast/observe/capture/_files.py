@@ -1,0 +1,343 @@
+"""Files of a run: capture, folder of a comparison, and the folder in which they are. No torch is needed.
+
+A capture is written as the run goes, so that a killed run keeps what it had.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from narrowcast.errors import FileError
+from narrowcast.observe.capture._events import SCHEMA, Event, checked_event
+
+RUN = "capture.jsonl"
+"""Name of the capture of a run in its folder."""
+COMPARISON = "comparison.jsonl"
+"""Name of the capture of a comparison in its folder."""
+EXPLANATION = "explain.jsonl"
+"""Name of the capture of ``narrowcast explain`` in the folder of a run."""
+
+# A comparison names the captures of its runs; a path that leads out of its folder is refused.
+_WITHIN = re.compile(r"[\w-]+(/[\w-]+)*\.jsonl")
+_OF_A_RANK = re.compile(r"capture-rank(\d+)(-process\d+)?\.jsonl")
+# Characters take up to four bytes, and the names of a file system end at 255.
+_LONGEST_NAME = 40
+
+
+# ---- writing
+
+
+def start_event(argv: Sequence[str], policy: str, *, kind: str = "run", **more: Any) -> Event:
+    """Return the event that a capture begins with, now."""
+    started = {"event": "start", "schema": SCHEMA, "kind": kind, "argv": list(argv), "policy": policy}
+    return {**started, "started": time.time(), **more}
+
+
+class CaptureWriter:
+    """Appends events to a capture file; each ``write`` has reached the operating system when it returns.
+
+    NaN and infinities are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``. A write that fails (a
+    full disk) ends the capture, not the run.
+
+    Attributes:
+        path: of the file.
+        error: what ended the capture early, or None.
+
+    Raises:
+        FileError: the file cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error: OSError | None = None
+        self._lock = threading.Lock()
+        try:
+            # Unbuffered: nothing is left that close could fail to write.
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise FileError(f"cannot write the capture {path}: {error.strerror}") from error
+
+    def write(self, *events: Event) -> None:
+        """Append ``events``, one a line."""
+        lines = [json.dumps(json_ready(event)) for event in events]
+        left = memoryview("".join(line + "\n" for line in lines).encode())
+        with self._lock:
+            try:
+                while left and self.error is None:
+                    left = left[self._file.write(left) :]
+            except OSError as error:
+                self.error = error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def json_ready(value: Any) -> Any:
+    """Return ``value`` with NaN and infinities as text and tuples as lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: json_ready(item) for key, item in value.items()}
+    return [json_ready(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+# ---- reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """The events of a capture, in order, as dictionaries; made by ``read_capture``.
+
+    >>> capture = Capture(events=({"event": "start"}, {"event": "note", "text": "hello"}))
+    >>> [note["text"] for note in capture.of("note")]
+    ['hello']
+    """
+
+    events: tuple[Event, ...]
+
+    def of(self, kind: str) -> list[Event]:
+        """Return all events of one kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def start(self) -> Event:
+        return self.events[0]
+
+    @property
+    def end(self) -> Event | None:
+        """The last line of a run; None if the run was killed."""
+        ends = self.of("end")
+        return ends[-1] if ends else None
+
+    def totals(self) -> Event:
+        """Return the ``end`` event; if the run was killed, as much of it as its steps show."""
+        end = self.end
+        if end is not None:
+            return end
+        steps = self.of("step")
+        last = steps[-1] if steps else {}
+        skipped_steps = sum(step["skipped"] for step in steps)
+        unknown = ("exit_code", "aside", "backwards", "forwards", "peak_resident_bytes", "peak_tensor_bytes")
+        return {
+            "event": "end",
+            **dict.fromkeys(unknown),
+            "stopped": False,
+            "wall_s": last.get("time_s"),
+            "steps": len(steps) - skipped_steps,
+            "skipped_steps": skipped_steps,
+            "final_scale": last.get("scale"),
+            "settings": {},
+            "versions": {},
+        }
+
+
+def read_capture(path: Path) -> Capture:
+    """Read a capture. An incomplete last line is ignored: the run was killed while it wrote.
+
+    Example::
+
+        capture = nc.observe.read_capture(Path("out/capture.jsonl"))
+        print([loss["value"] for loss in capture.of("loss")])
+
+    Raises:
+        FileError: the file is missing, has no event, has another schema, or has a field of another type.
+    """
+    try:
+        lines = path.read_bytes().decode().rstrip("\n").split("\n")
+    except OSError as error:
+        raise FileError(f"cannot read the capture {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} is not text: is it a capture of narrowcast?") from error
+    events: list[Event] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = msgspec.json.decode(line)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise FileError(f"{path}:{number} is not valid JSON: {error}") from error
+        if number == 1:
+            _check_start(event, path)
+        events.append(checked_event(event, f"{path}:{number}"))
+    if not events:
+        raise FileError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
+    return Capture(events=tuple(events))
+
+
+def _check_start(event: Any, path: Path) -> None:
+    if not isinstance(event, dict) or event.get("event") != "start":
+        raise FileError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
+    if event.get("schema") != SCHEMA:
+        raise FileError(
+            f"{path} has schema {str(event.get('schema'))[:20]!r} and this version of narrowcast reads "
+            f"{SCHEMA}: use the version that wrote it"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRun:
+    """One timed run of a comparison.
+
+    Attributes:
+        name: of its folder, such as ``fp32-1``.
+        format: ``"fp32"`` or ``"mixed"``.
+        seed: what random numbers began from.
+        last_line: of the script's stdout.
+        capture: of the run.
+    """
+
+    name: str
+    format: str
+    seed: int
+    last_line: str
+    capture: Capture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonCapture:
+    """A comparison and its runs; made by ``read_comparison``.
+
+    >>> own = Capture(events=({"event": "start"}, {"event": "finished", "wall_s": 41.0}))
+    >>> ComparisonCapture(folder=Path("out"), own=own, runs=()).finished
+    True
+
+    Attributes:
+        folder: of the comparison.
+        own: events of the comparison itself.
+        runs: in the order in which they ran.
+    """
+
+    folder: Path
+    own: Capture
+    runs: tuple[TimedRun, ...]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the comparison reached its end; False if it was killed."""
+        return bool(self.own.of("finished"))
+
+    def only(self, kind: str) -> dict[str, Any] | None:
+        """Return the latest event of a kind that happens once, or None."""
+        events = self.own.of(kind)
+        return events[-1] if events else None
+
+
+def read_comparison(folder: Path) -> ComparisonCapture:
+    """Read the comparison in ``folder``, complete or not.
+
+    Example::
+
+        comparison = nc.observe.read_comparison(Path("out"))
+        print({run.name: run.capture.totals()["wall_s"] for run in comparison.runs})
+
+    Raises:
+        FileError: a file is missing, is not the capture of a comparison, or names one outside of ``folder``.
+    """
+    own = read_capture(folder / COMPARISON)
+    if own.start["kind"] != "compare":
+        raise FileError(f"{folder / COMPARISON} is the capture of a run and not of a comparison")
+    runs: dict[str, TimedRun] = {}
+    for event in own.of("run"):
+        if not _WITHIN.fullmatch(event["capture"]):
+            raise FileError(
+                f"{folder / COMPARISON} names {event['capture'][:80]!r}, not a capture in its folder"
+            )
+        try:
+            capture = read_capture(folder / event["capture"])
+        except FileError:
+            if event.get("ended") is False:
+                continue  # the comparison was killed before the run had written anything
+            raise
+        fields = {name: event[name] for name in ("name", "format", "seed", "last_line")}
+        runs[event["name"]] = TimedRun(**fields, capture=capture)
+    return ComparisonCapture(folder=folder, own=own, runs=tuple(runs.values()))
+
+
+# ---- folders
+
+
+def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None = None) -> Path:
+    """Create and return the folder of one run.
+
+    Args:
+        name: what runs; part of the name of a new folder.
+        asked: the folder that the user named, if any.
+        cache: where to make a new folder; None: ``~/.cache/narrowcast``, or a temporary folder if that cannot
+            be written: a run should not fail for want of a place that nobody named.
+
+    Raises:
+        FileError: ``asked`` or ``cache`` is given and cannot be written.
+    """
+    if asked is not None:
+        return _writable(asked)
+    stamp = f"{name[:_LONGEST_NAME]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if cache is not None:
+        return _writable(cache / "runs" / stamp)
+    try:
+        return _writable(Path.home() / ".cache" / "narrowcast" / "runs" / stamp)
+    except (FileError, RuntimeError):
+        return Path(tempfile.mkdtemp(prefix=f"narrowcast-{stamp}-"))
+
+
+def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
+    """Delete the captures and outputs that an earlier run left in ``folder``, so that results are never
+    mixed.
+
+    What the script itself wrote stays.
+
+    Args:
+        folder: of a run that is about to start.
+        from_rank: captures of lower ranks stay. Their own processes, which may run already, overwrite them.
+
+    Raises:
+        FileError: one cannot be deleted.
+    """
+    stale = [path for path in folder.glob("capture-rank*.jsonl") if _rank_of(path) >= from_rank]
+    stale += [*folder.glob("capture-process*.jsonl"), folder / EXPLANATION]
+    if from_rank == 0:
+        stale += [folder / name for name in (RUN, "stdout.txt", "stderr.txt")]
+    for path in stale:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise FileError(f"cannot delete what an earlier run left, {path}: {error.strerror}") from error
+
+
+def _rank_of(path: Path) -> int:
+    found = _OF_A_RANK.fullmatch(path.name)
+    return int(found[1]) if found else -1
+
+
+def _writable(folder: Path) -> Path:
+    advice = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot create the folder {folder}: {error.strerror}; {advice}") from error
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise FileError(f"cannot write in the folder {folder}: {error.strerror}; {advice}") from error
+    return folder.resolve()
