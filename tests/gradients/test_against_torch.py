@@ -12,9 +12,9 @@ Where ours departs on purpose (docs/deviations.md), the machine says so here and
 
 import copy
 import math
-import os
 import pickle
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -343,4 +343,12 @@ class TwoScalers(RuleBasedStateMachine):
 
 
 TestTwoScalers = TwoScalers.TestCase
-TestTwoScalers.settings = settings.get_profile(f"gradients-{os.environ.get('HYPOTHESIS_PROFILE', 'quick')}")
+TestTwoScalers.settings = settings.get_profile("gradients-quick")
+
+
+class TwoScalersForLong(TwoScalers):
+    """The same machine, for ``make test-long``."""
+
+
+TestManySequences = pytest.mark.long(TwoScalersForLong.TestCase)
+TestManySequences.settings = settings.get_profile("gradients-long")

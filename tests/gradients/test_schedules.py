@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.gradients._device_scale import DeviceScale
+from narrowcast.gradients._scales import DeviceScale
 from narrowcast.scaling import RULES, Dynamic, Off, Static
 
 FACTORS = [{}, {"growth_factor": 1.7, "backoff_factor": 0.3}]

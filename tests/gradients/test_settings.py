@@ -242,14 +242,11 @@ def test_a_state_of_torch_keeps_the_limits_and_hysteresis_of_ours():
 
 def test_states_that_cannot_be_read():
     scaler, torchs = nc.GradScaler("cpu"), torch.amp.GradScaler("cpu").state_dict()
-    with pytest.raises(ScaleError) as error:
+    with pytest.raises(ScaleError, match="missing required field `backoff_factor`"):
         scaler.load_state_dict({"scale": 1.0, "growth_factor": 2.0})
-    assert str(error.value) == (
-        "expected the state of a GradScaler, with scale, growth_factor, backoff_factor, growth_interval, "
-        "_growth_tracker; backoff_factor, growth_interval, _growth_tracker missing. "
-        "narrowcast.scaling.from_state reads those of apex"
-    )
-    with pytest.raises(ScaleError, match=r"^expected a positive, finite loss scale .*, got 0\.0$"):
+    with pytest.raises(ScaleError, match=r"narrowcast\.scaling\.from_state reads it"):
+        scaler.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 5}})
+    with pytest.raises(ScaleError, match=r"expected a positive, finite loss scale .*, got 0\.0$"):
         scaler.load_state_dict({**torchs, "scale": 0.0})
     with pytest.raises(ScaleError, match=r"^unknown kind of loss scale 'Dynamik' in a saved state\. Did you"):
         scaler.load_state_dict({"loss_scale": {"kind": "Dynamik"}})

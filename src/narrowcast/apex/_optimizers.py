@@ -20,7 +20,7 @@ from narrowcast.apex._masters import Masters
 from narrowcast.apex._sharding import Places, Replaced, is_sharded, shared_out
 from narrowcast.apex._state import say
 from narrowcast.errors import AmpError
-from narrowcast.gradients import Snapshot, closure_of, mark_as_stepped, with_closure
+from narrowcast.gradients import SkipStep, closure_of, mark_as_stepped, step_or_restore
 from narrowcast.weights import hold, lost_eps, refuse_scalers
 
 _STASH = "_amp_stash"
@@ -28,13 +28,6 @@ _STASH = "_amp_stash"
 _MAKE_MASTERS = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
 _numbers = itertools.count()
 _active: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
-
-
-class _ClosureOverflowError(Exception):
-    """An evaluation of a closure was not finite: its step ends here."""
-
-    def __init__(self, loss: Any) -> None:
-        self.loss = loss
 
 
 class PreparedOptimizer:
@@ -293,22 +286,17 @@ class PreparedOptimizer:
     def _step_with_closure(
         self, inner: Callable[..., Any], args: Any, kwargs: Any, closure: Callable[[], Any]
     ) -> Any:
-        before = Snapshot(self.optimizer)
-
         def evaluate() -> Any:
             loss = closure()
             settle(self.findings)
             if self.skip is not None:
-                raise _ClosureOverflowError(loss)
+                raise SkipStep(loss)
             return loss
 
-        args, kwargs = with_closure(args, kwargs, evaluate)
-        try:
-            return inner(*args, **kwargs)
-        except _ClosureOverflowError as stopped:
-            before.restore()
+        returned, skip = step_or_restore(self.optimizer, inner, args, kwargs, evaluate)
+        if skip is not None:
             self._skip()
-            return stopped.loss
+        return returned
 
     def offer(self, name: str, value: Any) -> None:
         """An attribute or a method more for the optimizer, until ``undo``."""

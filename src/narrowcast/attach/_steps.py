@@ -6,7 +6,6 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,21 +20,18 @@ from narrowcast.attach._stopping import Stopping
 from narrowcast.attach._torch_internals import untraced
 from narrowcast.attach._watcher import Watcher
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
-from narrowcast.gradients import Snapshot, closure_of, with_closure
+from narrowcast.gradients import (
+    SkipsInARow,
+    SkipStep,
+    closure_of,
+    collapse_message,
+    step_or_restore,
+)
 
 PATIENCE = 25
 """Skipped steps in a row, of one optimizer, after which the scale is not to blame."""
 
 _Step = Callable[..., Any]
-
-
-class _SkippedInClosure(BaseException):
-    """Leaves an optimizer from inside its closure; no ``except Exception`` of the optimizer stops it."""
-
-    def __init__(self, loss: Any, bad: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.loss = loss
-        self.bad = bad
 
 
 class _Thread(threading.local):
@@ -71,8 +67,7 @@ class Steps:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._next_number = itertools.count()  # not the length: a number is never given again
-        self._skips_in_a_row: Counter[int] = Counter()
-        self._skipping_since: dict[int, int] = {}
+        self._skips = SkipsInARow(PATIENCE)
         self.installed = False
         self.made_any = False
         self.traced = False
@@ -240,7 +235,7 @@ class Steps:
             self._ledger.saw_step(optimizer=self._numbers[optimizer], skipped=skipped, scale=scale)
 
     def _took(self, optimizer: torch.optim.Optimizer) -> None:
-        self._skips_in_a_row.pop(id(optimizer), None)
+        self._skips.took(optimizer)
         self._saw_step(optimizer, skipped=False)
         self._scale.after_step(overflow=False)
 
@@ -248,23 +243,17 @@ class Steps:
         self._saw_step(optimizer, skipped=True)
         self._leaves.stepped(_parameters(optimizer), skipped=True)
         self._scale.after_step(overflow=True)
-        key = id(optimizer)
-        if not self._skips_in_a_row[key]:
-            self._skipping_since[key] = self._ledger.steps + self._ledger.skipped_steps
-        self._skips_in_a_row[key] += 1
-        if self._skips_in_a_row[key] >= PATIENCE:
-            self._collapse(optimizer, bad, self._skipping_since[key])
+        since = self._skips.skipped(optimizer, self._ledger.steps + self._ledger.skipped_steps)
+        if since is not None:
+            self._collapse(optimizer, bad, since)
 
     def _collapse(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor], since: int) -> None:
         names = self._names()
         known = [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in bad]
         listed = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
-        raise ScaleCollapseError(
-            f"{PATIENCE} steps of {type(optimizer).__name__} in a row were skipped, since step {since}: the "
-            f"gradients of {listed} are not finite, and lowering the loss scale to "
-            f"{self._scale.value.scale:g} did not help. The values overflow in the forward pass, or the "
-            "loss itself is not finite: try --policy bf16, and --policy fp32 to see whether FP32 has it too."
-        )
+        advice = "try --policy bf16, and --policy fp32 to see whether it happens there too."
+        scale = f"{self._scale.value.scale:g}"
+        raise ScaleCollapseError(collapse_message(optimizer, PATIENCE, since, listed, scale, advice))
 
     # ---- closures
 
@@ -272,18 +261,16 @@ class Steps:
         self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> Any:
         """A step whose closure is evaluated again, at a lower scale, where its gradients overflow."""
-        before = Snapshot(optimizer)
         closure = closure_of(args, kwargs)
         assert closure is not None
-        args, kwargs = with_closure(args, kwargs, self._checked(closure, optimizer))
-        try:
-            result = hooked(optimizer, *args, **kwargs)
-        except _SkippedInClosure as skipped:
-            before.restore()
-            self._skip(optimizer, skipped.bad)
-            return skipped.loss
-        self._took(optimizer)
-        return result
+        step = functools.partial(hooked, optimizer)
+        evaluate = self._checked(closure, optimizer)
+        returned, skip = step_or_restore(optimizer, step, args, kwargs, evaluate)
+        if skip is None:
+            self._took(optimizer)
+        else:
+            self._skip(optimizer, skip.nonfinite)
+        return returned
 
     def _checked(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
         @functools.wraps(closure)
@@ -301,7 +288,7 @@ class Steps:
                     break  # a fixed scale
                 for parameter in _parameters(optimizer):
                     parameter.grad = None
-            raise _SkippedInClosure(loss, bad)
+            raise SkipStep(loss, bad)
 
         return evaluate
 

@@ -1,27 +1,34 @@
-"""Gradients as numbers: unscaled, checked, clipped, and a step that is taken only on finite ones."""
+"""Gradients: scaled, unscaled, checked, clipped, and stepped on if they are finite."""
 
-from narrowcast.gradients._closures import Snapshot, closure_of, with_closure
-from narrowcast.gradients._finite import NonfiniteFlags, nonfinite_flags
-from narrowcast.gradients._graph import leaf_of, nodes_below
-from narrowcast.gradients._held import check_apart
-from narrowcast.gradients._result import StepResult
+from narrowcast.gradients._check import unscale_by
+from narrowcast.gradients._closures import (
+    SkipsInARow,
+    SkipStep,
+    closure_of,
+    collapse_message,
+    step_or_restore,
+)
+from narrowcast.gradients._optimizer_gradients import NonfiniteFlags, check_apart, nonfinite_flags
+from narrowcast.gradients._results import StepResult
 from narrowcast.gradients._scaler import GradScaler
+from narrowcast.gradients._scales import leaf_of, nodes_below
 from narrowcast.gradients._torch_internals import ASKED_BY_SCALERS, mark_as_stepped, needs_closure
-from narrowcast.gradients._unscaled import unscale_by
 
 __all__ = [
     "ASKED_BY_SCALERS",
     "GradScaler",
     "NonfiniteFlags",
-    "Snapshot",
+    "SkipStep",
+    "SkipsInARow",
     "StepResult",
     "check_apart",
     "closure_of",
+    "collapse_message",
     "leaf_of",
     "mark_as_stepped",
     "needs_closure",
     "nodes_below",
     "nonfinite_flags",
+    "step_or_restore",
     "unscale_by",
-    "with_closure",
 ]

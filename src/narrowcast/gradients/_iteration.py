@@ -1,4 +1,4 @@
-"""One iteration of training as a scaler sees it: what is known of each optimizer, and its step."""
+"""One iteration of training: what a scaler knows of each optimizer, and how it steps them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import Any
 import torch
 
 from narrowcast.errors import OrderError, UnsupportedError
-from narrowcast.gradients import _look, _torch_internals
-from narrowcast.gradients._calls import call_step
-from narrowcast.gradients._closures import Snapshot, with_closure
-from narrowcast.gradients._held import HeldGradients, check_apart, held_gradients, labels_of
-from narrowcast.gradients._look import Look, Scaling
-from narrowcast.gradients._outcomes import APART, Outcome, Outcomes, Readback, reference_to
-from narrowcast.gradients._result import StepResult
+from narrowcast.gradients import _check, _torch_internals
+from narrowcast.gradients._check import GradientCheck, Scaling
+from narrowcast.gradients._closures import SkipStep, reference_to, step_or_restore
+from narrowcast.gradients._optimizer_gradients import OptimizerGradients, check_apart, gradients_of, labels_of
+from narrowcast.gradients._results import RANKS_DIFFER, Outcome, Outcomes, Readback, StepResult
 from narrowcast.gradients._scales import Found, Scales
 from narrowcast.gradients._torch_internals import OptState
 
 _NO_GRADIENTS = (
     "No inf checks were recorded for this optimizer: none of its parameters had a gradient. Call "
-    "scaler.scale(loss).backward() before unscale_ and step, zero_grad after them, and see that the loss "
-    "depends on the optimizer's parameters"
+    "scaler.scale(loss).backward() before unscale_ and step, zero_grad after them, and make sure that the "
+    "loss depends on the optimizer's parameters"
 )
-_TWICE = (
+_STEPPED_TWICE = "step() has already been called since the last update(): call update() once after it"
+_UNSCALED_TWICE = (
     "unscale_() has already been called on this optimizer since the last update(): call it once, after the "
     "last backward; clip_grad_norm_ and clip_grad_value_ do it themselves"
 )
@@ -36,20 +35,12 @@ State = dict[str, Any]
 
 
 def fresh_state() -> State:
-    """Of an optimizer of which nothing is known yet; the first two keys are torch's."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}, "look": None, "names": set()}
-
-
-class _Skipped(BaseException):
-    """Leaves an optimizer from inside its closure; no ``except Exception`` of the optimizer stops it."""
-
-    def __init__(self, loss: Any) -> None:
-        super().__init__()
-        self.loss = loss
+    """Return the state of an optimizer of which nothing is known yet; the first two keys are torch's."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}, "check": None, "names": set()}
 
 
 class Iteration:
-    """From the first ``scale`` to ``update``."""
+    """The optimizers of a scaler, from the first ``scale`` to ``update``."""
 
     def __init__(
         self,
@@ -69,25 +60,25 @@ class Iteration:
         self.names: dict[int, str] = {}
 
     def state(self, method: str, optimizer: torch.optim.Optimizer) -> State:
-        """What is known of the optimizer, if ``method`` may be called now."""
+        """Return the optimizer's state; OrderError if ``method`` may not be called now."""
         self._scales.factor(method)
         state = self.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise OrderError(
-                "step() has already been called since the last update(): call update() once after it"
+                _STEPPED_TWICE
                 if method == "step"
                 else f"{method}() is being called after step(): call it between backward and step."
             )
         return state
 
     def found(self) -> list[Found]:
-        """What was found for each optimizer."""
+        """Return the names and flags of each optimizer."""
         return [
             (state["names"], list(state["found_inf_per_device"].values())) for state in self.states.values()
         ]
 
     def end(self) -> None:
-        """Forget what is known of each optimizer."""
+        """Forget the state of each optimizer."""
         self.states = defaultdict(fresh_state)
 
     # ---- gradients
@@ -95,74 +86,76 @@ class Iteration:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         state = self.state("unscale_", optimizer)
         if state["stage"] is OptState.UNSCALED:
-            raise OrderError(_TWICE)
-        held = self._held(optimizer)
-        self._saw(state, _look.unscale(held, self._scaling(state, held)))
+            raise OrderError(_UNSCALED_TWICE)
+        gradients = self._gradients(optimizer)
+        self._set_check(state, _check.unscale(gradients, self._scaling(state, gradients)))
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         state = self.state("clip_grad_norm_", optimizer)
         one_pass = order in (2.0, math.inf)
         if state["stage"] is OptState.READY and one_pass:
-            held = self._held(optimizer, summed=True)
-            rides = _torch_internals.takes_grad_scale(optimizer) and held.dense
-            look = _look.clip(held, self._scaling(state, held), max_norm, order, may_ride=rides)
-            self._saw(state, look)
-            assert look.norm is not None
-            return look.norm
+            gradients = self._gradients(optimizer, summed=True)
+            defer = _torch_internals.takes_grad_scale(optimizer) and gradients.dense
+            check = _check.clip(gradients, self._scaling(state, gradients), max_norm, order, defer=defer)
+            self._set_check(state, check)
+            assert check.norm is not None
+            return check.norm
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
-        look = self._unscaled(state, optimizer)
+        check = self._unscaled_check(state, optimizer)
         if not one_pass and self.process_group is None:
-            look.norm = _look.clip_by_torch(optimizer, max_norm, order)
-            return look.norm
+            check.norm = _check.clip_by_torch(optimizer, max_norm, order)
+            return check.norm
         if not order > 0:
             raise UnsupportedError(f"a norm of order {order} over process_group: use one above 0")
-        held = self._held(optimizer, summed=True)
-        total = _look.clip_unscaled(held, max_norm, order, self._scaling(state, held))
-        look.norm, apart = total.norm, total.apart
-        look.apart = apart if look.apart is None or apart is None else look.apart | apart
-        look.flags = look.flags or total.flags
+        gradients = self._gradients(optimizer, summed=True)
+        total = _check.clip_unscaled(gradients, max_norm, order, self._scaling(state, gradients))
+        check.norm, differ = total.norm, total.ranks_differ
+        check.ranks_differ = (
+            differ if check.ranks_differ is None or differ is None else check.ranks_differ | differ
+        )
+        check.flags = check.flags or total.flags
         if total.clipped is not None:
-            found = torch.maximum(look.found_inf, (~total.clipped).float())
-            self._saw(state, replace(look, found_inf=found))
-        return look.norm
+            found = torch.maximum(check.found_inf, (~total.clipped).float())
+            self._set_check(state, replace(check, found_inf=found))
+        return check.norm
 
     def clip_value(self, optimizer: torch.optim.Optimizer, value: float) -> None:
         state = self.state("clip_grad_value_", optimizer)
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
-        self._unscaled(state, optimizer)
-        _look.clamp(self._held(optimizer, summed=True), value)
+        self._unscaled_check(state, optimizer)
+        _check.clamp(self._gradients(optimizer, summed=True), value)
 
-    def _held(self, optimizer: torch.optim.Optimizer, *, summed: bool = False) -> HeldGradients:
-        return held_gradients(optimizer, allow_fp16=self._allow_fp16, summed=summed, names=self.names)
+    def _gradients(self, optimizer: torch.optim.Optimizer, *, summed: bool = False) -> OptimizerGradients:
+        return gradients_of(optimizer, allow_fp16=self._allow_fp16, summed=summed, names=self.names)
 
-    def _scaling(self, state: State, held: HeldGradients) -> Scaling:
-        """What these gradients were made with. Named ones are true already."""
+    def _scaling(self, state: State, gradients: OptimizerGradients) -> Scaling:
+        """Return the scale of these gradients; those of named losses are unscaled already."""
         factor, below_one = self._scales.factor("step"), False
-        if self._scales.passes is None:
+        if self._scales.named_passes is None:
             below_one = self._scales.only.may_be_below(1.0)
         else:
-            state["names"] = self._scales.passes.names_in(held.parameters)
+            state["names"] = self._scales.named_passes.names_in(gradients.parameters)
             factor = torch.ones_like(factor)
         return Scaling(factor, below_one, self.process_group, self._sharded)
 
-    def _saw(self, state: State, look: Look, stage: OptState = OptState.UNSCALED) -> None:
-        found = look.found_inf
-        state["found_inf_per_device"] = {found.device: found} if look.any_checked else {}
-        state["look"], state["stage"] = look, stage
+    def _set_check(self, state: State, check: GradientCheck, stage: OptState = OptState.UNSCALED) -> None:
+        found = check.found_inf
+        state["found_inf_per_device"] = {found.device: found} if check.any_checked else {}
+        state["check"], state["stage"] = check, stage
 
-    def _unscaled(self, state: State, optimizer: torch.optim.Optimizer) -> Look:
-        """The look at gradients that are unscaled now."""
-        look: Look | None = state["look"]
-        if look is None:  # an optimizer that was handed this scaler filled torch's own entries
+    def _unscaled_check(self, state: State, optimizer: torch.optim.Optimizer) -> GradientCheck:
+        """Return the check of gradients, which are unscaled from now on."""
+        check: GradientCheck | None = state["check"]
+        if check is None:  # an optimizer that takes ``grad_scaler`` filled torch's own entries
             found = torch.zeros_like(self._scales.factor("step"))
             for flag in state["found_inf_per_device"].values():
                 found += flag.to(found.device)
-            look = Look(found, bool(state["found_inf_per_device"]), self._held(optimizer))
-            state["look"] = look
-        _look.materialise(look)
-        return look
+            check = GradientCheck(found, bool(state["found_inf_per_device"]), self._gradients(optimizer))
+            state["check"] = check
+        check.divide_now()
+        return check
 
     # ---- stepping
 
@@ -170,8 +163,8 @@ class Iteration:
         state = self.state("step", optimizer)
         if _torch_internals.wants_the_scaler(optimizer):
             return self._step_by_itself(optimizer, state, args, kwargs)
-        look = self._look_for_step(optimizer, state)
-        return self._finish(optimizer, state, look, look.found_inf, args, kwargs)
+        check = self._check_for_step(optimizer, state)
+        return self._step_if_finite(optimizer, state, check, check.found_inf, args, kwargs)
 
     def step_together(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[StepResult, ...]:
         check_apart(optimizers)
@@ -179,47 +172,50 @@ class Iteration:
             if _torch_internals.needs_closure(optimizer):
                 raise OrderError(f"{type(optimizer).__name__} needs a closure: step it by itself")
         states = [self.state("step", optimizer) for optimizer in optimizers]
-        looks = [self._look_for_step(o, state) for o, state in zip(optimizers, states, strict=True)]
-        found = _look.worst_of(looks)
+        checks = [self._check_for_step(o, state) for o, state in zip(optimizers, states, strict=True)]
+        found = _check.any_of(checks)
         return tuple(
-            self._finish(optimizer, state, look, found, (), {})
-            for optimizer, state, look in zip(optimizers, states, looks, strict=True)
+            self._step_if_finite(optimizer, state, check, found, (), {})
+            for optimizer, state, check in zip(optimizers, states, checks, strict=True)
         )
 
-    def _look_for_step(self, optimizer: torch.optim.Optimizer, state: State) -> Look:
-        look: Look | None = state["look"]
+    def _check_for_step(self, optimizer: torch.optim.Optimizer, state: State) -> GradientCheck:
+        check: GradientCheck | None = state["check"]
         if state["stage"] is OptState.READY:
-            held = self._held(optimizer)
-            scaling = self._scaling(state, held)
-            rides = held.dense and self._rides(optimizer, scaling)
-            look = _look.measure(held, scaling) if rides else _look.unscale(held, scaling)
-            self._saw(state, look, OptState.READY if rides else OptState.UNSCALED)
-        elif look is None:
-            look = self._unscaled(state, optimizer)
-        assert look is not None
-        self._obey_flags(state, look)
-        if not look.any_checked and not (
-            _torch_internals.takes_grad_scale(optimizer) and not self._held(optimizer).values
+            gradients = self._gradients(optimizer)
+            scaling = self._scaling(state, gradients)
+            if gradients.dense and self._defers_unscaling(optimizer, scaling):
+                check = _check.check_scaled(gradients, scaling)
+                self._set_check(state, check, OptState.READY)
+            else:
+                check = _check.unscale(gradients, scaling)
+                self._set_check(state, check)
+        elif check is None:
+            check = self._unscaled_check(state, optimizer)
+        assert check is not None
+        self._obey_flags(state, check)
+        if not check.any_checked and not (
+            _torch_internals.takes_grad_scale(optimizer) and not self._gradients(optimizer).values
         ):
             raise OrderError(_NO_GRADIENTS)
-        if look.apart is not None and look.apart.device.type == "cpu" and look.apart:
-            raise UnsupportedError(APART)
-        look.check_unchanged()
-        return look
+        if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
+            raise UnsupportedError(RANKS_DIFFER)
+        check.refuse_changes()
+        return check
 
-    def _obey_flags(self, state: State, look: Look) -> None:
-        """What somebody has written into torch's own entries counts, as with torch."""
+    def _obey_flags(self, state: State, check: GradientCheck) -> None:
+        """Use flags that a script wrote into torch's own entries, as torch does."""
         flags = list(state["found_inf_per_device"].values())
-        if flags and not (len(flags) == 1 and flags[0] is look.found_inf):
-            device = look.found_inf.device
-            look.found_inf = torch.stack([flag.to(device) for flag in flags]).amax()
-            look.any_checked, look.flags = True, None
+        if flags and not (len(flags) == 1 and flags[0] is check.found_inf):
+            device = check.found_inf.device
+            check.found_inf = torch.stack([flag.to(device) for flag in flags]).amax()
+            check.any_checked, check.flags = True, None
 
-    def _rides(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
-        """Whether the division is left to the optimizer's step.
+    def _defers_unscaling(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
+        """Return whether the optimizer's step divides the gradients.
 
-        On a CPU the step is faster without, and the host knows at once whether to call it; where the scale
-        is no power of two, only the division that torch leaves to the step gives torch's bits.
+        On a CPU the step is faster without, and the host knows at once whether to call it. But if the scale
+        is no power of two, only the division inside the step gives torch's bits.
         """
         if not _torch_internals.takes_grad_scale(optimizer) or scaling.below_one:
             return False
@@ -227,82 +223,33 @@ class Iteration:
             return True
         return math.frexp(float(scaling.factor))[0] != 0.5
 
-    def _finish(
+    def _step_if_finite(
         self,
         optimizer: torch.optim.Optimizer,
         state: State,
-        look: Look,
+        check: GradientCheck,
         found: torch.Tensor,
         args: Any,
         kwargs: Any,
     ) -> StepResult:
-        skipped = _look.found_on_host(found)
+        skipped = _check.known_on_host(found)
         if skipped is None and not _torch_internals.takes_grad_scale(optimizer):
             skipped = bool(found.item())
-        finite = skipped is False or _look.found_on_host(look.found_inf) is False
-        which = None if finite else self._which(optimizer, look)
+        finite = skipped is False or _check.known_on_host(check.found_inf) is False
+        nonfinite = None if finite else self._names_of_nonfinite(optimizer, check)
         returned = None
         if skipped:
             _torch_internals.mark_as_stepped(optimizer)
-            if hasattr(optimizer, "grad_scale"):  # somebody's own, for this step: torch takes it away too
+            if hasattr(optimizer, "grad_scale"):  # set by the script for this step; torch deletes it too
                 del optimizer.grad_scale
         else:
-            returned = call_step(optimizer, look, found, skipped, args, kwargs)
-        state["stage"], state["look"] = OptState.STEPPED, None
-        result = StepResult(
-            found_inf=found if skipped is None else skipped,
-            scale=self._scale_of(state),
-            grad_norm=look.norm,
-            nonfinite=which or (),
-            returned=returned,
-        )
-        self._record(optimizer, result, found, look.apart, known=skipped is not None)
-        return result
-
-    def _which(self, optimizer: torch.optim.Optimizer, look: Look) -> Callable[[], tuple[str, ...]]:
-        flags, parameters = look.which(), look.held.parameters
-
-        def names() -> tuple[str, ...]:
-            bad = [p for p, flag in zip(parameters, flags.read(), strict=True) if flag]
-            return tuple(labels_of(optimizer, bad, self.names))
-
-        return names
-
-    def _scale_of(self, state: State) -> float | torch.Tensor | dict[str, torch.Tensor]:
-        """The scales that an optimizer's gradients were made with."""
-        factors = self._scales.copied()
-        if isinstance(factors, dict):
-            return {name: factor for name, factor in factors.items() if name in state["names"]}
-        return factors
-
-    def _record(
-        self,
-        optimizer: torch.optim.Optimizer,
-        result: StepResult,
-        found: torch.Tensor,
-        apart: torch.Tensor | None,
-        *,
-        known: bool,
-    ) -> None:
-        if _torch_internals.is_capturing():
-            return  # the host sees this step once, and the graph is replayed many times
-        number = self._outcomes.next_number()
-        if known:
-            self._outcomes.now(optimizer, result, number, apart=apart is not None and bool(apart))
-            return
-        values = [found, torch.zeros_like(found) if apart is None else apart.to(found)]
-        learn = None
-        if self._scales.passes is None:
-            scale = self._scales.only
-            values.append(self._scales.factor("step"))
-            learn = functools.partial(scale.learn, moves=scale.moves)
-        readback = Readback(torch.stack(values))
-        self._outcomes.later(Outcome(reference_to(optimizer), result, number, readback, learn))
+            returned = call_step(optimizer, check, found, skipped, args, kwargs)
+        return self._result(optimizer, state, check, found, skipped, nonfinite or (), returned)
 
     def _step_by_itself(
         self, optimizer: torch.optim.Optimizer, state: State, args: Any, kwargs: Any
     ) -> StepResult:
-        """An optimizer of torch's old contract, which ``kwargs`` hand the scaler."""
+        """Step an optimizer of torch's old contract, which gets the scaler in ``kwargs`` and unscales."""
         warnings.warn(
             "an optimizer whose step takes grad_scaler unscales by itself; torch is going to hand it the "
             "tensors grad_scale and found_inf instead",
@@ -310,36 +257,23 @@ class Iteration:
             stacklevel=6,  # out of here, the scaler's step, and the two frames of @untraced
         )
         returned = optimizer.step(*args, **kwargs)
-        look = self._unscaled(state, optimizer)
-        skipped = bool(look.found_inf.item())
-        state["stage"], state["look"] = OptState.STEPPED, None
-        result = StepResult(
-            found_inf=skipped,
-            scale=self._scale_of(state),
-            grad_norm=look.norm,
-            nonfinite=self._which(optimizer, look) if skipped else (),
-            returned=returned,
-        )
-        self._record(optimizer, result, look.found_inf, look.apart, known=True)
-        return result
-
-    # ---- closures
+        check = self._unscaled_check(state, optimizer)
+        skipped = bool(check.found_inf.item())
+        nonfinite = self._names_of_nonfinite(optimizer, check) if skipped else ()
+        return self._result(optimizer, state, check, check.found_inf, skipped, nonfinite, returned)
 
     def step_with_closure(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], args: Any, kwargs: Any
     ) -> StepResult:
-        """A step whose closure makes scaled gradients; the optimizer sees true ones, and only finite ones."""
+        """Step with a closure that computes scaled gradients; the optimizer gets unscaled, finite ones."""
         if self.states[id(optimizer)]["stage"] is OptState.STEPPED:
-            raise OrderError(
-                "step() has already been called since the last update(): call update() once after it"
-            )
+            raise OrderError(_STEPPED_TWICE)
         if getattr(optimizer, "holds_low_weights", False):
             raise UnsupportedError(
                 f"a closure of a {type(optimizer).__name__} whose weights are held in a low format could not "
                 "be undone where it overflows: step without a closure, or without a scaler (bf16)"
             )
-        before = Snapshot(optimizer)
-        looks: list[Look] = []
+        checks: list[GradientCheck] = []
 
         def evaluate() -> Any:
             begun = self.states[id(optimizer)] = fresh_state()
@@ -349,31 +283,100 @@ class Iteration:
                 raise OrderError("update() was called inside the closure of a step: call it after the step")
             if state["stage"] is OptState.READY:
                 self.unscale(optimizer)
-            look = self._unscaled(state, optimizer)
-            if not look.any_checked:
+            check = self._unscaled_check(state, optimizer)
+            if not check.any_checked:
                 raise OrderError(_NO_GRADIENTS)
-            looks.append(look)
-            if bool(look.found_inf.item()):
-                raise _Skipped(loss)
+            checks.append(check)
+            if bool(check.found_inf.item()):
+                raise SkipStep(loss)
             return loss
 
-        args, kwargs = with_closure(args, kwargs, evaluate)
-        try:
-            returned, skipped = optimizer.step(*args, **kwargs), False
-        except _Skipped as stopped:
-            returned, skipped = stopped.loss, True
-            before.restore()
-            _torch_internals.mark_as_stepped(optimizer)
-        state = self.states[id(optimizer)]
-        if not looks:
+        returned, skip = step_or_restore(optimizer, optimizer.step, args, kwargs, evaluate)
+        if not checks:
             raise OrderError(f"{type(optimizer).__name__}.step never called its closure")
-        state["stage"], state["look"] = OptState.STEPPED, None
+        check, nonfinite = checks[-1], None
+        if skip is not None:
+            _torch_internals.mark_as_stepped(optimizer)
+            nonfinite = self._names_of_nonfinite(optimizer, check)()
+        state = self.states[id(optimizer)]
+        return self._result(
+            optimizer, state, check, check.found_inf, skip is not None, nonfinite or (), returned
+        )
+
+    # ---- results
+
+    def _names_of_nonfinite(
+        self, optimizer: torch.optim.Optimizer, check: GradientCheck
+    ) -> Callable[[], tuple[str, ...]]:
+        flags, parameters = check.nonfinite(), check.gradients.parameters
+
+        def names() -> tuple[str, ...]:
+            bad = [p for p, flag in zip(parameters, flags.read(), strict=True) if flag]
+            return tuple(labels_of(optimizer, bad, self.names))
+
+        return names
+
+    def _result(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: State,
+        check: GradientCheck,
+        found: torch.Tensor,
+        skipped: bool | None,
+        nonfinite: Callable[[], tuple[str, ...]] | tuple[str, ...],
+        returned: Any,
+    ) -> StepResult:
+        """End the step of an optimizer: report it, now or once the host can know its flag."""
+        state["stage"], state["check"] = OptState.STEPPED, None
+        scale = self._scales.copied()
+        if isinstance(scale, dict):
+            scale = {name: factor for name, factor in scale.items() if name in state["names"]}
         result = StepResult(
-            found_inf=skipped,
-            scale=self._scale_of(state),
-            grad_norm=looks[-1].norm,
-            nonfinite=self._which(optimizer, looks[-1])() if skipped else (),
+            found_inf=found if skipped is None else skipped,
+            scale=scale,
+            grad_norm=check.norm,
+            nonfinite=nonfinite,
             returned=returned,
         )
-        self._record(optimizer, result, looks[-1].found_inf, looks[-1].apart, known=True)
+        if _torch_internals.is_capturing():
+            return result  # the host sees this step once, but the graph is replayed many times
+        number, differ = self._outcomes.next_number(), check.ranks_differ
+        if skipped is not None:
+            ranks_differ = differ is not None and bool(differ)
+            self._outcomes.report(optimizer, result, number, ranks_differ=ranks_differ)
+            return result
+        values = [found, torch.zeros_like(found) if differ is None else differ.to(found)]
+        learn_scale = None
+        if self._scales.named_passes is None:
+            only = self._scales.only
+            values.append(self._scales.factor("step"))
+            learn_scale = functools.partial(only.learn, moves=only.moves)
+        readback = Readback(torch.stack(values))
+        self._outcomes.report_later(Outcome(reference_to(optimizer), result, number, readback, learn_scale))
         return result
+
+
+def call_step(
+    optimizer: torch.optim.Optimizer,
+    check: GradientCheck,
+    found: torch.Tensor,
+    skipped: bool | None,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Call the optimizer's step; set ``grad_scale`` and ``found_inf`` if it divides and skips by itself."""
+    target: Any = optimizer
+    preset = getattr(optimizer, "grad_scale", None)
+    needs_attributes = check.divisor is not None or preset is not None or skipped is None
+    needs_attributes |= not _torch_internals.is_torchs_own(optimizer)
+    if not (needs_attributes and _torch_internals.takes_grad_scale(optimizer)):
+        return optimizer.step(*args, **kwargs)
+    if check.divisor is None:
+        target.grad_scale = preset
+    else:
+        target.grad_scale = check.divisor if preset is None else check.divisor * preset
+    target.found_inf = found
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del target.grad_scale, target.found_inf

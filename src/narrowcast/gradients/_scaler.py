@@ -1,64 +1,154 @@
-"""``nc.GradScaler``: the loss-scaling half of mixed precision, drop-in for ``torch.amp.GradScaler``."""
+"""``nc.GradScaler``: scales losses and steps optimizers; drop-in for ``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from narrowcast.errors import OrderError, ScaleError
-from narrowcast.gradients import _saved, _settings
+from narrowcast.errors import OrderError, ScaleError, UnsupportedError
+from narrowcast.gradients import _settings
+from narrowcast.gradients._check import clamp, clip_by_torch
 from narrowcast.gradients._closures import closure_of
-from narrowcast.gradients._held import held_gradients
-from narrowcast.gradients._iteration import Iteration
-from narrowcast.gradients._look import clamp, clip_by_torch
-from narrowcast.gradients._outcomes import Listener, Outcomes
-from narrowcast.gradients._result import StepResult
+from narrowcast.gradients._iteration import Iteration, State, fresh_state
+from narrowcast.gradients._optimizer_gradients import gradients_of
+from narrowcast.gradients._results import Listener, Outcomes, StepResult
 from narrowcast.gradients._scales import Scales
 from narrowcast.gradients._torch_internals import untraced, wants_the_scaler
-from narrowcast.gradients._torch_names import TorchNames
 from narrowcast.scaling import Dynamic, LossScale
 
 
+def _setting(name: str) -> Any:
+    def read(scaler: TorchNames) -> Any:
+        return getattr(scaler._scales.first, name)
+
+    def write(scaler: TorchNames, value: Any) -> None:
+        scaler._scales.change(**{name: value})
+
+    return property(read, write)
+
+
+class TorchNames:
+    """Private attributes of ``torch.amp.GradScaler`` that other libraries read and write.
+
+    Accelerate puts a scale on its device by ``_lazy_init_scale_growth_tracker``; training scripts write a
+    floor into ``_scale`` and overwrite flags in ``_per_optimizer_states``. Each behaves as torch's does.
+    """
+
+    _scales: Scales
+    _iteration: Iteration
+    _enabled: bool
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        unused = [name for name in ("_maybe_opt_step", "_unscale_grads_") if name in vars(cls)]
+        if unused:
+            raise UnsupportedError(
+                f"{cls.__name__} overrides {' and '.join(unused)} of torch.amp.GradScaler, which ours does "
+                "not call: override unscale_ or step, or use on_step and on_skip"
+            )
+
+    _growth_factor = _setting("growth_factor")
+    _backoff_factor = _setting("backoff_factor")
+    _growth_interval = _setting("growth_interval")
+
+    @property
+    def _scale(self) -> torch.Tensor | None:
+        return self._scales.only.shared_factor()
+
+    @_scale.setter
+    def _scale(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            scale = self._scales.only
+            scale.place(value.device)
+            scale.set(_settings.changed(scale.read(), scale=_settings.one_number(value)))
+
+    @property
+    def _growth_tracker(self) -> torch.Tensor | None:
+        return self._scales.only.good_steps
+
+    @property
+    def _init_scale(self) -> float:
+        return float(self._scales.only.settings.scale)
+
+    @property
+    def _init_growth_tracker(self) -> int:
+        value = self._scales.only.settings
+        return value.good_steps if isinstance(value, Dynamic) else 0
+
+    @property
+    def _per_optimizer_states(self) -> dict[int, State]:
+        return self._iteration.states
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: Mapping[int, State]) -> None:
+        self._iteration.states = defaultdict(fresh_state)
+        for key, state in states.items():
+            self._iteration.states[key] = fresh_state() | state
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+        self._scales.only.place(torch.device(dev))
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        factor = self._scales.factor(funcname)
+        tracker = next(scale.good_steps for scale in self._scales.by_name.values() if scale.factor is factor)
+        assert tracker is not None
+        return factor, tracker
+
+    def _get_scale_async(self) -> torch.Tensor | None:
+        return self._scale
+
+    def _get_growth_tracker(self) -> int:
+        value = self._scales.only.read()
+        return value.good_steps if isinstance(value, Dynamic) and self._enabled else 0
+
+
 class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
-    """Scales losses so that small gradients survive in fp16, and steps only on finite ones.
+    """Scale losses so that small gradients survive in fp16, and step only on finite gradients.
 
-    Drop-in for ``torch.amp.GradScaler``, of which it is an instance: on the same events it gives the same
-    scales, parameters and optimizer states to the bit. docs/deviations.md lists where it differs, each with a
-    test. Called in this order::
+    Drop-in for ``torch.amp.GradScaler``, of which it is a subclass, with the same scales, parameters and
+    optimizer states to the bit. docs/deviations.md lists the differences, each with a test. Call its methods
+    in this order:
 
-        scaler.scale(loss).backward()
-        scaler.clip_grad_norm_(optimizer, 1.0)  # in place of unscale_ and torch.nn.utils.clip_grad_norm_
-        result = scaler.step(optimizer)         # result.skipped, .scale, .grad_norm, .nonfinite
-        scaler.update()
+    >>> import torch
+    >>> import narrowcast as nc
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaler = nc.GradScaler("cpu")
+    >>> scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+    >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)  # unscales and clips in one pass
+    >>> result = scaler.step(optimizer)  # .skipped, .scale, .grad_norm, .nonfinite
+    >>> scaler.update()
+    >>> result.skipped
+    False
 
     Args:
-        device: type of the device, as ``"cuda"``; None: that of the first loss.
+        device: type of the device, such as ``"cuda"``; None: that of the first loss.
         init_scale: the scale at the start; from ``min_scale`` to ``max_scale``.
         growth_factor: multiplied in after ``growth_interval`` good steps in a row; above 1.
         backoff_factor: multiplied in after a step with a gradient that is not finite; between 0 and 1.
         growth_interval: good steps in a row before the scale grows; at least 1.
         enabled: False: losses are not scaled, gradients not checked, and ``step`` is the optimizer's.
-        min_scale: no backoff goes below; None: 2**-126, the smallest normal float32.
-        max_scale: no growth goes above; None: 2**127.
+        min_scale: lower limit; None: 2**-126, the smallest normal float32.
+        max_scale: upper limit; None: 2**127.
         hysteresis: overflows in a row until the scale backs off (apex's rule); at least 1.
         patience: skipped steps in a row of one optimizer after which ``step`` raises; None: never.
         loss_scale: a loss scale of ``narrowcast.scaling`` in place of the settings above, such as
             ``Static(scale=8.0)`` or ``Dynamic(rule="megatron", hysteresis=2)``.
-        process_group: ranks that skip together and clip by one norm. DDP's gradients agree by themselves, and
-            DTensors are asked over their mesh in any case.
+        process_group: ranks that skip together and clip by one norm. DDP's gradients agree without it, and
+            DTensors use the groups of their mesh in any case.
         sharded: each rank of ``process_group`` holds different gradients, parts of one model, whose norms add
-            up. By default they are taken for copies, and copies that differ are an error.
-        allow_fp16_gradients: go on where gradients are in fp16, though small updates are lost.
+            up. By default they are copies, and copies that differ are an error.
+        allow_fp16_gradients: accept gradients in fp16, although small updates are lost.
 
-    Gradients may be on several devices, sparse, or DTensors. NaN and infinities of either sign skip a step;
-    subnormals and -0.0 are numbers like any other. A scale never leaves [min_scale, max_scale], and where it
-    is below 1 gradients are checked again after unscaling, so that none reaches a parameter as infinity.
-    With ``fused=True`` optimizers on CUDA nothing waits for the device: listeners and ``patience`` act at
-    most one step late; in a CUDA graph they do not act. Not picklable between ``scale`` and ``update``;
-    listeners and groups stay behind.
+    Gradients may be on several devices, sparse, or DTensors. NaN and infinities skip a step; subnormals and
+    -0.0 do not. The scale stays within [min_scale, max_scale]. Below a scale of 1 gradients are checked again
+    after unscaling, so that no infinity reaches a parameter. With ``fused=True`` optimizers on CUDA there is
+    no host sync: listeners and ``patience`` act at most one step late, and not at all in a CUDA graph. Not
+    picklable between ``scale`` and ``update``; listeners and process groups are not pickled.
 
     Raises:
         ScaleError: at construction, for a setting outside its range.
@@ -86,14 +176,14 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         allow_fp16_gradients: bool = False,
     ) -> None:
         first = _settings.loss_scale_of(
-            init_scale=init_scale,
+            loss_scale,
+            scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
             min_scale=min_scale,
             max_scale=max_scale,
             hysteresis=hysteresis,
-            loss_scale=loss_scale,
         )
         self._enabled = bool(enabled)
         self._device = _settings.device_type_of(device, enabled=self._enabled)  # type: ignore[assignment]
@@ -107,17 +197,16 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     # ---- one iteration
 
     def scale(self, outputs: Any, name: str | None = None) -> Any:
-        """``outputs`` times the loss scale.
+        """Multiply ``outputs`` by the loss scale.
 
         Args:
             outputs: a tensor, or any nesting of lists, tuples, named tuples, dicts and other iterables of
-                tensors. Those in fp16 and bf16 come back in fp32, so that the product cannot overflow.
-            name: the scale of this loss, where each loss has its own. Gradients are then unscaled before they
-                accumulate: ``p.grad`` is true from ``backward`` on, and losses may share parameters. Name
-                every loss of a scaler or none.
+                tensors. fp16 and bf16 come back in fp32, so that the product cannot overflow.
+            name: give each loss its own scale. Gradients are then unscaled before they accumulate: ``p.grad``
+                is unscaled from ``backward`` on, and losses may share parameters. Name every loss or none.
 
         Raises:
-            ValueError: something inside is no tensor.
+            ValueError: something inside is not a tensor.
             ScaleError: a named and an unnamed loss in one scaler.
             UnsupportedError: a named loss that goes through a reentrant checkpoint.
         """
@@ -125,9 +214,9 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
     @untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, in place, and check them; waits for nothing.
+        """Divide the optimizer's gradients by the scale, in place, and check them, without a host sync.
 
-        Afterwards ``p.grad`` is true: clip it or look at it. Once for each ``step``, after the last backward.
+        Afterwards clip or inspect ``p.grad``. Call it once for each ``step``, after the last backward.
 
         Raises:
             OrderError: before ``scale``, twice, or after ``step``.
@@ -143,17 +232,17 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         """Unscale the optimizer's gradients and clip their norm, in one read of them.
 
         With a ``fused=True`` optimizer the division and the clipping happen inside its step, so ``p.grad`` is
-        still scaled between this call and ``step``. Changing it there is an error; to look at true gradients
-        call ``unscale_`` first. The result equals that of ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``
-        to 1e-6. After ``unscale_`` it only clips.
+        still scaled between this call and ``step``. Changing it there is an error; to inspect unscaled
+        gradients call ``unscale_`` first. The result equals that of ``unscale_`` and
+        ``torch.nn.utils.clip_grad_norm_`` to 1e-6. After ``unscale_`` it only clips.
 
         Args:
-            max_norm: the largest norm that is left as it is; at least 0, infinity only measures.
+            max_norm: gradients of a larger norm are clipped to it; at least 0, infinity only measures.
             norm_type: the order; 2 and infinity take one read, others unscale first.
 
         Returns:
             The norm of all gradients together, unscaled and before clipping: 0-dim, on the scale's device.
-            NaN or infinite where a gradient is; the step is then skipped.
+            NaN or infinite if a gradient is; the step is then skipped.
 
         Raises:
             ScaleError: a ``max_norm`` that is negative or NaN; parameters instead of their optimizer.
@@ -169,28 +258,27 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, value: float) -> None:
         """Unscale the optimizer's gradients and clamp each element to [-value, value]; NaN stays NaN.
 
-        The check sees gradients as they were: one that was infinite still skips the step.
+        The check comes first: a gradient that was infinite skips the step.
 
         Raises:
-            OrderError: and whatever else ``clip_grad_norm_`` raises.
+            The errors of ``clip_grad_norm_``.
         """
         _settings.check_clipping(optimizer, "value", value)
         if self._enabled:
             self._iteration.clip_value(optimizer, value)
         else:
-            clamp(held_gradients(optimizer, allow_fp16=True, summed=True), value)
+            clamp(gradients_of(optimizer, allow_fp16=True, summed=True), value)
 
     @untraced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> StepResult:  # type: ignore[override]
-        """Unscale and check the gradients if nobody has, and let the optimizer step if they are finite.
+        """Unscale and check the gradients if that is still to do, and step if they are finite.
 
-        A closure, by position or by keyword, is evaluated with gradients unscaled and checked inside: it
-        calls ``zero_grad`` and ``scale(loss).backward()`` and returns the loss, as without a scaler. An
-        evaluation that is not finite ends the step and restores parameters and state, of which a copy is
-        held.
+        A closure, positional or keyword, calls ``zero_grad`` and ``scale(loss).backward()`` and returns the
+        loss; its gradients are unscaled and checked at each evaluation. An evaluation that is not finite ends
+        the step and restores parameters and state from a copy.
 
         Returns:
-            What became of it; ``.returned`` is what the optimizer's ``step`` returned.
+            The result; ``.returned`` is what the optimizer's ``step`` returned.
 
         Raises:
             OrderError: before ``scale``, twice, or without any gradient.
@@ -200,9 +288,9 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         """
         if not self._enabled:
             result = StepResult(found_inf=False, scale=1.0, returned=optimizer.step(*args, **kwargs))
-            self._outcomes.now(optimizer, result, self._outcomes.next_number())
+            self._outcomes.report(optimizer, result, self._outcomes.next_number())
             return result
-        self._outcomes.settle()
+        self._outcomes.report_pending()
         closure = closure_of(args, kwargs)
         if closure is not None:
             return self._iteration.step_with_closure(optimizer, closure, args, kwargs)
@@ -212,27 +300,27 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
     @untraced
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[StepResult, ...]:
-        """Step all of these optimizers, or none where a gradient of any of them is not finite.
+        """Step all of these optimizers, or none if a gradient of any of them is not finite.
 
         Returns:
             A result for each, all skipped or none; ``nonfinite`` holds each one's own parameters.
 
         Raises:
-            OrderError: and whatever else ``step`` raises.
+            OrderError, and the other errors of ``step``.
         """
         every = list(optimizers)
         if not self._enabled or not every:
             return tuple(self.step(optimizer) for optimizer in every)
-        self._outcomes.settle()
+        self._outcomes.report_pending()
         return self._iteration.step_together(every)
 
     @untraced
     def update(self, new_scale: float | torch.Tensor | None = None, name: str | None = None) -> None:
-        """End the iteration and move each scale by what its steps found.
+        """End the iteration and update each scale.
 
         Args:
-            new_scale: the scale to go on with instead; a number, or a tensor of one element (which is read).
-            name: whose scale ``new_scale`` is, where losses have names.
+            new_scale: set the scale to this instead; a number, or a tensor of one element (which is read).
+            name: the loss that ``new_scale`` is for, if losses have names.
 
         Raises:
             OrderError: before ``scale``, or no optimizer's gradients were checked since the last ``update``.
@@ -254,27 +342,27 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             self._scales.move(found)
         self._iteration.end()
 
-    def settle(self) -> None:
-        """Tell listeners of the steps whose outcome only the device knew; waits for it.
+    def report_pending(self) -> None:
+        """Call the listeners for steps whose flag was still on the device; waits for it.
 
         Raises:
-            ScaleCollapseError: one of them was a skip too many.
+            ScaleCollapseError: ``patience`` steps in a row were skipped.
         """
-        self._outcomes.settle()
+        self._outcomes.report_pending()
 
     def abandon(self) -> None:
-        """Forget this iteration without moving the scale, as after an error in the middle of it."""
+        """Forget this iteration without updating the scale, for example after an error."""
         self._iteration.end()
 
     # ---- listeners
 
     def on_step(self, listener: Listener) -> RemovableHandle:
-        """Call ``listener(result)`` after each step that was taken, as ``lambda _: scheduler.step()``.
+        """Call ``listener(result)`` after each step that was taken.
 
-        A scheduler that is stepped here is held back on a skip, and torch has nothing to warn of.
+        A scheduler that is stepped here (``lambda _: scheduler.step()``) stays in step with the optimizer.
 
         Returns:
-            A handle; ``handle.remove()`` ends it.
+            A handle; ``handle.remove()`` removes the listener.
         """
         return self._outcomes.listen(self._outcomes.on_step, listener)
 
@@ -285,37 +373,37 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     # ---- settings
 
     def is_enabled(self) -> bool:
-        """Whether losses are scaled and gradients checked."""
+        """Return whether losses are scaled and gradients checked."""
         return self._enabled
 
     def get_scale(self, name: str | None = None) -> float:
-        """The loss scale now, 1.0 where disabled; waits for the device."""
+        """Return the loss scale, 1.0 if disabled; waits for the device."""
         return float(self._scales.get(name).read().scale) if self._enabled else 1.0
 
     @property
     def process_group(self) -> Any | None:
-        """Ranks that skip together; None where there is none."""
+        """Ranks that skip together, or None."""
         return self._iteration.process_group
 
     @property
     def initial_loss_scale(self) -> LossScale:
-        """The loss scale that this scaler began with, or was given since."""
+        """The loss scale that this scaler was made with, or that was set or loaded since."""
         return self._scales.first
 
     def factor_on(self, device: torch.device) -> torch.Tensor:
-        """A scale for gradients that nobody accumulates, 0-dim fp32: the loss scale, or one of several."""
+        """Return a scale for gradients that are not accumulated, 0-dim fp32 on ``device``."""
         return self._scales.any_factor().to(device, non_blocking=True)
 
     def factors(self) -> float | torch.Tensor | dict[str, torch.Tensor]:
-        """The loss scale now, without waiting: a copy on its device, 0-dim fp32; by name where there are."""
+        """Return a copy of the loss scale on its device, 0-dim fp32, or one for each name."""
         return self._scales.copied()
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
-        """What to call parameters in results and errors, by ``id``, before any name that an optimizer has."""
+        """Set names of parameters, by ``id``, that take precedence over those of the optimizer."""
         self._iteration.names = dict(names)
 
     def loss_scale(self, name: str | None = None) -> LossScale:
-        """The loss scale now as a value, its counts included; waits for the device."""
+        """Return the loss scale as a value, with its counts; waits for the device."""
         return self._scales.get(name).read()
 
     def _setting(self, name: str) -> Any:
@@ -324,27 +412,27 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         raise ScaleError(f"{type(self._scales.first).__name__} has no {name}: only Dynamic has")
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """Return the factor by which the scale grows."""
         return float(self._setting("growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Above 1, else ScaleError."""
+        """Set the growth factor, above 1."""
         self._scales.change(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by when it backs off."""
+        """Return the factor by which the scale backs off."""
         return float(self._setting("backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Between 0 and 1, else ScaleError."""
+        """Set the backoff factor, between 0 and 1."""
         self._scales.change(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """Good steps in a row before the scale grows."""
+        """Return the good steps in a row before the scale grows."""
         return int(self._setting("growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """At least 1, else ScaleError."""
+        """Set the growth interval, at least 1."""
         self._scales.change(growth_interval=new_interval)
 
     # ---- saving
@@ -352,19 +440,19 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to resume: torch's five entries, where they suffice, and ``loss_scale``.
 
-        The same where disabled, so that a checkpoint of a disabled run can be loaded. After ``update``.
+        A disabled scaler returns the same, so that its checkpoint can be loaded. Call it after ``update``.
         """
-        return _saved.state_of(self._scales.read())
+        return _settings.state_of(self._scales.read())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of ours or of ``torch.amp.GradScaler``; where disabled too.
+        """Load a state of this class or of ``torch.amp.GradScaler``, even if disabled.
 
-        An empty one, which torch saves for a disabled scaler, leaves this scaler as it is and warns.
+        The empty state of torch's disabled scaler changes nothing and warns.
 
         Raises:
             ScaleError: an entry is missing or outside its range, or names do not match.
         """
-        values = _saved.scales_in(state_dict, self._scales.first, in_force=self._enabled)
+        values = _settings.scales_in(state_dict, self._scales.first, in_force=self._enabled)
         if values is None:
             return
         self._scales.set(values)

@@ -92,7 +92,10 @@ def from_torch(state: object) -> Off | Dynamic:
     if isinstance(state, Mapping) and not state:
         return Off()
     source = "torch.amp.GradScaler"
-    return _dynamic(source, **msgspec.structs.asdict(_read(source, state, _TorchState)))
+    fields = msgspec.structs.asdict(_read(source, state, _TorchState))
+    # The tracker may be past an interval that was lowered in the meantime.
+    fields["good_steps"] = min(fields["good_steps"], max(fields["growth_interval"] - 1, 0))
+    return _dynamic(source, **fields)
 
 
 def from_apex(

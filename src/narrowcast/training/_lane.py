@@ -250,7 +250,7 @@ class Lane:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        self.scaler.settle()  # the schedulers may still have to hear of the last step
+        self.scaler.report_pending()  # the schedulers may still have to hear of the last step
         return {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "masters": [held.state_dict() for held in self.held],

@@ -1,7 +1,9 @@
-"""The gradients that an optimizer holds at one moment, as tensors to read and to multiply in place."""
+"""The gradients of one optimizer, as tensors to read and multiply in place, and the finite check."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -10,31 +12,90 @@ import torch
 
 from narrowcast.errors import ScaleError, SettingError, UnsupportedError
 from narrowcast.gradients import _torch_internals
-from narrowcast.gradients._finite import NonfiniteFlags, nonfinite_flags
 
-# With a thousand small gradients, what is asked of each is what a step costs.
+# With a thousand small gradients these attribute reads are most of what a step costs.
 _GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 @dataclass(frozen=True, slots=True)
+class NonfiniteFlags:
+    """Whether each of several gradients holds a NaN or an infinity; stays on the device until it is read."""
+
+    count: int
+    flags_by_group: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
+
+    def read(self) -> list[bool]:
+        """Return the flags in the order of the gradients; waits for each device once."""
+        flags = [False] * self.count
+        for positions, group_flags in self.flags_by_group:
+            for position, flag in zip(positions, group_flags.tolist(), strict=True):
+                flags[position] = flag
+        return flags
+
+    def any(self, device: torch.device) -> torch.Tensor:
+        """Return 1.0 if any flag is set, else 0.0: 0-dim, float32, on ``device``, without a host sync."""
+        if not self.flags_by_group:
+            return torch.zeros((), device=device)
+        each = [flags.any().to(device, non_blocking=True) for _, flags in self.flags_by_group]
+        return torch.stack(each).any().float()
+
+
+def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
+    """Check each gradient for NaN and infinities without a host sync on an accelerator.
+
+    Args:
+        gradients: floating or complex tensors of any shape, on any devices, dense or sparse. A sparse
+            one is coalesced first, because an optimizer uses the sums.
+
+    The check reads the largest magnitude, which cannot overflow as a sum of squares can; a NaN makes it NaN.
+    Subnormals and -0.0 are finite. On a CPU the largest magnitude takes ten times as long as the Euclidean
+    norm, so the norm is computed first, and only gradients whose norm is not finite are read again.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for position, gradient in enumerate(gradients):
+        values = gradient.detach()
+        if values.is_sparse:
+            values = values.coalesce().values()
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        if values.numel():
+            groups[values.device, values.dtype].append((position, values))
+    flags_by_group = []
+    for members in groups.values():
+        positions = tuple(position for position, _ in members)
+        flags_by_group.append((positions, _flags([values for _, values in members])))
+    return NonfiniteFlags(len(gradients), tuple(flags_by_group))
+
+
+def _flags(members: list[torch.Tensor]) -> torch.Tensor:
+    """Check non-empty tensors of one device and dtype."""
+    if members[0].device.type != "cpu":
+        return ~torch.isfinite(torch.stack(list(torch._foreach_norm(members, math.inf))))
+    flags = ~torch.isfinite(torch.stack(list(torch._foreach_norm(members, 2.0))))
+    for position in flags.nonzero().flatten().tolist():
+        flags[position] = ~torch.isfinite(members[position]).all()
+    return flags
+
+
+@dataclass(frozen=True, slots=True)
 class MeshPlacement:
-    """Where the parts of a DTensor are: groups of ranks that hold different parts, and groups with copies."""
+    """Where the parts of a DTensor are: process groups with different parts, and groups with copies."""
 
     sharded: tuple[torch.distributed.ProcessGroup, ...]
     copied: tuple[torch.distributed.ProcessGroup, ...]
 
 
 @dataclass(slots=True)
-class HeldGradients:
+class OptimizerGradients:
     """Gradients of one optimizer.
 
     Attributes:
         parameters: those that have a gradient, in the optimizer's order.
-        values: for each what to read and to multiply: the gradient itself, the values of a sparse one, the
+        values: the tensor to read and multiply for each: the gradient itself, the values of a sparse one, the
             local part of a DTensor.
-        groups: the values by device and dtype, each with the position of every value.
+        groups: the values grouped by device and dtype, each with the position of every value.
         dense: whether no gradient is sparse.
-        meshes: for each gradient where its parts are, None for a plain tensor; None where all are plain.
+        meshes: the placement of each gradient, None for a plain tensor; None if all are plain.
     """
 
     parameters: list[torch.Tensor]
@@ -44,24 +105,24 @@ class HeldGradients:
     meshes: list[MeshPlacement | None] | None = None
 
     def flags(self) -> NonfiniteFlags:
-        """For each parameter, whether its gradient is not finite; for a DTensor, its local part."""
+        """Check each gradient; of a DTensor, its local part."""
         return nonfinite_flags(self.values)
 
 
-def held_gradients(
+def gradients_of(
     optimizer: torch.optim.Optimizer,
     *,
     allow_fp16: bool,
     summed: bool = False,
     names: Mapping[int, str] | None = None,
-) -> HeldGradients:
-    """The gradients that ``optimizer`` would use now.
+) -> OptimizerGradients:
+    """Return the gradients that ``optimizer`` would use now.
 
-    Equal indices of a sparse gradient are summed first where it is in fp16, as that may overflow, and where
-    ``summed`` asks for it: a norm of the parts is not that of their sum. ``names`` are for the error.
+    Sparse gradients are coalesced if they are in fp16, because the sums may overflow, and if ``summed``,
+    because the norm of the parts is not the norm of their sum. ``names`` are for the error.
 
     Raises:
-        ScaleError: a gradient is in fp16 and that was not allowed.
+        ScaleError: a gradient is in fp16 without ``allow_fp16``.
         UnsupportedError: a DTensor gradient that is not yet reduced.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -79,7 +140,7 @@ def held_gradients(
     groups = _torch_internals.by_device_and_dtype(values) if values else []
     if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _, _ in groups):
         raise ScaleError(_fp16_message(optimizer, parameters, names or {}))
-    return HeldGradients(parameters, values, groups, dense, meshes)
+    return OptimizerGradients(parameters, values, groups, dense, meshes)
 
 
 def _dense_values(parameter: torch.Tensor, gradient: torch.Tensor, summed: bool) -> torch.Tensor:
@@ -113,7 +174,7 @@ def _local_parts(
             mesh = gradient.device_mesh
             groups = [(mesh.get_group(dim), place) for dim, place in enumerate(gradient.placements)]
             values.append(gradient.to_local())
-            # Not asked for Shard: what fully_shard makes of a dimension that is sharded already is none.
+            # fully_shard turns a dimension that is already sharded into a placement other than Shard.
             meshes.append(
                 MeshPlacement(
                     sharded=tuple(group for group, place in groups if not isinstance(place, Replicate)),
@@ -124,7 +185,7 @@ def _local_parts(
 
 
 def check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse a parameter in two optimizers that step together: its gradient would be unscaled twice."""
+    """Refuse a parameter in two optimizers that step together, whose gradient would be unscaled twice."""
     seen: dict[int, torch.optim.Optimizer] = {}
     for optimizer in optimizers:
         for parameter, label in parameter_labels(optimizer):
@@ -137,7 +198,7 @@ def check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
-    """Each parameter with its name, or its place where the optimizer was not given names."""
+    """Yield each parameter with its name, or its position if the optimizer was given no names."""
     for number, group in enumerate(optimizer.param_groups):
         names: Sequence[str] = group.get("param_names", ())
         for index, parameter in enumerate(group["params"]):
@@ -148,13 +209,13 @@ def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.T
 def labels_of(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> list[str]:
-    """What to call some of an optimizer's parameters: by ``names``, else as the optimizer does."""
+    """Return labels for some parameters: from ``names``, else the optimizer's own."""
     labels = {id(parameter): label for parameter, label in parameter_labels(optimizer)} | dict(names)
     return [labels.get(id(parameter), f"shape {tuple(parameter.shape)}") for parameter in parameters]
 
 
 def listed(labels: Sequence[str]) -> str:
-    """The first five of several labels, and how many more there are."""
+    """Join the first five labels and the number of the rest."""
     return ", ".join(labels[:5]) + (f" and {len(labels) - 5} more" if len(labels) > 5 else "")
 
 

@@ -1,0 +1,251 @@
+"""The result of each step, and the listeners that are called with it.
+
+If the host knows at once whether a step was skipped, listeners are called before ``step`` returns. If only
+the device knows, the flag is copied to the host without a sync and read when the next step begins.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from narrowcast.errors import ScaleCollapseError, ScaleError, UnsupportedError
+from narrowcast.gradients._closures import Reference, SkipsInARow, collapse_message
+from narrowcast.gradients._optimizer_gradients import listed
+from narrowcast.gradients._torch_internals import is_capturing
+
+RANKS_DIFFER = (
+    "the ranks of process_group hold different gradients (their norms differ by more than rounding), and "
+    "each would clip by another norm: reduce them first as DistributedDataParallel does, or pass "
+    "GradScaler(process_group=..., sharded=True) if each rank holds parts of one model"
+)
+
+
+class StepResult:
+    """The result of one step of one optimizer, read from the device only on access.
+
+    >>> import torch
+    >>> import narrowcast as nc
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+    >>> scaler = nc.GradScaler("cpu", init_scale=8.0)
+    >>> scaler.scale((weight * float("inf")).sum()).backward()
+    >>> scaler.step(optimizer)
+    StepResult(skipped=True, scale=8.0, nonfinite=('group 0, parameter 0, shape (2,)',))
+
+    Attributes:
+        returned: the return value of the optimizer's ``step``; None if it was skipped, or the loss if a
+            closure was not finite.
+        complete: False while gradients accumulate and no step is due (``Stepper(accumulate=...)``).
+    """
+
+    __slots__ = ("_found_inf", "_grad_norm", "_name", "_nonfinite", "_scale", "complete", "returned")
+
+    def __init__(
+        self,
+        *,
+        found_inf: torch.Tensor | bool,
+        scale: torch.Tensor | float | dict[str, torch.Tensor],
+        grad_norm: torch.Tensor | float | None = None,
+        nonfinite: Callable[[], tuple[str, ...]] | tuple[str, ...] = (),
+        returned: Any = None,
+        complete: bool = True,
+    ) -> None:
+        self._found_inf = found_inf
+        self._scale = scale
+        self._grad_norm = grad_norm
+        self._nonfinite = nonfinite
+        self.returned = returned
+        self.complete = complete
+
+    @classmethod
+    def joined(cls, results: Sequence[StepResult], *, grad_norm: torch.Tensor | None = None) -> StepResult:
+        """Join the results of optimizers that stepped together; all were skipped or none."""
+        first = results[0]
+        return cls(
+            found_inf=first._found_inf,
+            scale=first._scale,
+            grad_norm=grad_norm,
+            nonfinite=lambda: tuple(name for result in results for name in result.nonfinite),
+            returned=tuple(result.returned for result in results),
+        )
+
+    def skipped_on_device(self) -> torch.Tensor | bool:
+        """Return ``skipped`` without a host sync: a 0-dim bool tensor if only the device knows."""
+        return self._found_inf > 0 if isinstance(self._found_inf, torch.Tensor) else self._found_inf
+
+    def set_skipped(self, skipped: bool) -> None:
+        """Set ``skipped`` once it has been read another way."""
+        self._found_inf = skipped
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a gradient was NaN or infinite, so that no parameter and no state moved."""
+        if isinstance(self._found_inf, torch.Tensor):
+            self._found_inf = bool(self._found_inf.item())
+        return self._found_inf
+
+    @property
+    def scale(self) -> float | dict[str, float]:
+        """The loss scale of these gradients; by name if scales are named."""
+        if isinstance(self._scale, dict):
+            return {name: float(scale) for name, scale in self._scale.items()}
+        if isinstance(self._scale, torch.Tensor):
+            self._scale = float(self._scale)
+        return self._scale
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of all gradients together, unscaled and before clipping; None without clipping.
+
+        Infinite or NaN if a gradient is.
+        """
+        if isinstance(self._grad_norm, torch.Tensor):
+            self._grad_norm = float(self._grad_norm)
+        return self._grad_norm
+
+    @property
+    def nonfinite(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradient held a NaN or an infinity.
+
+        ``"group 0, parameter 3, shape (4, 5)"`` if the optimizer was given no names. All parameters if
+        torch's ``clip_grad_norm_`` divided by a NaN norm before a step on a GPU.
+        """
+        if callable(self._nonfinite):
+            self._nonfinite = self._nonfinite() if self.skipped else ()
+        return self._nonfinite
+
+    def __repr__(self) -> str:
+        norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm:.6g}"
+        bad = f", nonfinite={self.nonfinite}" if self.skipped else ""
+        waiting = "" if self.complete else ", complete=False"
+        return f"StepResult(skipped={self.skipped}, scale={self.scale}{norm}{bad}{waiting})"
+
+
+Listener = Callable[[StepResult], None]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A step whose flag is on its way to the host; ``learn_scale`` is called with the scale of its losses."""
+
+    optimizer: Reference
+    result: StepResult
+    number: int
+    readback: Readback
+    learn_scale: Callable[[float], None] | None
+
+
+class Readback:
+    """Values on their way to the host: the overflow flag, whether ranks differ, and the scale."""
+
+    __slots__ = ("_event", "_host")
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """Start to copy ``values``, 1-dim; only CUDA copies without a sync."""
+        self._event: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(values.device))
+        else:
+            self._host = values.cpu()
+
+    def read(self) -> list[float]:
+        """Return the values; waits until they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
+
+
+class Outcomes:
+    """The results of all steps of one scaler, in order."""
+
+    def __init__(self, patience: int | None) -> None:
+        if patience is not None and (
+            not isinstance(patience, int) or isinstance(patience, bool) or patience < 1
+        ):
+            raise ScaleError(f"patience must be a whole number of at least 1, or None, got {patience!r}")
+        self.patience = patience
+        self.steps = 0
+        self.on_step: OrderedDict[int, Listener] = OrderedDict()
+        self.on_skip: OrderedDict[int, Listener] = OrderedDict()
+        self._pending: deque[Outcome] = deque()
+        self._skips = SkipsInARow(patience)
+
+    def listen(self, listeners: OrderedDict[int, Listener], listener: Listener) -> RemovableHandle:
+        if not callable(listener):
+            raise TypeError(f"expected a function of a StepResult, got {type(listener).__name__}")
+        handle = RemovableHandle(listeners)
+        listeners[handle.id] = listener
+        return handle
+
+    def next_number(self) -> int:
+        self.steps += 1
+        return self.steps
+
+    def report_later(self, outcome: Outcome) -> None:
+        """Report a step once the host can know its flag."""
+        self._pending.append(outcome)
+
+    def report_pending(self) -> None:
+        """Report earlier steps. A whole forward pass lies between, so their flags have arrived."""
+        while self._pending and not is_capturing():
+            outcome = self._pending.popleft()
+            found, ranks_differ, *scale = outcome.readback.read()
+            outcome.result.set_skipped(found > 0)
+            if outcome.learn_scale is not None:
+                outcome.learn_scale(*scale)
+            self.report(outcome.optimizer(), outcome.result, outcome.number, ranks_differ=ranks_differ > 0)
+
+    def report(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        result: StepResult,
+        number: int,
+        *,
+        ranks_differ: bool = False,
+    ) -> None:
+        """Call the listeners and count skips.
+
+        Raises:
+            UnsupportedError: ranks with copies of a model hold different gradients.
+            ScaleCollapseError: ``patience`` steps in a row were skipped.
+        """
+        if ranks_differ:
+            raise UnsupportedError(RANKS_DIFFER)
+        skipped = result.skipped
+        for listener in list((self.on_skip if skipped else self.on_step).values()):
+            listener(result)
+        if optimizer is None:
+            return
+        if not skipped:
+            self._skips.took(optimizer)
+            return
+        since = self._skips.skipped(optimizer, number)
+        if since is not None:
+            assert self.patience is not None
+            raise ScaleCollapseError(
+                collapse_message(
+                    optimizer,
+                    self.patience,
+                    since,
+                    listed(result.nonfinite) or "another rank",
+                    "" if result.scale == 1.0 else _shown(result.scale),
+                    "look at the loss, try bf16, and fp32 to see whether it happens there too. "
+                    "nc.GradScaler(patience=None) never raises this",
+                )
+            )
+
+
+def _shown(scale: float | dict[str, float]) -> str:
+    if isinstance(scale, dict):
+        return ", ".join(f"{value:g} ({name})" for name, value in scale.items())
+    return f"{scale:g}"
