@@ -1,23 +1,21 @@
-"""One checkpoint in one file: what it holds comes back to the bit, and what is not whole is refused."""
+"""One checkpoint in one file: everything comes back to the bit; damaged files are refused."""
 
 import collections
-import json
 import math
 import os
 import random
-import struct
 
 import hypothesis.strategies as st
 import numpy
 import pytest
 import torch
 from hypothesis import given, settings
-from safetensors.torch import load_file
 from torch import nn
 
 import narrowcast as nc
+from narrowcast._files import replacing
 from narrowcast.errors import CheckpointError
-from narrowcast.training import _checkpoint_file, load_checkpoint, save_checkpoint
+from narrowcast.training import load_checkpoint, save_checkpoint
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
@@ -63,7 +61,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(position=nested)
 def test_any_position_comes_back(tmp_path_factory, position):
     path = tmp_path_factory.mktemp("position") / "one.ckpt"
@@ -107,36 +105,37 @@ def test_numbers_of_numpy_and_other_values_that_states_hold(tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (
-            print,
-            "position/a/1 is a builtin_function_or_method: leave it out, and make it again before loading",
-        ),
-        (numpy.zeros(2), r"position/a/1 is a numpy.ndarray: save torch.from_numpy\(array\)"),
+        (print, "position/a/1 is a builtin_function_or_method: leave it out"),
+        (numpy.zeros(2), r"position/a/1 is a numpy.ndarray: .*torch.from_numpy\(array\)"),
         ({1, 2}, r"position/a/1 is a set: save tuple\(value\)"),
         (collections.defaultdict(int), r"is a collections.defaultdict: save dict\(value\)"),
         (torch.zeros(2).to_sparse(), "is a tensor on cpu with layout sparse_coo: make it dense"),
         (torch.zeros(2, device="meta"), "is a tensor on meta"),
     ],
 )
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, value, message):
+def test_values_that_cannot_be_saved_are_named(tmp_path, value, message):
     path = tmp_path / "one.ckpt"
     with pytest.raises(CheckpointError, match=message):
         save_checkpoint(path, nn.Linear(1, 1), position={"a": [0, value]})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tied_weights_are_there_once_and_safetensors_reads_them(tmp_path):
+def test_tied_weights_and_views_are_saved_once(tmp_path):
     path = tmp_path / "one.ckpt"
     model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
     model[1].weight = model[0].weight
-    save_checkpoint(path, model)
+    save_checkpoint(path, model, position=torch.zeros(2**20)[:3])
     assert path.stat().st_size < 2 * 4 * 128 * 128
-    found = load_file(path)
-    assert torch.equal(found["model/0.weight"], model[0].weight)
-    assert "model/1.weight" not in found
     other = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
     load_checkpoint(path, other)
     assert torch.equal(other[1].weight, model[0].weight)
+
+
+def test_torch_load_reads_a_checkpoint(tmp_path):
+    model = nn.Linear(3, 2)
+    save_checkpoint(tmp_path / "one.ckpt", model)
+    found = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert torch.equal(found["model"]["weight"], model.weight)
 
 
 # ---- a file that is not as it was written
@@ -160,33 +159,33 @@ def refused(path, model):
     return str(error.value)
 
 
-def test_any_byte_that_was_altered_is_found(saved):
+@pytest.mark.parametrize("step", [151, pytest.param(13, marks=pytest.mark.long)])
+def test_any_altered_byte_is_found(saved, step):
     path, whole = saved
     model = nn.Linear(3, 2)
-    places = {*range(160), *range(160, len(whole), 61), *range(len(whole) - 40, len(whole))}
-    for place in sorted(places):
-        for bit in (0x01, 0x20, 0x80):  # 0x20 is the case of a letter
-            altered = bytearray(whole)
-            altered[place] ^= bit
-            path.write_bytes(altered)
-            refused(path, model)
-
-
-def test_a_file_that_was_cut_off_or_went_on_is_found(saved):
-    path, whole = saved
-    model = nn.Linear(3, 2)
-    for length in {*range(0, 300, 7), *range(300, len(whole), 301), len(whole) - 1}:
-        path.write_bytes(whole[:length])
+    for place in sorted({*range(0, len(whole), step), *range(len(whole) - 105, len(whole), 8)}):
+        altered = bytearray(whole)
+        altered[place] ^= 0x20  # the case of a letter
+        path.write_bytes(altered)
         refused(path, model)
+
+
+def test_a_truncated_or_longer_file_is_found(saved):
+    path, whole = saved
+    model = nn.Linear(3, 2)
+    last_line = len(whole) - whole.rindex(b"\n", 0, -1)
+    for length in {0, 1, 4, 200, len(whole) // 2, len(whole) - last_line, len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        assert "is truncated, was altered or is no checkpoint" in refused(path, model)
     path.write_bytes(whole + b"\0")
-    assert "is truncated or was altered" in refused(path, model)
+    refused(path, model)
     path.write_bytes(whole)
     assert load_checkpoint(path, model).position == 7
 
 
 def test_a_newer_version_says_so(saved):
     path, whole = saved
-    path.write_bytes(whole.replace(b'"version":"1"', b'"version":"2"', 1))
+    path.write_bytes(whole.replace(b"checkpoint 1 sha256", b"checkpoint 2 sha256"))
     assert refused(path, nn.Linear(3, 2)) == (
         f"{path} is a checkpoint of version 2, and this narrowcast reads up to 1: install a newer narrowcast"
     )
@@ -195,21 +194,8 @@ def test_a_newer_version_says_so(saved):
 def test_what_is_no_checkpoint(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("step 7: loss 0.3")
-    assert f"{path} is no checkpoint: expected what save_checkpoint or torch.save wrote" in refused(
-        path, nn.Linear(3, 2)
-    )
-    path.write_bytes(struct.pack("<Q", 2) + b"{}")
     assert "is no checkpoint" in refused(path, nn.Linear(3, 2))
     assert "No such file or directory" in refused(tmp_path / "missing.ckpt", nn.Linear(3, 2))
-
-
-def test_a_header_that_lies_about_sizes_allocates_nothing(saved):
-    path, _ = saved
-    entry = {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}
-    metadata = {"format": _checkpoint_file.FORMAT, "version": "1", "sha256": "0" * 64, "state": "{}"}
-    text = json.dumps({"__metadata__": metadata, "a": entry}, separators=(",", ":")).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 8)
-    assert "does not stand where the file has it" in refused(path, nn.Linear(3, 2))
 
 
 # ---- writing
@@ -218,7 +204,7 @@ def test_a_header_that_lies_about_sizes_allocates_nothing(saved):
 @pytest.mark.parametrize("place", ["missing/one.ckpt", "file/one.ckpt", "x" * 300])
 def test_a_path_that_cannot_be_written_is_one_clear_error(tmp_path, place):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*What was there is as before"):
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*The previous one is unchanged"):
         save_checkpoint(tmp_path / place, nn.Linear(1, 1))
 
 
@@ -250,27 +236,13 @@ def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_p
     assert calls == ["sync file", "rename", "sync folder"]
 
 
-def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp_path):
-    left = tmp_path / f".one.ckpt.{'a' * 32}.part"
-    left.write_bytes(b"half")
-    others = [tmp_path / ".one.ckpt.mine.part", tmp_path / f".two.ckpt.{'a' * 32}.part"]
-    for other in others:
-        other.write_bytes(b"not of this path")
-    with _checkpoint_file.replaced(tmp_path / "one.ckpt") as file:
+def test_two_writers_at_once_both_finish(tmp_path):
+    path = tmp_path / "one.ckpt"
+    with replacing(path) as file:
         file.write(b"slowly")
-        save_checkpoint(tmp_path / "one.ckpt", nn.Linear(1, 1), position="fast")
-        assert not left.exists()
-        assert len(list(tmp_path.iterdir())) == 4
-        assert load_checkpoint(tmp_path / "one.ckpt", nn.Linear(1, 1)).position == "fast"
-    assert (tmp_path / "one.ckpt").read_bytes() == b"slowly"
-    assert all(other.exists() for other in others)
-
-
-def test_a_link_stays_one(tmp_path):
-    (tmp_path / "last.ckpt").symlink_to("seven.ckpt")
-    save_checkpoint(tmp_path / "last.ckpt", nn.Linear(1, 1), position=7)
-    assert (tmp_path / "last.ckpt").is_symlink()
-    assert load_checkpoint(tmp_path / "seven.ckpt", nn.Linear(1, 1)).position == 7
+        save_checkpoint(path, nn.Linear(1, 1), position="fast")
+        assert load_checkpoint(path, nn.Linear(1, 1)).position == "fast"
+    assert path.read_bytes() == b"slowly"
 
 
 # ---- random states

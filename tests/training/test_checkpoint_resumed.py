@@ -51,7 +51,7 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(runs, case):
     weights = [value for value in whole["model"].values() if value.is_floating_point()]
     assert all(value.isfinite().all() for value in weights)
     if case.endswith("fp16"):
-        state = whole["kept"].get("scaler") or whole["kept"]["stepper"]["lanes"][""]["scaler"]
+        state = whole["kept"].get("scaler") or whole["kept"]["stepper"]["groups"][""]["scaler"]
         assert state["scale"] < 2.0**16, "steps were skipped"
 
 
@@ -60,6 +60,6 @@ def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(runs):
     folder, (full, of_folder, position, left) = runs
     for told, name in ((full, "full"), (of_folder, "folder")):
         assert told.startswith(f"{name}.ckpt: CheckpointError: cannot write the checkpoint {folder}")
-        assert told.endswith("File too large. What was there is as before")
+        assert told.endswith("File too large. The previous one is unchanged")
     assert position == "good"
     assert left == "[]"

@@ -84,7 +84,7 @@ def test_two_steppers_of_one_optimizer_both_step():
     steppers = [nc.Stepper(model, optimizer, policy) for policy in ("bf16", "fp32")]
     for stepper in steppers:
         assert stepper.step(loss_of(model, stepper)).complete
-    with pytest.raises(OrderError, match=r"to step by hand, let go of the Stepper first \(del stepper\)"):
+    with pytest.raises(OrderError, match=r"to step by hand, delete the Stepper first \(del stepper\)"):
         optimizer.step()
 
 
@@ -117,14 +117,14 @@ def test_losses_that_no_backward_can_start_from():
 def test_an_optimizer_that_asks_for_a_closure():
     model = nn.Linear(4, 1)
     stepper = nc.Stepper(model, torch.optim.LBFGS(model.parameters()), "bf16")
-    with pytest.raises(OrderError, match=r"LBFGS asks for the loss again and again: give step a function"):
+    with pytest.raises(OrderError, match=r"LBFGS evaluates the loss .*: give step a function"):
         stepper.step(model(torch.ones(2, 4)).mean())
 
 
 def test_saving_in_the_middle_of_a_window():
     model, _, stepper = made(accumulate=2)
     stepper.step(loss_of(model, stepper))
-    with pytest.raises(OrderError, match=r"a window is open with 1 of 2 micro-batches.*call flush\(\)"):
+    with pytest.raises(OrderError, match=r"1 of 2 micro-batches are accumulated.*call flush\(\)"):
         stepper.state_dict()
     stepper.flush()
     assert stepper.state_dict()["steps"] == 1
@@ -201,7 +201,7 @@ def test_names_where_there_are_none_and_none_where_there_are():
         {"D": torch.optim.SGD(d.parameters(), 0.1), "G": torch.optim.SGD(g.parameters(), 0.1)},
         "bf16",
     )
-    with pytest.raises(SettingError, match=r"expected name=\.\.\. to say whose turn it is: D, G"):
+    with pytest.raises(SettingError, match=r"expected name=\.\.\. of the optimizer that steps: D, G"):
         named.step(d(torch.ones(2, 4)).mean())
     with pytest.raises(SettingError, match=r"no optimizer is called 'd'\. Did you mean"):
         named.step(d(torch.ones(2, 4)).mean(), name="d")
@@ -215,13 +215,12 @@ def test_a_state_of_another_stepper():
     _, _, stepper = made()
     _, _, other = made(scheduler=None)
     state = other.state_dict()
-    state["lanes"][""]["schedulers"] = [{}]
+    state["groups"][""]["schedulers"] = [{}]
     with pytest.raises(SettingError, match="expected a state with 0 schedulers, as this Stepper has, got 1"):
         stepper.load_state_dict(state)
-    with pytest.raises(SettingError, match=r"gave for one optimizer without a name, got the keys scale;"):
-        stepper.load_state_dict({"scale": 1.0})
-    with pytest.raises(SettingError, match=r"got None;"):
-        stepper.load_state_dict(None)
+    for state in ({"scale": 1.0}, {}, None):
+        with pytest.raises(SettingError, match=r"expected what stepper.state_dict\(\) returned"):
+            stepper.load_state_dict(state)
     model = nn.Linear(4, 1)
     adam = nc.Stepper(model, torch.optim.Adam(model.parameters()), "bf16")
     with pytest.raises(SettingError, match="expected the state of Adam, got that of another optimizer"):
@@ -321,7 +320,7 @@ def test_weights_in_bf16_with_fp32_weights_are_warned_of():
 def test_what_masters_do_not_follow():
     model = nn.Linear(4, 1)
     o2 = nc.Policy(compute="fp16", master_weights=True)
-    with pytest.raises(UnsupportedError, match="LBFGS asks for the loss again and again, which masters"):
+    with pytest.raises(UnsupportedError, match=r"LBFGS .* which masters do not support"):
         nc.Stepper(model, torch.optim.LBFGS(model.parameters()), o2)
     model, optimizer, stepper = made(o2, scaler=Dynamic(scale=8.0))
     with stepper.autocast():

@@ -374,7 +374,7 @@ def test_a_function_under_accumulation_is_called_once():
 def test_a_closure_and_accumulation_exclude_each_other():
     model = nn.Linear(2, 1)
     stepper = nc.Stepper(model, torch.optim.LBFGS(model.parameters()), "bf16", accumulate=2)
-    with pytest.raises(SettingError, match="an optimizer that asks for a closure needs accumulate=1"):
+    with pytest.raises(SettingError, match="an optimizer with a closure needs accumulate=1"):
         stepper.step(lambda: model(torch.ones(1, 2)).mean())
 
 

@@ -181,7 +181,7 @@ def test_statistics_that_no_region_saw_are_left_alone():
 def test_the_flag_may_stay_on_the_device(restore):
     """As with a fused optimizer on CUDA: the buffers are chosen by a tensor, without reading it."""
     from narrowcast.gradients import StepResult
-    from narrowcast.training._statistics import Statistics
+    from narrowcast.training._accumulation import Statistics
 
     for flag in (0.0, 1.0):
         model = Normalized()

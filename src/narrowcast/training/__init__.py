@@ -1,6 +1,6 @@
-"""A training step in its one right order, and checkpoints from which a run goes on bit for bit."""
+"""A training step in two lines, and checkpoints from which a run continues bit for bit."""
 
-from narrowcast.training._checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from narrowcast.training._stepper import Stepper
+from narrowcast.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
 __all__ = ["Checkpoint", "Stepper", "load_checkpoint", "save_checkpoint"]

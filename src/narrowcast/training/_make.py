@@ -1,4 +1,4 @@
-"""From what a person hands to ``Stepper`` to lanes: optimizers sorted, scalers made, weights held."""
+"""Set up a ``Stepper`` from its arguments: sort optimizers, make scalers, hold weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from narrowcast.errors import PolicyError, SettingError
 from narrowcast.gradients import GradScaler, check_apart
 from narrowcast.policy import Policy, as_policy, resolve
 from narrowcast.scaling import Off, Static
-from narrowcast.training._lane import Lane, check_settings
+from narrowcast.training._optimizer_group import OptimizerGroup
 from narrowcast.weights import held_by, hold, lost_eps, lower
 
 
@@ -38,7 +38,7 @@ def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.
     return formats
 
 
-def make_lanes(
+def make_groups(
     model: torch.nn.Module,
     optimizer: Any,
     policy: Policy,
@@ -50,9 +50,9 @@ def make_lanes(
     scheduler: Any,
     scaler: Any,
     process_group: Any | None,
-) -> dict[str | None, Lane]:
-    """A lane for each name of an optimizer; the only one without a name is that of None."""
-    check_settings(accumulate, max_norm, max_value)
+) -> dict[str | None, OptimizerGroup]:
+    """A group for each named optimizer, or one under None."""
+    _check_settings(accumulate, max_norm, max_value)
     by_name = _optimizers_by_name(optimizer)
     _check_parameters(model, by_name)
     schedulers = _by_same_names("scheduler", scheduler, by_name)
@@ -62,7 +62,7 @@ def make_lanes(
         names |= _hold_weights(model, by_name, formats, names)
     if policy.low_weights:
         _lower_weights(model, formats)
-    lanes = {}
+    groups = {}
     for name, optimizers in by_name.items():
         made = _scaler_for(scalers[name], formats, process_group, low_weights=policy.low_weights)
         made.name_parameters(names)
@@ -70,7 +70,7 @@ def make_lanes(
             _warn_of_lost_eps(optimizers)
         else:
             _warn_of_low_weights(optimizers)
-        lanes[name] = Lane(
+        groups[name] = OptimizerGroup(
             optimizers,
             made,
             _as_list(schedulers[name]),
@@ -78,7 +78,17 @@ def make_lanes(
             max_norm=max_norm,
             max_value=max_value,
         )
-    return lanes
+    return groups
+
+
+def _check_settings(accumulate: int, max_norm: float | None, max_value: float | None) -> None:
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise SettingError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
+    for name, value in (("max_norm", max_norm), ("max_value", max_value)):
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise SettingError(f"{name} must be a number above 0, or None, got {value!r}")
+    if max_norm is not None and max_value is not None:
+        raise SettingError("expected max_norm or max_value, got both: clip by one of them")
 
 
 def _optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Optimizer]]:

@@ -1,4 +1,4 @@
-"""``nc.Stepper``: one training step in its one right order."""
+"""``nc.Stepper``: a whole training step in two lines."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from typing import Any
 import torch
 
 from narrowcast.casting import region_in
-from narrowcast.errors import OrderError, SettingError, near_names
+from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import GradScaler, StepResult
 from narrowcast.policy import Policy, as_policy, format_name, policy_name
-from narrowcast.training._casts import KeptCasts
-from narrowcast.training._guards import check_loss, check_state, claim, device_of, let_go, own, times
-from narrowcast.training._lane import Lane, Loss
-from narrowcast.training._make import cast_inputs, formats_of, make_lanes, place_rules
-from narrowcast.training._random import RandomState
-from narrowcast.training._statistics import Statistics
-from narrowcast.training._synchronisation import Synchronisation
+from narrowcast.training._accumulation import Statistics, Synchronization, WeightCasts
+from narrowcast.training._make import cast_inputs, formats_of, make_groups, place_rules
+from narrowcast.training._optimizer_group import Loss, OptimizerGroup, check_loss, claim, release
+from narrowcast.training._random import random_states, set_random_states
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
 
 class Stepper:
-    """One training step in its one right order, in two lines::
+    """Do a whole mixed-precision training step in two lines::
 
         stepper = nc.Stepper(model, optimizer, accumulate=4, max_norm=1.0, scheduler=scheduler)
         for images, labels in loader:
@@ -35,35 +32,36 @@ class Stepper:
             result = stepper.step(loss)
         stepper.flush()
 
-    ``step`` goes backward from the scaled loss and, when the window of ``accumulate`` micro-batches is full,
-    unscales, clips, checks and steps, moves the scheduler, and zeroes the gradients. A step whose gradients
-    are not finite is skipped whole: parameters, optimizer state, scheduler and the statistics of
-    normalization layers are as before the window.
+    ``step`` runs the backward pass of the scaled loss. After ``accumulate`` micro-batches it unscales, clips
+    and checks the gradients, steps the optimizer and the scheduler, and zeroes the gradients. If a gradient
+    is not finite, the whole step is skipped: parameters, optimizer state, scheduler and the statistics of
+    normalization layers are as before the first micro-batch.
 
     Args:
-        model: the module that is trained; perhaps wrapped in DDP, or sharded by ``fully_shard``.
-        optimizer: one; several that step together, all or none; or a dict, where ``step(loss, name=...)``
-            says whose turn it is (a GAN's), each with a window, a scale and a scheduler of its own.
-        policy: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"fp32"``, a ``Policy``, or ``"O2"``: the model's weights
-            are cast to the low format in place and the optimizer works on fp32 masters of them.
-        accumulate: micro-batches a step; at least 1. Each loss counts as its share of their mean.
+        model: the module to train; it may be wrapped in DDP, or sharded by ``fully_shard``.
+        optimizer: one; several that step together, all or none; or a dict of optimizers that step in turn (a
+            GAN's), where ``step(loss, name=...)`` selects one. Each entry accumulates, scales and schedules
+            on its own.
+        policy: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"fp32"``, a ``Policy``, or ``"O2"``: the weights of the
+            model are cast to the low format in place, and the optimizer updates fp32 masters.
+        accumulate: micro-batches per step; at least 1. Each loss is divided by it.
         max_norm: clip the norm of all gradients together.
-        max_value: clamp each gradient element; one of the two.
-        scheduler: a learning-rate scheduler, several, or a dict as ``optimizer`` is; moved after each step
-            that was taken.
-        scaler: a ``GradScaler`` or a loss scale of ``narrowcast.scaling``. By default dynamic in fp16, and in
-            other formats only the check for NaN and infinities.
-        restore: which buffers a skipped step puts back to the start of its window: ``"norms"`` (of batch and
-            instance norms), ``"all"``, or ``"none"``.
-        process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` need none.
+        max_value: clamp each element of the gradients; exclusive with ``max_norm``.
+        scheduler: a learning-rate scheduler, several, or a dict as for ``optimizer``; it steps after each
+            step that was not skipped.
+        scaler: a ``GradScaler`` or a loss scale of ``narrowcast.scaling``. Default: a dynamic scale in fp16,
+            and in other formats only the check for NaN and infinities.
+        restore: the buffers that a skipped step restores: ``"norms"`` (of batch and instance norms),
+            ``"all"``, or ``"none"``.
+        process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` do not need it.
 
-    Casts of weights are kept over the window (not of those that ``fully_shard`` gathers). A weight that is
-    written inside it is cast anew, but for writes through ``.data``, and for weights of other models that are
-    written without an optimizer: call ``drop_casts`` after those.
+    Weight casts are kept over the micro-batches of a step (not with ``fully_shard``). A weight that changes
+    in between is cast again, except after a write through ``.data``, and except for weights of other models
+    that change without an optimizer: call ``drop_casts`` after those.
 
     Raises:
         SettingError: a setting outside its range, or optimizers and schedulers that do not fit.
-        PolicyError: no such policy, or one that cannot hold for this model.
+        PolicyError: an unknown policy, or one that cannot hold for this model.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Stepper:
         self._statistics = Statistics(model, restore)
         self._policy = as_policy(policy)
         self._formats = formats_of(model, self._policy)
-        self._lanes = make_lanes(
+        self._groups = make_groups(
             model,
             optimizer,
             self._policy,
@@ -97,19 +95,17 @@ class Stepper:
         )
         self.model = model
         self.steps = 0
-        self._synchronisation = Synchronisation(model)
-        self._casts = KeptCasts([p for p in model.parameters() if p.dtype == torch.float32])
+        self._synchronization = Synchronization(model)
+        self._casts = WeightCasts([p for p in model.parameters() if p.dtype == torch.float32])
         self._regions_open = 0
-        if self._synchronisation.ddp and len(self._lanes) > 1 and accumulate > 1:
+        if self._synchronization.ddp and len(self._groups) > 1 and accumulate > 1:
             raise SettingError(
                 "accumulate with named optimizers under DistributedDataParallel would mix their gradients: "
                 "use accumulate=1, or one Stepper for each"
             )
-        for lane in self._lanes.values():
-            claim(lane.scaler, self)
-            for one in lane.optimizers:
-                own(one, self, lane)
-        weakref.finalize(self, let_go, list(self._lanes.values())).atexit = False
+        for group in self._groups.values():
+            claim(group, self)
+        weakref.finalize(self, release, list(self._groups.values())).atexit = False
         rules = place_rules(model, self._policy)
         if rules is not None:
             weakref.finalize(self, rules.remove).atexit = False
@@ -117,23 +113,22 @@ class Stepper:
             inputs = cast_inputs(model, self._formats)
             weakref.finalize(self, inputs.remove).atexit = False
 
-    # ---- what a training loop calls
+    # ---- training
 
     @contextmanager
     def autocast(self, name: str | None = None) -> Iterator[None]:
-        """The region for forward and loss, in the policy's format; may be opened several times a step.
+        """The region for forward pass and loss, in the policy's format; may be entered several times a step.
 
         Args:
-            name: whose turn it is, where optimizers have names and DDP or ``accumulate`` are used.
+            name: of the optimizer that steps next; needed for named ones with DDP or ``accumulate``.
         """
-        lanes = (
-            [self._lane(name)] if name is not None or len(self._lanes) == 1 else list(self._lanes.values())
-        )
+        one = name is not None or len(self._groups) == 1
+        groups = [self._group(name)] if one else list(self._groups.values())
         with ExitStack() as regions:
             if torch.is_grad_enabled():
                 self._statistics.remember()
-                self._synchronisation.begin(reduces=any(lane.reduces for lane in lanes))
-                if any(lane.accumulate > 1 for lane in lanes):
+                self._synchronization.begin(reduces=any(group.reduces for group in groups))
+                if any(group.accumulate > 1 for group in groups):
                     self._casts.keep()
             for device_type, dtype in self._formats.items():
                 regions.enter_context(region_in(self._policy, device_type, dtype, audible=True))
@@ -147,70 +142,68 @@ class Stepper:
                 self._regions_open -= 1
 
     def step(self, loss: Loss | Callable[[], Loss], name: str | None = None) -> StepResult:
-        """Go backward from ``loss`` and, when its window is full, step.
+        """Run the backward pass of ``loss``, and step after the last micro-batch.
 
         Args:
-            loss: a 0-dim tensor; a dict of losses by name, each with a scale of its own, whose gradients add
-                up; or a function without arguments that computes one of these (in the region), which is
-                called again, with the same random numbers, where its gradients overflow and a lower scale may
-                help. Optimizers that ask for a closure, as LBFGS, need a function.
-            name: whose turn it is, where optimizers have names.
+            loss: a tensor of one element; a dict of losses by name, each with its own scale, whose gradients
+                add up; or a function without arguments that computes one of these (in the region). If its
+                gradients overflow and a lower scale may help, the function is called again with the same
+                random numbers. Optimizers that need a closure, such as LBFGS, need a function.
+            name: of the optimizer that steps, if they have names.
 
         Returns:
-            What became of it. ``complete`` is False while the window is being filled.
+            The result; ``complete`` is False before the last micro-batch.
 
         Raises:
-            OrderError: inside the region; after ``zero_grad`` in the middle of a window; a ``loss`` that
-                needs no gradient.
+            OrderError: called inside the region; gradients were zeroed or written during an accumulation; or
+                ``loss`` needs no gradient.
             ScaleCollapseError: too many skipped steps in a row.
         """
-        lane = self._lane(name)
+        group = self._group(name)
         self._check_outside("step", "stepper.step(loss)")
         if callable(loss) and not isinstance(loss, torch.Tensor):
-            return self._step_by_function(lane, name, loss)
-        check_loss(loss, lane)
-        return self._ended(lane, self._backward(lane, loss))
+            return self._step_by_function(group, name, loss)
+        check_loss(loss, group)
+        return self._counted(group, self._backward(group, loss))
 
     def flush(self, name: str | None = None) -> StepResult:
-        """Step on a window that is not full, as at the end of an epoch: on the mean of what there is.
+        """Step on an unfinished accumulation, as at the end of an epoch: on the mean of its micro-batches.
 
-        Nothing happens, and ``complete`` is False, where the window is empty. Without ``name`` every window
-        is flushed, and the last result is returned. Under DDP every rank calls it, whatever is in its window:
-        the mean is that over the micro-batches of all ranks.
+        Nothing happens, and ``complete`` is False, if there is none. Without ``name`` every optimizer is
+        flushed, and the last result is returned. Under DDP every rank calls it, with or without micro-batches
+        of its own: the mean is that of all ranks.
         """
         self._check_outside("flush", "stepper.flush()")
-        lanes = [self._lane(name)] if name is not None else list(self._lanes.values())
-        result = _waiting(lanes[0].scaler)
-        for lane in lanes:
-            filled = float(lane.filled)
-            if self._synchronisation.ddp and lane.defers:
-                filled = self._synchronisation.mean_of_ranks(filled)
+        groups = [self._group(name)] if name is not None else list(self._groups.values())
+        result = _incomplete(groups[0].scaler)
+        for group in groups:
+            filled = float(group.filled)
+            if self._synchronization.ddp and group.leaves_unreduced:
+                filled = self._synchronization.mean_of_ranks(filled)
                 if filled:
-                    self._synchronisation.reduce_now()
+                    self._synchronization.reduce_now()
             if filled:
-                complete = functools.partial(lane.complete, filled=filled)
-                result = self._ended(lane, self._settled(lane, complete))
+                result = self._counted(group, self._finish(group, functools.partial(group.step, filled)))
         return result
 
     def grad(
         self, outputs: Any, inputs: Any, *, name: str | None = None, create_graph: bool = True, **options: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        """``torch.autograd.grad`` of scaled ``outputs``, unscaled: gradients for a gradient penalty.
+        """``torch.autograd.grad`` of scaled ``outputs``, unscaled, for a gradient penalty.
 
         The graph of the gradients is kept, so that a penalty on them can be added to the loss. Call it
-        outside the region and compute the penalty inside or outside; in fp16 small gradients survive.
-        ``options`` are those of ``torch.autograd.grad``. A gradient that overflows is infinite here, and the
-        step that uses it is skipped.
+        outside the region; compute the penalty inside or outside. In fp16 small gradients do not underflow.
+        A gradient that overflows is infinite here, and the step that uses it is skipped. ``options`` are
+        those of ``torch.autograd.grad``.
         """
-        factor = self._lane(name).scaler.factor_on(device_of(outputs))
-        scaled = times(outputs, factor)
-        gradients = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **options)
+        factor = self._group(name).scaler.factor_on(_device_of(outputs))
+        gradients = torch.autograd.grad(_times(outputs, factor), inputs, create_graph=create_graph, **options)
         inverse = factor.reciprocal()
-        return tuple(None if g is None else times(g, inverse) for g in gradients)
+        return tuple(None if g is None else _times(g, inverse) for g in gradients)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients, in the policy's format; as it was afterwards."""
+        """Evaluate the model without gradients, in the policy's format; its mode is restored afterwards."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -221,82 +214,102 @@ class Stepper:
                 module.training = mode
 
     def zero_grad(self) -> None:
-        """Throw away every window that is not full, its gradients and its statistics."""
-        for lane in self._lanes.values():
-            lane.zero()
+        """Discard every unfinished accumulation: gradients and statistics."""
+        for group in self._groups.values():
+            group.zero()
         self._statistics.rewind()
-        self._end_window()
+        self._end_accumulation()
 
     def drop_casts(self) -> None:
-        """Cast every weight anew; needed only after a write through ``.data`` inside a window."""
+        """Cast every weight again; needed only after a write through ``.data`` during an accumulation."""
         self._casts.forget()
 
     # ---- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model: optimizers, masters, schedulers, scalers, and how many steps there were.
+        """Return everything except the model: optimizers, masters, schedulers, scalers, and the step count.
 
-        Saved beside ``model.state_dict()`` it resumes bit for bit; ``torch.load(weights_only=True)`` reads
-        it.
+        Together with ``model.state_dict()`` it continues bit for bit; ``torch.load(weights_only=True)``
+        reads it.
 
         Raises:
-            OrderError: in the middle of a window, whose gradients would be lost.
+            OrderError: during an accumulation, whose gradients would be lost.
         """
-        for name, lane in self._lanes.items():
-            if lane.filled:
+        for name, group in self._groups.items():
+            if group.filled:
                 raise OrderError(
-                    f"a window is open with {lane.filled} of {lane.accumulate} micro-batches"
-                    f"{f' ({name})' if name else ''}, and gradients are not saved: call flush() or finish it"
+                    f"{group.filled} of {group.accumulate} micro-batches are accumulated"
+                    f"{f' ({name})' if name else ''}, and gradients are not saved: call flush() or "
+                    "finish the step"
                 )
-        lanes = {"" if name is None else name: lane.state_dict() for name, lane in self._lanes.items()}
-        return {"steps": self.steps, "lanes": lanes}
+        groups = {"" if name is None else name: group.state_dict() for name, group in self._groups.items()}
+        return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, and throw away what is in a window; load the model's state too.
+        """Continue from a saved state, and discard accumulated gradients; load the model's state too.
 
         Raises:
             SettingError: the state is of a Stepper with other optimizers, masters or schedulers.
         """
-        theirs = check_state(state, self._lanes)
-        for key, lane in self._lanes.items():
-            lane.load_state_dict(theirs[key or ""])
-            lane.zero()
-        self.steps = int(state["steps"])
-        self._end_window()  # without going back to its statistics: the model's own were loaded
+        names = {name or "" for name in self._groups}
+        saved = state.get("groups") if isinstance(state, Mapping) else None
+        if not isinstance(saved, Mapping) or set(saved) != names:
+            found = sorted(map(repr, saved if isinstance(saved, Mapping) else state or ()))
+            raise SettingError(
+                f"expected what stepper.state_dict() returned for optimizers {sorted(names)} ('' without a "
+                f"name), got one with {', '.join(found) or 'nothing'}; states of a loop are loaded by their "
+                "owners: optimizer.load_state_dict, stepper.scaler.load_state_dict"
+            )
+        for key, group in self._groups.items():
+            group.load_state_dict(saved[key or ""])
+        self._restart(int(state["steps"]))
 
-    # ---- what there is to look at
+    def _restart(self, steps: int) -> None:
+        """Continue after ``steps`` with states that were just loaded, the model's statistics among them."""
+        for group in self._groups.values():
+            group.restart()
+        self.steps = steps
+        self._end_accumulation()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a Stepper cannot be copied or pickled: copy model and optimizer and make another Stepper, or "
+            "save it with nc.training.save_checkpoint"
+        )
+
+    # ---- properties
 
     @property
     def scaler(self) -> GradScaler:
-        """The scaler; of named optimizers ``scalers[name]``."""
-        if None not in self._lanes:
-            raise SettingError(f"optimizers have names: stepper.scalers[{next(iter(self._lanes))!r}]")
-        return self._lane(None).scaler
+        """The scaler; for named optimizers use ``scalers[name]``."""
+        if None not in self._groups:
+            raise SettingError(f"optimizers have names: stepper.scalers[{next(iter(self._groups))!r}]")
+        return self._groups[None].scaler
 
     @property
     def scalers(self) -> dict[str | None, GradScaler]:
-        """Every scaler, by the name of its optimizer; None where it has none."""
-        return {name: lane.scaler for name, lane in self._lanes.items()}
+        """Every scaler, by the name of its optimizer; None for one without a name."""
+        return {name: group.scaler for name, group in self._groups.items()}
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Every optimizer, in the order given."""
-        return [optimizer for lane in self._lanes.values() for optimizer in lane.optimizers]
+        return [optimizer for group in self._groups.values() for optimizer in group.optimizers]
 
     @property
     def formats(self) -> dict[str, torch.dtype]:
-        """What is computed in, by device type."""
+        """The format of computation, by device type."""
         return dict(self._formats)
 
     def __repr__(self) -> str:
-        lanes = [
-            f"{'' if name is None else f'{name}: '}{', '.join(type(o).__name__ for o in lane.optimizers)}"
-            for name, lane in self._lanes.items()
+        groups = [
+            f"{'' if name is None else f'{name}: '}{', '.join(type(o).__name__ for o in group.optimizers)}"
+            for name, group in self._groups.items()
         ]
         formats = ", ".join(f"{format_name(dtype)} on {device}" for device, dtype in self._formats.items())
         name = policy_name(self._policy)
         by = "" if name in map(format_name, self._formats.values()) else f" by {name}"
-        return f"Stepper({type(self.model).__name__}, {'; '.join(lanes)}, {formats}{by}, steps={self.steps})"
+        return f"Stepper({type(self.model).__name__}, {'; '.join(groups)}, {formats}{by}, steps={self.steps})"
 
     # ---- one step
 
@@ -307,93 +320,105 @@ class Stepper:
                 f"the loss, then call {call}"
             )
 
-    def _lane(self, name: str | None) -> Lane:
-        if name in self._lanes:
-            return self._lanes[name]
-        names = [known for known in self._lanes if known is not None]
+    def _group(self, name: str | None) -> OptimizerGroup:
+        if name in self._groups:
+            return self._groups[name]
+        names = [known for known in self._groups if known is not None]
         if not names:
             raise SettingError(f"expected no name, since the optimizer has none, got {name!r}")
         if name is None:
-            raise SettingError(f"expected name=... to say whose turn it is: {', '.join(names)}")
+            raise SettingError(f"expected name=... of the optimizer that steps: {', '.join(names)}")
         raise SettingError(f"no optimizer is called {name!r}. {near_names(name, names)}")
 
-    def _backward(self, lane: Lane, loss: Loss) -> StepResult | None:
-        """Backward, and the step where the window is full; None where it is not."""
-        alone = len(self._lanes) == 1
-        wrapped = bool(self._synchronisation.ddp)
+    def _backward(self, group: OptimizerGroup, loss: Loss) -> StepResult | None:
+        """Run the backward pass, and step after the last micro-batch; None before it."""
+        alone = len(self._groups) == 1
+        ddp = bool(self._synchronization.ddp)
         try:
-            # Of several optimizers only the one whose turn it is gets gradients: a generator's loss reaches
-            # the discriminator too.
-            inputs = None if alone or wrapped else [p for p in lane.parameters if p.requires_grad]
+            # Only the optimizer that steps gets gradients: a generator's loss reaches the discriminator too.
+            inputs = None if alone or ddp else [p for p in group.parameters if p.requires_grad]
             self._casts.before_backward(loss.values() if isinstance(loss, Mapping) else [loss])
-            lane.backward(loss, inputs=inputs, reduce=self._synchronisation.reduce_now if wrapped else None)
-            if not alone and wrapped:
-                for other in self._lanes.values():
-                    if other is not lane:
+            group.backward(loss, inputs=inputs, reduce=self._synchronization.reduce_now if ddp else None)
+            if not alone and ddp:
+                for other in self._groups.values():
+                    if other is not group:
                         other.zero()
         except BaseException:
-            # Half of a backward pass is in the gradients: what follows begins a new window.
-            lane.zero()
+            # The gradients hold part of a backward pass: start a new accumulation.
+            group.zero()
             self._statistics.rewind()
-            self._end_window()
+            self._end_accumulation()
             raise
         finally:
-            self._synchronisation.went_backward()
-        return self._completed(lane) if lane.filled >= lane.accumulate else None
+            self._synchronization.after_backward()
+        return self._finish(group, group.step) if group.filled >= group.accumulate else None
 
-    def _completed(self, lane: Lane) -> StepResult:
-        return self._settled(lane, lane.complete)
-
-    def _settled(self, lane: Lane, complete: Callable[[], StepResult]) -> StepResult:
-        """The window ends with ``complete``, whatever becomes of it."""
+    def _finish(self, group: OptimizerGroup, step: Callable[[], StepResult]) -> StepResult:
+        """End the accumulation with ``step``, whether it is taken, skipped or raises."""
         try:
-            result = complete()
+            result = step()
             self._statistics.end(result)
         except BaseException:
             self._statistics.rewind()
             raise
         finally:
-            lane.zero()
-            self._end_window()
+            group.zero()
+            self._end_accumulation()
         return result
 
-    def _ended(self, lane: Lane, result: StepResult | None) -> StepResult:
+    def _counted(self, group: OptimizerGroup, result: StepResult | None) -> StepResult:
         if result is None:
-            return _waiting(lane.scaler)
+            return _incomplete(group.scaler)
         self.steps += 1
         return result
 
-    def _end_window(self) -> None:
-        self._synchronisation.end()
+    def _end_accumulation(self) -> None:
+        self._synchronization.end()
         self._casts.drop()
         self._statistics.forget()
 
-    def _step_by_function(self, lane: Lane, name: str | None, function: Callable[[], Loss]) -> StepResult:
+    def _step_by_function(
+        self, group: OptimizerGroup, name: str | None, function: Callable[[], Loss]
+    ) -> StepResult:
         def evaluate() -> Loss:
             with torch.enable_grad(), self.autocast(name):
                 return function()
 
-        if lane.needs_closure:
-            if lane.accumulate > 1 or len(lane.optimizers) > 1:
-                raise SettingError("an optimizer that asks for a closure needs accumulate=1 and to be alone")
-            return self._ended(lane, self._settled(lane, lambda: lane.step_with_closure(evaluate)))
-        random = RandomState(self._formats)
+        if group.needs_closure:
+            if group.accumulate > 1 or len(group.optimizers) > 1:
+                raise SettingError("an optimizer with a closure needs accumulate=1 and no other beside it")
+            return self._counted(group, self._finish(group, lambda: group.step_with_closure(evaluate)))
+        random = random_states()
         while True:
             loss = evaluate()
-            check_loss(loss, lane)
+            check_loss(loss, group)
             losses = loss.values() if isinstance(loss, Mapping) else [loss]
-            finite = all(bool(one.detach().isfinite()) for one in losses)  # else no loss scale is to blame
-            stepped = self._backward(lane, loss)
-            if stepped is None or not (finite and self._may_help(lane, stepped)):
-                return self._ended(lane, stepped)
-            random.restore()
-
-    def _may_help(self, lane: Lane, result: StepResult) -> bool:
-        """Whether the same step at the scale that the scaler has gone down to may be finite."""
-        if lane.accumulate > 1 or not result.skipped or isinstance(result.scale, dict):
-            return False
-        return lane.scaler.get_scale() < result.scale
+            finite = all(bool(one.detach().isfinite()) for one in losses)  # otherwise no scale can help
+            result = self._backward(group, loss)
+            if result is None or not (finite and _lower_scale_may_help(group, result)):
+                return self._counted(group, result)
+            set_random_states(random)
 
 
-def _waiting(scaler: GradScaler) -> StepResult:
+def _lower_scale_may_help(group: OptimizerGroup, result: StepResult) -> bool:
+    if group.accumulate > 1 or not result.skipped or isinstance(result.scale, dict):
+        return False
+    return group.scaler.get_scale() < result.scale
+
+
+def _incomplete(scaler: GradScaler) -> StepResult:
     return StepResult(found_inf=False, scale=scaler.factors(), complete=False)
+
+
+def _device_of(outputs: Any) -> torch.device:
+    while not isinstance(outputs, torch.Tensor):
+        outputs = next(iter(outputs.values() if isinstance(outputs, Mapping) else outputs))
+    return outputs.device
+
+
+def _times(outputs: Any, factor: torch.Tensor) -> Any:
+    """A tensor or several, times ``factor``; low-precision ones in fp32."""
+    if not isinstance(outputs, torch.Tensor):
+        return [_times(output, factor) for output in outputs]
+    low = outputs.dtype in (torch.float16, torch.bfloat16)
+    return (outputs.float() if low else outputs) * factor

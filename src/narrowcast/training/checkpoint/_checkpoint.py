@@ -1,0 +1,217 @@
+"""``save_checkpoint`` and ``load_checkpoint``: everything that a run needs to go on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowcast.errors import CheckpointError, PolicyError
+from narrowcast.policy import Policy, as_policy, policy_in, policy_name, policy_text
+from narrowcast.training.checkpoint import _file, _foreign, _ranks
+from narrowcast.training.checkpoint._file import storable
+from narrowcast.training.checkpoint._ranks import Ranks, Saved
+from narrowcast.training.checkpoint._state import Fit, Run, Write, load_all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What ``load_checkpoint`` found besides the states that it loaded.
+
+    Attributes:
+        position: the position given to ``save_checkpoint``; None if there was none.
+        policy: the policy of the run; None if it was saved without one.
+        notes: one sentence for each thing that was converted, left out or not found. Empty if the run
+            continues bit for bit.
+        ranks: how many ranks saved it.
+        versions: of narrowcast, torch and Python that saved it, by name; empty for a foreign file.
+    """
+
+    position: Any
+    policy: Policy | None
+    notes: tuple[str, ...]
+    ranks: int
+    versions: Mapping[str, str]
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    *,
+    stepper: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    held: Any = None,
+    policy: Any = None,
+    position: Any = None,
+) -> None:
+    """Save everything that a run needs to continue bit for bit, in one step.
+
+    This covers the model, optimizers, schedulers and scalers, the weights that ``nc.weights.hold`` keeps (of
+    held optimizers also without ``held``), the state of a ``Stepper``, the policy, the random states of torch
+    (CPU and every device in use), Python and NumPy, and ``position``. The previous checkpoint at ``path``
+    stays until the new one is complete and on the disk: a kill or a full disk loses nothing.
+
+    One process writes one file, with a checksum of every byte; ``torch.load(path, weights_only=True)`` reads
+    it too. With several ranks of ``torch.distributed``, every rank calls this with the same ``path``, on a
+    disk that all of them see. It becomes a folder: each rank writes its part, its random states and its
+    position. DDP and ``fully_shard`` are supported. One process can save into such a folder too.
+
+    Args:
+        path: of a file, or of a folder for several ranks; the folder above it exists.
+        model: the module; names do not show DDP or ``torch.compile``.
+        optimizer: one, a list or a dict; not needed for those of ``stepper``.
+        stepper: a ``nc.Stepper``.
+        scheduler: one, a list or a dict, of those that ``stepper`` does not move.
+        scaler: a ``nc.GradScaler`` or ``torch.amp.GradScaler``, a list or a dict.
+        held: the return value of ``nc.weights.hold`` if its optimizer is not given; or a list or a dict.
+        policy: a ``Policy``, a preset's name or a TOML file; a Stepper has its own.
+        position: where in the data the run is: dicts, lists, tuples, strings, numbers, booleans, None, bytes
+            and dense tensors, nested. Floats and tensors come back to the bit; tensors on the CPU, NumPy's
+            numbers as Python's. The generator of a data loader belongs here.
+
+    Raises:
+        CheckpointError: something cannot be saved, or the file cannot be written, on this rank or another.
+        OrderError: in the middle of a Stepper's accumulation, whose gradients would be lost.
+        PolicyError: ``policy`` does not exist, or is not that of ``stepper``.
+
+    Example::
+
+        nc.training.save_checkpoint("last.ckpt", model, stepper=stepper, position={"epoch": epoch})
+    """
+    ranks = Ranks()
+    target = Path(path)
+    run = Run(model, optimizer, stepper, scheduler, scaler, held)
+    kept = _policy_of(stepper, policy)
+
+    def tree() -> dict[str, Any]:
+        found = run.state() | {
+            "policy": None if kept is None else policy_text(kept),
+            "position": position,
+            "ranks": ranks.count,
+            "versions": _versions(),
+        }
+        return {key: storable(value, (key,), sharded=ranks.together) for key, value in found.items()}
+
+    content = ranks.agreed(tree)
+    try:
+        if ranks.together or target.is_dir():
+            _ranks.write(target, content, ranks)
+        else:
+            _file.write(target, content)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the checkpoint {target}: {error.strerror or error}. The previous one is unchanged"
+        ) from error
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    *,
+    stepper: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    held: Any = None,
+    policy: Any = None,
+    strict: bool = True,
+) -> Checkpoint:
+    """Load a checkpoint of ``save_checkpoint``; no code in it is run.
+
+    Everything is read, checked to the last byte, and compared with the arguments (names, shapes, formats,
+    kinds) before anything is changed. Random states are set last, so call it after everything that draws
+    random numbers was made.
+
+    With several ranks of ``torch.distributed``, every rank calls it. As many ranks as saved continue bit for
+    bit. With another number, weights and states of optimizers are exact, and ``notes`` says which ranks found
+    no random state: they keep theirs, which should differ by rank.
+
+    A dict that another loop saved with ``torch.save`` is converted, and ``notes`` says how: the model's state
+    under ``"state_dict"``, ``"model"`` or ``"model_state_dict"``, likewise optimizer and scheduler, and the
+    state of torch's or apex's loss scaler under ``"scaler"`` or ``"amp"``. The rest of the dict is the
+    position. Missing masters are made from fp32 weights.
+
+    Args:
+        path: of a checkpoint.
+        model, optimizer, stepper, scheduler, scaler, held, policy: as for ``save_checkpoint``. With the model
+            alone, as for an evaluation, everything else is left out, and random states stay as they are. The
+            checkpoint of a loop without a Stepper can be loaded into one, and the other way round.
+        strict: refuse what differs. False: load what fits, and list in ``notes`` what does not; weights are
+            converted, rounded to nearest.
+
+    Returns:
+        Position, policy and notes.
+
+    Raises:
+        CheckpointError: the checkpoint is truncated, altered, of a newer version or another kind, would run
+            code, or does not fit; on this rank or another. Nothing was changed then.
+        PolicyError: ``policy`` does not exist, or is not that of ``stepper``.
+
+    Example::
+
+        position = nc.training.load_checkpoint("last.ckpt", model, stepper=stepper).position
+    """
+    ranks = Ranks()
+    source = Path(path)
+    run = Run(model, optimizer, stepper, scheduler, scaler, held)
+    wanted = _policy_of(stepper, policy)
+    fit = Fit(source, strict)
+    try:
+        folder = source.is_dir()
+        saved = _ranks.read(source, ranks) if folder else ranks.agreed(lambda: _read(source, fit, ranks))
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {source}: {error.strerror or error}") from error
+    tree = ranks.agreed(lambda: _ranks.tree_for(saved, ranks, fit, run.layouts()))
+
+    def checked() -> tuple[Policy | None, list[Write]]:
+        before = None if tree["policy"] is None else policy_in(tree["policy"].encode(), source)
+        if before is not None and wanted is not None and before != wanted:
+            fit.unless_strict(
+                f"it was saved under the policy {policy_name(before)}, and here is {policy_name(wanted)}",
+                "Continue under the policy that it was saved under",
+                "the run continues under the new one",
+            )
+        return before, run.check(fit, tree)
+
+    before, writes = ranks.agreed(checked)
+    load_all(writes, source)
+    return Checkpoint(
+        position=tree["position"],
+        policy=before,
+        notes=tuple(fit.notes),
+        ranks=saved.ranks,
+        versions=tree["versions"],
+    )
+
+
+def _read(path: Path, fit: Fit, ranks: Ranks) -> Saved:
+    """Read a file of ours or of ``torch.save``; a rank beyond the first has no tree of its own in it."""
+    tree = _file.read(path)
+    if tree is None:
+        tree, fit.notes = _foreign.read(path)
+        fit.foreign = True
+    return Saved(common=tree, own=tree if ranks.rank == 0 else None)
+
+
+def _policy_of(stepper: Any, policy: Any) -> Policy | None:
+    given = None if policy is None else as_policy(policy)
+    of_stepper: Policy | None = getattr(stepper, "_policy", None)
+    if given is not None and of_stepper is not None and given != of_stepper:
+        raise PolicyError(
+            f"the Stepper has the policy {policy_name(of_stepper)}, and {policy_name(given)} was given: "
+            "leave policy out"
+        )
+    return given or of_stepper
+
+
+def _versions() -> dict[str, str]:
+    from narrowcast import __version__
+
+    return {"narrowcast": __version__, "torch": str(torch.__version__), "python": platform.python_version()}

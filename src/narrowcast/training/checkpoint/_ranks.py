@@ -1,0 +1,395 @@
+"""One checkpoint of several ranks: a folder that is complete or not there.
+
+    PATH/checkpoint.narrowcast    names the folder with the data; replaced in one step, at the end
+    PATH/0123...cdef/rank_0.pt    the tree of rank 0, as a checkpoint file
+    PATH/0123...cdef/rank_1.pt    that of rank 1, without the tensors that are equal to those of rank 0
+    PATH/0123...cdef/...          DTensors, by torch.distributed.checkpoint
+
+In the tree of a rank, a tensor on the "meta" device stands for one that is in another file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from narrowcast._files import sync_folder
+from narrowcast.errors import CheckpointError
+from narrowcast.training._torch_internals import read_metadata_of_tensors
+from narrowcast.training.checkpoint import _file
+from narrowcast.training.checkpoint._file import Digest, Place, damaged, mapped, name_of
+from narrowcast.training.checkpoint._state import Fit, few
+
+MARKER = "checkpoint.narrowcast"
+_DATA = re.compile(r"[0-9a-f]{32}")
+Result = TypeVar("Result")
+Layouts = Mapping[Place, torch.Tensor]
+
+
+class Ranks:
+    """The processes that save or load together: all of ``torch.distributed``, or this one alone."""
+
+    def __init__(self) -> None:
+        self.together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.together else 0
+        self.count = dist.get_world_size() if self.together else 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in their order."""
+        if not self.together:
+            return [value]
+        gathered: list[Any] = [None] * self.count
+        try:
+            dist.all_gather_object(gathered, value)
+        except RuntimeError as error:
+            error.add_note(
+                f"rank {self.rank} waited here for the others: every rank calls save_checkpoint and "
+                "load_checkpoint, with the same path; not under `if rank == 0`"
+            )
+            raise
+        return gathered
+
+    def agreed(self, work: Callable[[], Result]) -> Result:
+        """Return what ``work`` returns; if it raises on one rank, raise on every rank, so that none waits.
+
+        Raises:
+            CheckpointError: it failed on another rank.
+        """
+        if not self.together:
+            return work()
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        failures = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise CheckpointError(f"rank {rank} failed: {failure}")
+        return result  # type: ignore[return-value]
+
+
+# ---- writing
+
+
+def write(path: Path, tree: dict[str, Any], ranks: Ranks) -> None:
+    """Make the folder at ``path`` hold ``tree`` instead of an earlier checkpoint; every rank calls it.
+
+    Raises:
+        CheckpointError: a rank could not write; the earlier checkpoint is unchanged.
+        OSError: the same, on this rank.
+    """
+    made = ranks.agreed(lambda: _new_folder(path) if ranks.rank == 0 else "")
+    data = path / ranks.gather(made)[0]
+    try:
+        own, sharded, differing = _split(tree, ranks)
+        ranks.agreed(lambda: _file.write(data / f"rank_{ranks.rank}.pt", own))
+        if sharded:
+            _save_sharded(data, sharded, ranks)
+        sums = ranks.agreed(lambda: _sums(data, sorted(one.name for one in data.iterdir()), ranks))
+        found = ranks.gather((sums, differing))
+        body = {
+            "data": data.name,
+            "ranks": ranks.count,
+            "files": {name: entry for sums, _ in found for name, entry in sums.items()},
+            "differing": sorted({place for _, places in found for place in places}, key=str),
+        }
+        ranks.agreed(lambda: _finish(path, body) if ranks.rank == 0 else None)
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(data, ignore_errors=True)
+        raise
+
+
+def _split(tree: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[Place]]:
+    """The tree that this rank writes, its DTensors by name, and the places whose values differ from rank 0.
+
+    DDP keeps most tensors equal on all ranks, but not buffers between two forward passes.
+    """
+    sums: dict[Place, str] = {}
+    sharded: dict[str, torch.Tensor] = {}
+
+    def note(value: Any, place: Place) -> Any:
+        if hasattr(value, "device_mesh"):
+            sharded[name_of(place)] = value
+        elif isinstance(value, torch.Tensor):
+            sums[place] = _sum_of(value)
+        elif place[0] != "random":
+            sums[place] = repr(value)
+        return value
+
+    ranks.agreed(lambda: mapped(tree, note))
+    first = ranks.gather(sums)[0]
+
+    def own(value: Any, place: Place) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        elsewhere = ranks.rank > 0 and place in sums and sums[place] == first.get(place)
+        if elsewhere or hasattr(value, "device_mesh"):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return value
+
+    return mapped(tree, own), sharded, [place for place in sums if sums[place] != first.get(place)]
+
+
+def _sum_of(tensor: torch.Tensor) -> str:
+    """A digest of values, shape, dtype and order of dimensions."""
+    digest = Digest()
+    torch.save(tensor.cpu(), digest)  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+def _new_folder(path: Path) -> str:
+    """Make a new folder for data and return its name; remove what killed writers left."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(
+            f"{path} is a file, and several ranks save into a folder: give another path, or remove it"
+        )
+    path.mkdir(exist_ok=True)
+    others = [one.name for one in path.iterdir() if not _DATA.fullmatch(one.name) and MARKER not in one.name]
+    if others and not (path / MARKER).exists():
+        raise CheckpointError(
+            f"{path} is a folder with other things in it ({few(sorted(others))}): give the path of the "
+            "checkpoint itself, as one inside it"
+        )
+    with contextlib.suppress(CheckpointError):  # if the checkpoint is damaged, everything stays
+        _remove_data(path, kept=_read_marker(path)["data"] if (path / MARKER).exists() else None)
+    name = uuid.uuid4().hex
+    (path / name).mkdir()
+    return name
+
+
+def _save_sharded(data: Path, sharded: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with _errors_of_torch():
+        save(dict(sharded), storage_writer=FileSystemWriter(data), no_dist=not ranks.together)
+
+
+@contextlib.contextmanager
+def _errors_of_torch() -> Any:
+    """Raise a CheckpointError for torch's own error, which is no ``Exception``."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()), (0, (error, None)))
+            raise CheckpointError(f"torch.distributed.checkpoint failed on rank {rank}: {cause}") from error
+
+
+def _sums(data: Path, names: list[str], ranks: Ranks) -> dict[str, list[Any]]:
+    """Size in bytes and SHA-256 of this rank's share of the files."""
+    found: dict[str, list[Any]] = {}
+    for name in names[ranks.rank :: ranks.count]:
+        with (data / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[name] = [file.tell(), digest]
+    return found
+
+
+def _finish(path: Path, body: dict[str, Any]) -> None:
+    sync_folder(path / body["data"])
+    sync_folder(path)
+    _file.write(path / MARKER, body)
+    _remove_data(path, kept=body["data"])
+
+
+def _remove_data(path: Path, kept: str | None) -> None:
+    for one in path.iterdir():
+        if _DATA.fullmatch(one.name) and one.name != kept:
+            shutil.rmtree(one, ignore_errors=True)
+
+
+# ---- reading
+
+
+@dataclass
+class Saved:
+    """A checkpoint that was read and not yet adapted to this rank.
+
+    Attributes:
+        common: the tree of rank 0.
+        own: the tree of this rank; None if it was saved by fewer ranks.
+        ranks: how many ranks saved it.
+        differing: places of values that were not equal on all ranks.
+        data: the folder with DTensors; None for a file.
+    """
+
+    common: dict[str, Any]
+    own: dict[str, Any] | None
+    ranks: int = 1
+    differing: list[Place] = field(default_factory=list)
+    data: Path | None = None
+
+
+def read(path: Path, ranks: Ranks) -> Saved:
+    """Read a folder, in which every byte of every file is as it was written.
+
+    Raises:
+        CheckpointError: a file is missing, altered, or of a newer version.
+    """
+    body = ranks.agreed(lambda: _read_marker(path))
+    data = path / body["data"]
+    lost = [name for name in body["files"] if not (data / name).is_file()]
+
+    def check() -> None:
+        if lost:
+            raise damaged(path, f"{', '.join(lost)} missing from {data}")
+        for name, found in _sums(data, sorted(body["files"]), ranks).items():
+            if found != body["files"][name]:
+                raise damaged(path, f"{name} is {found}, and was {body['files'][name]} (bytes, SHA-256)")
+
+    def tree_of(rank: int) -> dict[str, Any]:
+        tree = _file.read(data / f"rank_{rank}.pt")
+        if tree is None:
+            raise damaged(path, f"rank_{rank}.pt has no last line")
+        return tree
+
+    def trees() -> tuple[dict[str, Any], dict[str, Any] | None]:
+        common = tree_of(0)
+        if ranks.rank == 0:
+            return common, common
+        return common, tree_of(ranks.rank) if ranks.rank < body["ranks"] else None
+
+    ranks.agreed(check)
+    common, own = ranks.agreed(trees)
+    return Saved(common, own, body["ranks"], body["differing"], data)
+
+
+def _read_marker(path: Path) -> dict[str, Any]:
+    if not (path / MARKER).is_file():
+        raise CheckpointError(
+            f"the folder {path} holds no complete checkpoint: {MARKER} is missing, as after a first "
+            "save that was killed"
+        )
+    body = _file.read(path / MARKER)
+    if body is None:
+        raise damaged(path / MARKER, "its last line is missing")
+    return body
+
+
+def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Layouts) -> dict[str, Any]:
+    """The tree that this rank continues from: its own if as many ranks saved, otherwise mostly rank 0's.
+
+    Tensors are in memory: as DTensors where ``layouts`` has one, otherwise whole and on the CPU.
+    """
+    common, own = saved.common, saved.own
+    tree = own if own is not None else common
+    if saved.ranks != ranks.count:
+        mine = {key: tree[key] for key in ("random", "position")}
+        tree = {**common, **mine, **({"random": None} if own is None else {})}
+        _note_other_count(saved, ranks, fit)
+    tree = mapped(tree, lambda value, place: _at(common, place) if _is_elsewhere(value) else value)
+    if saved.data is not None:
+        tree = _with_sharded(tree, saved.data, layouts)
+    cut: dict[str, Any] = mapped(tree, lambda value, place: _distributed(value, place, layouts))
+    return cut
+
+
+def _note_other_count(saved: Saved, ranks: Ranks, fit: Fit) -> None:
+    here = f"{ranks.count} rank{'s' * (ranks.count != 1)}"
+    fit.notes.append(f"the checkpoint is of {saved.ranks} rank{'s' * (saved.ranks != 1)}, loaded by {here}")
+    fit.notes.append(
+        f"random states: ranks from {saved.ranks} on have none in it, and keep their own"
+        if ranks.count > saved.ranks
+        else f"random states: those of ranks from {ranks.count} on are not used"
+    )
+    if any(place[0] == "position" for place in saved.differing):
+        fit.notes.append("each rank takes its own position, and new ranks that of rank 0")
+    places = [place for place in saved.differing if place[0] in ("model", "groups")]
+    states = [name_of(place) for place in places if place[0] == "groups" and "generators" not in place]
+    others = [name_of(place) for place in places if name_of(place) not in states]
+    if states:
+        fit.unless_strict(
+            f"ranks had different values of {few(states)}",
+            "Load it with as many ranks as saved it",
+            "every rank continues from those of rank 0",
+        )
+    if others:
+        fit.notes.append(f"ranks had different values of {few(others)}: every rank takes those of rank 0")
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _at(tree: Any, place: Place) -> Any:
+    for key in place:
+        tree = tree[key]
+    return tree
+
+
+def _with_sharded(tree: dict[str, Any], data: Path, layouts: Layouts) -> dict[str, Any]:
+    """Read DTensors: each as this rank's part where ``layouts`` has a DTensor, otherwise whole."""
+    wanted: dict[str, torch.Tensor] = {}
+
+    def note(value: Any, place: Place) -> Any:
+        if _is_elsewhere(value):
+            like = _like(place, layouts)
+            fits = like is not None and like.shape == value.shape
+            made = (
+                torch.empty_like(like, dtype=value.dtype) if fits else torch.empty_like(value, device="cpu")
+            )
+            wanted[name_of(place)] = made.detach()
+        return value
+
+    mapped(tree, note)
+    if not wanted:
+        return tree
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        with (data / ".metadata").open("rb") as file:
+            metadata = read_metadata_of_tensors(file)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{data / '.metadata'} was not read: {error}") from error
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return metadata  # torch's own method would run code in the file
+
+    with _errors_of_torch():
+        load(wanted, storage_reader=Reader(data), no_dist=True)  # each rank reads for itself
+
+    def loaded(value: Any, place: Place) -> Any:
+        return _distributed(wanted[name_of(place)], place, layouts) if _is_elsewhere(value) else value
+
+    filled: dict[str, Any] = mapped(tree, loaded)
+    return filled
+
+
+def _distributed(value: Any, place: Place, layouts: Layouts) -> Any:
+    """Cut a whole tensor into this rank's part where ``layouts`` has a DTensor."""
+    if not isinstance(value, torch.Tensor) or hasattr(value, "device_mesh"):
+        return value
+    like = _like(place, layouts)
+    if like is None or like.shape != value.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _like(place: Place, layouts: Layouts) -> Any:
+    """The DTensor that decides how the tensor at ``place`` is cut; None for tensors that stay whole."""
+    like = layouts.get(place, layouts.get(place[:-1]))
+    return like if hasattr(like, "device_mesh") and place[-1] != "step" else None

@@ -1,0 +1,528 @@
+"""The live objects of a run: their state, whether a saved one fits them, and loading it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from narrowcast.errors import CheckpointError, NarrowcastError, SettingError
+from narrowcast.policy import format_name
+from narrowcast.scaling import Off
+from narrowcast.training._optimizer_group import check_settings_of
+from narrowcast.training._random import check_random_states, random_states, set_random_states
+from narrowcast.training._stepper import Stepper
+from narrowcast.weights import HeldWeights, check_state, held_by
+
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
+_BESIDE = "beside the Stepper"
+_WORDS = {
+    "optimizers": ("an optimizer", "Give it as optimizer=..."),
+    "held": ("held weights", "Hold the optimizer's weights with nc.weights.hold, as when it was saved"),
+    "schedulers": ("a scheduler", "Give it as scheduler=..."),
+    "scalers": ("a scaler", "Give it as scaler=..."),
+}
+
+
+@dataclass
+class Fit:
+    """Compares a checkpoint with the objects it is loaded into; collects the notes."""
+
+    path: Any
+    strict: bool
+    foreign: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def refuse(self, problem: str, fix: str) -> NoReturn:
+        raise CheckpointError(f"{self.path} does not fit: {problem}. {fix}. Nothing was loaded")
+
+    def unless_strict(self, problem: str, fix: str, consequence: str) -> None:
+        """Raise if strict, otherwise add a note."""
+        if self.strict:
+            self.refuse(problem, f"{fix}; or load what fits with strict=False")
+        self.notes.append(f"{problem}: {consequence}")
+
+
+@dataclass
+class Write:
+    """One thing to load, and how to undo it."""
+
+    do: Callable[[], Any]
+    undo: Callable[[], Any] = lambda: None
+
+
+def load_all(writes: Sequence[Write], path: Any) -> None:
+    """Load everything; if one raises, undo it and those before it."""
+    undo: list[Callable[[], Any]] = []
+    try:
+        for one in writes:
+            undo.append(one.undo)
+            one.do()
+    except Exception as error:
+        for back in reversed(undo):
+            with contextlib.suppress(Exception):
+                back()
+        if isinstance(error, NarrowcastError):
+            raise
+        raise CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
+
+
+@dataclass
+class Group:
+    """Optimizers and what belongs to them, each by name."""
+
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, HeldWeights] = field(default_factory=dict)
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    scalers: dict[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return any(self.of(kind) for kind in _WORDS)
+
+    def of(self, kind: str) -> dict[str, Any]:
+        live: dict[str, Any] = getattr(self, kind)
+        return live
+
+    def state(self, names: Mapping[int, str]) -> dict[str, Any]:
+        """Return all states with live tensors; ``names`` are the model's parameter names by ``id``."""
+        state = {
+            kind: {
+                name: {"kind": kind_of(one), "state": one.state_dict()} for name, one in self.of(kind).items()
+            }
+            for kind in _WORDS
+        }
+        for name, one in self.optimizers.items():
+            state["optimizers"][name]["parameters"] = described(one, names)
+        return state
+
+    def layouts(self) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+        """Yield the places of tensors that have a parameter's shape, and that parameter."""
+        for name, one in self.optimizers.items():
+            for index, parameter in enumerate(parameters_of(one)):
+                yield ("optimizers", name, "state", "state", index), parameter
+        for name, held in self.held.items():
+            for index, (low, _) in enumerate(held.parameters):
+                yield ("held", name, "state", "kept", index), low
+
+    def check(self, fit: Fit, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        """Refuse a state that does not fit; nothing is written."""
+        for kind in _WORDS:
+            self._check_names(fit, kind, saved[kind])
+            for name, one in self.of(kind).items():
+                if name not in saved[kind]:
+                    continue
+                theirs = saved[kind][name]
+                if kind == "held":
+                    try:
+                        check_state(one, theirs["state"])
+                    except SettingError as error:
+                        fit.refuse(str(error), "Hold the weights as they were held")
+                elif kind == "scalers":
+                    _check_scaler(fit, name, one, theirs)
+                else:
+                    _check_kind(fit, _WORDS[kind][0].split()[-1], name, one, theirs)
+                if kind == "optimizers":
+                    _check_optimizer(fit, name, one, theirs, names)
+
+    def _check_names(self, fit: Fit, kind: str, saved: Mapping[str, Any]) -> None:
+        noun, fix = _WORDS[kind]
+        for name, live in self.of(kind).items():
+            if name not in saved and not isinstance(getattr(live, "initial_loss_scale", None), Off):
+                there = ", ".join(saved) or "none"
+                fit.unless_strict(
+                    f"the checkpoint holds no {noun.split()[-1]} {name!r} (it has {there})",
+                    "Save it too, or load without it",
+                    "it stays as it is",
+                )
+        for name in saved:
+            if name not in self.of(kind):
+                problem = f"the checkpoint holds {noun} {name!r} ({saved[name]['kind']}) that was not given"
+                if self.optimizers:
+                    fit.unless_strict(problem, fix, "it was not loaded")
+                else:
+                    fit.notes.append(f"{problem}: it was not loaded")
+
+    def writes(self, saved: Mapping[str, Any]) -> Iterator[Write]:
+        """Yield what is to be done, what is easily undone first."""
+        for kind in ("scalers", "schedulers", "optimizers", "held"):
+            for name, one in self.of(kind).items():
+                if name in saved[kind]:
+                    yield _write_of(kind, one, saved[kind][name])
+
+
+class Run:
+    """The live objects of one call of ``save_checkpoint`` or ``load_checkpoint``.
+
+    Attributes:
+        groups: of a Stepper one for each name of its optimizers, with ``""`` for none, and one for what was
+            given beside it; without a Stepper only ``""``.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any, stepper: Any, scheduler: Any, scaler: Any, held: Any
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise CheckpointError(
+                f"expected the model, a torch.nn.Module, got {type(model).__name__}; several models are one "
+                'as torch.nn.ModuleDict({"g": generator, "d": discriminator})'
+            )
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise CheckpointError(
+                "FullyShardedDataParallel keeps flat pieces that fit no other number of ranks: shard the "
+                "model with torch.distributed.fsdp.fully_shard"
+            )
+        if stepper is not None and not isinstance(stepper, Stepper):
+            raise CheckpointError(f"expected stepper to be a nc.Stepper, got {type(stepper).__name__}")
+        self.model = model
+        self.stepper: Stepper | None = stepper
+        self.groups: dict[str, Group] = {}
+        for name, group in stepper._groups.items() if stepper is not None else ():
+            optimizers = {str(index): one for index, one in enumerate(group.optimizers)}
+            held_ones = {index: handle for index, one in optimizers.items() if (handle := held_by(one))}
+            schedulers = {str(index): one for index, one in enumerate(group.schedulers)}
+            self.groups[name or ""] = Group(optimizers, held_ones, schedulers, {"0": group.scaler})
+        owned = {
+            id(one) for group in self.groups.values() for kind in _WORDS for one in group.of(kind).values()
+        }
+        given = _given_group(optimizer, scheduler, scaler, held, owned)
+        if given or stepper is None:
+            self.groups[_BESIDE if stepper is not None else ""] = given
+        names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self.names = {number: canonical(model, name) for number, name in names.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return everything but position and policy, with live tensors.
+
+        Raises:
+            OrderError: in the middle of a Stepper's accumulation, whose gradients would be lost.
+        """
+        stepper = None
+        if self.stepper is not None:
+            self.stepper.state_dict()  # refuses an unfinished accumulation, and waits for the last result
+            formats = {device: format_name(dtype) for device, dtype in self.stepper.formats.items()}
+            stepper = {"steps": self.stepper.steps, "formats": formats}
+        return {
+            "model": {name: value for name, (_, value) in self.model_state().items()},
+            "stepper": stepper,
+            "groups": {name: group.state(self.names) for name, group in self.groups.items()},
+            "random": random_states(),
+        }
+
+    def model_state(self) -> dict[str, tuple[str, Any]]:
+        """By the name without wrappers: the model's own name, and the value."""
+        state = self.model.state_dict()
+        found = {canonical(self.model, name): (name, value) for name, value in state.items()}
+        return found if len(found) == len(state) else {name: (name, value) for name, value in state.items()}
+
+    def layouts(self) -> dict[tuple[Any, ...], torch.Tensor]:
+        """By place in the tree: a tensor whose kind, and perhaps shape, the one there has."""
+        found: dict[tuple[Any, ...], torch.Tensor] = {
+            ("model", name): value
+            for name, (_, value) in self.model_state().items()
+            if isinstance(value, torch.Tensor)
+        }
+        for name, group in self.groups.items():
+            found |= {("groups", name, *place): like for place, like in group.layouts()}
+        return found
+
+    def check(self, fit: Fit, tree: dict[str, Any]) -> list[Write]:
+        """Compare all of ``tree`` with the live objects, and return what is to be done to load it."""
+        self._check_model(fit, tree["model"])
+        saved = tree["groups"]
+        if not any(self.groups.values()) and any(any(group.values()) for group in saved.values()):
+            for group in saved.values():
+                Group().check(fit, group, {})
+            tree["random"] = None  # the model alone is wanted, not a run that continues
+        else:
+            self._check_stepper(fit, tree)
+            self._check_group_names(fit, saved)
+            for name in {**self.groups, **saved}:
+                group = self.groups.get(name, Group())
+                theirs = saved.setdefault(name, Group().state({}))
+                if fit.foreign or not fit.strict:
+                    self._make_masters(fit, group, theirs, tree["model"])
+                group.check(fit, theirs, self.names)
+        if tree["random"] is not None:
+            try:
+                check_random_states(tree["random"])
+            except (RuntimeError, TypeError, ValueError, KeyError) as error:
+                fit.refuse(
+                    f"a random state in it cannot be set: {error}", "Use the torch that it was saved with"
+                )
+        return list(self._writes(fit, tree))
+
+    def _check_group_names(self, fit: Fit, saved: Mapping[str, Any]) -> None:
+        mine, theirs = (sorted(set(names) - {_BESIDE}) for names in (self.groups, saved))
+        if mine != theirs:
+            came, here = (", ".join(map(repr, names)) for names in (theirs, mine))
+            fix = "Name them alike" if self.stepper is not None else "Give stepper=..."
+            fit.refuse(f"its optimizers have the names {came}, and here they are {here}", fix)
+
+    def _check_stepper(self, fit: Fit, tree: Mapping[str, Any]) -> None:
+        saved = tree["stepper"]
+        if saved is None and self.stepper is not None:
+            fit.notes.append(
+                "the checkpoint is of a loop without a Stepper: its states were loaded into the Stepper, "
+                "which counts its steps from 0"
+            )
+        elif saved is not None and self.stepper is None:
+            fit.notes.append("the checkpoint is of a Stepper: its states were loaded into what was given")
+        elif saved is not None and self.stepper is not None:
+            for device, dtype in self.stepper.formats.items():
+                before = saved["formats"].get(device, format_name(dtype))
+                if before != format_name(dtype):
+                    fit.unless_strict(
+                        f"the Stepper computes in {format_name(dtype)} on {device}, and the saved one in "
+                        f"{before}",
+                        "Make it with the policy that was saved",
+                        "the run continues in the new format",
+                    )
+
+    def _make_masters(self, fit: Fit, group: Group, saved: dict[str, Any], model: Mapping[str, Any]) -> None:
+        """Make fp32 masters from fp32 weights if the checkpoint has no masters and the run does."""
+        for name, held in group.held.items():
+            lows = [low for low, _ in held.parameters]
+            kept = [model.get(self.names.get(id(low), "")) for low in lows]
+            wide = all(
+                isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (torch.float32, low.shape)
+                for low, value in zip(lows, kept, strict=True)
+            )
+            if wide and name not in saved["held"] and held.updates == "masters":
+                saved["held"][name] = {"kind": "masters", "state": {**held.state_dict(), "kept": kept}}
+                fit.notes.append("the fp32 masters were made from the fp32 weights in the checkpoint")
+
+    def _check_model(self, fit: Fit, theirs: Mapping[str, Any]) -> None:
+        mine = {name: value for name, (_, value) in self.model_state().items()}
+        same = "Make the model that was saved"
+        missing, unknown = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
+        if missing:
+            fit.unless_strict(f"the checkpoint lacks {few(missing)}", same, "left as they are")
+        if unknown:
+            fit.unless_strict(f"the model has no {few(unknown)}", same, "not loaded")
+        for name, here in mine.items():
+            there = theirs.get(name)
+            if not isinstance(here, torch.Tensor) or name not in theirs:
+                continue
+            if not isinstance(there, torch.Tensor):
+                fit.refuse(f"{name} is a tensor here, and was a {type(there).__name__}", same)
+            if here.shape != there.shape:
+                fit.refuse(f"{name} has shape {tuple(here.shape)}, and had {tuple(there.shape)}", same)
+            if here.dtype != there.dtype:
+                now, before = (str(one.dtype).removeprefix("torch.") for one in (here, there))
+                problem, change = f"{name} is {now} here, and was saved in {before}", "rounded to nearest"
+                if not (here.is_floating_point() and there.is_floating_point()):
+                    fit.refuse(problem, same)
+                if fit.foreign:
+                    fit.notes.append(f"{problem}: {change}")
+                else:
+                    fit.unless_strict(problem, same, change)
+
+    def _writes(self, fit: Fit, tree: dict[str, Any]) -> Iterator[Write]:
+        """Yield first what can be undone, then what was checked and will succeed."""
+        for name, group in self.groups.items():
+            if name in tree["groups"]:
+                yield from group.writes(tree["groups"][name])
+        if self.stepper is not None:
+            steps = tree["stepper"]["steps"] if tree["stepper"] is not None else 0
+            yield Write(functools.partial(self.stepper._restart, steps))
+        yield Write(lambda: self._load_model(tree["model"]))
+        if tree["random"] is not None:
+            yield Write(lambda: fit.notes.extend(set_random_states(tree["random"])))
+
+    def _load_model(self, saved: Mapping[str, Any]) -> None:
+        state = {own: saved[name] for name, (own, _) in self.model_state().items() if name in saved}
+        self.model.load_state_dict(state, strict=False)
+
+
+def canonical(model: torch.nn.Module, name: str) -> str:
+    """A name in a state dict without what DDP, ``torch.compile`` and checkpoint wrappers add to it."""
+    kept: list[str] = []
+    module: Any = model
+    parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    for part in name.split("."):
+        wraps = part in _WRAPPERS and isinstance(module, torch.nn.Module)
+        if not wraps or (part == "module" and not isinstance(module, parallel)):
+            kept.append(part)
+        module = getattr(module, part, None)
+    return ".".join(kept)
+
+
+# ---- what was given, by name
+
+
+def _by_name(what: str, given: Any) -> dict[str, Any]:
+    """One object, several in order, or several by name, as a dict."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        found = {str(name): one for name, one in given.items()}
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        found = {str(index): one for index, one in enumerate(given)}
+    else:
+        found = {"0": given}
+    for one in found.values():
+        if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise CheckpointError(
+                f"expected {what} to have state_dict() and load_state_dict(), or a list or dict of such "
+                f"objects, got {type(one).__name__}"
+            )
+    return found
+
+
+def _given_group(optimizer: Any, scheduler: Any, scaler: Any, held: Any, owned: set[int]) -> Group:
+    """What was given beside a Stepper, without what the Stepper has (``owned``, by ``id``)."""
+
+    def mine(what: str, given: Any) -> dict[str, Any]:
+        return {name: one for name, one in _by_name(what, given).items() if id(one) not in owned}
+
+    group = Group(mine("optimizer", optimizer), {}, mine("scheduler", scheduler), mine("scaler", scaler))
+    for name, one in group.optimizers.items():
+        if not hasattr(one, "param_groups"):
+            hint = ": write stepper=" if isinstance(one, Stepper) else ""
+            raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(one).__name__}{hint}")
+        handle = held_by(one)
+        if handle is not None:
+            group.held[name] = handle
+    for handle in mine("held", held).values():
+        if not isinstance(handle, HeldWeights):
+            raise CheckpointError(
+                f"expected held to be what nc.weights.hold returns, got {type(handle).__name__}"
+            )
+        if handle not in group.held.values():
+            group.held[f"held {len(group.held)}"] = handle
+    return group
+
+
+def kind_of(one: Any) -> str:
+    """Name the kind of an object; torch's scaler and ours share a class name."""
+    name = type(one).__name__
+    if isinstance(one, HeldWeights):
+        return one.updates
+    return f"torch.amp.{name}" if name == "GradScaler" and type(one).__module__.startswith("torch") else name
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def described(optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Name, shape and dtype of each parameter; masters have the names of their low-precision parameters."""
+    held = held_by(optimizer)
+    low_of = {id(working): low for low, working in held.parameters} if held is not None else {}
+    return [
+        {
+            "name": names.get(id(low_of.get(id(p), p))),
+            "shape": list(p.shape),
+            "dtype": str(p.dtype).removeprefix("torch."),
+        }
+        for p in parameters_of(optimizer)
+    ]
+
+
+# ---- checks of one state
+
+
+def _check_kind(fit: Fit, what: str, name: str, one: Any, saved: Mapping[str, Any]) -> None:
+    if saved["kind"] is not None and saved["kind"] != kind_of(one):
+        fit.unless_strict(
+            f"{what} {name!r} is of {kind_of(one)}, and that in the checkpoint of {saved['kind']}",
+            f"Make the {what} that was saved",
+            "its state was loaded all the same",
+        )
+
+
+def _check_scaler(fit: Fit, name: str, one: Any, saved: Mapping[str, Any]) -> None:
+    if saved["kind"] is None or saved["kind"] == kind_of(one):
+        return
+    if kind_of(one).startswith("torch.") and "scale" not in saved["state"]:
+        fit.refuse(
+            f"scaler {name!r} is torch's, and the checkpoint holds a loss scale that it cannot follow",
+            "Use nc.GradScaler",
+        )
+    fit.notes.append(f"scaler {name!r} is a {kind_of(one)}, and the state was that of a {saved['kind']}")
+
+
+def _check_optimizer(
+    fit: Fit, name: str, one: Any, saved: Mapping[str, Any], names: Mapping[int, str]
+) -> None:
+    same = "Make it from the same parameters in the same order and groups"
+    try:
+        check_settings_of(one, saved["state"])
+    except SettingError as error:
+        fit.refuse(f"optimizer {name!r}: {error}", "Make the optimizer that was saved")
+    sizes, came = (
+        [len(group["params"]) for group in groups]
+        for groups in (one.param_groups, saved["state"]["param_groups"])
+    )
+    if sizes != came:
+        fit.refuse(f"optimizer {name!r} has groups of {sizes} parameters, and the checkpoint of {came}", same)
+    for index, (here, there) in enumerate(
+        zip(described(one, names), saved["parameters"] or [], strict=False)
+    ):
+        problem = f"parameter {index} of optimizer {name!r} is {_words(here)}, and was {_words(there)}"
+        if here["shape"] != there["shape"]:
+            fit.refuse(problem, same)
+        if here["name"] != there["name"] and None not in (here["name"], there["name"]):
+            fit.unless_strict(problem, same, "its state was loaded by its number")
+
+
+def _words(parameter: Mapping[str, Any]) -> str:
+    name = parameter["name"] or "a tensor that is not the model's"
+    return f"{name}, {parameter['dtype']} of shape {tuple(parameter['shape'])}"
+
+
+# ---- loading one state
+
+
+def _write_of(kind: str, one: Any, saved: Mapping[str, Any]) -> Write:
+    state = saved["state"]
+    if kind == "held":
+        # Checked before, so that it succeeds; a copy to undo it would be as large as the weights.
+        return Write(functools.partial(one.load_state_dict, state))
+    if kind == "optimizers":
+        old = one.state_dict()  # loading replaces its tensors, and does not write to them
+        return Write(
+            functools.partial(_load_optimizer, one, saved), functools.partial(one.load_state_dict, old)
+        )
+    before = copy.deepcopy(one.state_dict())
+    return Write(
+        functools.partial(one.load_state_dict, state), lambda: one.load_state_dict(before) if before else None
+    )
+
+
+def _load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Load a state as it was saved; torch casts states to the dtypes of the parameters.
+
+    Settings that are tensors, such as a learning rate on a GPU, go to the device where they were.
+    """
+    devices = [
+        {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor)}
+        for group in optimizer.param_groups
+    ]
+    state = saved["state"]
+    optimizer.load_state_dict(state)
+    for group, places in zip(optimizer.param_groups, devices, strict=True):
+        for key, device in places.items():
+            if isinstance(group[key], torch.Tensor):
+                group[key] = group[key].to(device)
+    positions = [index for group in state["param_groups"] for index in group["params"]]
+    dtypes = [one["dtype"] for one in saved["parameters"] or []]
+    for parameter, position, dtype in zip(parameters_of(optimizer), positions, dtypes, strict=False):
+        if str(parameter.dtype).removeprefix("torch.") != dtype:
+            continue
+        for key, value in state["state"].get(position, {}).items():
+            now = optimizer.state.get(parameter, {}).get(key)
+            both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+            if both and key != "step" and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(now.device)
+
+
+def few(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
