@@ -265,6 +265,7 @@ def three_seeds(shared_workshop):
     return shared_workshop.narrowcast("compare", *words, "a word")
 
 
+@pytest.mark.long
 def test_three_seeds_give_a_verdict_on_the_losses(three_seeds, shared_workshop):
     assert three_seeds.code == 0, three_seeds.stderr
     assert "warning" not in three_seeds.stderr
@@ -280,6 +281,7 @@ def test_three_seeds_give_a_verdict_on_the_losses(three_seeds, shared_workshop):
     assert unexplained(result, result["reasons"]) == []
 
 
+@pytest.mark.long
 def test_three_seeds_take_turns_that_turn_round(three_seeds, shared_workshop):
     folder = shared_workshop.folder / "three"
     pairs = ["fp32-1", "mixed-1", "mixed-2", "fp32-2", "fp32-3", "mixed-3"]
@@ -288,6 +290,7 @@ def test_three_seeds_take_turns_that_turn_round(three_seeds, shared_workshop):
     assert [(run.name, run.seed) for run in runs] == [(name, 6 + int(name[-1])) for name in pairs]
 
 
+@pytest.mark.long
 def test_a_repeat_moves_the_seeds_that_the_script_sets_and_not_its_own_generators(
     three_seeds, shared_workshop
 ):
@@ -303,6 +306,7 @@ def test_a_repeat_moves_the_seeds_that_the_script_sets_and_not_its_own_generator
     ]
 
 
+@pytest.mark.long
 def test_with_steps_0_the_whole_script_runs_and_nothing_is_said_of_its_end(three_seeds, shared_workshop):
     result = strict(shared_workshop.narrowcast("report", "--json", "three").stdout)
     assert (result["fp32"]["steps"], result["mixed"]["steps"]) == (11, 11)
@@ -330,6 +334,7 @@ def computed(shared_workshop):
     return shared_workshop.narrowcast(*words)
 
 
+@pytest.mark.long
 def test_a_script_that_only_computes_is_timed_and_its_outputs_compared(computed, shared_workshop):
     assert computed.code == 0, computed.stderr
     result = strict(computed.stdout)

@@ -110,6 +110,7 @@ def test_a_script_that_fails_is_three_and_says_which_run(compare, workshop, how)
     assert lines == [*expected, f"all of its output: {workshop.folder / 'kept' / run}"]
 
 
+@pytest.mark.long
 def test_a_megabyte_of_what_is_no_text_and_has_no_line_is_no_trouble(compare, workshop):
     workshop.write(
         "loud.py",
@@ -129,6 +130,7 @@ def test_a_megabyte_of_what_is_no_text_and_has_no_line_is_no_trouble(compare, wo
     assert len(err) < 2**17
 
 
+@pytest.mark.long
 def test_a_script_that_clears_its_folder_left_no_capture(compare, workshop):
     workshop.write("deletes.py", "import os, shutil; shutil.rmtree(os.environ['NARROWCAST_RUN_DIR'])")
     code, out, err = compare("deletes.py")
@@ -137,6 +139,7 @@ def test_a_script_that_clears_its_folder_left_no_capture(compare, workshop):
     assert err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_daemon_that_outlives_the_script_holds_nothing_up(compare, workshop):
     """It keeps the run's stdout and stderr open."""
     workshop.write(
@@ -195,6 +198,7 @@ RESUMES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", RESUMES)
 def test_a_script_that_resumes_is_refused_each_time_and_the_file_named(compare, workshop, where):
     workshop.write("resumes.py", RESUMES[where])
@@ -206,6 +210,7 @@ def test_a_script_that_resumes_is_refused_each_time_and_the_file_named(compare, 
         assert err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_script_that_does_its_own_mixed_precision_is_left_to_it(compare, workshop):
     workshop.write(
         "own.py",
@@ -262,6 +267,7 @@ def test_an_answer_that_cannot_be_written_is_one_line_and_two(workshop):
 # ---- all of it at once, to the end
 
 
+@pytest.mark.long
 def test_a_script_that_misbehaves_as_far_as_it_may_is_compared_and_fails_in_fp16(compare, workshop):
     """Its name, a megabyte without a line, and a closed stdout; some runs leave by the back door, so
     that their captures have no end. Its gradients of 1e-10 are zero in fp16 without a loss scale."""
@@ -337,6 +343,7 @@ def wait_until(true, seconds=60):
 SO_FAR = "narrowcast: what there is so far: narrowcast report {}\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sent", "in_first", "code", "said"),
     [

@@ -93,6 +93,7 @@ def test_a_script_finds_the_world_of_a_plain_run(world, words):
     assert ours.capture.start["argv"][1:] == list(ARGUMENTS)
 
 
+@pytest.mark.long
 def test_the_installed_command_and_safe_path(world):
     """What stands at ``sys.path[0]`` differs: the folder of the command, the current one, nothing."""
     command = Path(sys.executable).with_name("narrowcast")
@@ -177,6 +178,7 @@ def test_a_script_ends_as_it_does_in_a_plain_run(workshop, how):
         assert ours.capture.end["exit_code"] == plain.code
 
 
+@pytest.mark.long
 def test_errors_before_the_first_line_of_a_module_are_the_scripts(workshop):
     """What a package raises as it is imported is neither wrong use nor narrowcast's."""
     workshop.write("package/__init__.py", "def fails():\n    raise RuntimeError('not today')\n\nfails()\n")
@@ -186,6 +188,7 @@ def test_errors_before_the_first_line_of_a_module_are_the_scripts(workshop):
     assert (ours.code, ours.stderr.splitlines()) == (plain.code, without_runpy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_ends_it_as_it_ends_a_plain_run(workshop, number):
     workshop.write(

@@ -111,6 +111,7 @@ def test_forked_children_leave_the_capture_and_the_block_to_their_parent(worksho
     assert ours.capture.end["steps"] == 1
 
 
+@pytest.mark.long
 def test_spawned_children_import_the_script_again(workshop):
     workshop.write(
         "spawns.py",
@@ -156,6 +157,7 @@ def test_spawned_children_import_the_script_again(workshop):
     assert ours.capture.end["steps"] == 1
 
 
+@pytest.mark.long
 def test_a_killed_run_leaves_a_capture_that_can_be_read(workshop):
     workshop.write("trains.py", NETWORK, "train(10**9)\n")
     process = workshop.start(
@@ -196,6 +198,7 @@ def test_a_killed_run_leaves_a_capture_that_can_be_read(workshop):
     assert totals["wall_s"] > 0
 
 
+@pytest.mark.long
 def test_a_run_folder_that_is_named_twice_does_not_mix_two_runs(workshop):
     workshop.write("trains.py", NETWORK, "train(int(sys.argv[1]))\n")
     folder = workshop.folder / "kept"

@@ -5,13 +5,16 @@ import importlib.util
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import sklearn.datasets  # noqa: F401 - it sets variables of the environment as it is imported
 import torch
 
 from child_processes import finished
@@ -22,13 +25,40 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(
     script: str, *options: str, folder: Path, processes: int = 1, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``examples/SCRIPT`` with ``folder`` as current folder; as several processes by torchrun."""
+    """Run ``examples/SCRIPT`` with ``folder`` as current folder; as several processes by torchrun.
+
+    One that needs no process of its own runs in this one, for to import torch and matplotlib takes seconds.
+    """
     command = [sys.executable, "-W", "error", str(EXAMPLES / script), *options]
     if processes > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
         command = [*launcher, "--nproc-per-node", str(processes), *command]
         environment = {"OMP_NUM_THREADS": "1", **environment}  # else torchrun sets it, and says so
+    elif "--processes" not in options and "PYTHONPATH" not in environment:
+        return _ended_here(script, options, folder, environment)
     return _ended(command, folder, environment)
+
+
+def _ended_here(
+    script: str, options: Sequence[str], folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    path, code = EXAMPLES / script, 0
+    said, complained = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, _own_modules(path.parent):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [str(path), *options])
+        for name in ("NARROWCAST_RUN_DIR", "MPLBACKEND", "DISPLAY"):
+            patch.delenv(name, raising=False)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as ending:
+                code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+                if isinstance(ending.code, str):
+                    sys.stderr.write(f"{ending.code}\n")
+    return subprocess.CompletedProcess([script], code, said.getvalue(), complained.getvalue())
 
 
 def _ended(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -57,16 +87,23 @@ def load(script: str) -> ModuleType:
     path = EXAMPLES / script
     spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    before = set(sys.modules)
-    sys.path.insert(0, str(path.parent))
-    try:
+    with _own_modules(path.parent):
         spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
-        for name in set(sys.modules) - before:
-            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(path.parent)):
-                del sys.modules[name]
     return module
+
+
+@contextlib.contextmanager
+def _own_modules(folder: Path) -> Iterator[None]:
+    """What is imported from ``folder`` is forgotten at the end: two examples may each have an ``updates``."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+                del sys.modules[name]
 
 
 def refused(script: str, *options: str) -> str:

@@ -26,6 +26,7 @@ NOT_RUN = {
     "transformers_text.py": "trains for many seconds at its default size",
 }
 RUN = [name for name in SCRIPTS if name not in NOT_RUN]
+WHOLE = "step_by_step.py"
 LAST = re.compile(
     r'if __name__ == "__main__":\n(    #.*\n)*'
     r'    main\(parse_arguments\(\[.*\] if "get_ipython" in globals\(\) else None\)\)\n'
@@ -98,26 +99,27 @@ def test_what_is_not_run_is_there_and_has_a_reason():
     assert len(RUN) >= 5
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """The quick ones, and one that is broken on purpose: it takes the kernel's arguments for its own."""
-    scripts = [notebook(name) for name in RUN]
-    title, place, cells = notebook("step_by_step.py", "broken", without_last=True)
-    scripts.append((title, place, [*cells, BROKEN]))
+@pytest.fixture(scope="session")
+def notebooks(tmp_path_factory):
+    """All up to their last cell, one whole, and one that takes the arguments of the kernel for its own."""
+    scripts = [notebook(name, without_last=True) for name in SCRIPTS if name != WHOLE]
+    title, place, cells = notebook(WHOLE, "broken", without_last=True)
+    scripts += [notebook(WHOLE), (title, place, [*cells, BROKEN])]
     return as_notebooks(scripts, tmp_path_factory.mktemp("notebooks"))
 
 
-def test_the_quick_ones_run_from_their_first_cell_to_their_last(quick):
-    results, printed = quick
-    assert {name: results[name] for name in RUN} == dict.fromkeys(RUN, "ran")
+def test_every_cell_before_the_last_runs_and_prints_nothing(notebooks):
+    results, printed = notebooks
+    assert {name: results[name] for name in SCRIPTS} == dict.fromkeys(SCRIPTS, "ran")
+    assert {name for name in SCRIPTS if printed[name]} == {WHOLE}
+
+
+def test_arguments_of_a_kernel_are_not_the_examples(notebooks):
+    assert "SystemExit: 2" in notebooks[0]["broken"]
+
+
+@pytest.mark.long
+def test_the_quick_ones_run_from_their_first_cell_to_their_last(tmp_path):
+    results, printed = as_notebooks([notebook(name) for name in RUN], tmp_path)
+    assert results == dict.fromkeys(RUN, "ran")
     assert all(printed[name] for name in RUN)
-
-
-def test_arguments_of_a_kernel_are_not_the_examples(quick):
-    assert "SystemExit: 2" in quick[0]["broken"]
-
-
-def test_the_others_run_up_to_their_last_cell(tmp_path):
-    results, printed = as_notebooks([notebook(name, without_last=True) for name in NOT_RUN], tmp_path)
-    assert results == dict.fromkeys(NOT_RUN, "ran")
-    assert not any(printed.values())

@@ -4,7 +4,6 @@ import math
 import re
 
 import pytest
-import sklearn.datasets  # noqa: F401 - it sets variables of the environment as it is imported
 from example_runs import load, refused, run, succeeded
 from matplotlib.image import imread
 

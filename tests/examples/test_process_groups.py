@@ -66,6 +66,7 @@ def watched(tmp_path):
 ENDS_WELL = [{"models": 0, "threads": []}] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", OPTIONS)
 def test_examples_end_well(script, tmp_path, watched):
     environment, seen = watched
@@ -78,6 +79,7 @@ def test_every_example_of_several_ranks_is_here():
     assert {path.relative_to(EXAMPLES).as_posix() for path in scripts} == set(OPTIONS)
 
 
+@pytest.mark.long
 def test_the_script_of_the_page_ends_well(tmp_path, watched):
     page = (EXAMPLES.parent / "docs" / "several-gpus.md").read_text(encoding="utf-8")
     (script,) = re.findall(r'```python title="train_ddp.py"\n(.*?)```', page, re.DOTALL)

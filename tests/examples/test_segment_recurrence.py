@@ -91,6 +91,7 @@ def run_there(folder, processes, *options):
     return succeeded(run(MAIN, *SMALL, *options, folder=folder.parent, processes=processes, **there))
 
 
+@pytest.mark.long
 def test_a_new_process_goes_on_to_the_bit(recurrence, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir(), parts.mkdir()
@@ -102,6 +103,7 @@ def test_a_new_process_goes_on_to_the_bit(recurrence, tmp_path):
     assert_same(states(recurrence, parts, 1, *WAYS[4]), states(recurrence, whole, 1, *WAYS[4]))
 
 
+@pytest.mark.long
 def test_two_ranks_go_on_to_the_bit_with_random_numbers_of_their_own(recurrence, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     said = run_there(whole, 2, *WAYS[3], *WHOLE)
@@ -119,6 +121,7 @@ def bits(line, what):
     return float(found[1])
 
 
+@pytest.mark.long
 def test_it_learns_and_its_memory_helps(tmp_path):
     options = ("--characters", "40000", "--steps", "200", "--length", "16", "--memory", "48")
     lines = succeeded(run(MAIN, *options, "--device", "cpu", folder=tmp_path, OMP_NUM_THREADS="1"))
@@ -150,6 +153,7 @@ def test_a_segment_with_its_memory_is_read_as_the_end_of_a_longer_one(recurrence
     assert not torch.allclose(model(characters[:, 8:], nothing)[0], second, atol=1e-3)
 
 
+@pytest.mark.long
 def test_doctor_sees_no_line_that_reads_back_in_every_step(tmp_path):
     found = doctor(MAIN, *SMALL, "--log-every", "5", "--steps", "60", "--amp", "none", folder=tmp_path)
     assert found["problem"] is None

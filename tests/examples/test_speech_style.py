@@ -96,6 +96,7 @@ def run_there(folder, processes, *options):
     return succeeded(run(MAIN, *SMALL, *options, folder=folder.parent, processes=processes, **there))
 
 
+@pytest.mark.long
 def test_a_new_process_goes_on_to_the_bit(speech, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir(), parts.mkdir()
@@ -107,6 +108,7 @@ def test_a_new_process_goes_on_to_the_bit(speech, tmp_path):
     assert_same(states(speech, parts, 1, *WAYS[4]), states(speech, whole, 1, *WAYS[4]))
 
 
+@pytest.mark.long
 def test_two_ranks_go_on_to_the_bit_with_random_numbers_of_their_own(speech, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     said = run_there(whole, 2, *WAYS[5], *WHOLE)
@@ -118,6 +120,7 @@ def test_two_ranks_go_on_to_the_bit_with_random_numbers_of_their_own(speech, tmp
     assert_same(states(speech, parts, 2, *WAYS[5]), states(speech, whole, 2, *WAYS[5]))
 
 
+@pytest.mark.long
 def test_it_learns_to_read_along_and_draws_it(tmp_path):
     options = ("--steps", "120", "--width", "32", "--batch-size", "16", "--device", "cpu")
     lines = succeeded(run(MAIN, *options, folder=tmp_path, OMP_NUM_THREADS="1"))
@@ -133,6 +136,7 @@ def test_it_learns_to_read_along_and_draws_it(tmp_path):
     assert (tmp_path / "speech_style.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.long
 def test_doctor_sees_no_line_that_reads_back_in_every_step(tmp_path):
     found = doctor(MAIN, *SMALL, "--steps", "60", "--amp", "none", folder=tmp_path)
     assert found["problem"] is None

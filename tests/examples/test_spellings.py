@@ -147,23 +147,30 @@ def test_data_parallel_says_where_there_is_no_gpu(printed):
     ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "started_by", "world"),
-    [("bf16", "itself", 2), ("fp16", "torchrun", 2), ("fp16", "nobody", 1)],
-)
-def test_all_ranks_skip_and_hold_the_same(policy, started_by, world, tmp_path):
-    options = ("--policy", policy, *OPTIONS)
-    if started_by == "torchrun":
-        done = run("ddp.py", *options, folder=tmp_path, processes=world)
-    else:
-        done = run("ddp.py", *options, "--processes", str(world), folder=tmp_path)
-    lines = succeeded(done)
+@pytest.fixture(scope="session")
+def by_torchrun(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    return succeeded(run("ddp.py", "--policy", "fp16", *OPTIONS, folder=folder, processes=2))
+
+
+def assert_ranks_agree(lines, policy, world):
     found = assert_alike(lines, "ddp.py", policy)
     assert skips(found, "skipped") == [[["step 7"]] * 2] * 2
     assert lines[0] == f"{world} processes, policy {policy}, 20 steps"
     of_ranks = [line for line in lines if "ranks" in line]
     said = "ranks hold the same weights and skipped the same steps"
     assert of_ranks == [f"drop-in: {said}", f"nc.Stepper: {said}"] * 2
+
+
+def test_all_ranks_skip_and_hold_the_same(by_torchrun):
+    assert_ranks_agree(by_torchrun, "fp16", 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("policy", "world"), [("bf16", 2), ("fp16", 1)])
+def test_ranks_started_by_the_script_agree(policy, world, tmp_path):
+    options = ("--policy", policy, *OPTIONS, "--processes", str(world))
+    assert_ranks_agree(succeeded(run("ddp.py", *options, folder=tmp_path)), policy, world)
 
 
 @pytest.mark.gpu

@@ -70,6 +70,7 @@ def test_trains_under_run_and_passes_the_certificate_of_compare(script, tmp_path
         assert re.fullmatch(LAST_LINE[script], ran["last_line"])
 
 
+@pytest.mark.long
 def test_text_learns_more_than_the_frequencies_of_its_bytes(tmp_path, offline):
     options = "--steps 120 --hidden 64 --layers 1 --length 64 --batch-size 16 --device cpu"
     done = run("transformers_text.py", *options.split(), folder=tmp_path, **offline)
@@ -80,6 +81,7 @@ def test_text_learns_more_than_the_frequencies_of_its_bytes(tmp_path, offline):
     assert list(tmp_path.glob("*.*")) == []
 
 
+@pytest.mark.long
 def test_digits_learns_to_read(tmp_path, offline):
     options = "--epochs 6 --hidden 48 --layers 2 --device cpu"
     done = run("transformers_digits.py", *options.split(), folder=tmp_path, **offline)
@@ -102,6 +104,7 @@ for options in sys.argv[2:]:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "messages"),
     [
@@ -130,7 +133,9 @@ def test_refuses_what_it_cannot_run(script, messages, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("script", SMALL)
+@pytest.mark.parametrize(
+    "script", [pytest.param(s, marks=[pytest.mark.long] * n) for n, s in enumerate(SMALL)]
+)
 def test_says_in_one_line_that_transformers_is_missing(script, tmp_path):
     without = (
         f"import sys, runpy; sys.modules['transformers'] = None; runpy.run_path({str(EXAMPLES / script)!r})"
