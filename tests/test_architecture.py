@@ -163,7 +163,7 @@ def test_rooms_without_torch_do_not_import_it(room):
 
 def test_the_library_does_not_import_what_only_the_command_needs():
     loaded = modules_after("import narrowcast as nc; nc.autocast; nc.Policy; nc.certify")
-    assert not {"typer", "rich", "jinja2", "plotly"} & loaded
+    assert not {"typer", "rich", "jinja2"} & loaded
 
 
 def lines_of(path: Path) -> int:

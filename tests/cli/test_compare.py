@@ -201,8 +201,8 @@ def test_talk_is_on_stderr_and_says_what_nobody_could_tell(trained, kept):
     assert trained.stderr.splitlines() == [
         "narrowcast: note: --policy went to trains.py; before the name of the script it would be for "
         "narrowcast",
-        f"narrowcast: the page of this comparison: {kept / 'report.html'}",
-        "narrowcast: warning: cannot tell from the losses: 1 seed cannot tell what other seeds change: use "
+        f"narrowcast: report: {kept / 'report.html'}",
+        "narrowcast: warning: cannot tell from the losses: 1 seed cannot show what other seeds change: use "
         "--repeats 3 or more",
     ]
 
@@ -229,7 +229,7 @@ def test_the_table_shows_what_the_script_wrote_as_it_is(trained, shared_workshop
     assert shown.code == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert max(map(len, lines)) <= 79
-    assert ["FP32", "mixed,", "bf16", "mixed", "is"] in [line.split() for line in lines]
+    assert ["FP32", "mixed,", "bf16", "change"] in [line.split() for line in lines]
     assert [line for line in lines if "[red]" in line] == [
         "  FP32   [red]step[/red] 10",
         "  mixed  [red]step[/red] 10",
@@ -372,7 +372,7 @@ def compared(workshop, monkeypatch, capsys):
 
         monkeypatch.setattr("narrowcast.verify.compare", compare)
         code = main(["compare", "--policy", "bf16", "--run-dir", "made", *words, "trains.py"])
-        return code, [line for line in capsys.readouterr().err.splitlines() if "the page" not in line]
+        return code, [line for line in capsys.readouterr().err.splitlines() if "report: " not in line]
 
     return end
 

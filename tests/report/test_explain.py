@@ -8,7 +8,7 @@ import pytest
 from narrowcast.errors import FileError
 from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.report import explain_text, write_page
-from narrowcast.report._provenance import when
+from narrowcast.report._text import when
 
 TEXT = """\
 train.py --epochs 3: bf16 on cuda, by the policy bf16

@@ -41,7 +41,7 @@ def folders(tmp_path):
 
 
 def reasons(found):
-    return {pair.name: [picture.left_out for picture in pair.pictures] for pair in found.pairs}
+    return {name: [picture.left_out for picture in pair] for name, pair in found.pairs}
 
 
 def test_pictures_of_one_name_stand_side_by_side(folders, tmp_path):
@@ -51,8 +51,8 @@ def test_pictures_of_one_name_stand_side_by_side(folders, tmp_path):
     made_captures.picture(folders[1][1] / "only.png")
     (folders[0][1] / "capture.jsonl").write_text("")
     found = pictures(folders, tmp_path / "in")
-    assert [pair.name for pair in found.pairs] == ["a.PNG", os.path.join("deep", "b.png"), "only.png"]
-    left, right = found.pairs[0].pictures
+    assert [name for name, _ in found.pairs] == ["a.PNG", os.path.join("deep", "b.png"), "only.png"]
+    left, right = found.pairs[0][1]
     assert (left.run, right.run, left.left_out) == ("FP32", "mixed", None)
     assert base64.b64decode(left.uri.partition(",")[2]) == (folders[0][1] / "a.PNG").read_bytes()
     assert left.uri != right.uri
@@ -86,8 +86,8 @@ def test_what_is_no_picture_or_too_large_is_left_out_with_a_word(folders, tmp_pa
     (folder / "locked.svg").write_bytes(SVG)
     found = reasons(pictures(folders[:1], tmp_path / "in"))
     assert found == {
-        "empty.jpg": ["its content is none of a picture"],
-        "html.png": ["its content is none of a picture"],
+        "empty.jpg": ["its content is not a picture"],
+        "html.png": ["its content is not a picture"],
         "large.png": ["larger than 2 MiB"],
         "locked.svg": [None],
     }
@@ -99,10 +99,10 @@ def test_a_page_has_room_for_so_many(folders, tmp_path):
         (folder / f"{number:03}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(2**20))
     found = pictures(folders[:1], tmp_path / "in")
     assert (len(found.pairs), found.more) == (60, 40)
-    kept = [picture.uri for pair in found.pairs for picture in pair.pictures if picture.uri]
+    kept = [picture.uri for _, pair in found.pairs for picture in pair if picture.uri]
     assert len(kept) >= 3
     assert sum(map(len, kept)) < 7 * 2**20
-    assert found.pairs[-1].pictures[0].left_out == "the page has no room left for it"
+    assert found.pairs[-1][1][0].left_out == "the page has no room left for it"
 
 
 def test_a_folder_that_is_not_there_has_none(tmp_path):

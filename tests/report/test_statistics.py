@@ -206,7 +206,7 @@ def test_seeds_without_a_difference_fail_in_one_of_forty():
     assert 0.015 < failed / 4000 < 0.035
 
 
-TOO_FEW = "cannot tell what other seeds change: use --repeats 3 or more"
+TOO_FEW = "cannot show what other seeds change: use --repeats 3 or more"
 BRANCHES = {
     "nothing": ([], None, None, "cannot tell", "no loss was seen in both formats"),
     "one seed": ([(1.0, 1.5)], 0.5, None, "cannot tell", f"1 seed {TOO_FEW}"),

@@ -8,10 +8,9 @@ import made_captures
 import pytest
 
 from narrowcast.observe.capture import read_comparison
-from narrowcast.report import empty_summary, summary
-from narrowcast.report._rows import checks
-from narrowcast.report._run_summary import run_summary
+from narrowcast.report import empty_summary, run_summary, summary
 from narrowcast.report._statistics import median_of_runs
+from narrowcast.report._table import checks
 
 SITE = "train.py:41"
 
@@ -211,7 +210,7 @@ def test_runs_of_one_seed_count_once_by_their_mean(tmp_path):
     path.write_text(path.read_text().replace('"seed": 1', '"seed": 0'))
     found = summary(read_comparison(folder))
     assert found["fp32"]["final_loss"] == {SITE: 1.5}
-    assert found["loss"]["reason"].startswith("1 seed cannot tell")
+    assert found["loss"]["reason"].startswith("1 seed cannot show")
 
 
 def test_a_call_site_that_only_some_seeds_reach_is_judged_on_those(tmp_path):
@@ -304,7 +303,7 @@ def test_mixed_precision_that_takes_no_step_where_fp32_does_fails(tmp_path, fp32
     found = summed(tmp_path, *(seeds(*side) for side in sides), made_captures.certificate())
     assert (found["verdict"], found["certificate"]["verdict"]) == (verdict, "pass")
     said = [check.reason for check in checks(found) if check.verdict == "fail"]
-    assert said == ["every step in mixed precision was skipped, so nothing was trained"] * (verdict == "fail")
+    assert said == ["mixed precision skipped every step, so nothing was trained"] * (verdict == "fail")
 
 
 def test_a_run_killed_while_its_loss_scale_fell_does_not_fail(tmp_path):
@@ -401,7 +400,7 @@ def test_a_run_that_ended_without_saying_so_is_doubted_and_counted_from_its_step
     found = twice(tmp_path, run([None, 0.1], [1.0], ended=False), run([None, 0.1], [1.0]))
     assert (found["fp32"]["steps"], found["mixed"]["steps"]) == (2, 2)
     assert found["notes"] == [
-        "fp32-0 left a capture without its end, as after os._exit: what it did last may be missing"
+        "fp32-0 left a capture without its end, as after os._exit: its last events may be missing"
     ]
     assert found["reasons"]["fp32.peak_resident_bytes"] == "the run was cut short"
     assert found["versions"] == made_captures.VERSIONS

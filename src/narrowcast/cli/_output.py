@@ -1,21 +1,30 @@
-"""What a verb says: the answer on stdout, everything else on stderr."""
+"""What a verb prints: results on stdout; messages and progress on stderr."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import sys
 import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
 
 NOT_WRITTEN = 2
-"""Exit code where the answer could not be written."""
+"""Exit code where the result could not be written."""
+
+_SILENT_S = 2.0
 
 
 def show(text: str) -> bool:
-    """Print ``text``; with hyphens for lines, and a sign for all else, that stdout's encoding lacks.
+    """Print ``text`` on stdout; lines become hyphens, other characters "?", where its encoding lacks them.
 
-    Returns whether it was written, with a line on stderr where not. Whoever read it may have gone, as
-    ``head`` does: then nothing is wrong.
+    Returns whether it was written; if not, a message on stderr says why. A reader that closed the pipe, as
+    ``head`` does, is not an error.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -25,7 +34,7 @@ def show(text: str) -> bool:
     try:
         print(text, flush=True)  # noqa: T201
     except OSError as error:
-        # Python flushes once more as it ends, and would complain again.
+        # Python flushes once more at exit, and would report the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             talk(f"cannot write to stdout: {error.strerror}")
@@ -33,23 +42,54 @@ def show(text: str) -> bool:
     return True
 
 
+def show_json(value: Any) -> bool:
+    """Print ``value`` as JSON on stdout; returns whether it was written."""
+    return show(json.dumps(value, indent=2, allow_nan=False))
+
+
 def talk(text: str) -> None:
-    """A sentence on stderr, for a person; what follows its first line is shown as it is."""
-    first, newline, rest = text.partition("\n")
-    print(f"{_wrapped(f'narrowcast: {first}')}{newline}{rest}", file=sys.stderr)  # noqa: T201
+    """Print a message on stderr, wrapped to the terminal; only its first line, the rest stays as it is.
 
-
-def _wrapped(line: str) -> str:
-    """``line`` in the terminal's width, further lines indented; paths and other words stay whole.
-
-    80 columns where there is no terminal; ``COLUMNS`` says otherwise, as for every command.
+    80 columns where there is no terminal; ``COLUMNS`` overrides both. Paths and other words stay whole.
     """
-    return "\n".join(
-        textwrap.wrap(
-            line,
-            shutil.get_terminal_size((80, 24)).columns,
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+    first, newline, rest = text.partition("\n")
+    lines = textwrap.wrap(
+        f"narrowcast: {first}",
+        shutil.get_terminal_size((80, 24)).columns,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    said = "\n".join(lines)
+    print(f"{said}{newline}{rest}", file=sys.stderr)  # noqa: T201
+
+
+@contextmanager
+def shown_progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a line of progress on a terminal, once two seconds have passed.
+
+    SIGTERM, as ``timeout`` sends it, ends the block as Control-C does, and with it the processes it started.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from narrowcast.report import printable
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    console, start = Console(stderr=True), time.monotonic()
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
+        status = console.status("")
+        shown = False
+
+        def progress(text: str) -> None:
+            nonlocal shown
+            if time.monotonic() - start > _SILENT_S and console.is_terminal:
+                status.update(Text(printable(text)[: console.width - 4]))
+                if not shown:
+                    shown = True
+                    stack.enter_context(status)
+
+        yield progress

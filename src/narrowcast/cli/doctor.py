@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from narrowcast.cli._output import NOT_WRITTEN, show, talk
-from narrowcast.cli._progress import shown_progress
-from narrowcast.cli._signals import ended_by_signals
+from narrowcast.cli._output import NOT_WRITTEN, show, shown_progress, talk
 from narrowcast.cli.run import (
     CacheDirOption,
     JsonOption,
@@ -110,7 +108,7 @@ def _diagnose(
     name = f"doctor-{Path(asked['target'][0]).stem}"
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     try:
-        with shown_progress() as progress, ended_by_signals():
+        with shown_progress() as progress:
             found = diagnose(DiagnosisSettings(**asked, folder=folder), examined["rates"], progress=progress)
     except ScriptError as error:
         talk(str(error))

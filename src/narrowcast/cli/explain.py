@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from narrowcast.cli._output import NOT_WRITTEN, show, talk
-from narrowcast.cli._progress import shown_progress
-from narrowcast.cli._signals import ended_by_signals
+from narrowcast.cli._output import NOT_WRITTEN, show, shown_progress, talk
 from narrowcast.cli.run import (
     FOR_SCRIPTS,
     CacheDirOption,
@@ -158,7 +156,7 @@ class _Asked:
             steps=self.steps,
             folder=self.folder if name is None else self.folder / name,
         )
-        with shown_progress() as progress, ended_by_signals():
+        with shown_progress() as progress:
             return explain_script(settings, progress=progress)
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from narrowcast.cli._output import NOT_WRITTEN, show, talk
-from narrowcast.cli._progress import shown_progress
+from narrowcast.cli._output import NOT_WRITTEN, show, shown_progress, talk
 from narrowcast.cli.run import JsonOption
 
 if TYPE_CHECKING:

@@ -1,20 +1,19 @@
-"""What a person reads, made from captures alone; nothing here imports torch."""
+"""Tables, sentences and pages as pure functions of captures; nothing here imports torch."""
 
-from narrowcast.report._comparison import comparison_table
 from narrowcast.report._doctor import doctor_text
 from narrowcast.report._doctor_script import diagnosis_text
 from narrowcast.report._doctor_script_advice import conclusion
 from narrowcast.report._explain import check_text, explain_text, policies_text
 from narrowcast.report._explain_differences import decided_sites, differences, differences_text
 from narrowcast.report._explain_lock import Lock, facts_changed, lock_of, read_lock, write_lock
-from narrowcast.report._files import explanation_of, find_capture, page_beside, page_of, save_page, write_page
+from narrowcast.report._files import PAGE, explanation_of, find_capture, save_page, write_page
 from narrowcast.report._page import comparison_page, run_page
-from narrowcast.report._printable import printable
-from narrowcast.report._run_block import run_block
-from narrowcast.report._run_summary import run_summary
-from narrowcast.report._summary import empty_summary, summary
+from narrowcast.report._summary import empty_summary, run_summary, summary
+from narrowcast.report._table import comparison_table, run_block
+from narrowcast.report._text import printable
 
 __all__ = [
+    "PAGE",
     "Lock",
     "check_text",
     "comparison_page",
@@ -31,8 +30,6 @@ __all__ = [
     "facts_changed",
     "find_capture",
     "lock_of",
-    "page_beside",
-    "page_of",
     "policies_text",
     "printable",
     "read_lock",

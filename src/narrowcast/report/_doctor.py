@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from narrowcast.report._doctor_advice import KINDS, NOISY, advice, shape_text, spread, two_digits
-from narrowcast.report._printable import printable
+from narrowcast.report._text import printable
 
 _WIDTH = 79
 _INDENT = 10

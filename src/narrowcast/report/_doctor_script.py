@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowcast.report._doctor_advice import two_digits
 from narrowcast.report._doctor_script_advice import conclusion, count_text, seconds, size_text, waiting_reads
-from narrowcast.report._printable import printable
+from narrowcast.report._text import printable
 
 _WIDTH = 79
 _MOST_READS = 4

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrowcast.report._doctor_advice import NOISY, two_digits
-from narrowcast.report._printable import printable
+from narrowcast.report._text import printable
 
 # Shares of a step from which on a part is worth a sentence.
 _MUCH = 0.15

@@ -8,7 +8,7 @@ from typing import Any
 from narrowcast.observe.explanation import count_text, explained_lines, percent, size_text, wrapped
 from narrowcast.report._explain_differences import Difference, differences_text
 from narrowcast.report._explain_lock import Lock, facts_changed
-from narrowcast.report._printable import printable
+from narrowcast.report._text import printable
 
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 

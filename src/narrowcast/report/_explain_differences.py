@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowcast.observe.explanation import has_several_models, place_name
-from narrowcast.report._printable import printable
+from narrowcast.report._text import printable
 
 _WIDTH = 79
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")

@@ -16,7 +16,7 @@ from typing import Any
 
 from narrowcast.errors import FileError
 from narrowcast.report._explain_differences import Decided, decided_sites
-from narrowcast.report._printable import printable
+from narrowcast.report._text import printable
 
 VERSION = 1
 _HEAD = "# What ran in which format: narrowcast explain --lock wrote it, --check compares.\n"

@@ -22,8 +22,7 @@ from narrowcast.observe.explanation import (
     rules_of,
     size_text,
 )
-from narrowcast.report._provenance import when
-from narrowcast.report._rows import shortened
+from narrowcast.report._text import shortened, when
 
 _MOST_SITES = 3_000
 _MOST_LISTED = 40

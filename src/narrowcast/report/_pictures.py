@@ -1,4 +1,4 @@
-"""Pictures that a script saved in its run's folder, checked and ready to stand inside a page."""
+"""Pictures that a script saved in its run's folder, checked and inlined into a page."""
 
 from __future__ import annotations
 
@@ -15,98 +15,77 @@ _LARGEST_TOGETHER_BYTES = 9 * 2**19
 _MOST = 60
 _DEEPEST = 3
 _MOST_FILES = 5_000
+_TYPES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One picture of one run.
-
-    Attributes:
-        run: name of the run.
-        uri: the picture itself as a ``data:`` address; None: it was left out.
-        left_out: why, in a few words; None: it is there.
-    """
+    """One picture of one run: its ``data:`` address, or why it was left out."""
 
     run: str
-    uri: str | None
-    left_out: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """The pictures with one name, of one FP32 and one mixed run; of a single run, one of them."""
-
-    name: str
-    pictures: tuple[Picture, ...]
+    uri: str | None = None
+    left_out: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """What a page shows.
+    """Pictures by name, one of each run; ``more`` names do not fit in a page."""
 
-    Attributes:
-        pairs: by name.
-        more: how many names were not shown, since a page has room for so many.
-    """
-
-    pairs: tuple[Pair, ...]
+    pairs: tuple[tuple[str, tuple[Picture, ...]], ...]
     more: int
 
 
 def pictures(runs: Sequence[tuple[str, Path]], within: Path) -> Pictures:
-    """Pictures of ``runs`` (each a name and a folder) side by side by their names.
+    """Read pictures of ``runs`` (each a name and a folder), side by side by their names.
 
-    Only files that are what their first bytes say, and never through a symbolic link or out of ``within``.
+    Only files whose first bytes are those of a picture, and never through a symbolic link or outside of
+    ``within``.
     """
-    root = within.resolve()
+    root, left_bytes = within.resolve(), _LARGEST_TOGETHER_BYTES
     found: dict[str, dict[str, Path]] = {}
     for run, folder in runs:
-        # Its own name may be a link that leads away.
+        # The folder itself may be a link that leads away.
         if folder.is_symlink() or not folder.resolve().is_relative_to(root):
             continue
         for path in _files(folder, _DEEPEST):
             found.setdefault(str(path.relative_to(folder)), {})[run] = path
-    names = sorted(found)
-    room = _Room()
-    pairs = [
-        Pair(name=name, pictures=tuple(room.take(run, found[name].get(run)) for run, _ in runs))
-        for name in names[:_MOST]
-    ]
-    return Pictures(pairs=tuple(pairs), more=max(0, len(names) - _MOST))
+    pairs = []
+    for name in sorted(found)[:_MOST]:
+        pair = []
+        for run, _ in runs:
+            data, problem = _content(found[name].get(run), left_bytes)
+            left_bytes -= len(data)
+            uri = f"data:{kind_of(data)};base64,{base64.b64encode(data).decode()}" if data else None
+            pair.append(Picture(run=run, uri=uri, left_out=problem))
+        pairs.append((name, tuple(pair)))
+    return Pictures(pairs=tuple(pairs), more=max(0, len(found) - _MOST))
 
 
-class _Room:
-    """What is left of a page's room for pictures."""
-
-    def __init__(self) -> None:
-        self._left_bytes = _LARGEST_TOGETHER_BYTES
-
-    def take(self, run: str, path: Path | None) -> Picture:
-        if path is None:
-            return Picture(run=run, uri=None, left_out="this run saved none of this name")
-        try:
-            data = _content(path)
-        except OSError as error:
-            return Picture(run=run, uri=None, left_out=f"it cannot be read: {error.strerror}")
-        if data is None:
-            return Picture(run=run, uri=None, left_out=f"larger than {_LARGEST_BYTES // 2**20} MiB")
-        kind = kind_of(data)
-        if kind is None:
-            return Picture(run=run, uri=None, left_out="its content is none of a picture")
-        if len(data) > self._left_bytes:
-            return Picture(run=run, uri=None, left_out="the page has no room left for it")
-        self._left_bytes -= len(data)
-        return Picture(run=run, uri=f"data:{kind};base64,{base64.b64encode(data).decode()}", left_out=None)
+def _content(path: Path | None, most_bytes: int) -> tuple[bytes, str | None]:
+    """The content of a picture; empty, with the reason, where it is left out."""
+    if path is None:
+        return b"", "this run saved none of this name"
+    try:
+        # A link that replaced the file since it was found is refused.
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with open(os.open(path, flags), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return b"", "it is not a file"
+            data = file.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        return b"", f"it cannot be read: {error.strerror}"
+    if len(data) > _LARGEST_BYTES:
+        return b"", f"larger than {_LARGEST_BYTES // 2**20} MiB"
+    if kind_of(data) is None:
+        return b"", "its content is not a picture"
+    return (b"", "the page has no room left for it") if len(data) > most_bytes else (data, None)
 
 
 def kind_of(data: bytes) -> str | None:
-    """The media type that the first bytes tell; None for all that is no picture."""
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "image/png"
-    if data.startswith(b"\xff\xd8\xff"):
-        return "image/jpeg"
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        return "image/gif"
+    """Return the media type by the first bytes; None if it is not a picture."""
+    for start, kind in _TYPES.items():
+        if data.startswith(start):
+            return kind
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     head = data[:4096].lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -116,7 +95,7 @@ def kind_of(data: bytes) -> str | None:
 
 
 def _files(folder: Path, deepest: int) -> Iterator[Path]:
-    """Files that are called like pictures; links are passed over, and so is what cannot be read."""
+    """Files named like pictures, without links and folders that cannot be read."""
     try:
         with os.scandir(folder) as scanned:
             entries = sorted((entry for entry, _ in zip(scanned, range(_MOST_FILES), strict=False)), key=str)
@@ -127,13 +106,3 @@ def _files(folder: Path, deepest: int) -> Iterator[Path]:
             yield from _files(folder / entry.name, deepest - 1)
         elif entry.is_file(follow_symlinks=False) and Path(entry.name).suffix.lower() in _ENDINGS:
             yield folder / entry.name
-
-
-def _content(path: Path) -> bytes | None:
-    """What is in the file; None where that is too much. A link that took its place meanwhile is refused."""
-    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    with open(opened, "rb") as file:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(0, "it is no file")
-        return None if found.st_size > _LARGEST_BYTES else file.read(_LARGEST_BYTES)

@@ -1,19 +1,23 @@
-"""Medians of times with an interval, and what a loss may differ by."""
+"""Medians of times with an interval, what a loss may differ by, and reasons to doubt a comparison."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from narrowcast.observe.capture import TimedRun
 
 WARM_UP_SHARE = 0.1
 """Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen."""
 
 _FEWEST_WITH_WARM_UP = 3
-
 _LAST_SHARE = 0.1
+_TOO_UNEVEN = 4.0
+_MANY_SKIPPED = 0.1
 _NORMAL_975 = 1.959964
 # Student's t, 97.5 %, for 2 to 12 degrees of freedom.
 _STUDENT_975 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
@@ -28,33 +32,33 @@ class Spread:
 
 
 def without_warm_up(times_s: Sequence[float]) -> list[float]:
-    """``times_s`` without the first tenth, at least one; one or two are all kept."""
+    """Leave out the first tenth of ``times_s``, at least one; of one or two all stay."""
     fewest = 1 if len(times_s) >= _FEWEST_WITH_WARM_UP else 0
     return list(times_s[max(fewest, int(len(times_s) * WARM_UP_SHARE)) :])
 
 
 def step_times_s(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    """What each step of a run lasted, warm-up left out; ``steps`` are its ``step`` events.
+    """Durations of the steps of a run, warm-up left out; ``steps`` are its ``step`` events.
 
-    Only those of the optimizer that stepped first: of a GAN, whose two step by turns, each is a whole
-    iteration, and no iteration counts twice.
+    Only steps of the optimizer that stepped first count: in a GAN, whose two optimizers alternate, each of
+    them lasts a whole iteration, and no iteration counts twice.
     """
     intervals = [step["interval_s"] for step in steps if step["optimizer"] == 0]
     return without_warm_up([interval for interval in intervals if interval is not None])
 
 
 def forward_times_s(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
-    """What each outermost call of a run lasted, warm-up left out; ``forwards`` are its ``forward`` events."""
+    """Durations of the outermost calls in a run's ``forward`` events, warm-up left out."""
     return without_warm_up([forward["duration_s"] for forward in forwards])
 
 
 def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
-    """The median over all runs, and an interval that covers each run's own.
+    """Compute the median over all runs, and an interval that covers each run's own.
 
-    A run's own interval is where its median lies with 95 % confidence, from the order of its times alone; of
-    fewer than six it is all of them, which is less sure. It takes a run's steps for independent, which a
-    machine that is busy for a while contradicts; so the interval returned reaches from the lowest to the
-    highest of the runs'.
+    A run's own interval contains its median with 95 % confidence, from the order of its times alone; with
+    fewer than six times it is their whole range, which is less certain. It assumes independent steps, which
+    is wrong on a machine that is busy for a while; so the interval returned reaches from the lowest to the
+    highest of the runs' intervals.
 
     Args:
         runs: of each run its times, warm-up left out.
@@ -78,7 +82,7 @@ def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
 
 
 def final_loss(losses: Sequence[float]) -> float:
-    """Mean of the last tenth, at least one: one minibatch alone says little."""
+    """Mean of the last tenth, at least one value: a single minibatch is too noisy."""
     return mean(losses[-max(1, int(len(losses) * _LAST_SHARE)) :])
 
 
@@ -98,7 +102,7 @@ class LossVerdict:
         difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
         seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
         verdict: ``"pass"``, ``"fail"`` or ``"cannot tell"``.
-        reason: a clause for a person.
+        reason: a clause for the table.
     """
 
     difference: float | None
@@ -110,9 +114,9 @@ class LossVerdict:
 def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     """Judge final losses of one call site, a pair (FP32, mixed) for each seed.
 
-    It passes where the mean difference is at most the spread between seeds, or where mixed is lower. It
-    fails where mixed is higher by more than that and the paired differences leave no doubt (Student's t,
-    97.5 %). Fewer than three seeds, and losses that are not finite in FP32 itself, decide nothing.
+    They pass if the mean difference is at most the spread between seeds, or if mixed is lower. They fail if
+    mixed is higher by more than that and the paired differences leave no doubt (Student's t, 97.5 %). Fewer
+    than three seeds are not enough to tell, nor are losses that are not finite in FP32 itself.
     """
     if not pairs:
         return _cannot_tell(None, None, "no loss was seen in both formats")
@@ -132,7 +136,7 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     if len(pairs) < 3:
         seeds = f"{len(pairs)} seed{'s' * (len(pairs) != 1)}"
         return _cannot_tell(
-            difference, None, f"{seeds} cannot tell what other seeds change: use --repeats 3 or more"
+            difference, None, f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
         )
     spread = _deviation([fp32 for fp32, _ in pairs])
     return _against_spread(differences, difference, spread)
@@ -180,3 +184,64 @@ def _student_975(freedom: int) -> float:
 
 def _cannot_tell(difference: float | None, spread: float | None, reason: str) -> LossVerdict:
     return LossVerdict(difference=difference, seed_spread=spread, verdict="cannot tell", reason=reason)
+
+
+def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun], kind: str | None) -> list[str]:
+    """List reasons to doubt a comparison, each a line for its notes."""
+    runs = [*fp32, *mixed]
+    found = [
+        f"{run.name} left a capture without its end, as after os._exit: its last events may be missing"
+        for run in runs
+        if run.capture.end is None
+    ]
+    tried = sorted({len(run.capture.of("step")) for run in runs})
+    if len(tried) > 1:
+        found.append(
+            f"the runs took different numbers of steps ({tried[0]} to {tried[-1]}), so they did not do the "
+            "same work: does the script resume from what it saved, or stop when it is good enough?"
+        )
+    spread = max((_unevenness(run, kind) for run in runs), default=1.0)
+    if spread > _TOO_UNEVEN:
+        found.append(
+            f"times varied {spread:.0f}-fold within a run (10th to 90th percentile): the machine was busy "
+            "or the steps differ, so do not trust the ratio of their medians"
+        )
+    return [*found, *_many_skipped(mixed), *_not_repeatable(fp32)]
+
+
+def _unevenness(run: TimedRun, kind: str | None) -> float:
+    inference = kind == "inference"
+    capture = run.capture
+    times = forward_times_s(capture.of("forward")) if inference else step_times_s(capture.of("step"))
+    ordered = sorted(times)
+    if len(ordered) < 10:
+        return 1.0
+    tenth = len(ordered) // 10
+    return ordered[-1 - tenth] / max(ordered[tenth], 1e-9)
+
+
+def _many_skipped(runs: Sequence[TimedRun]) -> list[str]:
+    """Skipped steps are quicker than others, and train nothing."""
+    totals = [run.capture.totals() for run in runs]
+    skipped = sum(total["skipped_steps"] for total in totals)
+    tried = skipped + sum(total["steps"] for total in totals)
+    if skipped <= _MANY_SKIPPED * tried:
+        return []
+    return [
+        f"{skipped} of the {tried} steps in mixed precision were skipped, as their gradients overflowed: "
+        "they trained nothing and took less time, so neither losses nor times are those of the same work"
+    ]
+
+
+def _not_repeatable(runs: Sequence[TimedRun]) -> list[str]:
+    """FP32 runs of one seed that differ: differences between the formats contain that difference too."""
+    by_seed: dict[int, list[list[float]]] = defaultdict(list)
+    for run in runs:
+        by_seed[run.seed].append([loss["value"] for loss in run.capture.of("loss")])
+    for same in by_seed.values():
+        if any(str(other) != str(same[0]) for other in same[1:]):
+            return [
+                "two FP32 runs with the same seed had different losses: the script draws random numbers "
+                "that no seed fixes, or runs operations that do not repeat; part of each difference is that"
+            ]
+    return []

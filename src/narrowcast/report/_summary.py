@@ -1,17 +1,18 @@
-"""The numbers of a comparison, from its captures alone: what ``--json`` prints and what a page shows."""
+"""The numbers of a comparison and of a run, from captures alone: ``--json`` prints them, pages show them."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from narrowcast.observe.capture import ComparisonCapture, TimedRun, json_ready
-from narrowcast.report._doubts import doubts
+from narrowcast.observe.capture import Capture, ComparisonCapture, TimedRun, json_ready
 from narrowcast.report._statistics import (
     LossVerdict,
     Spread,
+    doubts,
     final_loss,
     forward_times_s,
     judge_losses,
@@ -21,6 +22,21 @@ from narrowcast.report._statistics import (
 )
 
 _WORST_FIRST = ("fail", "cannot tell", "pass")
+_TOTALS = (
+    "exit_code",
+    "stopped",
+    "aside",
+    "wall_s",
+    "backwards",
+    "forwards",
+    "steps",
+    "skipped_steps",
+    "final_scale",
+    "peak_resident_bytes",
+    "peak_tensor_bytes",
+    "settings",
+    "versions",
+)
 
 
 def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict[str, Any]:
@@ -46,7 +62,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     """
     kind = _kind(comparison.runs)
     fp32, mixed = (_Side(comparison, name, kind) for name in ("fp32", "mixed"))
-    ratio = _Ratio(fp32, mixed, kind)
+    ratio, ratio_reasons = _ratio(fp32, mixed, kind)
     certificate = _certificate(comparison, kind)
     output = _output(comparison, kind)
     loss = _loss(fp32, mixed, kind)
@@ -54,14 +70,14 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     result = {
         "fp32": fp32.numbers,
         "mixed": mixed.numbers | {"policy": comparison.own.start["policy"]},
-        "ratio": ratio.numbers,
+        "ratio": ratio,
         **checks,
         "verdict": "fail" if _never_steps(fp32, mixed) else _overall(certificate, output, loss),
         "kind": kind,
         "finished": comparison.finished,
         "report": report,
         "notes": [*_notes(comparison), *doubts(fp32.runs, mixed.runs, kind)],
-        "reasons": {**fp32.reasons, **mixed.reasons, **ratio.reasons, **_why_unchecked(checks, kind)},
+        "reasons": {**fp32.reasons, **mixed.reasons, **ratio_reasons, **_why_unchecked(checks, kind)},
         "seed": comparison.own.start["seed"],
         "folder": str(comparison.folder),
         "settings": mixed.told("settings") or fp32.told("settings"),
@@ -72,26 +88,18 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
 
 
 def empty_summary(reason: str) -> dict[str, Any]:
-    """The same keys where nothing was run, as mixed precision would change nothing; ``reason`` says why."""
-    nothing: dict[str, Any] = {
-        "fp32": None,
-        "mixed": None,
-        "ratio": None,
-        "certificate": None,
-        "output": None,
-        "loss": None,
+    """Return the same keys for a comparison that was not run, since mixed precision would change nothing."""
+    absent = ("fp32", "mixed", "ratio", "certificate", "output", "loss", "kind", "report", "seed", "folder")
+    return {
+        **dict.fromkeys(absent),
         "verdict": "pass",
-        "kind": None,
         "finished": True,
-        "report": None,
         "notes": [],
-        "seed": None,
-        "folder": None,
         "settings": {},
         "versions": {},
         "reason": reason,
+        "reasons": dict.fromkeys(absent, reason),
     }
-    return nothing | {"reasons": {key: reason for key, value in nothing.items() if value is None}}
 
 
 class _Side:
@@ -124,7 +132,7 @@ class _Side:
             "last_line": self.runs[0].last_line if self.runs else None,
             "runs": [run.name for run in self.runs],
         }
-        self._say_what_is_missing(kind)
+        self._explain_missing(kind)
 
     def told(self, key: str) -> dict[str, Any]:
         """What the last run that came to its own end says of ``key``; nothing where none did."""
@@ -144,56 +152,49 @@ class _Side:
         peak: int | None = counted[-1]["peak_tensor_bytes"]
         return peak
 
-    def _say_what_is_missing(self, kind: str | None) -> None:
+    def _explain_missing(self, kind: str | None) -> None:
         numbers = self.numbers
         if not self.runs:
-            for key, value in numbers.items():
-                if value is None:
-                    self._miss(key, "no run of this format came to its end")
+            for key in [key for key, value in numbers.items() if value is None]:
+                self._miss(key, "no run of this format came to its end")
             return
-        if self.step_time is None:
-            none_taken = kind != "training" or not numbers["steps"]
-            why = (
-                "no torch.optim.Optimizer stepped"
-                if none_taken
-                else "it takes two steps of the first optimizer to time one"
-            )
-            self._miss("step_time_s_median", why)
-            self._miss("step_time_s_interval", why)
-        if numbers["forward_time_s_median"] is None:
-            why = "the script trains: see the step time" if kind == "training" else "no module was called"
-            self._miss("forward_time_s_median", why)
-            self._miss("forward_time_s_interval", why)
-        if numbers["final_scale"] is None:
-            self._miss("final_scale", "losses were not scaled")
-        if numbers["format"] is None:
-            self._miss("format", "no module with parameters was called")
-        for key in ("peak_resident_bytes", "wall_s"):
+        no_step = "it takes two steps of the first optimizer to time one"
+        if kind != "training" or not numbers["steps"]:
+            no_step = "no torch.optim.Optimizer stepped"
+        trains = kind == "training"
+        no_call = "the script trains: see the step time" if trains else "no module was called"
+        reasons = {
+            "step_time_s_median": no_step,
+            "step_time_s_interval": no_step,
+            "forward_time_s_median": no_call,
+            "forward_time_s_interval": no_call,
+            "final_scale": "losses were not scaled",
+            "format": "no module with parameters was called",
+            "peak_resident_bytes": "the run was cut short",
+            "wall_s": "the run was cut short",
+        }
+        for key, why in reasons.items():
             if numbers[key] is None:
-                self._miss(key, "the run was cut short")
+                self._miss(key, why)
 
     def _miss(self, key: str, why: str) -> None:
         self.reasons[f"{self.name}.{key}"] = why
 
 
-class _Ratio:
-    """Mixed against FP32."""
-
-    def __init__(self, fp32: _Side, mixed: _Side, kind: str | None) -> None:
-        # The first calls of a script that trains would tell a time that is not its step time.
-        computes = kind == "inference"
-        speed, interval = _speed(
-            *((side.forward_time if computes else side.step_time) for side in (fp32, mixed))
-        )
-        self.reasons: dict[str, str] = {}
-        self.numbers: dict[str, Any] = {"speed": speed, "speed_interval": interval}
-        if speed is None:
-            self.reasons |= dict.fromkeys(("ratio.speed", "ratio.speed_interval"), "a time is missing")
-        for key in ("peak_tensor_bytes", "peak_resident_bytes"):
-            over, under = mixed.numbers[key], fp32.numbers[key]
-            self.numbers[key] = over / under if over is not None and under else None
-            if self.numbers[key] is None:
-                self.reasons[f"ratio.{key}"] = "one of the two is missing"
+def _ratio(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Mixed against FP32, and why numbers are missing."""
+    # The forward calls of a script that trains are not its steps.
+    timed = "forward_time" if kind == "inference" else "step_time"
+    speed, interval = _speed(getattr(fp32, timed), getattr(mixed, timed))
+    numbers: dict[str, Any] = {"speed": speed, "speed_interval": interval}
+    missing = "a time is missing"
+    reasons = {} if speed is not None else {"ratio.speed": missing, "ratio.speed_interval": missing}
+    for key in ("peak_tensor_bytes", "peak_resident_bytes"):
+        over, under = mixed.numbers[key], fp32.numbers[key]
+        numbers[key] = over / under if over is not None and under else None
+        if numbers[key] is None:
+            reasons[f"ratio.{key}"] = "one of the two is missing"
+    return numbers, reasons
 
 
 def _speed(fp32: Spread | None, mixed: Spread | None) -> tuple[float | None, list[float] | None]:
@@ -286,38 +287,28 @@ def _verdict_fields(verdict: LossVerdict) -> dict[str, Any]:
 
 
 def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
-    """What was certified of a script that trains; one that could not be made says why."""
+    """The certificate of a script that trains; one that could not be made has a reason."""
     if kind == "inference":
         return None
-    event = comparison.only("certificate")
-    if event is not None:
-        return {key: value for key, value in event.items() if key != "event"}
-    return {
-        "error_over_noise": None,
-        "relative_error": None,
-        "cosine": None,
-        "worst_parameter": None,
-        "parameters": [],
-        "verdict": "cannot tell",
-        "reason": "no backward was seen in its runs"
-        if comparison.finished
-        else "the comparison ended before the gradients were compared",
-    }
+    numbers = dict.fromkeys(("error_over_noise", "relative_error", "cosine", "worst_parameter"))
+    reason = "the comparison ended before the gradients were compared"
+    if comparison.finished:
+        reason = "no backward was seen in its runs"
+    return _event(comparison, "certificate", numbers | {"parameters": []}, reason)
 
 
 def _output(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
     if kind == "training":
         return None
-    event = comparison.only("output")
-    if event is not None:
-        return {key: value for key, value in event.items() if key != "event"}
-    return {
-        "relative_error": None,
-        "sqnr_db": None,
-        "calls": 0,
-        "verdict": "cannot tell",
-        "reason": "the outputs of the two formats were not compared",
-    }
+    numbers = {"relative_error": None, "sqnr_db": None, "calls": 0}
+    return _event(comparison, "output", numbers, "the outputs of the two formats were not compared")
+
+
+def _event(comparison: ComparisonCapture, name: str, absent: dict[str, Any], reason: str) -> dict[str, Any]:
+    event = comparison.only(name)
+    if event is None:
+        return {**absent, "verdict": "cannot tell", "reason": reason}
+    return {key: value for key, value in event.items() if key != "event"}
 
 
 def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str]:
@@ -339,3 +330,42 @@ def _notes(comparison: ComparisonCapture) -> list[str]:
     """What the runs and the comparison noted, each once."""
     mixed = [run.capture for run in comparison.runs if run.format == "mixed"]
     return list(dict.fromkeys(n["text"] for capture in [comparison.own, *mixed] for n in capture.of("note")))
+
+
+def run_summary(capture: Capture) -> dict[str, Any]:
+    """What a run did, as JSON-ready values; None for what is not known, NaN and infinities as strings.
+
+    argv, policy, ended (False: killed, or still going on), step_time_s_median, totals (as the ``end`` event
+    has them), devices (device_type, format, because), losses (by call site: count, first, last, final, the
+    last being the mean of the last tenth, and not_finite, a count) and notes.
+    """
+    losses: dict[str, list[float]] = defaultdict(list)
+    for loss in capture.of("loss"):
+        losses[loss["site"]].append(loss["value"])
+    spread = median_of_runs([step_times_s(capture.of("step"))])
+    totals = capture.totals()
+    found: dict[str, Any] = {
+        "argv": capture.start["argv"],
+        "policy": capture.start["policy"],
+        "ended": capture.end is not None,
+        "step_time_s_median": None if spread is None else spread.median_s,
+        "totals": {key: totals[key] for key in _TOTALS},
+        "devices": [
+            {key: device[key] for key in ("device_type", "format", "because")}
+            for device in capture.of("device")
+        ],
+        "losses": {site: _of_site(values) for site, values in losses.items()},
+        "notes": [note["text"] for note in capture.of("note")],
+    }
+    ready: dict[str, Any] = json_ready(found)
+    return ready
+
+
+def _of_site(values: list[float]) -> dict[str, Any]:
+    return {
+        "count": len(values),
+        "first": values[0],
+        "last": values[-1],
+        "final": final_loss(values),
+        "not_finite": sum(not math.isfinite(value) for value in values),
+    }

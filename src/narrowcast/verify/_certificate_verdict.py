@@ -5,6 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from narrowcast.observe.capture import (
+    PARAMETER_LIMIT,
+    TOTAL_FAILS,
+    TOTAL_LIMIT,
+    parameter_error,
+    parameter_limit,
+)
 from narrowcast.verify._certificate import (
     CANNOT_TELL,
     FAIL,
@@ -23,21 +30,6 @@ from narrowcast.verify._certificate import (
 from narrowcast.verify._certificate_text import number
 from narrowcast.verify._gradient_sums import Totals
 
-# Error over noise of all parameters together. The noise, between two batches, has twice the variance of one;
-# so a random error of 0.05 of it adds 0.5 % to the variance of a step, as a batch smaller by 0.5 % would, and
-# one of 0.1 adds 2 %. Measured on a CPU, batches of 8 to 512, at the start and after 60 steps, largest found:
-# bf16 embeddings 0.006, LSTM and GRU 0.009, LayerNorm 0.019, transformer 0.019, VAE 0.038, MLP with ReLU
-# 0.049, small convolutions with batch norm and ReLU 0.082 (rounding turns single ReLUs on or off); fp16 with
-# a fitting scale 0.016. Gradients 2**-10 too small for fp16 0.55 and up. Between the two limits a network
-# that rounds badly and one that loses a little of its gradient look the same.
-TOTAL_LIMIT = 0.05
-TOTAL_FAILS = 0.1
-# Error of one parameter, against its noise or its gradient, whichever is larger: with few elements either is
-# small by chance now and then (a bias of one element reached 0.22 of its noise at a relative error of 0.025),
-# both seldom are. The largest found in the models above is 0.13 (a batch norm's bias, batches of 8). A
-# gradient that is flushed to zero is off by its own size, and by 0.7 or more of the larger one, since the
-# noise is in the gradient too.
-PARAMETER_LIMIT = 0.25
 # Relative error that passes whatever the noise: two and a half roundoffs of bf16 (2**-8), as products and
 # sums of rounded factors have it. Large batches have little noise, and full ones none.
 ROUNDING_SIZE = 0.01
@@ -47,9 +39,6 @@ ROUNDING_SIZE = 0.01
 # bf16: 0.011 at the start, 0.062 after 20 steps, 0.31 after 60), so from here to PARAMETER_LIMIT it tells
 # nothing.
 SAME_BATCH_LIMIT = 0.05
-# Relative error of one parameter there, of at least so many elements: fewer sum to little by chance.
-LOST = 0.5
-ENOUGH_ELEMENTS = 16
 # Change of an FP32 gradient, where the last bit of the weights moves and each op rounds once only, from which
 # on the gradient is rounding noise. Measured in the models above and in that of examples/quantized_sine.py:
 # 8e-6 at most for any other gradient, 0.54 at least for the bias of a convolution before a batch norm, whose
@@ -119,15 +108,13 @@ def _by_parameter(parameters: Sequence[ParameterResult], *, has_noise: bool) -> 
     """A single layer whose gradient is lost, which the total of a large model would not show."""
     lost = []
     for parameter in parameters:
-        if not parameter.judged or parameter.error_norm is None:
+        error = parameter_error(parameter.error_norm, parameter.noise_norm, parameter.gradient_norm)
+        if not parameter.judged or error is None:
             continue
-        yardstick = max(parameter.noise_norm or 0.0, parameter.gradient_norm or 0.0)
         by_noise = has_noise and parameter.noise_norm is not None
-        limit = PARAMETER_LIMIT if by_noise else LOST
-        if not by_noise and math.prod(parameter.shape) < ENOUGH_ELEMENTS:
-            continue
-        if yardstick > 0 and parameter.error_norm > limit * yardstick:
-            lost.append((parameter.error_norm / yardstick, parameter.name, limit))
+        limit = parameter_limit(parameter.shape, has_noise=by_noise)
+        if error > limit:
+            lost.append((error, parameter.name, limit))
     if not lost:
         return None
     lost.sort(reverse=True)

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
+from narrowcast.observe.capture import OUTPUT_LIMIT
 from narrowcast.verify._certificate import CANNOT_TELL, FAIL, PASS
 from narrowcast.verify._certificate_sums import CertificateSums
 from narrowcast.verify._probes import TENSORS, read_result
-
-# Ten roundoffs of bf16, as for gradients of a script without minibatch noise.
-_LIMIT = 0.05
 
 
 def certificate_from_probes(
@@ -151,11 +149,11 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     sqnr = math.inf if relative == 0 else -20 * math.log10(relative) if relative < math.inf else -math.inf
     calls = f"{len(same)} call{'s' * (len(same) != 1)} with the same inputs"
     which = f", worst in output {worst + 1} of {len(sums)}" if len(sums) > 1 else ""
-    if relative < _LIMIT:
-        return _output(relative, sqnr, len(same), PASS, f"below {_LIMIT:g} over {calls}{which}")
+    if relative < OUTPUT_LIMIT:
+        return _output(relative, sqnr, len(same), PASS, f"below {OUTPUT_LIMIT:g} over {calls}{which}")
     if not math.isfinite(relative):
         return _output(relative, sqnr, len(same), FAIL, f"finite in FP32 and not in mixed precision{which}")
-    return _output(relative, sqnr, len(same), FAIL, f"{_LIMIT:g} or more over {calls}{which}")
+    return _output(relative, sqnr, len(same), FAIL, f"{OUTPUT_LIMIT:g} or more over {calls}{which}")
 
 
 def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, float]:

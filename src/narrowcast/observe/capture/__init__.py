@@ -16,12 +16,24 @@ from narrowcast.observe.capture._files import (
     read_comparison,
     start_event,
 )
+from narrowcast.observe.capture._limits import (
+    OUTPUT_LIMIT,
+    PARAMETER_LIMIT,
+    TOTAL_FAILS,
+    TOTAL_LIMIT,
+    parameter_error,
+    parameter_limit,
+)
 
 __all__ = [
     "COMPARISON",
     "EXPLANATION",
+    "OUTPUT_LIMIT",
+    "PARAMETER_LIMIT",
     "RUN",
     "SCHEMA",
+    "TOTAL_FAILS",
+    "TOTAL_LIMIT",
     "Capture",
     "CaptureWriter",
     "ComparisonCapture",
@@ -29,6 +41,8 @@ __all__ = [
     "discard_captures",
     "json_ready",
     "make_run_folder",
+    "parameter_error",
+    "parameter_limit",
     "read_capture",
     "read_comparison",
     "start_event",

@@ -1,0 +1,321 @@
+"""What a terminal shows: the table of a comparison, and the lines that end a run."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from narrowcast.observe.capture import TOTAL_LIMIT, Capture
+from narrowcast.report._text import (
+    UNKNOWN,
+    WIDTH,
+    count,
+    decibels,
+    fixed,
+    mebibytes,
+    milliseconds,
+    number,
+    percent_change,
+    printable,
+    seconds,
+    short,
+    shortened,
+    signed,
+    site_name,
+    three_digits,
+    wrapped,
+)
+
+NAMES = {"fp32": "FP32", "mixed": "mixed"}
+_LONGEST_LINE = 200
+_NAMES_OF_FORMATS = ("auto", "bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a comparison; ``-`` for a missing number, with ``reasons`` where the number matters."""
+
+    name: str
+    fp32: str
+    mixed: str
+    change: str = ""
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was judged: ``verdict`` is ``"pass"``, ``"fail"`` or ``"cannot tell"``."""
+
+    name: str
+    verdict: str
+    numbers: tuple[str, ...]
+    reason: str
+
+
+def rows(summary: Mapping[str, Any]) -> list[Row]:
+    """List the numbers of a comparison: FP32, mixed precision, and how mixed precision changes them."""
+    ratio, kind = summary["ratio"], summary["kind"]
+    timed = "forward_time_s" if kind == "inference" else "step_time_s"
+    median = f"{timed.removesuffix('_time_s')} time, median"
+    change = {key: percent_change(ratio[key]) for key in ("peak_tensor_bytes", "peak_resident_bytes")}
+    found = [
+        _row(summary, f"{timed}_median", median, milliseconds, _speedup(ratio)),
+        _interval_row(summary, f"{timed}_interval"),
+        *(
+            _row(summary, key, name, mebibytes, change[key])
+            for key, name in (
+                ("peak_tensor_bytes", "peak tensor memory"),
+                ("peak_resident_bytes", "peak process memory"),
+            )
+        ),
+        *_loss_rows(summary),
+    ]
+    # Zeros of a script that only computes would look as if something were missing.
+    if kind != "inference":
+        found.append(_row(summary, "steps", "optimizer steps", count))
+        found.append(_row(summary, "skipped_steps", "skipped steps", count))
+    found.append(_row(summary, "final_scale", "final loss scale", number))
+    found.append(_row(summary, "wall_s", "wall time", seconds))
+    always = (median, "peak tensor memory", "peak process memory") if kind else ()
+    empty = ((UNKNOWN, UNKNOWN), ("", ""))
+    return [row for row in found if row.name in always or (row.fp32, row.mixed) not in empty]
+
+
+def checks(summary: Mapping[str, Any]) -> list[Check]:
+    """List what was judged: gradients and losses of a script that trains, outputs of one that computes.
+
+    If mixed precision skipped every step, that comes first.
+    """
+    found = _no_steps(summary)
+    certificate, output, loss = summary["certificate"], summary["output"], summary["loss"]
+    if certificate is not None:
+        key = "relative_error" if certificate["error_over_noise"] is None else "error_over_noise"
+        limit = f" (limit {TOTAL_LIMIT:g})" if key == "error_over_noise" else ""
+        numbers = [f"{key.replace('_', ' ')} {short(certificate[key])}{limit}"]
+        worst = certificate["worst_parameter"]
+        if worst is not None:
+            numbers.append(f"worst {short(worst[key])} in {shortened(worst['name'])}")
+        found.append(_check("gradients", certificate, numbers))
+    if output is not None:
+        numbers = [
+            f"relative error {short(output['relative_error'])}",
+            f"SQNR {decibels(output['sqnr_db'])}",
+            f"{output['calls']} calls",
+        ]
+        found.append(_check("output", output, numbers))
+    if loss is not None:
+        numbers = [
+            f"difference {signed(loss['difference'])}",
+            f"spread of seeds {short(loss['seed_spread'])}",
+        ]
+        if len(loss["sites"]) > 1:
+            numbers.append(f"worst of {len(loss['sites'])} losses: {site_name(loss['site'])}")
+        found.append(_check("loss", loss, numbers))
+    return found
+
+
+def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
+    """Format the result of ``narrowcast compare`` as a table of at most 79 columns.
+
+    Args:
+        summary: what ``summary`` returns. A missing number is ``-``, with the reason below the table.
+        color: whether to use bold type.
+    """
+    found = rows(summary)
+    stream = io.StringIO()
+    console = Console(
+        file=stream, width=WIDTH, force_terminal=color, color_system="standard" if color else None
+    )
+
+    def say(text: str, indent: str = "", style: str = "") -> None:
+        console.print(Text("\n".join(wrapped(text, indent)), style=style))
+
+    if not summary["finished"]:
+        say("This comparison was cut short: these are the numbers up to then.")
+    policy = summary["mixed"]["policy"]
+    if policy not in _NAMES_OF_FORMATS:
+        say(f"mixed: by the policy {printable(policy)}", "  ")
+    console.print(_rich_table(found, summary["mixed"]["format"]))
+    for row in found:
+        for reason in row.reasons:
+            say(f"no {row.name}: {reason}")
+    for check in checks(summary):
+        numbers = f": {', '.join(check.numbers)}" if check.numbers else ""
+        reason = f"; {printable(check.reason)}" if check.reason else ""
+        say(f"{check.name:<10} {check.verdict}{numbers}{reason}", " " * 11)
+    bold = "bold" if color else ""
+    say(f"verdict    {summary['verdict']}", style=bold)
+    console.print()
+    say("Last line of the script's output:", style=bold)
+    console.print(Text(f"  FP32   {_last_line(summary['fp32'])}"))
+    console.print(Text(f"  mixed  {_last_line(summary['mixed'])}"))
+    for note in summary["notes"]:
+        say(f"note: {printable(note)}")
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def _rich_table(found: Sequence[Row], mixed_format: str | None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold")
+    table.add_column("FP32", justify="right", overflow="fold")
+    table.add_column(
+        Text(f"mixed, {shortened(mixed_format or UNKNOWN, 20)}"), justify="right", overflow="fold"
+    )
+    table.add_column("change", style="bold")
+    for row in found:
+        table.add_row(*map(Text, (row.name, row.fp32, row.mixed, row.change)))
+    return table
+
+
+def _last_line(side: Mapping[str, Any]) -> str:
+    line = printable(side["last_line"] or "")
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[:_LONGEST_LINE]} ..."
+    return line or "(it printed nothing)"
+
+
+def _speedup(ratio: Mapping[str, Any]) -> str:
+    """FP32 time over mixed time; a question mark where either format may be the faster one."""
+    faster = which_is_faster(ratio)
+    if faster is None:
+        return ""
+    return f"speedup {fixed(float(ratio['speed']), 2)}x{'?' if faster == 'unclear' else ''}"
+
+
+def which_is_faster(ratio: Mapping[str, Any]) -> str | None:
+    """Return ``"fp32"``, ``"mixed"``, or ``"unclear"`` where the interval contains 1; None: no ratio."""
+    speed, interval = float(ratio["speed"] or math.nan), ratio["speed_interval"]
+    if not 0 < speed < math.inf:
+        return None
+    if interval and float(interval[0]) < 1 < float(interval[1]):
+        return "unclear"
+    return "mixed" if speed > 1 else "fp32"
+
+
+def _interval_row(summary: Mapping[str, Any], key: str) -> Row:
+    bounds = summary["ratio"]["speed_interval"] or ()
+    speedup = " to ".join(f"{fixed(float(bound), 2)}x" for bound in bounds)
+    fp32, mixed = (_interval(summary[side][key]) for side in NAMES)
+    return Row(name="  95 % interval", fp32=fp32, mixed=mixed, change=speedup)
+
+
+def _interval(interval_s: Sequence[float | str] | None) -> str:
+    if interval_s is None:
+        return ""
+    low, high = (three_digits(float(bound) * 1e3) for bound in interval_s)
+    return f"{low} to {high} ms"
+
+
+def _no_steps(summary: Mapping[str, Any]) -> list[Check]:
+    fp32, mixed = summary["fp32"] or {}, summary["mixed"] or {}
+    skipped = mixed.get("skipped_steps")
+    if summary["verdict"] != "fail" or not (fp32.get("steps") and skipped) or mixed.get("steps"):
+        return []
+    reason = "mixed precision skipped every step, so nothing was trained"
+    return [
+        Check(name="steps", verdict="fail", numbers=(f"{count(skipped)} skipped, 0 taken",), reason=reason)
+    ]
+
+
+def _check(name: str, part: Mapping[str, Any], numbers: Sequence[str]) -> Check:
+    known = tuple(words for words in numbers if not words.endswith(f" {UNKNOWN}"))
+    return Check(name=name, verdict=part["verdict"], numbers=known, reason=part["reason"] or "")
+
+
+def _row(
+    summary: Mapping[str, Any], key: str, name: str, show: Callable[[Any], str], change: str = ""
+) -> Row:
+    fp32, mixed = (show(summary[side][key]) for side in NAMES)
+    worth_a_reason = key.endswith(("_time_s_median", "_bytes")) and UNKNOWN in (fp32, mixed)
+    reasons = _reasons(summary, key) if worth_a_reason and summary["kind"] else ()
+    return Row(name=name, fp32=fp32, mixed=mixed, change=change, reasons=reasons)
+
+
+def _reasons(summary: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Why a number is missing; with the format where only one of them lacks it."""
+    why = {side: summary["reasons"].get(f"{side}.{key}") for side in NAMES}
+    if why["fp32"] == why["mixed"]:
+        return () if why["fp32"] is None else (why["fp32"],)
+    return tuple(f"{NAMES[side]}: {text}" for side, text in why.items() if text is not None)
+
+
+def _loss_rows(summary: Mapping[str, Any]) -> list[Row]:
+    losses = [summary[side]["final_loss"] for side in NAMES]
+    sites = list(dict.fromkeys([*losses[0], *losses[1]]))
+    found = []
+    for site in sites:
+        name = "final loss" if len(sites) == 1 else f"final loss, {site_name(site)}"
+        fp32, mixed = (number(side.get(site)) for side in losses)
+        of_site = (summary["loss"] or {"sites": {}})["sites"].get(site, {})
+        same = of_site.get("difference") == 0 and fp32 == mixed
+        found.append(Row(name=name, fp32=fp32, mixed=mixed, change="the same" if same else ""))
+    return found
+
+
+def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
+    """Format the end of a run in a few lines: format, steps, skipped steps, final scale, and notes.
+
+    Lines have at most 79 columns, but the path of the capture stays whole. A run that was killed gets the
+    numbers of the steps that it took.
+    """
+    totals = capture.totals()
+    by = _policy_words(capture)
+    places = [
+        f"{d['format']} on {d['device_type']}{_because(d['because'], by)}" for d in capture.of("device")
+    ]
+    aside = totals["aside"] is not None
+    nothing = "left to the script's own mixed precision" if aside else "nothing ran in mixed precision"
+    where = "; ".join(places) + (by if places else "")
+    lines = wrapped(f"narrowcast: {printable(where) or nothing}", "  ")
+    scale, steps, wall_s = totals["final_scale"], totals["steps"], totals["wall_s"]
+    numbers = [
+        f"{steps} optimizer step{'s' * (steps != 1)}{' before that' if aside else ''}",
+        f"{totals['skipped_steps']} skipped",
+        "loss scale off" if scale is None else f"final loss scale {scale:g}",
+        *([] if wall_s is None else [f"{wall_s:.1f} s"]),
+    ]
+    lines.append(f"  {', '.join(numbers)}")
+    if capture.end is None:
+        lines.append("  note: the capture has no end: the run was killed or is still going on")
+    notes = [note["text"] for note in capture.of("note")]
+    for text in notes + _losses_not_finite(capture):
+        lines += wrapped(f"  note: {printable(text)}", " " * 8)
+    if capture_path:
+        lines.append(f"  capture: {capture_path}")
+    return "\n".join(lines)
+
+
+def _policy_words(capture: Capture) -> str:
+    """Name the policy where it is more than a format: ``, by my.toml (4 rules)``."""
+    policy, rules = capture.start.get("policy", ""), capture.start.get("rules", 0)
+    if not rules and not policy.endswith(".toml") and "/" not in policy:
+        return ""
+    return f", by {policy} ({rules} rule{'s' * (rules != 1)})"
+
+
+def _because(why: str, by: str) -> str:
+    return "" if by and why == "as asked" else f" ({why})"
+
+
+def _losses_not_finite(capture: Capture) -> list[str]:
+    """A note for each call site whose last loss is not finite: since when, and what to try."""
+    found = []
+    for site in dict.fromkeys(loss["site"] for loss in capture.of("loss")):
+        losses = [loss for loss in capture.of("loss") if loss["site"] == site]
+        if math.isfinite(losses[-1]["value"]):
+            continue
+        finite = [n for n, loss in enumerate(losses) if math.isfinite(loss["value"])]
+        first = losses[finite[-1] + 1 if finite else 0]
+        found.append(
+            f"the loss at {site} is {first['value']} from backward {first['backward']} on: "
+            "try --policy fp32 to see whether FP32 has it too"
+        )
+    return found
