@@ -13,6 +13,8 @@ import numpy
 import pytest
 import torch
 
+from forked_runs import ForkServer
+
 # Processes that tests start inherit it: two workers with two threads each would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
@@ -98,6 +100,14 @@ def _nothing_global_changes():
     assert not changed, f"global state was left changed: {changed}"
 
 
+@pytest.fixture(scope="session")
+def fork_server():
+    """A process that has imported torch and forks for each run, which saves 2 s a run."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     random.seed(0)
@@ -134,17 +144,6 @@ def _cpu_s() -> float:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef):
-    global _session_fixtures_s
-    before = _cpu_s()
-    try:
-        return (yield)
-    finally:
-        if fixturedef.scope == "session":
-            _session_fixtures_s += _cpu_s() - before
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     item.cpu_s_before = _cpu_s() - _session_fixtures_s
     return (yield)
@@ -170,6 +169,17 @@ class _Reports:
     def __init__(self, config):
         self.ci = config.getoption("--ci")
         self.is_worker = hasattr(config, "workerinput")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef):
+        """Here, since pytest asks no conftest.py of a folder about fixtures of the session."""
+        global _session_fixtures_s
+        before = _cpu_s()
+        try:
+            return (yield)
+        finally:
+            if fixturedef.scope == "session":
+                _session_fixtures_s += _cpu_s() - before
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report):

@@ -1,17 +1,13 @@
-"""Scripts run in a process of their own, as a comparison runs them."""
+"""Scripts run as a comparison runs them, in forked processes; this module is imported there too."""
 
 import json
 import os
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-import child_processes
-from narrowcast.attach import read_files
-from narrowcast.observe.capture import read_capture
-
-DRIVER = Path(__file__).parent / "scripts" / "attached.py"
+from narrowcast.attach import Attachment, FileWatch, Script, _run, read_files, run_attached
+from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
 
 
 @dataclass(frozen=True)
@@ -39,13 +35,16 @@ class Ended:
 class Runs:
     """Runs scripts in ``folder / "work"``, each run with a folder of its own beside it."""
 
-    def __init__(self, folder):
+    def __init__(self, server, folder):
+        self._server = server
         self.work = folder / "work"
         self.work.mkdir()
         self._folder = folder
         self._count = 0
 
-    def start(self, text, *words, policy="bf16", stop_after=0, seed_shift=0, patience_s=60, earlier=None):
+    def run(
+        self, text, *words, policy="bf16", stop_after=0, seed_shift=0, patience_s=60, earlier=None, limit_s=60
+    ):
         self._count += 1
         folder = self._folder / f"run-{self._count}"
         folder.mkdir()
@@ -56,16 +55,35 @@ class Runs:
             "stop_after": stop_after,
             "seed_shift": seed_shift,
             "patience_s": patience_s,
-            "watch_files": earlier is not None,
             "earlier": earlier,
         }
-        command = [sys.executable, "-W", "error::RuntimeWarning", str(DRIVER), json.dumps(settings)]
         # Not under ~/.cache, whose files belong to nobody.
         environment = os.environ | {"XDG_CACHE_HOME": str(self._folder / "cache")}
-        process = child_processes.start([*command, "script.py", *words], cwd=self.work, env=environment)
-        return process, folder
-
-    def run(self, text, *words, limit_s=child_processes.LIMIT_S, **settings):
-        process, folder = self.start(text, *words, **settings)
-        done = child_processes.end(process, limit_s=limit_s)
+        done = self._server.run(
+            "attached_scripts:run_here",
+            [json.dumps(settings), "script.py", *words],
+            folder=folder,
+            cwd=self.work,
+            env=environment,
+            limit_s=limit_s,
+        )
         return Ended(done.returncode, done.stdout.splitlines(), done.stderr, folder)
+
+
+def run_here(words):
+    """Run a script in this process; the first of ``words`` is JSON."""
+    settings = json.loads(words[0])
+    script = Script.from_path(words[1], words[2:])
+    folder = Path(settings["folder"])
+    writer = CaptureWriter(folder / "capture.jsonl")
+    writer.write(start_event(script.argv, settings["policy"]))
+    _run._PATIENCE_S = settings["patience_s"]
+    if settings["earlier"] is not None:
+        FileWatch(folder / "files.jsonl", settings["earlier"], own=[folder]).install()
+    attachment = Attachment(
+        settings["policy"],
+        writer=writer,
+        stop_after=settings["stop_after"],
+        seed_shift=settings["seed_shift"],
+    )
+    run_attached(script, attachment, at_end=lambda: (folder / "at_end").write_text("called"))

@@ -88,9 +88,9 @@ def test_a_compiled_model_trains_as_in_fp32(make, backend, policy):
     assert 0 < error < 7 * {"bf16": 2.0**-8, "fp16": 2.0**-11}[policy]
     assert loss == pytest.approx(expected_loss, rel=7 * 2.0**-8)
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert attached.aside is None
+    assert attached.left_alone is None
     assert attached.facts["steps"] == 6
-    assert list(attached.ledger.devices) == ["cpu"]
+    assert list(attached.recorder.devices) == ["cpu"]
     # What was compiled inside does not leak out of it.
     again, _ = train(make, backend)
     assert torch.equal(again, expected)

@@ -29,7 +29,7 @@ def test_training_ends_where_fp32_ends(name, policy):
     assert relative_error(found.first_gradients, expected.first_gradients) < tolerance(policy)
     assert 0 < relative_error(found.parameters, expected.parameters) < 2 * tolerance(policy)
     finite_everywhere(found.optimizers)
-    assert list(attached.ledger.devices) == ["cuda"]
+    assert list(attached.recorder.devices) == ["cuda"]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -52,7 +52,7 @@ def test_auto_takes_what_the_gpu_computes_in():
     with Attachment("auto") as attached:
         network()(data()[0])
     native = torch.cuda.is_bf16_supported(including_emulation=False)
-    assert attached.ledger.devices["cuda"]["format"] == ("bf16" if native else "fp16")
+    assert attached.recorder.devices["cuda"]["format"] == ("bf16" if native else "fp16")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
@@ -96,11 +96,11 @@ def test_nothing_is_read_or_launched_while_a_graph_is_recorded(tmp_path):
                 (model(weight[None]).sum() + weight.sum()).backward()
         torch.cuda.synchronize()
         (weight * 1).sum().backward()  # waits to be read
-        attached.ledger._last_flush -= 10
+        attached.recorder._last_flush -= 10
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             (model(weight[None]).sum() + weight.sum()).backward()
-            attached.ledger.note("said while recording")
+            attached.recorder.note("said while recording")
         graph.replay()
     capture = read_capture(writer.path)
     assert len(capture.of("loss")) == 4

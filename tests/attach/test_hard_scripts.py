@@ -1,9 +1,7 @@
 """What scripts do that a scale could break: guards, shared parameters, early schedulers, pickles, tracing."""
 
 import copy
-import math
 import pickle
-import threading
 
 import pytest
 import torch
@@ -38,47 +36,9 @@ def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
                 optimizer.step()
     assert attached.facts["steps"] > 25
     assert attached.facts["final_scale"] < 2.0**16
-    assert "the script threw gradients away that had overflowed; the loss scale was lowered" in (
-        attached.ledger.notes
+    assert "the script dropped gradients that had overflowed; the loss scale was lowered" in (
+        attached.recorder.notes
     )
-
-
-def test_gradients_read_without_any_step_become_finite():
-    """Saliency and Fisher information: nothing ever steps."""
-    model, (x, y) = network(), data()
-    finite = []
-    with Attachment("fp16", Dynamic(scale=2.0**24)):
-        for _ in range(30):
-            model.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            finite.append(all(bool(torch.isfinite(p.grad).all()) for p in model.parameters()))
-    assert not finite[0]
-    assert all(finite[20:])
-
-
-def test_stepping_twice_on_an_overflow_skips_twice():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
-        backward(model, 1e6)
-        optimizer.step()
-        optimizer.step()
-    assert attached.facts["skipped_steps"] == 2
-    assert attached.facts["final_scale"] == 2.0**7
-    assert all_finite(optimizer)
-
-
-def test_two_optimizers_over_the_same_parameters():
-    model = network()
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters(), 1e-3)]
-    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
-        for factor in (1.0, 1e6, 1.0):
-            model.zero_grad()
-            backward(model, factor)
-            for optimizer in optimizers:
-                optimizer.step()
-    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (4, 2)
-    assert all(map(all_finite, optimizers))
 
 
 @pytest.mark.parametrize("make", [
@@ -163,11 +123,12 @@ def test_a_function_that_sees_scaled_gradients_is_named_once():
         for _ in range(2):
             F.mse_loss(Normalized.apply(model(x)), y).backward()
     assert (
-        sum("the backward of Normalized sees gradients times" in note for note in attached.ledger.notes) == 1
+        sum("the backward of Normalized sees gradients times" in note for note in attached.recorder.notes)
+        == 1
     )
     with Attachment("bf16") as attached:
         F.mse_loss(Normalized.apply(model(x)), y).backward()
-    assert not attached.ledger.notes[:-1]
+    assert not attached.recorder.notes[:-1]
 
 
 def test_torch_func_in_fp16_says_that_it_is_not_scaled():
@@ -179,7 +140,7 @@ def test_torch_func_in_fp16_says_that_it_is_not_scaled():
 
     with Attachment("fp16", Static(scale=2.0**8)) as attached:
         torch.func.grad(loss)(parameters)
-    assert any("torch.func differentiates without the loss scale" in note for note in attached.ledger.notes)
+    assert any("torch.func differentiates without the loss scale" in note for note in attached.recorder.notes)
 
 
 def test_a_parameter_hook_sees_true_gradients_in_autograd_grad_too():
@@ -258,7 +219,7 @@ def test_a_compiled_training_step(compiled, policy):
         for _ in range(4):
             loss = run()
     assert float(loss.detach()) < start
-    assert not any("by hand" in note for note in attached.ledger.notes)
+    assert not any("by hand" in note for note in attached.recorder.notes)
     torch._dynamo.reset()
 
 
@@ -288,26 +249,6 @@ def test_a_script_that_uses_autocast_later_is_told_from_where_on():
             optimizer.step()
         with torch.autocast("cpu", torch.bfloat16):
             model(data()[0])
-    assert attached.ledger.notes == [
-        "the script uses autocast itself, so it was left to it from step 3 on: nothing was added"
+    assert attached.recorder.notes == [
+        "the script uses autocast itself, so narrowcast added nothing from step 3 on"
     ]
-
-
-def test_optimizer_state_that_cannot_be_copied_survives_a_closure():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    optimizer.state[model[0].weight]["lock"] = threading.Lock()
-
-    def closure():
-        optimizer.zero_grad()
-        x, y = data()
-        loss = F.mse_loss(model(x), y)
-        (loss * (math.inf if len(losses) == 1 else 1.0)).backward()
-        losses.append(float(loss.detach()))
-        return loss * (math.inf if len(losses) == 2 else 1.0)
-
-    losses: list[float] = []
-    with Attachment("fp16", Dynamic(scale=2.0**4)) as attached:
-        for _ in range(3):
-            optimizer.step(closure)
-    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)

@@ -18,7 +18,6 @@ from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.scaling import Dynamic, Static
 
 SCALE = 2.0**8
-SLOW_FP16 = "fp16 on this CPU has no instructions and is very slow"
 
 
 class Recording(nn.Module):
@@ -46,19 +45,6 @@ def test_the_region_is_the_outermost_call(policy, inside):
         assert (x @ model.layer.weight).dtype == torch.float32
         assert F.mse_loss(out, x).dtype == torch.float32
     assert model(x).dtype == model.dtypes[-1] == torch.float32
-
-
-def test_a_module_without_parameters_opens_no_region():
-    class Product(nn.Module):
-        def forward(self, a, b):
-            return a @ b
-
-    a = torch.randn(3, 3)
-    with Attachment("bf16") as attached:
-        assert torch.equal(Product()(a, a), a @ a)
-    assert attached.ledger.notes == [
-        "no module with parameters was called, so nothing ran in mixed precision"
-    ]
 
 
 Pair = namedtuple("Pair", "first second")
@@ -138,7 +124,7 @@ def test_a_local_region_that_turns_casting_off_is_honoured():
     with Attachment("bf16") as attached:
         model(torch.randn(2, 4))
     assert model.inner.dtype == torch.float32
-    assert attached.aside is None
+    assert attached.left_alone is None
 
 
 class _Squares(Dataset):
@@ -283,20 +269,6 @@ def test_autograd_grad_returns_true_gradients_also_where_the_scale_overflows():
             assert (f - e).norm() / e.norm() < 2.0**-7
 
 
-def test_autograd_grad_survives_where_unscaled_fp16_would_underflow():
-    """Gradients of 1e-9 are 0 in fp16 (smallest subnormal 6e-8); scaled by 2**16 they are not."""
-    x, y = data()
-
-    def slopes(*attach_as):
-        model = network()
-        with Attachment(*attach_as):
-            return torch.autograd.grad(F.mse_loss(model(x), y) * 1e-7, model[0].weight)[0]
-
-    expected = slopes("fp32")
-    assert (slopes("fp16", Dynamic()) - expected).norm() / expected.norm() < 2.0**-6
-    assert (slopes("fp16", Static(scale=1.0)) - expected).norm() / expected.norm() > 0.1
-
-
 def test_a_function_that_runs_a_pass_inside_its_backward():
     """As adjoint solvers do: torch.autograd.grad there is not unscaled, or it would be unscaled twice."""
 
@@ -383,7 +355,7 @@ def test_updates_by_hand_are_refused_in_fp16_and_right_in_bf16(update):
     with Attachment("bf16") as attached:
         found = train()
     assert (found - expected).norm() / expected.norm() < 7 * 2.0**-8
-    assert any("by hand" in note for note in attached.ledger.notes)
+    assert any("by hand" in note for note in attached.recorder.notes)
     with Attachment("fp16"), pytest.raises(UnsupportedError, match=r"updated by hand.*--policy bf16"):
         train()
     train()
@@ -430,23 +402,8 @@ def test_a_script_that_uses_autocast_is_left_to_it(region):
             model(torch.randn(2, 4))
         model(torch.randn(2, 4))
     assert model.dtypes == [torch.bfloat16, torch.float32]
-    assert attached.ledger.notes == [
-        "the script uses autocast itself, so it was left to it: nothing was added"
-    ]
+    assert attached.recorder.notes == ["the script uses autocast itself, so narrowcast added nothing"]
     assert attached.facts["final_scale"] is None
-
-
-def test_autocast_as_a_decorator_is_seen_too():
-    model = Recording()
-
-    @torch.autocast("cpu", torch.bfloat16)
-    def forward(x):
-        return model(x)
-
-    with Attachment("fp16") as attached:
-        forward(torch.randn(2, 4))
-    assert model.dtypes == [torch.bfloat16]
-    assert attached.aside == "the script uses autocast itself"
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -458,15 +415,7 @@ def test_a_script_with_a_grad_scaler_is_left_to_it_unless_it_is_off(enabled):
         scaler.scale(F.mse_loss(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert (attached.aside is not None) == enabled
-
-
-def test_recomputation_is_not_taken_for_a_script_that_uses_autocast():
-    model = network()
-    with Attachment("bf16") as attached:
-        out = torch.utils.checkpoint.checkpoint(model, torch.randn(4, 12), use_reentrant=False)
-        out.sum().backward()
-    assert attached.aside is None
+    assert (attached.left_alone is not None) == enabled
 
 
 def test_one_attachment_at_a_time():
@@ -499,28 +448,6 @@ def test_hooks_of_leaves_are_gone_afterwards():
     assert not model[0].weight._backward_hooks
 
 
-def test_leaves_that_a_script_drops_are_dropped():
-    with Attachment("fp16", Static(scale=SCALE)) as attached:
-        for _ in range(5):
-            model, (x, y) = network(), data()
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-        del model, optimizer
-        x = torch.randn(3, requires_grad=True)
-        (x * 2).sum().backward()
-        assert len(attached._backward.leaves._by_id) <= 8
-
-
-def test_nothing_is_warned_about_in_ordinary_training():
-    model, (x, y) = network(), data()
-    with Attachment("bf16"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
 def test_backward_from_a_gradient_edge_is_refused_in_fp16():
     model, (x, y) = network(), data()
     with Attachment("fp16"):
@@ -550,28 +477,6 @@ def test_a_loss_of_a_tensor_subclass_is_scaled_once():
 
     found, expected = gradient("fp16", Static(scale=2.0**12)), gradient("fp32")
     assert (found - expected).norm() / expected.norm() < 2.0**-8
-
-
-def test_a_pass_inside_one_that_was_not_scaled_is_not_unscaled():
-    """``torch.autograd.grad`` of a subclass is left unscaled, and so is what its graph runs inside."""
-    inner = nn.Parameter(torch.tensor([3.0]))
-
-    class Inner(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            with torch.enable_grad():
-                (inner * 5).backward(gradient)
-            return gradient * 2
-
-    with Attachment("fp16", Static(scale=2.0**12)):
-        x = torch.ones(1, requires_grad=True)
-        (slope,) = torch.autograd.grad(Inner.apply(x).as_subclass(Labelled).sum(), x)
-    assert slope.item() == 2.0
-    assert inner.grad.item() == 5.0
 
 
 def test_backward_from_a_leaf():

@@ -60,7 +60,7 @@ def test_training_ends_where_fp32_ends(name, policy):
     assert moved > 0, "nothing ran in mixed precision"
     finite_everywhere(found.optimizers)
     assert attached.facts["skipped_steps"] == 0 or policy == "fp16"
-    assert attached.aside is None
+    assert attached.left_alone is None
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

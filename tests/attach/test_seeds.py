@@ -38,8 +38,10 @@ def test_each_seed_is_moved_by_as_much_once_and_noted_once():
         assert torch.initial_seed() == 8
         torch.random.manual_seed(5)
         assert torch.initial_seed() == 8
-    moved = [note for note in attached.ledger.notes if "seeds" in note]
-    assert moved == ["a repeat moves the seeds that the script sets by its number, so that it draws others"]
+    moved = [note for note in attached.recorder.notes if "seeds" in note]
+    assert moved == [
+        "a repeat adds its number to the seeds that the script sets, so that it draws other numbers"
+    ]
 
 
 def test_cuda_is_seeded_with_the_moved_seed_once(monkeypatch):
@@ -54,29 +56,6 @@ def test_cuda_is_seeded_with_the_moved_seed_once(monkeypatch):
         torch.cuda.manual_seed_all(5)
         torch.cuda.manual_seed(5)
         assert seen == [8, 8]
-
-
-def test_without_a_shift_nothing_is_touched():
-    functions = (torch.manual_seed, random.seed, numpy.random.seed)
-    expected = drawn_after(5)
-    with Attachment("bf16") as attached:
-        assert (torch.manual_seed, random.seed, numpy.random.seed) == functions
-        seed_everything(5)
-        assert draws() == expected
-    assert not [note for note in attached.ledger.notes if "seeds" in note]
-
-
-def test_the_originals_are_back_afterwards():
-    owners = (torch, torch.random, torch.cuda, torch.mps, torch.xpu)
-    before = [torch_seed for owner in owners for torch_seed in [vars(owner)["manual_seed"]]]
-    others = (random.seed, numpy.random.seed, torch.cuda.manual_seed_all)
-    expected = drawn_after(5)
-    with Attachment("bf16", seed_shift=1):
-        assert torch.manual_seed is not before[0]
-    assert [vars(owner)["manual_seed"] for owner in owners] == before
-    assert (random.seed, numpy.random.seed, torch.cuda.manual_seed_all) == others
-    seed_everything(5)
-    assert draws() == expected
 
 
 def test_generators_of_the_scripts_own_stay():
@@ -119,17 +98,6 @@ def test_numpys_seeds_of_other_types(given):
     assert moved != expected
 
 
-@pytest.mark.parametrize("given", [numpy.int64(7), -1, 2**40, 2**32 - 1], ids=repr)
-def test_torchs_seeds_of_other_types(given):
-    with Attachment("bf16", seed_shift=1):
-        generator = torch.manual_seed(given)
-        assert isinstance(generator, torch.Generator)
-        # What all three take stays in what all three take.
-        assert torch.initial_seed() == (0 if given == 2**32 - 1 else int(given) + 1)
-        torch.manual_seed(seed=7)
-        assert torch.initial_seed() == 8
-
-
 def test_the_largest_seed_is_taken_by_numpy_too():
     expected = drawn_after(0)
     with Attachment("bf16", seed_shift=1):
@@ -144,12 +112,4 @@ def test_no_seed_is_the_clocks():
         numpy.random.seed()
         numpy.random.seed(None)
         torch.seed()
-    assert not [note for note in attached.ledger.notes if "seeds" in note]
-
-
-@pytest.mark.parametrize("wrong", ["text", None, [1.5]], ids=repr)
-def test_a_wrong_seed_raises_as_it_would(wrong):
-    with pytest.raises((TypeError, ValueError)) as plain:
-        torch.manual_seed(wrong)
-    with Attachment("bf16", seed_shift=1), pytest.raises(type(plain.value)):
-        torch.manual_seed(wrong)
+    assert not [note for note in attached.recorder.notes if "seeds" in note]

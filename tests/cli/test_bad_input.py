@@ -44,16 +44,16 @@ IN_BOTH_VERBS = {
         "library: import narrowcast as nc, then `with nc.autocast(...)` around the forward pass (or export "
         "it first: jupyter nbconvert --to script)"
     ),
-    ("broken.py",): "cannot run broken.py: it is no Python at line 2: ...",
-    ("binary.py",): "cannot run binary.py: it is no Python...",
-    ("cookie.py",): "cannot run cookie.py: it is no Python: unknown encoding: nonsense",
+    ("broken.py",): "cannot run broken.py: not valid Python (line 2): ...",
+    ("binary.py",): "cannot run binary.py: not valid Python...",
+    ("cookie.py",): "cannot run cookie.py: not valid Python: unknown encoding: nonsense",
     ("-m", "nothing"): "cannot run module nothing: no module of that name was found",
     ("-m", "package.nothing"): (
         "cannot run module package.nothing: no module of that name was found",
         "imported\n",
     ),
     ("-m", "package"): ("cannot run module package: no module of that name was found", "imported\n"),
-    ("-m", "package.broken"): "cannot run module package.broken: it is no Python at line 1: ...",
+    ("-m", "package.broken"): "cannot run module package.broken: not valid Python (line 1): ...",
     ("-m", "good.py"): (
         "cannot run module good.py: no module of that name was found (for a file: narrowcast run good.py)"
     ),

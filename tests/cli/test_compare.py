@@ -301,9 +301,9 @@ def test_a_repeat_moves_the_seeds_that_the_script_sets_and_not_its_own_generator
     assert len({words[2] for words in said.values()}) == 3
     assert all(said[f"fp32-{n}"][2] == said[f"mixed-{n}"][2] for n in (1, 2, 3))
     notes = {run.name: [n["text"] for n in run.capture.of("note")] for run in read_comparison(folder).runs}
-    assert [any("moves the seeds that the script sets" in n for n in notes[name]) for name in said] == [
-        not name.endswith("-1") for name in said
-    ]
+    assert [
+        any("adds its number to the seeds that the script sets" in n for n in notes[name]) for name in said
+    ] == [not name.endswith("-1") for name in said]
 
 
 @pytest.mark.long

@@ -1,13 +1,18 @@
-"""Mixed precision put under code that was not written for it, for as long as a ``with`` lasts."""
+"""Mixed precision under code that was not written for it: in a ``with`` block, a script, or its processes."""
 
 from __future__ import annotations
 
+import atexit
 import functools
+import itertools
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.process
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,50 +20,49 @@ from typing import Any, Self
 import torch
 
 from narrowcast.attach._backward import Backward
-from narrowcast.attach._files import FileWatch
-from narrowcast.attach._ledger import Ledger
-from narrowcast.attach._patches import Patches
-from narrowcast.attach._processes import Processes
+from narrowcast.attach._files import FileWatch, watch_in_force
+from narrowcast.attach._patches import Patches, shift_seeds
+from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._regions import Regions
-from narrowcast.attach._scale import RunningScale
-from narrowcast.attach._seeds import shift_seeds
+from narrowcast.attach._run import Observer, Run, RunningScale, Stopping
+from narrowcast.attach._script import Script, run_script, seed_everything
 from narrowcast.attach._steps import Steps
-from narrowcast.attach._stopping import Stopping
-from narrowcast.attach._watcher import Watcher
 from narrowcast.errors import OrderError
 from narrowcast.observe.capture import CaptureWriter, start_event
 from narrowcast.policy import Policy, with_fp32_weights
 from narrowcast.scaling import Dynamic, LossScale, Off
 
+_INTERRUPTED = 130
+
 _attached: Attachment | None = None
 
 
 class Attachment:
-    """Runs everything inside ``with`` in mixed precision, whoever wrote it.
+    """Run everything inside a ``with`` block in mixed precision, as ``narrowcast run`` does with a script.
 
     The outermost call of each module that holds parameters is a region of ``policy``, whose floating
-    outputs are handed on in fp32. In fp16 the loss is scaled where the outermost backward starts, and each
+    outputs are returned in fp32. In fp16 the loss is scaled where the outermost backward starts, and each
     leaf's gradient is unscaled before it is accumulated; an optimizer step on gradients that overflowed
     is skipped, leaving parameters and state as they were. On leaving, torch is as it was before.
 
     Args:
         policy: a ``Policy`` or the name of a preset.
         loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
-        writer: where to write what happens; it is closed on leaving.
-        tell: called with what a person should know at once and not at the end, as that a format is slow here.
+        writer: of the capture; it is closed on leaving.
+        tell: called with notes that should be shown at once, such as a format that is slow here.
         stop_after: end the script after so many optimizer steps, skipped ones included; 0: it ends by
-            itself. Where it has made no optimizer, or a compiled function hides the steps, backwards are
-            counted, and where it never went backward, the outermost calls of modules.
-        watcher: told what the script does.
+            itself. Without an optimizer, or if a compiled function hides the steps, backwards are counted;
+            without backwards, outermost calls of modules.
+        observer: called while the script runs.
         seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
-        exit_code: what that event is to say.
+        exit_code: written to that event.
         at_end: called by ``leave_for_good``.
 
     Raises:
-        OrderError: on entering, when another attachment is in force: there is one for the process.
+        OrderError: on entering, if another attachment is in force: a process can have one.
         UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
         ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
     """
@@ -71,7 +75,7 @@ class Attachment:
         writer: CaptureWriter | None = None,
         tell: Callable[[str], None] = lambda _: None,
         stop_after: int = 0,
-        watcher: Watcher | None = None,
+        observer: Observer | None = None,
         seed_shift: int = 0,
     ) -> None:
         self.policy = with_fp32_weights(policy)
@@ -79,43 +83,26 @@ class Attachment:
         self.exit_code: int | None = None
         self.at_end: Callable[[], None] = lambda: None
         self._left_for_good = False
-        self._forwards = self._backwards = 0
-        self.aside: str | None = None
-        self.scale = RunningScale(Off() if loss_scale is None else loss_scale)
-        self.ledger = Ledger(writer)
-        self._patches = Patches()
-        self._watcher = watcher or Watcher()
         self._seed_shift = seed_shift
+        self._patches = Patches()
+        self.scale = RunningScale(Off() if loss_scale is None else loss_scale)
+        self.recorder = Recorder(writer, tell)
         self._stopping = Stopping(stop_after, self._close_before_the_end)
-        self._regions = Regions(
-            self.policy,
-            loss_scale,
-            self.scale,
-            self.ledger,
-            step_aside=self._step_aside,
-            tell=tell,
-            watcher=self._watcher,
-            forward_ended=self._forward_ended,
+        run = Run(
+            policy=self.policy,
+            asked_scale=loss_scale,
+            scale=self.scale,
+            recorder=self.recorder,
+            observer=observer or Observer(),
+            stopping=self._stopping,
         )
-        self._backward = Backward(
-            self.scale,
-            self.ledger,
-            self._regions.settle,
-            self._regions.recomputation,
-            backward_ended=self._backward_ended,
-        )
+        self._observer = run.observer
+        self._regions = Regions(run)
+        self._backward = Backward(run, self._regions)
+        self._steps = Steps(run, self._backward.leaves, self._regions.parameter_names)
         capture = None if writer is None else writer.path
-        self._processes = Processes(
-            self.ledger, attach_process, (self.policy, loss_scale, capture, stop_after, seed_shift)
-        )
-        self._steps = Steps(
-            self.scale,
-            self._backward.leaves,
-            self.ledger,
-            self._regions.parameter_names,
-            self._stopping,
-            self._watcher,
-        )
+        settings = (self.policy, loss_scale, capture, stop_after, seed_shift)
+        self._processes = _Processes(self.recorder, settings)
 
     def __enter__(self) -> Self:
         global _attached  # noqa: PLW0603 (torch is patched once for the process)
@@ -128,8 +115,8 @@ class Attachment:
         self._processes.install(self._patches)
         self._patches.replace(os, "_exit", self._before_exit(os._exit))
         if self._seed_shift:
-            shift_seeds(self._patches, self._seed_shift, self.ledger.note)
-        self._watcher.attached(self)
+            shift_seeds(self._patches, self._seed_shift, self.recorder.note)
+        self._observer.attached(self)
         return self
 
     def __exit__(
@@ -138,7 +125,7 @@ class Attachment:
         global _attached  # noqa: PLW0603
         _attached = None
         if not self._left_for_good:
-            self._stopping.call_off()
+            self._stopping.cancel()
         try:
             self._note_what_was_unusual()
         finally:
@@ -146,17 +133,22 @@ class Attachment:
             self._regions.uninstall()
             self._steps.uninstall()
             self._backward.leaves.remove_hooks()
-            self.ledger.final_scale = self.scale.value.scale if self.scale.active else None
-            self.ledger.stopped = self._stopping.reached
-            self.facts = self.ledger.close(self.exit_code)
+            self.recorder.final_scale = self.loss_scale
+            self.recorder.stopped = self._stopping.reached
+            self.facts = self.recorder.close(self.exit_code)
+
+    @property
+    def left_alone(self) -> str | None:
+        """Why narrowcast did nothing more for the code inside; None if it did."""
+        return self.recorder.left_alone
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that were made since entering and are still there."""
+        """The optimizers that were made since entering and still exist."""
         return list(self._steps.optimizers)
 
     def parameter_names(self) -> dict[int, str]:
-        """``id`` of each parameter of the modules that were called -> its name, with the module's class."""
+        """Return ``id`` of each parameter of the modules that were called -> its name with the class."""
         return self._regions.parameter_names()
 
     def continue_in_fp32(self) -> None:
@@ -165,13 +157,13 @@ class Attachment:
         self.scale.value = Off()
 
     def continue_at_scale(self, scale: float) -> None:
-        """Go on with another loss scale, by the same rule; one that never moves stays."""
+        """Continue with another loss scale by the same rule; a fixed scale stays."""
         if isinstance(self.scale.value, Dynamic):
             self.scale.value = replace(self.scale.value, scale=scale)
 
     @property
     def loss_scale(self) -> float | None:
-        """That of the next backward; None where losses are not scaled."""
+        """That of the next backward; None if losses are not scaled."""
         return self.scale.value.scale if self.scale.active else None
 
     def stop(self) -> None:
@@ -183,32 +175,18 @@ class Attachment:
         self._stopping.stop()
 
     def leave_for_good(self) -> None:
-        """Leave, and call ``at_end``; what is not the first time does nothing."""
+        """Leave, and call ``at_end``; only the first call does something."""
         if not self._left_for_good:
             self._left_for_good = True
             self.__exit__(None, None, None)
             self.at_end()
 
-    def _backward_ended(self) -> None:
-        """End a script whose steps cannot be seen after as many backwards as were asked for."""
-        self._backwards += 1
-        if not self._steps.are_seen and self._stopping.is_due(self._backwards):
-            self._stopping.stop()
-
-    def _forward_ended(self) -> None:
-        """End a script that does not train after as many calls as were asked for."""
-        if self._backwards or self._steps.made_any:
-            return
-        self._forwards += 1
-        if self._stopping.is_due(self._forwards):
-            self._stopping.stop()
-
     def _before_exit(self, original: Callable[[int], Any]) -> Callable[[int], Any]:
         @functools.wraps(original)
         def _exit(status: int) -> None:
-            """A process that leaves without ending keeps what was seen of it."""
+            """Write what was recorded, since a process that calls ``os._exit`` runs no exit handlers."""
             with suppress(Exception):
-                self.ledger.flush()
+                self.recorder.flush()
             original(status)
 
         return _exit
@@ -217,36 +195,152 @@ class Attachment:
         self.exit_code = 0
         self.leave_for_good()
 
-    def _step_aside(self, why: str) -> None:
-        """Leave the rest to the script: no new region, no scaling, no skipping."""
-        if self.aside is None:
-            self.aside = self.ledger.aside = why
-            so_far = self.ledger.steps + self.ledger.skipped_steps
-            since = f" from step {so_far + 1} on" if so_far else ""
-            self.ledger.note(f"{why}, so it was left to it{since}: nothing was added")
-            self.scale.value = Off()
-            for part in (self._regions, self._backward, self._steps, self._processes):
-                part.set_aside = True
-
     def _note_what_was_unusual(self) -> None:
-        if self.aside is not None:
+        recorder = self.recorder
+        if recorder.left_alone is not None:
             return
-        self._regions.settle()
+        self._regions.finish_traced()
         if not self._regions.called_a_module and not self._processes.started:
-            self.ledger.note("no module with parameters was called, so nothing ran in mixed precision")
-        elif self.ledger.backwards and not self.ledger.steps + self.ledger.skipped_steps + self._steps.traced:
-            self.ledger.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
+            recorder.note("no module with parameters was called, so nothing ran in mixed precision")
+        elif recorder.backwards and not (
+            recorder.steps or recorder.skipped_steps or self._stopping.traced_steps
+        ):
+            recorder.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
 
-def exit_code(error: SystemExit) -> int:
-    """With which Python ends for ``error``."""
+# ---- a whole script
+
+
+def run_attached(
+    script: Script, attachment: Attachment, *, seed: int | None = None, at_end: Callable[[], None]
+) -> None:
+    """Run ``script`` as ``__main__`` under ``attachment``; its errors propagate.
+
+    The attachment is left when Python itself would end: after the error was shown, and after the end of the
+    script's threads, which may train until then.
+
+    Args:
+        script: to run.
+        attachment: not entered yet.
+        seed: of Python, NumPy and torch, before the script starts; None: they are not seeded.
+        at_end: called after the attachment was left.
+    """
+    process = os.getpid()
+
+    def leave() -> None:
+        if os.getpid() == process:  # not in a child that the script forked
+            attachment.leave_for_good()
+
+    if seed is not None:
+        seed_everything(seed)
+    attachment.at_end = at_end
+    attachment.__enter__()
+    attachment.exit_code = 1
+    try:
+        run_script(script)
+        attachment.exit_code = 0
+    except SystemExit as error:
+        attachment.exit_code = _exit_code(error)
+        raise
+    except KeyboardInterrupt:
+        attachment.exit_code = _INTERRUPTED
+        raise
+    finally:
+        # Python calls exit handlers in reverse order: this one before those of the script.
+        atexit.register(leave)
+
+
+def _exit_code(error: SystemExit) -> int:
+    """Return the code with which Python ends for ``error``."""
     if error.code is None:
         return 0
     return int(error.code) if isinstance(error.code, int) else 1
 
 
+# ---- processes that a script starts
+
+_FRESH = ("spawn", "forkserver")
+_FRESH_KINDS = tuple(
+    getattr(multiprocessing.context, name)
+    for name in ("SpawnProcess", "ForkServerProcess")
+    if hasattr(multiprocessing.context, name)
+)
+# Started by libraries to load data or to serve objects; they do not train.
+_OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
+
+
+@dataclass(frozen=True, slots=True)
+class _AttachedTarget:
+    """Target of a started process: its own target, under an attachment again."""
+
+    target: Callable[..., Any]
+    settings: tuple[Any, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _attach_process(*self.settings):
+            return self.target(*args, **kwargs)
+
+
+class _Processes:
+    """Attach in processes that a script spawns, which inherit nothing; a forked process inherits everything.
+
+    Wraps ``Process.start`` of ``multiprocessing``, which every kind of process uses.
+    """
+
+    def __init__(self, recorder: Recorder, settings: tuple[Any, ...]) -> None:
+        self._recorder = recorder
+        self._settings = settings
+        self._numbers = itertools.count()
+        self.started = False
+
+    def install(self, patches: Patches) -> None:
+        process = multiprocessing.process.BaseProcess
+        patches.replace(process, "start", self._start(process.start))
+
+    def _start(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def start(process: Any) -> None:
+            target = getattr(process, "_target", None)
+            wrapped = isinstance(target, _AttachedTarget)
+            left_alone = self._recorder.left_alone is not None
+            if left_alone or wrapped or not _starts_afresh(process) or _is_of_a_library(target):
+                original(process)
+                return
+            if target is None:
+                self._recorder.note(
+                    f"the process {type(process).__name__} has a run method of its own and was left in FP32"
+                )
+                original(process)
+                return
+            settings = (*self._settings, watch_in_force(), next(self._numbers))
+            process._target = _AttachedTarget(target, settings)
+            try:
+                original(process)
+            finally:
+                process._target = target
+            self.started = True
+            self._recorder.note(
+                "the script started processes of its own: they run in mixed precision too, each with a "
+                "capture (capture-process0.jsonl and so on) beside this one"
+            )
+
+        return start
+
+
+def _starts_afresh(process: Any) -> bool:
+    if isinstance(process, _FRESH_KINDS):
+        return True
+    plain = isinstance(process, multiprocessing.Process)
+    return plain and multiprocessing.get_start_method(allow_none=True) in _FRESH
+
+
+def _is_of_a_library(target: Any) -> bool:
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith(_OF_LIBRARIES)
+
+
 @contextmanager
-def attach_process(
+def _attach_process(
     policy: Policy,
     loss_scale: LossScale | None,
     parents_capture: Path | None,
@@ -255,14 +349,13 @@ def attach_process(
     files: FileWatch | None,
     number: int,
 ) -> Iterator[None]:
-    """Attach in a process that an attached script started as its ``number``-th.
+    """Attach in the process that an attached script started as its ``number``-th.
 
-    Its capture is ``capture-processN.jsonl`` beside its parent's; one that saw nothing is deleted again.
+    Its capture is ``capture-processN.jsonl`` beside its parent's; it is deleted again if it records nothing.
     """
     writer = None
     if parents_capture is not None:
         writer = CaptureWriter(parents_capture.with_stem(f"{parents_capture.stem}-process{number}"))
-    if writer is not None:
         writer.write(start_event(sys.argv, policy.compute, process=number))
     if files is not None:
         files.install()
@@ -273,17 +366,18 @@ def attach_process(
         yield
         attachment.exit_code = 0
     except SystemExit as error:
-        attachment.exit_code = exit_code(error)
+        attachment.exit_code = _exit_code(error)
         raise
     finally:
         attachment.leave_for_good()
-        if writer is not None and not attachment.ledger.devices and not attachment.ledger.backwards:
+        recorder = attachment.recorder
+        if writer is not None and not recorder.devices and not recorder.backwards:
             writer.path.unlink(missing_ok=True)
 
 
 def _in_a_forked_child() -> None:
     if _attached is not None:
-        _attached.ledger.forget_writer()
+        _attached.recorder.forget_writer()
 
 
 os.register_at_fork(after_in_child=_in_a_forked_child)

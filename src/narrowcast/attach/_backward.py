@@ -1,7 +1,7 @@
 """Backward passes of a script: scaled where they start, unscaled before a leaf accumulates.
 
-The scale never leaks: ``p.grad`` is always the true gradient. Which pass a hook works for is asked of the
-autograd engine by the pass's number, so nested passes and other threads cannot be mistaken for it.
+``p.grad`` is always the true gradient. A hook asks the autograd engine for the number of the pass that it
+works for, so nested passes and other threads are told apart.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules import module as module_hooks
 
-from narrowcast.attach import _true_views
-from narrowcast.attach._call_sites import call_site
 from narrowcast.attach._leaves import Leaf, Leaves
-from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
-from narrowcast.attach._recomputation import Recomputation
-from narrowcast.attach._scale import RunningScale
+from narrowcast.attach._recorder import call_site
+from narrowcast.attach._regions import Regions
+from narrowcast.attach._run import Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped, untraced
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
 
 
 class _Thread(threading.local):
-    """Whether this thread is already inside a replaced function: torch may call it again by its name."""
+    """Whether this thread is in a replaced function: torch may call it again by its name."""
 
     entered = False
 
@@ -37,39 +36,25 @@ class _Thread(threading.local):
 class Backward:
     """Replaces ``torch.autograd.backward`` and ``grad``, and wraps the hooks that see gradients."""
 
-    def __init__(
-        self,
-        scale: RunningScale,
-        ledger: Ledger,
-        settle: Callable[[], None],
-        recomputation: Recomputation,
-        backward_ended: Callable[[], None],
-    ) -> None:
-        self._scale = scale
-        self._ledger = ledger
-        self._settle = settle
-        self._recomputation = recomputation
-        self._backward_ended = backward_ended
+    def __init__(self, run: Run, regions: Regions) -> None:
+        self._scale = run.scale
+        self._recorder = run.recorder
+        self._stopping = run.stopping
+        self._regions = regions
         self._thread = _Thread()
-        self._accumulating: dict[int, float] = {}
         self._returning: dict[int, float] = {}
         self._retained: list[weakref.ref[torch.Tensor]] = []
         self._nested_leaves: list[Leaf] = []
-        self.leaves = Leaves(self._unscale, scale.discarded, ledger.note)
-        self.set_aside = False
+        self.leaves = Leaves(run.scale, run.recorder)
 
     def install(self, patches: Patches) -> None:
         self._torch_backward = torch.autograd.backward
         self._torch_grad = torch.autograd.grad
-        backward = self._wrap(self._torch_backward, self.backward, self._backward_ended)
+        backward = self._wrap(self._torch_backward, self.backward, self._stopping.backward_ended)
         patches.replace(torch.autograd, "backward", backward)
         patches.replace(torch.autograd, "grad", self._wrap(self._torch_grad, self.grad))
         self._install_retain_grad(patches)
-        _true_views.install(
-            patches,
-            of_tensors=lambda: self._factor_of(graph_task_id()),
-            of_leaves=lambda: self._returning.get(graph_task_id()),
-        )
+        self._install_hooks(patches)
 
     def _wrap(
         self,
@@ -86,7 +71,7 @@ class Backward:
                 return original(*args, **kwargs)
             before, self._thread.entered = self._thread.entered, True
             try:
-                result = (original if self.set_aside else replacement)(*args, **kwargs)
+                result = (replacement if self._recorder.left_alone is None else original)(*args, **kwargs)
             finally:
                 self._thread.entered = before
             if graph_task_id() == NO_GRAPH_TASK:
@@ -111,8 +96,8 @@ class Backward:
         outermost = enclosing == NO_GRAPH_TASK
         roots = _as_tuple(tensors)
         if outermost:
-            self._settle()
-            self._ledger.saw_backward(_one_number(roots), call_site())
+            self._regions.finish_traced()
+            self._recorder.saw_backward(_one_number(roots), call_site())
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
         if grad_variables is not None and grad_tensors is None:
             grad_tensors = grad_variables
@@ -127,7 +112,7 @@ class Backward:
         number = self._scale.next_backward() if outermost else self._scale.backward
         self.leaves.backward_begins(leaves, number)
         with (
-            self._numbered(nodes, self._accumulating, factor),
+            self._numbered(nodes, self.leaves.factors, factor),
             self._retained_unscaled(inputs, factor, outermost),
         ):
             self._torch_backward(roots, seeds, retain_graph, create_graph, inputs=inputs)
@@ -139,35 +124,30 @@ class Backward:
             self._nested_leaves += leaves
 
     def _stands_in(self) -> Callable[[torch.Tensor], bool]:
-        """Which leaves of the nested pass that begins now only stand in for other tensors.
+        """Return which leaves of the nested pass that begins now stand in for tensors of the outer pass.
 
-        A checkpoint's stand-ins are known. Another Function that runs a pass inside its backward makes its
-        own: a leaf that is no parameter, and that no pass ever reached from outside, is taken for one.
+        Those of a checkpoint are known. For any other Function that runs a pass inside its backward, a leaf
+        is one if it is not a parameter and no outer pass ever reached it.
         """
-        if self._recomputation.take_pending():
-            return self._recomputation.is_stand_in
+        if self._regions.begins_recomputed_backward():
+            return self._regions.is_stand_in
         return lambda t: not isinstance(t, torch.nn.Parameter) and self.leaves.find(t) is None
 
     def _factor_of(self, task: int) -> float | None:
-        factor = self._accumulating.get(task)
+        factor = self.leaves.factors.get(task)
         return self._returning.get(task) if factor is None else factor
-
-    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Hook of every leaf, called before it accumulates ``gradient``."""
-        factor = self._accumulating.get(graph_task_id())
-        return None if factor is None else gradient * (1.0 / factor)
 
     @contextmanager
     def _numbered(self, nodes: Sequence[Any], table: dict[int, float], factor: float) -> Iterator[None]:
-        """Learn the number of the pass that starts at ``nodes`` from its first node, and forget it after."""
+        """Enter the pass that starts at ``nodes`` into ``table`` while it runs, under the engine's number."""
         numbers: list[int] = []
 
-        def learn(_: Any) -> None:
+        def enter(_: Any) -> None:
             number = graph_task_id()
             numbers.append(number)
             table[number] = factor
 
-        handles = [node.register_prehook(learn) for node in nodes]
+        handles = [node.register_prehook(enter) for node in nodes]
         try:
             yield
         finally:
@@ -192,10 +172,10 @@ class Backward:
     ) -> Any:
         """``torch.autograd.grad`` from scaled outputs, returning true gradients.
 
-        Where the scaled pass overflows it is run again unscaled: nothing after it could skip and retry.
+        A scaled pass that overflows is run again unscaled, since no later step could be skipped for it.
         """
         roots = _as_tuple(outputs)
-        # A subclass may hold no data to look at: torch.compile differentiates such tensors while it traces.
+        # A subclass may have no data: torch.compile differentiates such tensors while it traces.
         plain = all(type(root) is torch.Tensor and root.grad_fn is not None for root in roots)
         keywords: dict[str, Any] = {
             "create_graph": create_graph,
@@ -223,13 +203,13 @@ class Backward:
     def _is_of_torch_func(self, roots: Sequence[torch.Tensor]) -> bool:
         wrapped = any(is_functorch_wrapped(root) for root in roots)
         if wrapped:
-            self._ledger.note(
+            self._recorder.note(
                 "torch.func differentiates without the loss scale, so its gradients may underflow in fp16; "
                 "--policy bf16 has no such limit"
             )
         return wrapped
 
-    # ---- gradients that a script looks at on the way
+    # ---- gradients in the middle of a graph
 
     def _install_retain_grad(self, patches: Patches) -> None:
         retain_grad: Callable[..., None] = vars(torch._C.TensorBase)["retain_grad"]
@@ -242,9 +222,46 @@ class Backward:
 
         patches.replace(torch.Tensor, "retain_grad", tensor_retain_grad)
 
+    def _install_hooks(self, patches: Patches) -> None:
+        """Show true gradients to the hooks that the script registers on tensors and modules."""
+        register_hook: Callable[..., Any] = torch.Tensor.register_hook
+
+        def in_graph() -> float | None:
+            return self._factor_of(graph_task_id())
+
+        def at_leaf() -> float | None:
+            # ``backward`` has unscaled a leaf's gradient before these hooks run; ``grad`` has not.
+            return self._returning.get(graph_task_id())
+
+        @functools.wraps(register_hook)
+        def tensor_register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            return register_hook(tensor, TrueView(hook, 0, at_leaf if tensor.grad_fn is None else in_graph))
+
+        def module_registrar(register: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(register)
+            def wrapper(module: torch.nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                return register(module, TrueView(hook, 1, in_graph), *args, **kwargs)
+
+            return wrapper
+
+        def global_registrar(register: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(register)
+            def wrapper(hook: Callable[..., Any]) -> Any:
+                return register(TrueView(hook, 1, in_graph))
+
+            return wrapper
+
+        patches.replace(torch.Tensor, "register_hook", tensor_register_hook)
+        for kind in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
+            name = f"register_{kind}"
+            patches.replace(torch.nn.Module, name, module_registrar(getattr(torch.nn.Module, name)))
+        for kind in ("full_backward_hook", "full_backward_pre_hook"):
+            name = f"register_module_{kind}"
+            patches.replace(module_hooks, name, global_registrar(getattr(module_hooks, name)))
+
     @contextmanager
     def _retained_unscaled(self, inputs: Any, factor: float, outermost: bool) -> Iterator[None]:
-        """Give tensors with ``retain_grad`` true gradients too: what they hold is added back afterwards."""
+        """Unscale gradients of tensors with ``retain_grad``; what they held before is added afterwards."""
         if not outermost:
             yield
             return
@@ -265,7 +282,7 @@ class Backward:
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """``tensor.grad``, which torch warns about on a tensor in the middle of a graph."""
+    """Return ``tensor.grad`` without torch's warning about tensors in the middle of a graph."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return tensor.grad
@@ -291,7 +308,7 @@ def _one_number(roots: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def _roots_and_seeds(roots: tuple[Any, ...], grad_tensors: Any) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
-    """Roots that each have a graph node, so that the pass can be numbered, and their seeds."""
+    """Return roots that each have a graph node, on which a hook can be put, and their seeds."""
     edges = [root for root in roots if not isinstance(root, torch.Tensor)]
     if edges:
         raise UnsupportedError(
@@ -310,5 +327,64 @@ def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) 
         elif root.numel() == 1 and not root.is_complex():
             scaled.append(torch.full_like(root, factor))
         else:
-            scaled.append(None)  # torch says what is missing
+            scaled.append(None)  # torch raises
     return scaled
+
+
+# ---- hooks
+
+
+class TrueView:
+    """A hook that receives true gradients in fp32; its result is scaled like the argument that it replaces.
+
+    A copy or a pickle of it is the script's own hook.
+
+    Args:
+        hook: the script's.
+        replaces: index of the argument that the result replaces.
+        factor_now: returns the loss scale of the pass that the hook works for; None: not scaled.
+    """
+
+    def __init__(
+        self, hook: Callable[..., Any], replaces: int, factor_now: Callable[[], float | None]
+    ) -> None:
+        functools.update_wrapper(self, hook)
+        self.hook = hook
+        self.replaces = replaces
+        self.factor_now = factor_now
+
+    def __call__(self, *args: Any) -> Any:
+        factor = self.factor_now()
+        if factor is None:
+            return self.hook(*args)
+        result = self.hook(*(_map(argument, lambda g: _true(g, factor)) for argument in args))
+        return None if result is None else _scaled_like(result, args[self.replaces], factor)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.hook,)
+
+
+def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook
+
+
+def _true(gradient: torch.Tensor, factor: float) -> torch.Tensor:
+    return (gradient.float() if gradient.is_floating_point() else gradient) / factor
+
+
+def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_map(item, change) for item in value)
+    return value
+
+
+def _scaled_like(result: Any, like: Any, factor: float) -> Any:
+    if isinstance(result, tuple) and isinstance(like, tuple):
+        return tuple(_scaled_like(r, g, factor) for r, g in zip(result, like, strict=False))
+    if isinstance(like, tuple) and len(like) == 1:
+        return _scaled_like(result, like[0], factor)
+    if isinstance(result, torch.Tensor) and isinstance(like, torch.Tensor):
+        return (result * factor).to(like.dtype)
+    return result

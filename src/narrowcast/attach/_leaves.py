@@ -1,4 +1,4 @@
-"""The leaves that backward reaches: their unscaling hooks, their overflow flags, and who updates them."""
+"""The leaves that scaled backwards reach: their unscaling hooks, overflow flags and updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from narrowcast.attach._torch_internals import register_hook_first
+from narrowcast.attach._recorder import Recorder
+from narrowcast.attach._run import RunningScale
+from narrowcast.attach._torch_internals import graph_task_id, register_hook_first
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import NonfiniteFlags, leaf_of, nodes_below, nonfinite_flags
 
@@ -20,16 +22,15 @@ _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """What is known of one tensor that gradients accumulate in.
+    """State of one tensor in which gradients accumulate.
 
     Attributes:
-        overflow: number of the backward after which a gradient that it still holds, or whose remains it
-            holds, was not finite; 0: there is none.
-        skipped: an optimizer has skipped a step for that.
-        clean_since: backward before which its gradient was thrown away.
+        overflow: number of the backward that left a gradient in it that was not finite; 0: none.
+        skipped: an optimizer has skipped a step because of it.
+        clean_since: number of the backward before which its gradient was dropped.
         owned: an optimizer has stepped on it, or has skipped.
         checked: the gradient that the last check read, and its version.
-        before: its version, and some of its values, when a backward ended: to see updates that no
+        before: its version and some of its values when a backward ended, to detect updates that no
             optimizer made.
     """
 
@@ -51,17 +52,16 @@ class _Unread:
 
 
 class Leaves:
-    """Every leaf that a scaled backward reached, found by walking its graph."""
+    """Every leaf that a scaled backward reached, found by walking its graph.
 
-    def __init__(
-        self,
-        unscale: Callable[[torch.Tensor], torch.Tensor | None],
-        discarded: Callable[[int], None],
-        note: Callable[[str], None],
-    ) -> None:
-        self._unscale = unscale
-        self._discarded = discarded
-        self._note = note
+    Attributes:
+        factors: number of each backward pass of the autograd engine that runs now -> its loss scale.
+    """
+
+    def __init__(self, scale: RunningScale, recorder: Recorder) -> None:
+        self._scale = scale
+        self._recorder = recorder
+        self.factors: dict[int, float] = {}
         self._by_id: dict[int, Leaf] = {}
         self._unread: list[_Unread] = []
         self._an_optimizer_steps = False
@@ -70,9 +70,9 @@ class Leaves:
     def reached_from(
         self, roots: Iterable[Any], *, passed_on: Callable[[torch.Tensor], bool] | None = None
     ) -> list[Leaf]:
-        """The leaves below graph nodes ``roots``; each has its hook from now on.
+        """Return the leaves below graph nodes ``roots``; each has its unscaling hook from now on.
 
-        ``passed_on`` names the leaves to leave out: they stand for other tensors of an enclosing pass.
+        ``passed_on`` selects leaves to ignore: those that stand for other tensors of an enclosing pass.
         """
         leaves = []
         for node in nodes_below(roots):
@@ -84,10 +84,10 @@ class Leaves:
         return leaves
 
     def _note_function(self, node: Any) -> None:
-        """A Function's own backward is handed gradients as they pass, which is to say scaled."""
+        """Note that a custom Function's backward receives scaled gradients."""
         kind = getattr(type(node), "_forward_cls", type(node))
         if not kind.__module__.startswith("torch."):
-            self._note(
+            self._recorder.note(
                 f"the backward of {kind.__name__} sees gradients times the loss scale; that is right where "
                 "it is linear in them (no clamp, no norm), and wrong otherwise"
             )
@@ -100,15 +100,20 @@ class Leaves:
                 leaf = self._by_id[id(tensor)] = Leaf(weakref.ref(tensor), handle.remove)
             return leaf
 
+    def _unscale(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Hook of every leaf, called before it accumulates ``gradient``."""
+        factor = self.factors.get(graph_task_id())
+        return None if factor is None else gradient * (1.0 / factor)
+
     def find(self, tensor: torch.Tensor) -> Leaf | None:
         leaf = self._by_id.get(id(tensor))
         return leaf if leaf is not None and leaf.tensor() is tensor else None
 
     def backward_begins(self, leaves: Sequence[Leaf], backward: int) -> None:
-        """Forget overflows of gradients that the script has thrown away.
+        """Forget overflows of gradients that the script has dropped.
 
         Raises:
-            UnsupportedError: when a leaf was updated and no optimizer has it, or an overflow reached it.
+            UnsupportedError: a leaf was updated without an optimizer, or an overflow reached it.
         """
         pairs = [(leaf, tensor) for leaf in leaves if (tensor := leaf.tensor()) is not None]
         gone = [(leaf, tensor) for leaf, tensor in pairs if tensor.grad is None]
@@ -126,8 +131,8 @@ class Leaves:
                 self._discard(leaf, tensor, backward)
 
     def _moved_on(self, leaf: Leaf, tensor: torch.Tensor) -> bool:
-        """Whether the script has done with a leaf's gradient, as after an update; in-place renormalisation
-        of an embedding in a forward, say, leaves it alone.
+        """Return whether the script dropped or changed a leaf's gradient, as it does after an update; an
+        embedding renormalised in place in a forward (``max_norm``) keeps its gradient.
         """
         return tensor.grad is None or self._changed_since_check(tensor)
 
@@ -136,20 +141,22 @@ class Leaves:
             if not bool(torch.isfinite(tensor.detach()).all()):
                 raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
             if not leaf.skipped:
-                self._note("the script threw gradients away that had overflowed; the loss scale was lowered")
-                self._discarded(leaf.overflow)
+                self._recorder.note(
+                    "the script dropped gradients that had overflowed; the loss scale was lowered"
+                )
+                self._scale.discarded(leaf.overflow)
         leaf.overflow, leaf.skipped, leaf.clean_since = 0, False, clean_since
 
     def backward_ended(self, leaves: Sequence[Leaf], backward: int) -> None:
-        """Check what the leaves accumulated, before the script can clamp it; the answer is read later."""
+        """Check what the leaves accumulated, before the script can clamp it; the result is read later."""
         holding, gradients = [], []
         for leaf in leaves:
             tensor = leaf.tensor()
             if tensor is None:
                 continue
             if not leaf.owned:
-                # A write through ``.data`` leaves the version as it is. Looking at values costs a copy
-                # and a wait: only while nothing at all is known to update parameters.
+                # A write through ``.data`` does not change the version. Comparing values costs a copy and a
+                # wait for the device: only while no optimizer is known to update parameters.
                 sample = None if self._an_optimizer_steps else _sample(tensor).clone()
                 leaf.before = (tensor._version, sample)
             if tensor.grad is not None:
@@ -163,7 +170,7 @@ class Leaves:
                 self._read()
 
     def nonfinite_among(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those whose gradient overflowed in a backward, or is not finite now; waits for the device."""
+        """Return those whose gradient overflowed or is not finite now; waits for the device."""
         self._read()
         changed = [p for p in parameters if p.grad is not None and self._changed_since_check(p)]
         now = nonfinite_flags([p.grad for p in changed if p.grad is not None]).read()
@@ -180,22 +187,22 @@ class Leaves:
         return checked() is not gradient or version != gradient._version
 
     def own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """An optimizer begins a step on these parameters."""
+        """Record that an optimizer begins a step on these parameters."""
         self._an_optimizer_steps = True
         for parameter in parameters:
-            if parameter.requires_grad:  # a frozen one takes no hook, and no gradient that needs one
+            if parameter.requires_grad:  # torch refuses hooks on a frozen one
                 leaf = self._hooked(parameter)
                 leaf.owned, leaf.before = True, None
 
     def stepped(self, parameters: Iterable[torch.Tensor], *, skipped: bool) -> None:
-        """An optimizer stepped on these gradients, or skipped them; they are still there."""
+        """Record that an optimizer stepped on these gradients, or skipped them; they are still there."""
         for parameter in parameters:
             leaf = self.find(parameter)
             if leaf is not None and leaf.overflow:
                 leaf.skipped = skipped
 
     def zeroed(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
-        """The gradients of these parameters, up to those of ``backward``, were set to zero or to None."""
+        """Record that gradients of these parameters, up to those of ``backward``, became zero or None."""
         if self._unread:
             self._read()
         for parameter in parameters:

@@ -1,4 +1,7 @@
-"""Where mixed precision is on: the outermost call of a module that holds parameters, and nowhere else."""
+"""Autocast regions under a script: the outermost call of each module that holds parameters.
+
+Also the rules for modules, and what activation checkpoints need to know of regions.
+"""
 
 from __future__ import annotations
 
@@ -7,74 +10,63 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.utils.data import get_worker_info
 
-from narrowcast.attach._ledger import Ledger, Reading, is_capturing
 from narrowcast.attach._patches import Patches
-from narrowcast.attach._recomputation import Recomputation
-from narrowcast.attach._rules import ModuleRules
-from narrowcast.attach._scale import RunningScale
+from narrowcast.attach._recorder import Reading, is_capturing
+from narrowcast.attach._run import Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
-from narrowcast.attach._watcher import Watcher
-from narrowcast.casting import autocast, cast_floating, region_in
+from narrowcast.casting import Applied, autocast, cast_floating, named_places, region_in
 from narrowcast.errors import UnsupportedError
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
+from narrowcast.observe.op_trace import near_module
 from narrowcast.observe.profiling import seconds_between, stamp
-from narrowcast.policy import Policy, format_name, resolve
-from narrowcast.scaling import Dynamic, LossScale
+from narrowcast.policy import Policy, Rule, class_names, format_name, resolve
+from narrowcast.scaling import Dynamic
+
+NAMED_NOTHING = "named no module of what the script called"
+"""Ending of the note on a rule that matched no module."""
+_LAYERS_SHOWN = 3
 
 
 class _Thread(threading.local):
-    """How many of our regions this thread is in, whether it is opening one, and whether it is in a call
-    that is watched as a whole.
+    """How many of our regions this thread is in, whether it is opening one, whether it is in an outermost
+    call of a module, and whether the next backward is that of a recomputation.
     """
 
     depth = 0
     opening = False
-    watched = False
+    observed = False
+    recomputes = False
 
 
 class Regions:
-    """Replaces ``nn.Module.__call__``, so that a region closes whatever is raised in it, and steps aside for
-    scripts that use autocast or a GradScaler themselves.
+    """Replace ``nn.Module.__call__``, so that a region is closed even if the call raises.
+
+    Scripts that use autocast or a GradScaler themselves are left alone from then on.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        asked_scale: LossScale | None,
-        scale: RunningScale,
-        ledger: Ledger,
-        step_aside: Callable[[str], None],
-        tell: Callable[[str], None],
-        watcher: Watcher,
-        forward_ended: Callable[[], None],
-    ) -> None:
-        self._policy = policy
-        self._asked_scale = asked_scale
-        self._scale = scale
-        self._ledger = ledger
-        self._step_aside = step_aside
-        self._tell = tell
-        self._watcher = watcher
-        self._forward_ended = forward_ended
-        self.recomputation = Recomputation()
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._policy = run.policy
+        self._recorder = run.recorder
+        self._observer = run.observer
         self._thread = _Thread()
         self._dtypes: dict[str, torch.dtype | None] = {}
-        self._trained: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._called: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._titles: Counter[str] = Counter()
-        self._rules = ModuleRules(policy)
-        # Tracing may read what is known beforehand and set an attribute, and no more.
+        self._rules = _ModuleRules(run.policy)
+        self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
+        # While Dynamo traces, only known values may be read and attributes set.
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        self._traceable_dtypes = {device: resolve(policy, device) for device in devices}
+        self._traceable_dtypes = {device: resolve(run.policy, device) for device in devices}
         self._traced_on: str | None = None
-        self.set_aside = False
-        self.in_fp32 = False
+        self._in_fp32 = False
 
     def install(self, patches: Patches) -> None:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -88,22 +80,22 @@ class Regions:
 
     def uninstall(self) -> None:
         for note in self._rules.remove():
-            self._ledger.note(note)
+            self._recorder.note(note)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
     def continue_in_fp32(self) -> None:
         """Open no region from now on."""
-        self.in_fp32 = True
+        self._in_fp32 = True
         self._rules.remove()
 
     def parameter_names(self) -> dict[int, str]:
-        """``id`` of each parameter of the modules that were called -> its name, with the module's class.
+        """Return ``id`` of each parameter of the modules that were called -> its name with the class.
 
-        The second module of a class is ``Class-2``, in the order in which they were called first.
+        The second module of a class is ``Class-2``, in the order of first calls.
         """
         return {
             id(parameter): f"{title}.{name}"
-            for module, title in reversed(list(self._trained.items()))
+            for module, title in reversed(list(self._called.items()))
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
 
@@ -122,7 +114,7 @@ class Regions:
                 return self._traced_call(original, module, args, kwargs)
             if thread.depth:
                 return original(module, *args, **kwargs)
-            if self.set_aside:
+            if self._recorder.left_alone is not None:
                 return self._call_left_alone(original, module, args, kwargs)
             return self._outermost_call(original, module, args, kwargs)
 
@@ -133,38 +125,38 @@ class Regions:
     ) -> Any:
         parameter = next(module.parameters(), None)
         if parameter is None or get_worker_info() is not None or is_jit_tracing():
-            # A traced module would keep the casts after the run.
+            # torch.jit.trace would keep the casts in the traced module after the run.
             return original(module, *args, **kwargs)
         device_type = parameter.device.type
-        dtype = None if self.in_fp32 else self._dtype_on(device_type)
-        if not self._thread.watched and module not in self._trained:
-            self._meet(module)
+        dtype = None if self._in_fp32 else self._dtype_on(device_type)
+        if not self._thread.observed and module not in self._called:
+            self._first_call(module)
         in_backward = graph_task_id() != NO_GRAPH_TASK
         if in_backward and torch.is_autocast_enabled(device_type):
-            # Within a backward, a region that is already on belongs to a recomputed forward.
+            # In a backward, an open region belongs to a recomputed forward.
             return original(module, *args, **kwargs)
-        if in_backward or self._thread.watched:
+        if in_backward or self._thread.observed:
             return self._in_region(original, module, args, kwargs, device_type, dtype)
-        self._thread.watched = True
+        self._thread.observed = True
         try:
-            self._watcher.called(module, args, kwargs)
-            if self.in_fp32:
+            self._observer.called(module, args, kwargs)
+            if self._in_fp32:
                 dtype = None
-            timed = not self._ledger.backwards and not is_capturing()
+            timed = not self._recorder.backwards and not is_capturing()
             began = stamp(device_type) if timed else None
             output = self._in_region(original, module, args, kwargs, device_type, dtype)
             if began is not None:
-                self._ledger.saw_forward(_lasted(began, stamp(device_type)), training=module.training)
-            self._watcher.returned(module, output)
+                self._recorder.saw_forward(_lasted(began, stamp(device_type)), training=module.training)
+            self._observer.returned(module, output)
         finally:
-            self._thread.watched = False
-        self._forward_ended()
+            self._thread.observed = False
+        self._run.stopping.forward_ended()
         return output
 
     def _call_left_alone(
         self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """The outermost call of a module in a script that does it itself; only its end is told."""
+        """Call a module of a script that uses autocast itself, counting outermost calls."""
         if next(module.parameters(), None) is None or get_worker_info() is not None:
             return original(module, *args, **kwargs)
         self._thread.depth += 1
@@ -173,7 +165,7 @@ class Regions:
         finally:
             self._thread.depth -= 1
         if graph_task_id() == NO_GRAPH_TASK:
-            self._forward_ended()
+            self._run.stopping.forward_ended()
         return output
 
     def _in_region(
@@ -185,12 +177,12 @@ class Regions:
         device_type: str,
         dtype: torch.dtype | None,
     ) -> Any:
-        """Call ``module`` in a region of ``dtype``, its floating outputs in fp32; None: as it is."""
+        """Call ``module`` in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
         thread = self._thread
         if dtype is None:
-            # Where other devices have regions, modules inside may open one; where none has, the modules
-            # inside are as quick to call as in a region: FP32 is what mixed precision is timed against.
-            alone = self.in_fp32 or (self._policy.compute == "fp32" and self._policy.is_plain)
+            # If no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
+            # baseline of speed measurements. Otherwise an inner module may open one on another device.
+            alone = self._in_fp32 or (self._policy.compute == "fp32" and self._policy.is_plain)
             thread.depth += alone
             try:
                 return original(module, *args, **kwargs)
@@ -211,9 +203,13 @@ class Regions:
     def _traced_call(
         self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """The same inside a function that ``torch.compile`` traces, in terms that it can trace."""
+        """Do the same inside a function that ``torch.compile`` traces, in code that it can trace."""
         parameter = next(module.parameters(), None)
-        if self.set_aside or parameter is None or torch.is_autocast_enabled(parameter.device.type):
+        if (
+            self._recorder.left_alone is not None
+            or parameter is None
+            or torch.is_autocast_enabled(parameter.device.type)
+        ):
             return original(module, *args, **kwargs)
         if not self._policy.is_plain:
             raise UnsupportedError(
@@ -229,13 +225,13 @@ class Regions:
             output = original(module, *args, **kwargs)
         return cast_floating(output, torch.float32)
 
-    def settle(self) -> None:
-        """Decide for a device whose regions were only traced so far."""
+    def finish_traced(self) -> None:
+        """Choose the format of a device whose regions were only traced so far."""
         if self._traced_on is not None:
             self._dtype_on(self._traced_on)
 
     def _dtype_on(self, device_type: str) -> torch.dtype | None:
-        """What a region on this device computes in; None: there is nothing to open."""
+        """Return the dtype of regions on this device; None: it needs none."""
         if device_type not in self._dtypes:
             self._decide(device_type)
         return self._dtypes[device_type]
@@ -243,42 +239,47 @@ class Regions:
     def _decide(self, device_type: str) -> None:
         if device_type not in known_device_types():
             self._dtypes[device_type] = None
-            self._ledger.note(f"modules on device {device_type!r} stay in fp32: torch has no autocast for it")
+            self._recorder.note(
+                f"modules on device {device_type!r} stay in fp32: torch has no autocast for it"
+            )
             return
         dtype = resolve(self._policy, device_type)
         automatic = self._policy.compute == "auto"
         because = best_format(device_type).because if automatic else "as asked"
         name = format_name(dtype)
-        self._ledger.saw_device(device_type, name, because)
+        self._recorder.saw_device(device_type, name, because)
         slow = slow_format_warning(name, device_type)
         if slow:
-            self._ledger.note(slow)
-            self._tell(slow)
-        if dtype == torch.float16 and self._asked_scale is None and not self._scale.active:
-            self._scale.value = Dynamic()
+            self._recorder.note(slow, at_once=True)
+        if dtype == torch.float16 and self._run.asked_scale is None and not self._run.scale.active:
+            self._run.scale.value = Dynamic()
         if dtype != torch.float32:
-            # The fast path of nn.TransformerEncoder in evaluation fails on operands of two formats.
+            # The fast path of nn.TransformerEncoder in evaluation raises on operands of two formats.
             torch.backends.mha.set_fastpath_enabled(False)
         self._dtypes[device_type] = None if dtype == torch.float32 and self._policy.is_plain else dtype
 
-    def _meet(self, module: torch.nn.Module) -> None:
-        """A module is called from outside for the first time.
+    def _first_call(self, module: torch.nn.Module) -> None:
+        """Name a module that the script calls for the first time, and attach its rules.
 
         Raises:
             UnsupportedError: its gradients do not pass leaf hooks, and the loss would be scaled.
         """
-        if self._scale.active:
-            refuse_sharded(module)
+        if self._run.scale.active:
+            _refuse_sharded(module)
         kind = type(module).__name__
-        if not self.in_fp32:
-            self._rules.meet(module)
-        self._titles[kind] += 1  # also of modules that are gone, and of other classes of that name
-        self._trained[module] = f"{kind}-{self._titles[kind]}" if self._titles[kind] > 1 else kind
+        if not self._in_fp32:
+            self._rules.attach(module)
+        self._titles[kind] += 1  # modules that were deleted, and other classes of that name, count too
+        self._called[module] = f"{kind}-{self._titles[kind]}" if self._titles[kind] > 1 else kind
 
     # ---- recomputation
 
     def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Recomputation knows how deep in our regions the first computation was."""
+        """Recompute at the depth in our regions at which the first computation ran.
+
+        Tensors among the inputs that the first computation did not have are stand-ins: leaves that a
+        reentrant checkpoint makes of its inputs. Their gradients are passed on, still scaled, to those.
+        """
 
         @functools.wraps(original)
         def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +295,7 @@ class Regions:
                 if first_inputs is None:
                     first_inputs = set(tensors)
                 elif stand_ins := [t for key, t in tensors.items() if key not in first_inputs]:
-                    self.recomputation.begins(stand_ins)
+                    self._recomputes(stand_ins)
                 before, self._thread.depth = self._thread.depth, depth
                 try:
                     return function(*inputs, **keywords)
@@ -305,7 +306,22 @@ class Regions:
 
         return checkpoint
 
-    # ---- scripts that do it themselves
+    def _recomputes(self, stand_ins: Sequence[torch.Tensor]) -> None:
+        """Record that a checkpoint runs its function again; its own backward follows in this thread."""
+        self._thread.recomputes = True
+        self._stand_ins = {key: kept for key, kept in self._stand_ins.items() if kept() is not None}
+        self._stand_ins |= {id(tensor): weakref.ref(tensor) for tensor in stand_ins}
+
+    def begins_recomputed_backward(self) -> bool:
+        """Return whether the backward that begins now in this thread is that of a recomputation."""
+        recomputes, self._thread.recomputes = self._thread.recomputes, False
+        return recomputes
+
+    def is_stand_in(self, tensor: torch.Tensor) -> bool:
+        kept = self._stand_ins.get(id(tensor))
+        return kept is not None and kept() is tensor
+
+    # ---- scripts that use mixed precision themselves
 
     def _autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -313,8 +329,8 @@ class Regions:
             if torch.compiler.is_dynamo_compiling() or self._thread.opening:
                 return original(region)
             result = original(region)
-            if not self.set_aside and _is_on(region) and _entered_by_the_script(sys._getframe(1)):
-                self._step_aside("the script uses autocast itself")
+            if _is_on(region) and _entered_by_the_script(sys._getframe(1)):
+                self._run.leave_alone("the script uses autocast itself")
             return result
 
         return __enter__
@@ -324,13 +340,13 @@ class Regions:
         def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(scaler, *args, **kwargs)
             if scaler.is_enabled():
-                self._step_aside("the script makes a GradScaler itself")
+                self._run.leave_alone("the script makes a GradScaler itself")
 
         return __init__
 
 
-def refuse_sharded(module: torch.nn.Module) -> None:
-    """Refuse to scale losses for modules whose gradients pass no leaf hooks.
+def _refuse_sharded(module: torch.nn.Module) -> None:
+    """Refuse to scale losses for modules whose gradients do not pass leaf hooks.
 
     Raises:
         UnsupportedError: for FSDP, FSDP2 and parameters that are DTensors.
@@ -351,7 +367,7 @@ def refuse_sharded(module: torch.nn.Module) -> None:
 
 
 def _lasted(began: Any, ended: Any) -> Reading:
-    """Seconds; those of a GPU are read later, without waiting here."""
+    """Return seconds; those of a GPU are read later, without waiting here."""
     if isinstance(began, float):
         return seconds_between(began, ended)
     return lambda: seconds_between(began, ended)
@@ -362,13 +378,75 @@ def _is_on(region: Any) -> bool:
 
 
 def _entered_by_the_script(frame: Any) -> bool:
-    """Whether code that is neither torch's own nor ours entered a region."""
+    """Return whether code of neither torch nor narrowcast entered a region."""
     while frame is not None:
         if frame.f_code.co_name == "_enter_autocast":
-            return False  # a compiled graph enters what was traced
+            return False  # a compiled graph enters the regions that were traced
         module = frame.f_globals.get("__name__", "")
         helper = module.endswith("autocast_mode") or module.startswith("narrowcast.")
         if not helper and module != "contextlib":
             return bool(module.split(".")[0] != "torch")
         frame = frame.f_back
     return True
+
+
+class _ModuleRules:
+    """Hooks for the rules of ``policy`` on each model of a script, from its first call on.
+
+    A path in a rule starts at the module that the script calls. If the script calls a part first and the
+    whole model later, paths start at the whole model from then on.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._applied: dict[torch.nn.Module, Applied] = {}
+        self._unmatched: dict[Rule, set[str]] = {}
+        self._guesses: dict[Rule, str] = {}
+        self._models: set[str] = set()
+        self._left_out: dict[str, list[str]] = {}  # reason -> layers that do not multiply in fp8
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Put hooks on ``model``, which the script calls for the first time."""
+        if not self._policy.names_modules or any(model in set(whole.modules()) for whole in self._applied):
+            return
+        inside = set(model.modules())
+        for part in [part for part in self._applied if part in inside]:
+            self._applied.pop(part).remove()
+        kind = type(model).__name__
+        self._models.add(kind)
+
+        def missed(rule: Rule) -> None:
+            self._unmatched.setdefault(rule, set()).add(kind)
+            if not self._guesses.get(rule):
+                named = ((path, class_names(type(module))) for path, module in named_places(model))
+                self._guesses[rule] = near_module(rule, list(named))
+
+        applied = self._applied[model] = Applied(model, self._policy, opens=False, may_miss=missed)
+        for path, why in applied.fp8.left_out.items():
+            self._left_out.setdefault(why, []).append(f"{kind}.{path}" if path else kind)
+
+    def remove(self) -> list[str]:
+        """Remove the hooks; return notes on rules that did not apply everywhere."""
+        for applied in self._applied.values():
+            applied.remove()
+        self._applied.clear()
+        if not self._models:
+            return []
+        called = ", ".join(sorted(self._models))
+        missed = [rule for rule, kinds in self._unmatched.items() if kinds == self._models]
+        self._models.clear()
+        return [
+            *(
+                f"the rule for {rule.target} {NAMED_NOTHING} ({called}){self._guesses[rule]}"
+                for rule in missed
+            ),
+            *(
+                f"{_shortened(paths)} {'does' if len(paths) == 1 else 'do'} not multiply in fp8: {why}"
+                for why, paths in self._left_out.items()
+            ),
+        ]
+
+
+def _shortened(paths: list[str]) -> str:
+    shown = ", ".join(paths[:_LAYERS_SHOWN])
+    return shown if len(paths) <= _LAYERS_SHOWN else f"{shown} and {len(paths) - _LAYERS_SHOWN} more"

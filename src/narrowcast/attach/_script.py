@@ -1,4 +1,4 @@
-"""Running a script as Python itself would: its own ``__main__``, arguments, path, traceback and exit code."""
+"""Run a script as Python itself would: its own ``__main__``, arguments, path, traceback and exit code."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ import os
 import pkgutil
 import random
 import sys
+import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from narrowcast.attach._tracebacks import trim_threads_errors, without_our_frames
-from narrowcast.errors import ScriptError
+import narrowcast
+from narrowcast.errors import NarrowcastError, ScriptError
+
+_OUR_FOLDER = str(Path(narrowcast.__file__).parent) + os.sep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script that was found and compiles, ready to run.
+    """A script that was found and compiled.
 
     Attributes:
-        name: how it is called in messages and folders.
-        code: what runs.
-        argv: ``sys.argv`` for it.
+        name: used in messages and names of folders.
+        code: its compiled code.
+        argv: its ``sys.argv``.
         file: the file that the code came from.
-        first_path: what Python puts at ``sys.path[0]`` for it; None: nothing (``python -P``).
-        spec: what ``__spec__`` is; None for a script given by its path.
+        first_path: its ``sys.path[0]``; None: nothing is added (``python -P``).
+        spec: its ``__spec__``; None for a script given by its path.
     """
 
     name: str
@@ -41,8 +45,8 @@ class Script:
 
     @classmethod
     def from_path(cls, path: str, arguments: Sequence[str]) -> Script:
-        """The script at ``path``, as ``python path arguments...`` takes it: a file, or a folder or a zip
-        file with a ``__main__.py`` in it.
+        """Find the script at ``path`` as ``python path arguments...`` does: a file, or a folder or a zip file
+        with a ``__main__.py`` in it.
 
         Raises:
             ScriptError: there is no such file, it is a notebook, or it does not compile.
@@ -69,9 +73,9 @@ class Script:
 
     @classmethod
     def from_module(cls, module: str, arguments: Sequence[str]) -> Script:
-        """The module or package ``module``, as ``python -m module arguments...`` takes it.
+        """Find the module or package ``module`` as ``python -m module arguments...`` does.
 
-        Packages around it are imported when it runs, not here.
+        Parent packages are imported when it runs, not here.
 
         Raises:
             ScriptError: there is no such module, or it has no source that could run.
@@ -96,7 +100,7 @@ class Script:
 
 
 def _main_inside(file: str, path: str) -> ModuleSpec | None:
-    """What runs in a folder or a zip file; None for a file that is neither."""
+    """Find ``__main__.py`` in a folder or a zip file; None for a file that is neither."""
     finder: Any = pkgutil.get_importer(file)
     if finder is None:
         return None
@@ -107,9 +111,9 @@ def _main_inside(file: str, path: str) -> ModuleSpec | None:
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
-    """What ``-m module`` runs, found without importing the packages around it.
+    """Find what ``-m module`` runs without importing its parent packages.
 
-    They are the script's own code: what they print or raise belongs to the run.
+    They are the script's own code: their output and errors belong to the run.
     """
     spec, path = None, None
     parts = module.split(".")
@@ -152,15 +156,15 @@ def _compiled(file: str, path: str) -> types.CodeType:
 
 
 def _no_python(what: str, error: SyntaxError | ValueError) -> ScriptError:
-    where = f" at line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-    return ScriptError(f"cannot run {what}: it is no Python{where}: {error.args[0]}")
+    where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+    return ScriptError(f"cannot run {what}: not valid Python{where}: {error.args[0]}")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's (where it is installed) and torch's random numbers, before a script starts.
+    """Seed Python's, NumPy's (if it is installed) and torch's random numbers, before a script starts.
 
     Args:
-        seed: from 0 to 2**32 - 1, which is what all three take.
+        seed: from 0 to 2**32 - 1, which all three accept.
     """
     import torch
 
@@ -173,11 +177,11 @@ def seed_everything(seed: int) -> None:
 
 
 def run_script(script: Script) -> None:
-    """Run ``script`` as ``__main__``; whatever it raises comes out, ``SystemExit`` too.
+    """Run ``script`` as ``__main__``; its errors propagate, ``SystemExit`` too.
 
-    ``sys.modules["__main__"]`` stays the script's, as at the end of a plain run, so that objects of its
-    classes can still be pickled at exit. The traceback of an error that nobody catches is shown from the
-    script's own first line on.
+    ``sys.modules["__main__"]`` stays the script's module, as at the end of a plain run, so that objects of
+    its classes can still be pickled at exit. The traceback of an uncaught error begins at the script's first
+    line.
     """
     main = types.ModuleType("__main__")
     main.__dict__.update(
@@ -193,7 +197,7 @@ def run_script(script: Script) -> None:
     sys.modules["__main__"] = main
     if "__mp_main__" in sys.modules:
         # multiprocessing, imported with torch, keeps the main module under this name too: a spawned child
-        # sends objects of the script's classes under it.
+        # pickles objects of the script's classes under it.
         sys.modules["__mp_main__"] = main
     _set_first_path(script.first_path)
     trim_threads_errors()
@@ -204,11 +208,87 @@ def run_script(script: Script) -> None:
     except SystemExit:
         raise
     except BaseException:
-        # Only now, so that a script finds the hook that Python has, and one of its own is used.
+        # Set only now, so that the script sees Python's own hook and may set another.
         sys.excepthook = without_our_frames(sys.excepthook, run_script.__code__)
         raise
 
 
 def _set_first_path(first: str | None) -> None:
-    """Put ``first`` where Python put the folder of the command that was typed (nowhere with ``-P``)."""
+    """Replace the entry that Python made for the narrowcast command (it makes none with ``-P``)."""
     sys.path[: 0 if sys.flags.safe_path else 1] = [] if first is None else [first]
+
+
+# ---- tracebacks
+
+
+def without_our_frames(show: Callable[..., Any], starts: types.CodeType) -> Callable[..., Any]:
+    """Return an ``excepthook`` that calls ``show`` with a traceback that begins at the script's first line.
+
+    Args:
+        show: the hook that was in force.
+        starts: the code object that started the script: its frame and those before it are left out.
+    """
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
+        trim(error, starts)
+        return show(kind, error, error.__traceback__)
+
+    return excepthook
+
+
+def trim_threads_errors() -> None:
+    """Leave narrowcast's frames out of tracebacks of errors that end a thread, from now on."""
+    show = threading.excepthook
+
+    def excepthook(args: threading.ExceptHookArgs) -> None:
+        # The first frame belongs to threading, so ``args.exc_traceback`` is trimmed in place.
+        if args.exc_value is not None:
+            trim(args.exc_value)
+        show(args)
+
+    threading.excepthook = excepthook
+
+
+def trim(error: BaseException, starts: types.CodeType | None = None) -> None:
+    """Remove narrowcast's frames from the traceback of ``error`` and of every error chained to it."""
+    for one in _chained(error):
+        frames = list(_frames(one.__traceback__))
+        begun = next((n for n, t in enumerate(frames) if t.tb_frame.f_code is starts), -1)
+        frames = frames[begun + 1 :]
+        if not _is_our_bug(one, frames):
+            frames = [t for t in frames if not _is_ours(t)]
+        for this, following in pairwise([*frames, None]):
+            this.tb_next = following  # type: ignore[union-attr]
+        one.__traceback__ = frames[0] if frames else None
+
+
+def _is_our_bug(error: BaseException, frames: list[types.TracebackType]) -> bool:
+    """Return whether narrowcast raised this by mistake, so that a bug report needs the frames.
+
+    A TypeError may come from a call with wrong arguments, which Python raises where the call is passed on.
+    """
+    on_purpose = isinstance(error, NarrowcastError | TypeError) or not isinstance(error, Exception)
+    return bool(frames) and _is_ours(frames[-1]) and not on_purpose
+
+
+def _is_ours(trace: types.TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER)
+
+
+def _frames(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _chained(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or any(one is known for known in found):
+            continue
+        found.append(one)
+        waiting += [one.__cause__, one.__context__]
+        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else []
+    return found

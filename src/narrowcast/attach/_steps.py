@@ -1,4 +1,4 @@
-"""Optimizer steps of a script: counted, and skipped whole when a gradient overflowed."""
+"""Optimizer steps of a script: counted, and skipped when a gradient overflowed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.attach._leaves import Leaves
-from narrowcast.attach._ledger import Ledger
 from narrowcast.attach._patches import Patches
-from narrowcast.attach._scale import RunningScale
-from narrowcast.attach._stopping import Stopping
+from narrowcast.attach._run import Run
 from narrowcast.attach._torch_internals import untraced
-from narrowcast.attach._watcher import Watcher
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
 from narrowcast.gradients import (
     SkipsInARow,
@@ -29,52 +26,45 @@ from narrowcast.gradients import (
 )
 
 PATIENCE = 25
-"""Skipped steps in a row, of one optimizer, after which the scale is not to blame."""
+"""Skipped steps of one optimizer in a row after which the loss scale is not the cause."""
 
 _Step = Callable[..., Any]
 
 
 class _Thread(threading.local):
-    """How many steps this thread is in: an optimizer may step another one, or call ``super().step()``."""
+    """How many steps this thread is in: an optimizer may step another, or call ``super().step()``."""
 
     depth = 0
 
 
 class Steps:
-    """Wraps the ``step`` of every optimizer class, where torch itself wraps it to call step hooks.
+    """Wrap the ``step`` of every optimizer class, where torch itself wraps it to call step hooks.
 
-    torch's public step hooks can neither leave a step out nor see one that raises; a wrapper around the
-    whole step can, and leaves the optimizer, its groups and its state alone.
+    torch's public step hooks can neither omit a step nor see one that raises; a wrapper around the whole
+    step can.
+
+    Args:
+        run: of the attachment.
+        leaves: know which gradients overflowed.
+        names: returns ``id`` of each parameter -> its name.
     """
 
-    def __init__(
-        self,
-        scale: RunningScale,
-        leaves: Leaves,
-        ledger: Ledger,
-        names: Callable[[], dict[int, str]],
-        stopping: Stopping,
-        watcher: Watcher,
-    ) -> None:
-        self._scale = scale
+    def __init__(self, run: Run, leaves: Leaves, names: Callable[[], dict[int, str]]) -> None:
+        self._scale = run.scale
+        self._recorder = run.recorder
+        self._stopping = run.stopping
+        self._observer = run.observer
         self._leaves = leaves
-        self._ledger = ledger
         self._names = names
-        self._stopping = stopping
-        self._watcher = watcher
         self._thread = _Thread()
-        self._ended = 0
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._next_number = itertools.count()  # not the length: a number is never given again
+        self._next_number = itertools.count()
         self._skips = SkipsInARow(PATIENCE)
-        self.installed = False
-        self.made_any = False
-        self.traced = False
-        self.set_aside = False
+        self._installed = False
 
     def install(self, patches: Patches) -> None:
-        self.installed = True
+        self._installed = True
         hook_step = torch.optim.Optimizer.profile_hook_step
         patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(self._hooked(hook_step)))
         self._backstop = register_optimizer_step_pre_hook(self._before_unwrapped_step)
@@ -87,36 +77,31 @@ class Steps:
                 patches.replace(kind, "step", self._wrap(step))
 
     def uninstall(self) -> None:
-        """Give each class that torch wrapped meanwhile the wrapper that torch alone would have given it."""
-        self.installed = False
+        """Give each class that torch wrapped since then the wrapper that torch alone would have made."""
+        self._installed = False
         self._backstop.remove()
         for kind in _subclasses(torch.optim.Optimizer):
             wrapped = getattr(vars(kind).get("step"), "narrowcast_wraps", None)
             if wrapped is not None:
                 kind.step = wrapped  # type: ignore[attr-defined]
 
-    @property
-    def are_seen(self) -> bool:
-        """Whether updates can be counted as steps: not those by hand, nor those in a compiled function."""
-        return self.made_any and not (self.traced and not self._ended)
-
     def _init(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(optimizer, *args, **kwargs)
             self.optimizers.add(optimizer)
-            self.made_any = True
+            self._stopping.made_optimizer = True
 
         return __init__
 
     def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Zeroing in place throws an overflow away, which the gradient itself does not tell."""
+        """Notice gradients zeroed in place: their overflow is gone, though the tensor is the same."""
 
         @untraced
         @functools.wraps(original)
         def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
             original(owner, *args, **kwargs)
-            if self._scale.active and not self.set_aside:
+            if self._scale.active:
                 optimizer = isinstance(owner, torch.optim.Optimizer)
                 parameters = _parameters(owner) if optimizer else owner.parameters()
                 self._leaves.zeroed(parameters, self._scale.backward)
@@ -124,11 +109,11 @@ class Steps:
         return zero_grad
 
     def _before_unwrapped_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Torch's own hook, for a ``step`` that was taken hold of before ours was there, as schedulers do.
+        """Step hook of torch, for a ``step`` that a scheduler wrapped before the attachment.
 
-        It cannot leave the step out, so it hands the step an optimizer without parameters instead.
+        A hook cannot omit the step, so it passes an optimizer without parameters instead.
         """
-        if self._thread.depth or self.set_aside or not self._scale.active:
+        if self._thread.depth or not self._scale.active:
             return None
         if closure_of(args[1:], kwargs) is not None:
             raise UnsupportedError(
@@ -161,23 +146,24 @@ class Steps:
     def _wrap(self, hooked: _Step) -> _Step:
         @functools.wraps(hooked)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not self.installed:
+            if not self._installed:
                 return hooked(optimizer, *args, **kwargs)
             if torch.compiler.is_dynamo_compiling() and not self._scale.active:
-                self.traced = True
+                self._stopping.traced_steps = True
                 return hooked(optimizer, *args, **kwargs)
             return counted(optimizer, args, kwargs)
 
         @untraced
         def counted(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            self.made_any = True  # before the attachment, as a spawned process does that imports the script
+            self._stopping.made_optimizer = True  # perhaps before the attachment
             self._thread.depth += 1
             try:
                 result = self._step(hooked, optimizer, args, kwargs)
             finally:
                 self._thread.depth -= 1
             if not self._thread.depth:
-                self._step_ended(optimizer)
+                self._observer.stepped(optimizer)
+                self._stopping.step_ended()
             return result
 
         # torch reads and sets ``hooked`` on the class's step to wrap it only once.
@@ -185,17 +171,10 @@ class Steps:
         step.narrowcast_wraps = hooked  # type: ignore[attr-defined]
         return step
 
-    def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Ends the script after as many steps as were asked for."""
-        self._watcher.stepped(optimizer)
-        self._ended += 1
-        if self._stopping.is_due(self._ended):
-            self._stopping.stop()
-
     def _step(self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if self.set_aside:
+        if self._recorder.left_alone is not None:
             return hooked(optimizer, *args, **kwargs)
-        if self._thread.depth == 1 and self._watcher.holds_back(optimizer):
+        if self._thread.depth == 1 and self._observer.holds_back(optimizer):
             return self._hold_back(optimizer, args, kwargs)
         if not self._scale.active:
             result = hooked(optimizer, *args, **kwargs)
@@ -213,14 +192,14 @@ class Steps:
         return result
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Leave a step out, as a skipped one is; what it would have used is there to look at."""
+        """Omit a step for the observer, which can read the gradients that it would have used."""
         if self._scale.active:
             self._leaves.own(_parameters(optimizer))
         closure = closure_of(args, kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         bad = self._leaves.nonfinite_among(_parameters(optimizer)) if self._scale.active else []
-        self._watcher.held_back(optimizer)
+        self._observer.held_back(optimizer)
         if bad:
             self._skip(optimizer, bad)
         else:
@@ -232,7 +211,7 @@ class Steps:
             scale = self._scale.value.scale if self._scale.active else None
             if optimizer not in self._numbers:
                 self._numbers[optimizer] = next(self._next_number)
-            self._ledger.saw_step(optimizer=self._numbers[optimizer], skipped=skipped, scale=scale)
+            self._recorder.saw_step(optimizer=self._numbers[optimizer], skipped=skipped, scale=scale)
 
     def _took(self, optimizer: torch.optim.Optimizer) -> None:
         self._skips.took(optimizer)
@@ -243,7 +222,7 @@ class Steps:
         self._saw_step(optimizer, skipped=True)
         self._leaves.stepped(_parameters(optimizer), skipped=True)
         self._scale.after_step(overflow=True)
-        since = self._skips.skipped(optimizer, self._ledger.steps + self._ledger.skipped_steps)
+        since = self._skips.skipped(optimizer, self._recorder.steps + self._recorder.skipped_steps)
         if since is not None:
             self._collapse(optimizer, bad, since)
 
@@ -260,7 +239,7 @@ class Steps:
     def _step_with_closure(
         self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> Any:
-        """A step whose closure is evaluated again, at a lower scale, where its gradients overflow."""
+        """Step with a closure that is evaluated again at a lower scale if its gradients overflow."""
         closure = closure_of(args, kwargs)
         assert closure is not None
         step = functools.partial(hooked, optimizer)

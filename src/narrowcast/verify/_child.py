@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from narrowcast.attach import Attachment, FileWatch, Script, Watcher, run_attached
+from narrowcast.attach import Attachment, FileWatch, Observer, Script, run_attached
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
 from narrowcast.observe.capture import RUN, CaptureWriter, start_event
 from narrowcast.observe.profiling import LiveTensorBytes
@@ -101,13 +101,13 @@ def main(words: Sequence[str]) -> int:
         start_event(found.argv, settings.policy, loss_scale=settings.loss_scale, rank=0, seed=settings.seed)
     )
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
-    watcher, at_end = _watching(settings, folder, found.argv)
+    observer, at_end = _observing(settings, folder, found.argv)
     attachment = Attachment(
         settings.policy,
         _loss_scale(settings),
         writer=writer,
         stop_after=settings.steps,
-        watcher=watcher,
+        observer=observer,
         seed_shift=settings.seed_shift,
     )
     FileWatch(folder / FILES, settings.earlier, own=[folder]).install()
@@ -143,9 +143,9 @@ def _tensor_bytes(live: LiveTensorBytes, probe: MemoryProbe) -> dict[str, Any]:
     return {"peak_tensor_bytes": peak, "reason": reason}
 
 
-def _watching(
+def _observing(
     settings: RunSettings, folder: Path, argv: Sequence[str]
-) -> tuple[Watcher | None, Callable[[], None]]:
+) -> tuple[Observer | None, Callable[[], None]]:
     """Who looks on, and what is left to do when the script has ended."""
     if settings.purpose == MEMORY:
         live, memory_probe = LiveTensorBytes(), MemoryProbe()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.attach import Attached, Watcher
+from narrowcast.attach import Attachment, Observer
 from narrowcast.machine import versions
 from narrowcast.observe.capture import EXPLANATION, CaptureWriter, start_event
 from narrowcast.observe.op_trace import OpTrace, together, trace_events
@@ -20,7 +20,7 @@ _FIRST_ONLY = "the script ended before its second {unit}: what is shown is the f
 _COMPILED = "torch.compile was set aside while watching; compiled code fuses operators and makes fewer casts"
 
 
-class ExplainProbe(Watcher):
+class ExplainProbe(Observer):
     """Watches every operator of a few steps, and stops the script.
 
     A step is what lies between two steps of the optimizer that stepped first; in a script that makes none,
@@ -50,7 +50,7 @@ class ExplainProbe(Watcher):
         self._compiled = False
         self._done = False
 
-    def attached(self, attachment: Attached) -> None:
+    def attached(self, attachment: Attachment) -> None:
         self._attachment = attachment
 
     # ---- what the script does

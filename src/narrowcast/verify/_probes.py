@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from narrowcast.attach import Attached, Watcher
+from narrowcast.attach import Attachment, Observer
 from narrowcast.verify._exact_ops import ExactOps
 from narrowcast.verify._fp32_draws import Fp32Draws
 
@@ -38,7 +38,7 @@ _MOST_CALLS = 4096
 _OUTPUTS = 3
 
 
-class MemoryProbe(Watcher):
+class MemoryProbe(Observer):
     """Sees whether a script computes in the thread whose tensors are counted."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MemoryProbe(Watcher):
         self.elsewhere |= threading.get_ident() != self._counted
 
 
-class GradientProbe(Watcher):
+class GradientProbe(Observer):
     """Holds updates back, and keeps the gradients that each optimizer would have used.
 
     The reference is computed in FP32, for two batches; the exact one in FP32 by ops that round only their
@@ -91,7 +91,7 @@ class GradientProbe(Watcher):
         self._facts: dict[str, Any] = {"batch": None, "random": [], "scales": []}
         (folder / TENSORS).mkdir(exist_ok=True)
 
-    def attached(self, attachment: Attached) -> None:
+    def attached(self, attachment: Attachment) -> None:
         self._attachment = attachment
         if not self._at_step:
             self._arm()
@@ -254,7 +254,7 @@ class GradientProbe(Watcher):
         )
 
 
-class OutputProbe(Watcher):
+class OutputProbe(Observer):
     """Keeps the floating outputs of the first outermost calls, each with a fingerprint of its inputs."""
 
     def __init__(self, folder: Path) -> None:
@@ -263,7 +263,7 @@ class OutputProbe(Watcher):
         self._pending = ""
         (folder / TENSORS).mkdir(exist_ok=True)
 
-    def attached(self, attachment: Attached) -> None:
+    def attached(self, attachment: Attachment) -> None:
         self._attachment = attachment
         torch.compiler.set_stance("force_eager")
         self._draws = Fp32Draws()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.attach import Attached, Watcher, call_site
+from narrowcast.attach import Attachment, Observer, call_site
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling import HostReads, StepProfiler, as_sites, seconds_between, stamp, summarize
 from narrowcast.verify._probes import write_result
@@ -39,7 +39,7 @@ PHASES = (
 _MOST_TIMES = 3
 
 
-class ProfileProbe(Watcher):
+class ProfileProbe(Observer):
     """Times a few steps as they are, records the ops of some and counts the reads of others, and stops.
 
     A step is what lies between two steps of the optimizer that stepped first: loading and evaluation too,
@@ -74,7 +74,7 @@ class ProfileProbe(Watcher):
         self._counted: list[Counter[tuple[str, str, str]]] = []
         self._stamps: list[Any] = []
 
-    def attached(self, attachment: Attached) -> None:
+    def attached(self, attachment: Attachment) -> None:
         self._attachment = attachment
 
     # ---- what the script does

@@ -1,38 +1,53 @@
-"""What was seen of a script: counts, notes for the person, and the events of its capture."""
+"""Counts, notes and capture events of a script, and the line of the script that caused an event."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
+import narrowcast
 from narrowcast.machine import arithmetic_settings, versions
 from narrowcast.observe.capture import CaptureWriter
 
-# Reading a value from a device waits for it, so seldom; on a CPU every value is here already.
+# Reading a value from a device waits for the device, so it is done seldom; a CPU needs no waiting.
 _FLUSH_EVERY_S = 1.0
 _FLUSH_PLAIN_EVERY_S = 0.1
 _FLUSH_EVERY = 1024
 
-# A number, or what reads it from a device when the capture is written.
+# A number, or a function that reads it from a device when the capture is written.
 Reading = float | Callable[[], float]
 
 
-class Ledger:
-    """Counts what happens and writes it to the capture, late enough that no step waits for a device.
+class Recorder:
+    """Count what happens and write it to the capture, late enough that no step waits for a device.
 
-    A killed run lacks at most the events that came within a second of the last one that was written.
+    A killed run loses at most the events that came less than a second after the last written one.
+
+    Args:
+        writer: of the capture; None: only counts and notes are kept.
+        tell: called with notes that should be shown at once, such as a format that is slow here.
+
+    Attributes:
+        left_alone: why narrowcast does nothing more for this script; None while it does.
     """
 
-    def __init__(self, writer: CaptureWriter | None = None) -> None:
+    def __init__(
+        self, writer: CaptureWriter | None = None, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._writer = writer
+        self._tell = tell
         self._lock = threading.RLock()
         self._started = time.perf_counter()
         self._last_step: float | None = None
@@ -48,17 +63,17 @@ class Ledger:
         self.skipped_steps = 0
         self.final_scale: float | None = None
         self.stopped = False
-        self.aside: str | None = None
+        self.left_alone: str | None = None
 
     def saw_device(self, device_type: str, format_name: str, because: str) -> None:
-        """The first region on a device type was opened, or was found not to be needed."""
+        """Record that the first region on a device type was opened, or turned out not to be needed."""
         self.devices[device_type] = {"device_type": device_type, "format": format_name, "because": because}
         self._write_at_once({"event": "device", **self.devices[device_type]})
 
     def saw_forward(self, duration_s: Reading, *, training: bool) -> None:
-        """The outermost call of a module ended.
+        """Record that the outermost call of a module ended.
 
-        Before the first backward only: a script that trains is timed by its steps.
+        Called before the first backward only: a script that trains is timed by its steps.
         """
         with self._lock:
             self.forwards += 1
@@ -72,7 +87,7 @@ class Ledger:
             )
 
     def saw_backward(self, loss: torch.Tensor | None, site: str) -> None:
-        """An outermost backward begins, at ``loss`` where that is one number, called at ``site``."""
+        """Record an outermost backward, called at ``site``; ``loss`` is None unless it is one number."""
         with self._lock:
             self.backwards += 1
             value = _reading(loss) if loss is not None and self._writer else None
@@ -80,10 +95,10 @@ class Ledger:
                 self._add({"event": "loss", "backward": self.backwards, "site": site, "value": value})
 
     def saw_step(self, *, optimizer: int, skipped: bool, scale: float | None) -> None:
-        """An optimizer took a step or skipped one; ``scale`` is the one its gradients were made with.
+        """Record a step that an optimizer took or skipped; ``scale`` is the loss scale of its gradients.
 
-        ``optimizer`` is its number in the order of first steps, from 0. A step lasts since the one before
-        of the same optimizer: where several step by turns, that is a whole iteration.
+        ``optimizer`` is its number in the order of first steps, from 0. The duration of a step is the time
+        since the previous step of the same optimizer: if several take turns, that is a whole iteration.
         """
         with self._lock:
             self.steps += not skipped
@@ -105,7 +120,7 @@ class Ledger:
                 self.flush()  # the next event is far
 
     def _add(self, event: dict[str, Any]) -> None:
-        """Keep ``event`` for the next flush; what is read from a device is read then."""
+        """Keep ``event`` for the next flush, which reads its values from the device."""
         if not self._writer:
             return
         now = time.perf_counter()
@@ -115,22 +130,24 @@ class Ledger:
         if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_EVERY:
             self.flush()
 
-    def note(self, text: str) -> None:
-        """Something that the person should know; said once however often it happens."""
+    def note(self, text: str, *, at_once: bool = False) -> None:
+        """Record a note for the user, once however often it is given; ``at_once``: also show it now."""
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)
                 self._write_at_once({"event": "note", "text": text})
+                if at_once:
+                    self._tell(text)
 
     def _write_at_once(self, event: dict[str, Any]) -> None:
-        """After what was seen before it: the file keeps the order in which things happened."""
+        """Write ``event`` after the events before it, so that the file keeps their order."""
         with self._lock:
             self.flush()
             if self._writer:
                 self._writer.write(event)
 
     def flush(self) -> None:
-        """Write what was seen since the last flush; reads losses from the device."""
+        """Write the events since the last flush; reads losses from the device."""
         with self._lock:
             if self._waits_for_device and is_capturing():
                 return
@@ -141,18 +158,18 @@ class Ledger:
             self._last_flush = time.perf_counter()
 
     def forget_writer(self) -> None:
-        """A forked child leaves the file to its parent."""
+        """Stop writing in a forked child: the file belongs to its parent."""
         self._writer = None
         self._lock = threading.RLock()  # another thread of the parent may have held it
         self._unwritten.clear()
 
     def facts(self, exit_code: int | None) -> dict[str, Any]:
-        """The ``end`` event: everything that the block at the end of a run is made from."""
+        """Return the ``end`` event, from which the summary at the end of a run is made."""
         return {
             "event": "end",
             "exit_code": exit_code,
             "stopped": self.stopped,
-            "aside": self.aside,
+            "aside": self.left_alone,
             "wall_s": time.perf_counter() - self._started,
             "backwards": self.backwards,
             "forwards": self.forwards,
@@ -176,7 +193,7 @@ class Ledger:
 
 
 def _reading(loss: torch.Tensor) -> Reading | None:
-    """``loss`` as it is now, since the script may change it in place; None: it cannot be read."""
+    """Return the value of ``loss`` now, since the script may change it in place; None: it cannot be read."""
     if loss.is_meta or is_capturing():
         return None
     if loss.device.type == "cpu":
@@ -190,7 +207,7 @@ def _read(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_capturing() -> bool:
-    """Whether this thread records a CUDA graph, where nothing may be read and what is launched is kept."""
+    """Return whether this thread records a CUDA graph, during which nothing may be read from the device."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
@@ -201,9 +218,53 @@ def _peak_gpu_tensor_bytes() -> int | None:
 
 
 def _peak_resident_bytes() -> int:
-    """Of this process: what ``getrusage`` says begins, on Linux, with the peak of the one that started it."""
+    """Return the peak of this process. On Linux ``getrusage`` starts with the peak of the parent instead."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+# ---- which line of the script called
+
+_SKIPPED = tuple(str(Path(path).parent) + os.sep for path in (narrowcast.__file__, torch.__file__))
+_STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_STARTED_IN = os.getcwd()  # also after the script changes its folder
+
+
+def call_site() -> str:
+    """Return file and line of the nearest caller that belongs to the script, as ``"train.py:42"``.
+
+    Frames of installed libraries are skipped (a training framework calls ``backward`` for the script). If
+    there are only those, the nearest one outside of torch is returned.
+    """
+    nearest = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        owner = _owner(path)
+        if owner == "script":
+            return f"{_shown_path(path)}:{frame.f_lineno}"
+        if owner == "library" and not nearest:
+            nearest = f"{_shown_path(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return nearest or "unknown"
+
+
+# Cached by path: a str keeps its hash, a code object computes it anew from all that it holds.
+@lru_cache(maxsize=4096)
+def _owner(path: str) -> str:
+    """Return ``"script"``, ``"library"``, or ``"skipped"`` for narrowcast, torch and the standard library."""
+    if path.startswith((*_SKIPPED, "<")):
+        return "skipped"
+    if any(folder in path for folder in _INSTALLED):
+        return "library"
+    return "skipped" if path.startswith(_STANDARD) else "script"
+
+
+@lru_cache(maxsize=4096)
+def _shown_path(path: str) -> str:
+    file = Path(path)
+    return (file.relative_to(_STARTED_IN) if file.is_relative_to(_STARTED_IN) else Path(file.name)).as_posix()

@@ -1,0 +1,190 @@
+"""State that the parts of an attachment share: the loss scale, the observer, and the early end of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from narrowcast.attach._recorder import Recorder
+from narrowcast.policy import Policy
+from narrowcast.scaling import LossScale, Off
+
+_PATIENCE_S = 30.0
+
+
+class Observer:
+    """Called while an attached script runs; this base class changes nothing.
+
+    Each method is called in the script's own thread, between two of its lines.
+    """
+
+    def attached(self, attachment: Any) -> None:
+        """Called before the script starts, with its ``Attachment``."""
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called when the outermost call of a module that holds parameters begins."""
+
+    def returned(self, module: torch.nn.Module, output: Any) -> None:
+        """Called when that call ends; ``output`` is what the script receives."""
+
+    def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether to omit the step that ``optimizer`` begins; nothing is updated then."""
+        return False
+
+    def held_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after a step was omitted; its closure was evaluated once."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when a step ended: taken, skipped or omitted."""
+
+
+class RunningScale:
+    """Hold the loss scale of the process, and move it once for each backward that an optimizer used.
+
+    Backwards are numbered. Several optimizers may step on the gradients of one backward: it counts once
+    as good and backs the scale off once, as ``torch.amp.GradScaler.update`` does once an iteration.
+    """
+
+    def __init__(self, value: LossScale) -> None:
+        self.value = value
+        self.backward = 0
+        self._moved_for = 0
+        self._backed_off_for = 0
+        self._lock = threading.Lock()
+
+    @property
+    def active(self) -> bool:
+        """Whether losses are scaled and gradients checked."""
+        return not isinstance(self.value, Off)
+
+    def next_backward(self) -> int:
+        """Return the number of the outermost backward that begins now."""
+        with self._lock:
+            self.backward += 1
+            return self.backward
+
+    def discarded(self, backward: int) -> None:
+        """Back off, once, because gradients of ``backward`` overflowed."""
+        with self._lock:
+            if self._backed_off_for < backward:
+                self.value = self.value.after_step(overflow=True)
+                self._backed_off_for = self._moved_for = backward
+
+    def after_step(self, *, overflow: bool) -> None:
+        """Move the scale after an optimizer used the gradients of the latest backward, or skipped them."""
+        if overflow:
+            self.discarded(self.backward)
+            return
+        with self._lock:
+            if self._moved_for < self.backward:
+                self.value = self.value.after_step(overflow=False)
+                self._moved_for = self.backward
+
+
+class Stopping:
+    """End the script after a number of optimizer steps.
+
+    Backwards are counted instead if the script makes no optimizer or a compiled function hides its steps,
+    and outermost calls of modules if it never goes backward.
+
+    Args:
+        after: optimizer steps, skipped ones included; 0: never.
+        close: writes everything that must be written; called before the process is ended by force.
+    """
+
+    def __init__(self, after: int, close: Callable[[], None]) -> None:
+        self._after = after
+        self._close = close
+        self._deadline: threading.Timer | None = None
+        self._ending = threading.Lock()
+        self._forwards = self._backwards = self._steps = 0
+        self.reached = False
+        self.made_optimizer = False
+        self.traced_steps = False
+
+    def step_ended(self) -> None:
+        """Count an outermost step of an optimizer."""
+        self._steps += 1
+        self._stop_if_due(self._steps)
+
+    def backward_ended(self) -> None:
+        """Count an outermost backward."""
+        self._backwards += 1
+        if not self.made_optimizer or (self.traced_steps and not self._steps):
+            self._stop_if_due(self._backwards)
+
+    def forward_ended(self) -> None:
+        """Count an outermost call of a module."""
+        if not (self._backwards or self.made_optimizer):
+            self._forwards += 1
+            self._stop_if_due(self._forwards)
+
+    def _stop_if_due(self, count: int) -> None:
+        if 0 < self._after <= count:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the script here, as ``sys.exit(0)`` would; by force if it still runs half a minute later.
+
+        Raises:
+            SystemExit: always. Not a subclass, which ``threading`` would print as an error.
+        """
+        if not self.reached:
+            self.reached = True
+            self._deadline = threading.Timer(_PATIENCE_S, self._end_process)
+            self._deadline.daemon = True  # Python does not wait for it
+            self._deadline.start()
+        raise SystemExit(0)
+
+    def cancel(self) -> None:
+        """Keep the process alive: the script has ended."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _end_process(self) -> None:
+        self._ending.acquire()  # never released: a second caller waits for the end of the process
+        try:
+            self._close()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            os._exit(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the parts of one attachment work with.
+
+    Attributes:
+        policy: with fp32 weights.
+        asked_scale: the loss scale that was asked for; None: dynamic in fp16, else off.
+        scale: the one in force.
+        recorder: counts and writes what happens. ``recorder.left_alone`` tells every part to do nothing.
+        observer: called while the script runs.
+        stopping: ends the script early.
+    """
+
+    policy: Policy
+    asked_scale: LossScale | None
+    scale: RunningScale
+    recorder: Recorder
+    observer: Observer
+    stopping: Stopping
+
+    def leave_alone(self, why: str) -> None:
+        """Add nothing to the script from now on: no new region, no scaling, no skipping."""
+        recorder = self.recorder
+        if recorder.left_alone is None:
+            recorder.left_alone = why
+            so_far = recorder.steps + recorder.skipped_steps
+            since = f" from step {so_far + 1} on" if so_far else ""
+            recorder.note(f"{why}, so narrowcast added nothing{since}")
+            self.scale.value = Off()
