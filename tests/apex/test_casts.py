@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from listed_calls import FUNCTIONAL, TENSOR, TORCH
+from o1 import begin
 
 from narrowcast.apex import amp
 from narrowcast.apex.amp import lists
@@ -34,7 +35,7 @@ def names_on(*lists_of_a_module):
 
 @pytest.fixture(params=HALVES, ids=["fp16", "bf16"], scope="module")
 def half_of_module(request):
-    amp.init(half_type=request.param)
+    begin(request.param)
     yield request.param
     amp.shutdown()
 

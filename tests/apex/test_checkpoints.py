@@ -2,14 +2,12 @@
 
 import copy
 import io
-import re
 from collections import OrderedDict
 from itertools import product
 
 import pytest
 import torch
 
-import narrowcast
 from narrowcast.apex import amp
 from narrowcast.errors import AmpError, ScaleError
 
@@ -189,20 +187,6 @@ def test_a_checkpoint_of_apex_loads_and_what_is_missing_is_said(capsys):
     train(model, optimizer, range(5, STEPS))
 
 
-def test_what_was_written_to_a_weight_counts_for_its_master():
-    model, optimizer = made(0, "O2")
-    train(model, optimizer, range(2))
-    with torch.no_grad():
-        model[0].weight[0] = 0.125
-        model[0].bias.clamp_(-0.0625, 0.0625)
-    state = model.state_dict()
-    assert torch.equal(state["0.weight"][0], torch.full((5,), 0.125))
-    assert state["0.bias"].abs().max() <= 0.0625
-    optimizer.zero_grad()
-    optimizer.step()
-    assert torch.equal(model.state_dict()["0.weight"][0], torch.full((5,), 0.125))
-
-
 def set_by(way, weight):
     if way == "fill":
         weight.data.fill_(0.125)
@@ -221,21 +205,6 @@ def test_weights_set_through_data_before_the_first_step_count(way):
     optimizer.step()
     assert torch.equal(model[0].weight, torch.full_like(model[0].weight, 0.125))
     assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 5), 0.125))
-
-
-def test_weights_that_are_swapped_through_data_and_back_keep_their_masters(capsys):
-    model, optimizer = made(0, "O2")
-    amp._amp_state.verbosity = 1
-    for step in range(5):
-        train(model, optimizer, [step])
-        masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-        kept = model[0].weight.data
-        model[0].weight.data = torch.zeros_like(kept)
-        model[0].weight.data = kept
-        optimizer.zero_grad()
-        optimizer.step()
-        assert all(map(torch.equal, masters, amp.master_params(optimizer)))
-    assert "written" not in capsys.readouterr().err
 
 
 def test_masters_that_a_script_saved_beside_come_back_its_own_way():
@@ -305,8 +274,8 @@ def test_another_number_of_losses_is_warned_of_and_loads_by_position():
         ({"scale": 4.0, "loss_scaler0": 4.0}, AmpError, r"got the keys scale, loss_scaler0\. "),
         ({**state_of((4.0, 0)), "masters": []}, AmpError, "got the keys masters"),
         (torch.amp.GradScaler("cpu").state_dict(), AmpError, "narrowcast.scaling.from_state"),
-        ({"loss_scaler0": {"loss_scale": 4.0}}, ScaleError, '"unskipped"'),
-        ({"loss_scaler0": {"loss_scale": "high", "unskipped": 0}}, ScaleError, "a number"),
+        ({"loss_scaler0": {"loss_scale": 4.0}}, ScaleError, "unskipped"),
+        ({"loss_scaler0": {"loss_scale": "high", "unskipped": 0}}, ScaleError, "loss_scale"),
         (state_of((4.0, -1)), AmpError, "at least 0, got -1"),
         (state_of((0.0, 0)), ScaleError, "from 2"),
         (state_of((float("nan"), 0)), ScaleError, "loss scale"),
@@ -317,16 +286,6 @@ def test_what_is_no_state_is_refused(state, error, said):
     with pytest.raises(error, match=said):
         amp.load_state_dict(state)
     assert scales() == [(65536.0, 0)]
-
-
-def test_what_the_refusal_of_another_librarys_state_advises_loads_its_scale():
-    made(0, "O1")
-    state = torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()
-    with pytest.raises(AmpError) as refused:
-        amp.load_state_dict(state)
-    first, second = re.search(r"(scale = \S+), then (amp\S+.*)", str(refused.value)).groups()
-    exec(f"{first}\n{second}", {"narrowcast": narrowcast, "amp": amp, "state": state})
-    assert scales() == [(512.0, 0)]
 
 
 def test_limits_of_this_run_hold_for_a_scale_that_is_loaded(capsys):
@@ -366,39 +325,3 @@ def test_the_scale_moves_by_apexs_rule():
         elif good == 2000:
             wanted, good = min(wanted * 2, 2.0**18), 0
         assert (scaler.loss_scale(), scaler._unskipped) == (wanted, good)
-
-
-def test_scripts_move_a_scale_by_hand():
-    made(0, "O1")
-    scaler = amp._amp_state.loss_scalers[0]
-    scaler._has_overflow = True
-    assert scaler.update_scale()
-    assert scales() == [(32768.0, 0)]
-    scaler.clear_overflow_state()
-    assert not scaler.update_scale()
-    assert scales() == [(32768.0, 1)]
-    assert (scaler.dynamic, scaler._max_loss_scale, scaler._scale_seq_len) == (True, 2.0**24, 2000)
-    scaler._scale_seq_len = 3
-    for _ in range(2):
-        scaler.after_block(overflow=False)
-    assert scales() == [(65536.0, 0)]
-    scaler._unskipped, scaler._scale_seq_len = 2, 2
-    scaler.after_block(overflow=False)
-    assert scales() == [(131072.0, 0)]
-    scaler._max_loss_scale = 1024
-    assert scales() == [(1024.0, 0)]
-    scaler._min_loss_scale = 512
-    for _ in range(3):
-        scaler.after_block(overflow=True)
-    assert scales() == [(512.0, 0)]
-    scaler._min_loss_scale = None
-    scaler.after_block(overflow=True)
-    assert scales() == [(256.0, 0)]
-    with pytest.raises(ScaleError, match="min_scale to max_scale"):
-        scaler._loss_scale = 2.0**25
-    amp.shutdown()
-    made(0, "O1", loss_scale=4.0)
-    scaler = amp._amp_state.loss_scalers[0]
-    scaler._scale_seq_len, scaler._max_loss_scale, scaler._min_loss_scale = 1, 2.0, 1.0
-    scaler.after_block(overflow=False)
-    assert scales() == [(4.0, 1)]

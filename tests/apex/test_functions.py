@@ -1,12 +1,11 @@
 """Functions of the user's: decorated and registered ones, and edits of the lists."""
 
-import gc
 import types
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from o1 import begin
 
 from narrowcast.apex import amp
 from narrowcast.apex.amp import lists
@@ -44,7 +43,7 @@ def test_decorated_functions(half):
     wide, low = torch.ones(2), torch.ones(2, dtype=half)
     more = {"z": [torch.ones(1)]}
     assert in_half(wide, low, more=more) == (torch.float32, half, torch.float32)  # nothing is in force
-    amp.init(half_type=half)
+    begin(half)
     assert in_half.__name__ == "first_type"
     assert in_half(wide, low, more=more) == (half, half, half)
     assert in_float(low, wide) == (torch.float32, torch.float32, None)
@@ -63,18 +62,9 @@ def test_what_a_decorated_function_calls_is_cast_as_usual():
     def function(x):
         return F.softmax(x @ x, dim=0), x @ x
 
-    amp.init()
+    begin()
     wide, product = function(torch.ones(2, 2, dtype=torch.float16))
     assert (wide.dtype, product.dtype) == (torch.float32, torch.float16)
-
-
-@halves
-def test_gradients_of_decorated_functions_keep_their_types(half):
-    amp.init(half_type=half)
-    x = torch.ones(2, requires_grad=True)
-    amp.half_function(lambda x: x * 2)(x).float().sum().backward()
-    assert x.grad.tolist() == [2.0, 2.0]
-    assert x.grad.dtype == torch.float32
 
 
 @halves
@@ -88,11 +78,11 @@ def test_registered_functions_of_other_modules(half):
     ):
         register(module, "function")
         assert module.function is original
-        amp.init(half_type=half)
+        begin(half)
         assert module.function(torch.ones(2), torch.ones(2, dtype=half))[0] == wanted
         amp.shutdown()
         assert module.function is original
-    amp.init()
+    begin()
     assert module.function is original
 
 
@@ -103,7 +93,7 @@ def test_registered_functions_of_torch_come_before_the_lists(half):
     amp.register_float_function(torch.Tensor, "bmm")
     amp.register_float_function(torch.nn.functional, "binary_cross_entropy")
     amp.register_half_function(torch.nn.functional, "multi_head_attention_forward")
-    amp.init(half_type=half)
+    begin(half)
     x = torch.full((1, 2, 2), 0.5)
     assert F.softmax(x, dim=0).dtype == x.softmax(0).dtype == half
     assert torch.bmm(x.to(half), x).dtype == torch.float32
@@ -117,7 +107,7 @@ def test_registered_functions_of_torch_come_before_the_lists(half):
 def test_registering_what_is_not_there_or_too_late():
     with pytest.raises(ValueError, match=r"^expected the name of a function of 'torch', got 'sofmax'$"):
         amp.register_half_function(torch, "sofmax")
-    amp.init()
+    begin()
     with pytest.raises(AmpError) as caught:
         amp.register_half_function(torch, "bmm")
     assert str(caught.value) == (
@@ -135,7 +125,7 @@ def test_lists_that_were_edited(half):
     lists.torch_overrides.FP16_FUNCS = [n for n in lists.torch_overrides.FP16_FUNCS if n != "mm"]
     lists.tensor_overrides.FP32_FUNCS.append("mul")
     lists.functional_overrides.BANNED_FUNCS.clear()
-    amp.init(half_type=half)
+    begin(half)
     x, low = torch.full((2, 2), 0.5), torch.full((2, 2), 0.5, dtype=half)
     assert F.softmax(x, 0).dtype == torch.softmax(x, 0).dtype == x.softmax(0).dtype == half
     assert F.softmin(low, 0).dtype == torch.float32
@@ -148,11 +138,11 @@ def test_lists_that_were_edited(half):
 
 
 def test_an_edit_after_initialize_is_for_the_next():
-    amp.init()
+    begin()
     lists.functional_overrides.FP32_FUNCS.remove("gelu")
     x = torch.ones(2, dtype=torch.float16)
     assert F.gelu(x).dtype == torch.float32
-    amp.init()
+    begin()
     assert F.gelu(x).dtype == torch.float16
 
 
@@ -207,7 +197,7 @@ def test_a_list_that_cannot_be_followed(edit, message):
 
 @pytest.mark.parametrize("mode", ["area", "nearest", "bilinear", "bicubic"])
 def test_interpolation_in_every_mode(mode):
-    amp.init()
+    begin()
     x = torch.ones(1, 1, 4, 4, dtype=torch.float16)
     assert F.interpolate(x, size=2, mode=mode).dtype == torch.float32
     assert torch.nn.Upsample(size=2, mode=mode)(x).dtype == torch.float32
@@ -215,116 +205,8 @@ def test_interpolation_in_every_mode(mode):
 
 
 def test_local_response_norm_squares_in_float32():
-    amp.init()
+    begin()
     x = torch.full((1, 4, 2), 1000.0, dtype=torch.float16)
     found = F.local_response_norm(x, 2)
     amp.shutdown()
     assert torch.equal(found, F.local_response_norm(x.float(), 2))
-
-
-@halves
-@pytest.mark.parametrize("caching", [True, False])
-def test_the_old_handle(caching, half):
-    handle = amp.init(enable_caching=caching, half_type=half)
-    assert amp._amp_state.handle is handle
-    assert handle.is_active()
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    before = F.linear(torch.ones(1, 2), weight)
-    weight.data.fill_(2.0)
-    after = F.linear(torch.ones(1, 2), weight)
-    assert before.dtype == half
-    assert torch.equal(before, after) is caching
-    handle._clear_cache()
-    assert F.linear(torch.ones(1, 2), weight).tolist() == [[4.0, 4.0]]
-    handle._deactivate()
-    assert not handle.is_active()
-    assert F.linear(torch.ones(1, 2), weight).dtype == torch.float32
-    handle._deactivate()
-
-
-def test_the_old_handle_switched_off():
-    handle = amp.init(enabled=False)
-    assert not handle.is_active()
-    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-    handle._deactivate()
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    loss = torch.ones(1)
-    names = set(vars(optimizer))
-    for _ in range(2):
-        with handle.wrap_optimizer(optimizer).scale_loss(loss) as scaled:
-            assert scaled is loss
-    amp.shutdown()
-    assert set(vars(optimizer)) == names
-    with handle.scale_loss(loss, optimizer) as scaled:
-        assert scaled is loss
-    with pytest.raises(AmpError, match="expected loss_scale"):
-        amp.init(loss_scale="static")
-
-
-@pytest.mark.parametrize("by", ["optimizer", "handle"])
-def test_the_old_handle_makes_optimizers_ready(by):
-    model = torch.nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    names = set(vars(optimizer))
-    handle = amp.init(loss_scale="dynamic")
-    if by == "optimizer":
-        assert handle.wrap_optimizer(optimizer, num_loss=2) is optimizer
-    for step in range(2):
-        before = model.weight.detach().clone()
-        for number in range(2):
-            loss = model(torch.ones(1, 2)).float().sum() / 4  # no overflow of its own
-            block = handle.scale_loss(loss, optimizer) if by == "handle" else optimizer.scale_loss(loss)
-            with block as scaled:
-                scaled.backward()
-                if (step, number) == (0, 1):
-                    model.weight.grad[0] = float("inf")
-        optimizer.step()
-        assert torch.equal(model.weight, before - step * 0.5)
-        optimizer.zero_grad()
-    scales = [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
-    assert scales == ([65536.0, 32768.0] if by == "optimizer" else [32768.0])
-    amp.shutdown()
-    assert set(vars(optimizer)) - {"_opt_called"} == names
-
-
-def test_losses_of_the_old_handle_begin_anew_with_each_step():
-    """Also after steps that are left out, and after a block that raised."""
-    model = torch.nn.Linear(2, 1, bias=False)
-    optimizer = amp.init().wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), num_loss=2)
-    scalers = amp._amp_state.loss_scalers
-
-    def block(bad=False):
-        before = [(scaler._unskipped, scaler.loss_scale()) for scaler in scalers]
-        with optimizer.scale_loss(model(torch.ones(1, 2)).float().sum() / 8) as scaled:
-            scaled.backward()
-            if bad:
-                model.weight.grad[0] = float("inf")
-        return [(one._unskipped, one.loss_scale()) == was for one, was in zip(scalers, before, strict=True)]
-
-    first, second = [False, True], [True, False]
-    found = []
-    for losses in (1, 2, 2, 4):
-        found.append([block(bad=losses == 2) for _ in range(losses)])
-        optimizer.step()
-        optimizer.zero_grad()
-    assert found == [[first], [first, second], [first, second], [first, second, first, second]]
-    with pytest.raises(ZeroDivisionError), optimizer.scale_loss(torch.ones(())):
-        raise ZeroDivisionError
-    assert [block(), block()] == [first, second]
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_an_optimizer_of_the_old_handle_ends_with_its_last_holder(enabled):
-    optimizer = amp.init(enabled=enabled).wrap_optimizer(torch.optim.SGD([torch.ones(1)], lr=1.0))
-    weak = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert weak() is None
-    amp.shutdown()
-
-
-@halves
-def test_banned_functions_may_be_allowed(half):
-    amp.init(allow_banned=True, half_type=half)
-    x = torch.full((2,), 0.5, dtype=half)
-    assert torch.nn.BCELoss()(x, x).dtype == torch.float32

@@ -56,13 +56,6 @@ def test_weights(level, keep, half):
     assert model.count.dtype == torch.int64
 
 
-def test_float64_models_are_cast_and_come_back():
-    model = initialize(Model().double(), "O0")
-    assert model.linear.weight.dtype == torch.float32
-    amp.shutdown()
-    assert model.linear.weight.dtype == torch.float64
-
-
 @halves
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_inputs_and_outputs_wherever_they_are(level, half):
@@ -124,43 +117,6 @@ def test_the_exported_state_is_float32_and_the_model_half(level, half):
     assert model.linear.weight.dtype == half
 
 
-def average_in_state(copied, model, kept):
-    for name, value in copied.state_dict().items():
-        value.mul_(0.5).add_(model.state_dict()[name], alpha=0.5)
-
-
-def average_and_load(copied, model, kept):
-    state = copied.state_dict()
-    for name, value in state.items():
-        value.mul_(0.5).add_(model.state_dict()[name], alpha=0.5)
-    copied.load_state_dict(state)
-
-
-def average_parameters(copied, model, kept):
-    with torch.no_grad():
-        for mine, its in zip(copied.parameters(), model.parameters(), strict=True):
-            mine.mul_(0.5).add_(its, alpha=0.5)
-
-
-def sum_of_states(copied, model, kept):
-    for name, value in model.state_dict().items():
-        kept.setdefault(name, value).add_(value)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.parametrize("average", [average_in_state, average_and_load, average_parameters, sum_of_states])
-def test_averages_that_reach_no_weight_are_said(average, level, capsys):
-    model = torch.nn.Linear(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    amp._amp_state.verbosity = 1
-    copied, kept = copy.deepcopy(model), {}
-    for _ in range(3):
-        average(copied, model, kept)
-    in_vain = average is average_in_state and level in ("O2", "O3")
-    assert capsys.readouterr().err.count("then dropped: of half weights these are copies") == in_vain
-
-
 @halves
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 def test_copies_are_models_of_their_own(level, half):
@@ -178,16 +134,6 @@ def test_copies_are_models_of_their_own(level, half):
         assert torch.equal(other.eval()(torch.ones(2, 3))[0], other(torch.zeros(2, 3))[0])
         assert {one.dtype for one in other.state_dict().values()} <= {torch.float32, torch.int64}
     assert torch.equal(model.train()(torch.ones(2, 3))[0], expected)
-
-
-@halves
-def test_replicas_call_their_own_weights(half):
-    model = initialize(Model(), "O3", half)
-    replica = model._replicate_for_data_parallel()
-    replica.linear = torch.nn.Linear(3, 4).to(half)
-    replica(torch.ones(2, 3))
-    assert replica.seen is not None
-    assert model.seen is None
 
 
 def test_a_forward_of_the_instance_is_called_and_comes_back():

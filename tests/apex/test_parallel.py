@@ -1,15 +1,12 @@
-"""apex's data parallelism, synchronized batch norm and model-parallel scaler, on two processes of gloo."""
+"""apex's data parallelism and synchronized batch norm, on two processes of gloo."""
 
 import math
-import sys
-import types
 
 import pytest
 import torch
 from two_ranks import found_by_two_ranks
 
 from narrowcast.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
-from narrowcast.apex.transformer.amp import GradScaler
 from narrowcast.errors import SettingError, UnsupportedError
 
 
@@ -81,28 +78,6 @@ def test_a_reducer_averages_when_told(ranks):
     assert ranks[1]["reduced"]["list"] == [0.5, 0.5]
 
 
-def test_ranks_of_a_model_skip_together(ranks):
-    for number, rank in enumerate(ranks):
-        step = -(number + 1.0)
-        assert rank["scaled"] == [[False, 8.0, step], [True, 4.0, step], [False, 4.0, 2 * step]]
-    assert ranks[0]["scaled alone"] == [[False, 8.0, -1.0], [False, 8.0, -2.0], [False, 16.0, -3.0]]
-    assert ranks[1]["scaled alone"] == ranks[1]["scaled"]
-
-
-def test_the_norm_of_a_model_is_that_of_all_its_parts(ranks):
-    for number, rank in enumerate(ranks):
-        norm, parameter = rank["clipped"]
-        assert norm == pytest.approx(5.0, rel=4 * 2.0**-24)
-        # clip_grad_norm_ adds 1e-6 to the norm.
-        assert parameter == pytest.approx(-(number + 3.0) / 2, rel=1e-6)
-
-
-def test_a_scaler_without_a_group_is_refused_among_several_ranks(ranks):
-    for rank in ranks:
-        assert rank["no group"].startswith("SettingError: expected process_group=, the ranks that the model")
-        assert rank["disabled"] is None
-
-
 def test_synchronized_batch_norm_on_cpus_is_refused_before_the_first_batch(ranks):
     if torch.accelerator.is_available():
         assert ranks[0]["syncbn"] is None
@@ -119,26 +94,6 @@ def test_groups_of_neighbours(ranks):
         )
 
 
-def test_the_group_of_megatron_is_found(monkeypatch):
-    group = object()
-    state = types.ModuleType("megatron.core.parallel_state")
-    state.model_parallel_is_initialized = lambda: True
-    state.get_model_parallel_group = lambda: group
-    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
-    assert GradScaler().process_group is group
-
-
-def test_a_scaler_of_one_process_needs_no_group():
-    scaler = GradScaler(2.0**10, 4.0, 0.25, 100)
-    assert scaler.process_group is None
-    assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (
-        1024.0,
-        4.0,
-        0.25,
-    )
-    assert isinstance(scaler, torch.amp.GradScaler)
-
-
 def test_buffers_stay_each_ranks_own(ranks):
     assert [rank["buffer"] for rank in ranks] == [0.0, 1.0]
     assert issubclass(DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -149,7 +104,7 @@ def test_buffers_stay_each_ranks_own(ranks):
     [
         ({"shared_param": True}, "shared_param is no option of apex's DistributedDataParallel any more"),
         ({"allreduce_communicators": ([], [])}, "allreduce_communicators are apex's own pairs"),
-        ({"retain_allreduce_buffers": True}, "retain_allreduce_buffers=True hands out apex's flat buffers"),
+        ({"retain_allreduce_buffers": True}, "retain_allreduce_buffers=True returns apex's flat buffers"),
         ({"message_size": 0}, "message_size must be at least 1 element, got 0"),
         ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be above 0 and finite, got 0.0"),
     ],
@@ -183,7 +138,7 @@ def test_synchronized_batch_norm_of_one_process_is_batch_norm():
     [
         (lambda: SyncBatchNorm(3, channel_last=True), "channel_last=True takes the last dimension"),
         (lambda: convert_syncbn_model(torch.nn.Linear(1, 1), channel_last=True), "channel_last=True takes"),
-        (lambda: SyncBatchNorm(3, fuse_relu=True), "fuse_relu=True puts a ReLU behind"),
+        (lambda: SyncBatchNorm(3, fuse_relu=True), "fuse_relu=True adds a ReLU"),
     ],
 )
 def test_other_layouts_are_refused(make, message):

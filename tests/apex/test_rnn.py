@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from o1 import begin
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from narrowcast.apex import amp
@@ -12,7 +13,7 @@ SIZES = {"batch": 2, "inputs": 3, "hidden": 4, "steps": 5}
 
 @pytest.fixture(params=HALVES, ids=["fp16", "bf16"], scope="module")
 def half_of_module(request):
-    amp.init(half_type=request.param)
+    begin(request.param)
     yield request.param
     amp.shutdown()
 

@@ -8,13 +8,10 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.apex import amp
-from narrowcast.apex._accumulation import Accumulation
-from narrowcast.apex._masters import _checksum
-from narrowcast.errors import AmpError, SettingError, UnsupportedError
+from narrowcast.errors import AmpError, OrderError, SettingError, UnsupportedError
 
 SCALE = 2.0**16
 # Four times as large and scaled, still in range in float16; so is the scaled gradient of the output, which is
@@ -88,50 +85,6 @@ def test_gradients_add_up_unscaled(level, settings):
         assert gradient(optimizer) is None  # model.zero_grad() would not reach it
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize(
-    "blocks",
-    [[True], [True, True], [True, False, True], [False, True], [True, "delayed", "delayed", True]],
-    ids=["one", "two", "one without between", "one without before", "delayed"],
-)
-def test_gradients_of_gradients_are_unscaled_too(blocks):
-    """As second-order optimizers take them."""
-    model, optimizer = start("O1", loss_scale=16.0)
-
-    def curved(number):
-        with amp.disable_casts():
-            return model(X * 2.0**number).pow(3).sum()
-
-    for number, graph in enumerate(blocks):
-        with amp.scale_loss(curved(number), optimizer, delay_unscale=graph == "delayed") as scaled:
-            scaled.backward(create_graph=bool(graph))
-    (second,) = torch.autograd.grad(model.weight.grad.square().sum(), model.weight)
-    expected = sum(
-        torch.autograd.grad(curved(number), model.weight, create_graph=bool(graph))[0]
-        for number, graph in enumerate(blocks)
-    )
-    assert torch.allclose(model.weight.grad, expected, rtol=1e-6)
-    assert torch.allclose(second, torch.autograd.grad(expected.square().sum(), model.weight)[0], rtol=1e-6)
-    model.weight.grad = None
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_masters_without_graphs_are_said(capsys):
-    model, optimizer = start("O2", loss_scale=16.0)
-    amp._amp_state.verbosity = 1
-    for _ in range(2):
-        with amp.scale_loss(loss_of(model).square(), optimizer) as scaled:
-            scaled.backward(create_graph=True)
-    assert capsys.readouterr().err == (
-        "amp: gradients of this SGD's half weights were computed with create_graph=True, and the float32 "
-        "gradients of amp.master_params(optimizer) have no graph: gradients of gradients cannot be taken of "
-        "them, and those of model.parameters() stay scaled: choose opt_level='O1'\n"
-    )
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        torch.autograd.grad(gradient(optimizer).square().sum(), model.weight)
-    model.weight.grad = None
-
-
 @LEVELS
 def test_delayed_gradients_stay_scaled_until_a_block_without(level, settings):
     model, optimizer = start(level, **settings)
@@ -194,19 +147,6 @@ def test_a_step_that_is_left_out_touches_nothing(level, settings, bad, capsys):
     assert not torch.equal(before[0], model.weight)
 
 
-@pytest.mark.parametrize(
-    "make", [torch.optim.Adam, lambda p: torch.optim.AdamW(p, fused=True)], ids=["Adam", "fused"]
-)
-def test_step_counters_count_steps_that_are_made(make):
-    model, optimizer = start("O2", make)
-    for bad in (None, math.inf, None, math.nan, None):
-        backward(model, optimizer, bad=bad)
-        optimizer.step()
-        optimizer.zero_grad()
-    (state,) = optimizer.state.values()
-    assert int(state["step"]) == 3
-
-
 def test_an_overflow_in_the_window_leaves_the_windows_step_out_and_no_other():
     model, optimizer = start("O1")
     before = values(model, optimizer)
@@ -239,25 +179,6 @@ def test_a_static_scale_checks_too(level, scale, capsys):
     optimizer.zero_grad()
     backward(model, optimizer)
     assert torch.equal(gradient(optimizer).float(), X)
-    optimizer.step()
-    assert not torch.equal(before[0], model.weight)
-
-
-def test_a_delayed_check_is_made_before_the_step():
-    model, optimizer = start("O1")
-    before = values(model, optimizer)
-    backward(model, optimizer, bad=math.inf, delay_overflow_check=True)
-    scaler = amp._amp_state.loss_scalers[0]
-    assert (scaler.loss_scale(), scaler._unskipped) == (SCALE, 0)
-    optimizer.step()
-    same(before, values(model, optimizer))
-    assert scaler.loss_scale() == SCALE / 2
-    optimizer.zero_grad()
-    backward(model, optimizer, delay_overflow_check=True)
-    assert torch.equal(gradient(optimizer), X)
-    # Or at the end of the next block that checks, where both count.
-    backward(model, optimizer)
-    assert scaler._unskipped == 2
     optimizer.step()
     assert not torch.equal(before[0], model.weight)
 
@@ -304,14 +225,6 @@ def test_what_the_block_yields():
     with amp.scale_loss(half, optimizer) as scaled:
         assert scaled is half
     assert amp.state_dict() == {}
-
-
-def test_enabled_or_not_holds_for_the_optimizer_that_it_was_said_of():
-    model, optimizer = start("O1", enabled=False)
-    start("O1", loss_scale=4.0)
-    loss = loss_of(model)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        assert scaled is loss
 
 
 def test_weights_of_the_model_are_the_masters_rounded():
@@ -368,42 +281,6 @@ def test_what_is_written_through_data_again_and_again_counts(change, write, sinc
     assert capsys.readouterr().err.count("were written through .data, as p.data.clamp_() does") == 1
 
 
-def test_the_checksum_depends_on_every_place():
-    """In one piece and in several, of permutations that leave sums, and sums by place, as they were."""
-    _, _, several = sizes = 4, 2**18, 2**18 + 4
-    for size in sizes:
-        numbers = torch.zeros(size, dtype=torch.int16)
-        numbers[-4:] = torch.tensor([1, 3, 0, 2])
-        changed = [numbers.flip(0), numbers.roll(2**18), numbers + 1]
-        changed.append(torch.cat([numbers[:-4], numbers[-4:].flip(0)]))
-        found = {int(_checksum(one)) for one in (numbers, *changed)}
-        # Turned round as a whole where there are but four; rolled by its whole length.
-        assert len(found) == {4: 3, 2**18: 4, several: 5}[size]
-
-
-def test_weights_that_are_written_in_place_are_nothing_to_say(capsys):
-    model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=0.5))
-    amp._amp_state.verbosity = 1
-    for _ in range(3):
-        optimizer.zero_grad()
-        backward(model, optimizer)
-        optimizer.step()
-        with torch.no_grad():
-            model.weight.clamp_(max=1.5)
-    assert not capsys.readouterr().err
-
-
-def test_clipping_the_masters_clips_what_the_step_uses():
-    model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=1.0))
-    backward(model, optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), X.norm() / 2)
-    assert torch.equal(norm, X.norm())
-    # clip_grad_norm_ divides by the norm plus 1e-6.
-    assert torch.allclose(gradient(optimizer), X / 2, rtol=1e-5, atol=0)
-    optimizer.step()
-    assert torch.allclose(model.weight.float(), torch.tensor([[1.0, 2.0, 3.0, 4.0]]) - X / 2, rtol=2**-11)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_reading_masters_inside_the_block_is_said(level, capsys):
     model, optimizer = start(level)
@@ -439,19 +316,6 @@ def test_gradients_that_the_script_throws_away_are_gone(level, settings, how, st
     assert torch.equal(model.weight, (before.float() - 0.5 * X).to(model.weight.dtype))
 
 
-def test_a_layer_whose_gradient_the_script_takes_away_stays():
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), 0.5, weight_decay=0.5)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=16.0)
-    before = [one.detach().clone() for one in model.parameters()]
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
-        scaled.backward()
-    model[1].weight.grad = None
-    optimizer.step()
-    assert torch.equal(model[1].weight, before[1])
-    assert not torch.equal(model[0].weight, before[0])
-
-
 def test_changing_gradients_of_half_weights_is_said_to_have_no_effect(capsys):
     model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=1.0))
     amp._amp_state.verbosity = 1
@@ -464,28 +328,6 @@ def test_changing_gradients_of_half_weights_is_said_to_have_no_effect(capsys):
     assert capsys.readouterr().err == (
         "amp: gradients of this SGD's half weights were changed after the scale_loss block, which has no "
         "effect: clip and change those of amp.master_params(optimizer), which it steps on\n"
-    )
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_parameters_in_no_optimizer_are_said_to_keep_scaled_gradients(level, capsys):
-    def made(others):
-        models = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)]
-        mine, other = [torch.optim.SGD(model.parameters(), 0.5) for model in models]
-        optimizers = [mine, other] if others else [mine]
-        amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=16.0)
-        amp._amp_state.verbosity = 1
-        for _ in range(2):
-            with amp.scale_loss(models[1](models[0](X)).float().sum(), mine) as scaled:
-                scaled.backward()
-
-    made(others=True)
-    assert not capsys.readouterr().err
-    made(others=False)
-    assert capsys.readouterr().err == (
-        "amp: 1 parameters of the models are in no optimizer that amp.initialize was given, and their "
-        "gradients stay scaled by 16: set requires_grad=False on them, or give amp.initialize their "
-        "optimizer, and leave them out of clipping\n"
     )
 
 
@@ -514,22 +356,6 @@ def test_a_group_that_comes_later(level, half):
     slack = 0.0 if level in ("O0", "O1") else torch.finfo(half).eps
     assert torch.allclose(first.weight.float(), before[0] - 0.5 * 3 * X, atol=slack + 1e-6, rtol=0)
     assert torch.allclose(second.weight.float(), before[1] - 2.0 * X, atol=slack + 1e-6, rtol=0)
-
-
-def test_state_of_the_optimizer_follows_the_casts():
-    for level, wanted in (("O2", torch.float32), ("O3", torch.float16)):
-        model = torch.nn.Linear(4, 1, bias=False)
-        optimizer = torch.optim.Adam(model.parameters())
-        loss_of(model).backward()
-        optimizer.step()
-        ((_, before),) = optimizer.state.items()
-        moment = before["exp_avg"].clone()
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        ((parameter, state),) = optimizer.state.items()
-        assert parameter is next(amp.master_params(optimizer))
-        assert state["exp_avg"].dtype == wanted
-        assert torch.equal(state["exp_avg"].float(), moment.to(wanted).float())
-        assert int(state["step"]) == 1
 
 
 # ---- closures
@@ -651,24 +477,22 @@ def test_what_comes_in_the_wrong_order_or_place_is_refused():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("delayed", [False, True])
-def test_another_loss_that_goes_backward_in_the_block_is_refused(level, delayed):
+def test_another_loss_that_goes_backward_in_the_block_is_refused(level):
     model, optimizer = start(level)
-    backward(model, optimizer, delay_unscale=delayed)
+    backward(model, optimizer)
     loss = loss_of(model)
     said = "would be divided by 65536: call backward of what the block yields"
     with pytest.raises(AmpError, match=said), amp.scale_loss(loss, optimizer):
         loss.backward()
-    if not delayed:
-        assert torch.equal(gradient(optimizer), X)
-        backward(model, optimizer)
-        assert torch.equal(gradient(optimizer), 2 * X)
-        # None goes backward, or its gradients are taken by hand.
-        with amp.scale_loss(loss_of(model), optimizer):
-            pass
-        with amp.scale_loss(loss_of(model), optimizer) as scaled:
-            model.weight.grad = torch.autograd.grad(scaled, model.weight)[0]
-        assert torch.equal(gradient(optimizer), 3 * X)
+    assert torch.equal(gradient(optimizer), X)
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer), 2 * X)
+    # No loss goes backward, or its gradients are taken by hand.
+    with amp.scale_loss(loss_of(model), optimizer):
+        pass
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        model.weight.grad = torch.autograd.grad(scaled, model.weight)[0]
+    assert torch.equal(gradient(optimizer), 3 * X)
 
 
 @LEVELS
@@ -687,55 +511,6 @@ def test_gradients_may_be_cleared_in_a_block(level, settings, how, to_none, dela
         optimizer.zero_grad(set_to_none=to_none)
         scaled.backward()
     assert torch.equal(gradient(optimizer).float(), X)
-
-
-def test_a_gradient_in_the_memory_of_one_that_was_freed_is_another():
-    parameter = torch.nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.ones(4)
-    gradients = Accumulation(torch.optim.SGD([parameter], 0.5))
-    before = gradients.writes()
-    assert not gradients.writes().since(before)
-    for _ in range(3):
-        parameter.grad = None
-        assert not gradients.writes().since(before)
-        parameter.grad = torch.ones(4)
-        (came,) = gradients.writes().since(before)
-        assert came is parameter.grad
-        del came
-
-
-class Waits(TorchDispatchMode):
-    """Counts reads of single numbers, for each of which Python waits for a GPU."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        self.count += name in ("_local_scalar_dense", "is_nonzero", "equal")
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("what", ["zeros", "replaced", "of others"])
-def test_gradients_that_were_written_since_are_read_in_one_wait(what):
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(5)])
-    other = torch.nn.Linear(4, 4)
-    optimizers = [torch.optim.SGD(one.parameters(), 0.5) for one in (model, other)]
-    amp.initialize([model, other], optimizers, opt_level="O2", verbosity=0, loss_scale=16.0)
-    x = torch.ones(1, 4)
-    for _ in range(2):
-        with amp.scale_loss(model(x).sum(), optimizers[what == "of others"]) as scaled:
-            scaled.backward()
-    before = [p.grad.clone() for p in amp.master_params(optimizers[0]) if p.grad is not None]
-    if what == "replaced":
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad.clone()
-    else:
-        model.zero_grad(set_to_none=False)
-    loss = model(x).sum()
-    with Waits() as waits, amp.scale_loss(loss, optimizers[0]):
-        assert waits.count == 0
-    for master, gradient in zip(amp.master_params(optimizers[0]), before, strict=False):
-        assert torch.equal(master.grad, gradient if what == "replaced" else torch.zeros_like(gradient))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -806,17 +581,6 @@ def test_sparse_gradients():
         scaled.backward()
 
 
-def test_gradients_of_other_formats_under_one_optimizer():
-    wide = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
-    model = torch.nn.Linear(4, 1, bias=False)
-    optimizer = torch.optim.SGD([*model.parameters(), wide], lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with amp.scale_loss(loss_of(model) + (wide * 0.25).sum(), optimizer) as scaled:
-        scaled.backward()
-    assert torch.equal(model.weight.grad, X)
-    assert torch.equal(wide.grad, torch.full((2,), 0.25, dtype=torch.float64))
-
-
 # ---- around
 
 
@@ -836,15 +600,13 @@ def test_two_calls_of_initialize_keep_their_own_scales():
 
 
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, nc.GradScaler])
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("unscale", [True, False])
-def test_a_scaler_cannot_step_an_optimizer_with_masters(make, fused, unscale):
+def test_a_scaler_cannot_step_an_optimizer_with_masters(make, unscale):
     """It would unscale the batch norm's gradients, and step on scaled ones of all else."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
-    names = set(vars(optimizer))
+    optimizer = torch.optim.Adam(model.parameters())
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0, half_type=torch.bfloat16)
-    before = {name: value.clone() for name, value in model.state_dict().items() if "running" not in name}
+    before = [p.detach().clone() for p in model.parameters()]
     scaler = make("cpu", init_scale=4.0)
     scaler.scale(model(torch.randn(3, 4)).square().sum()).backward()
 
@@ -853,13 +615,9 @@ def test_a_scaler_cannot_step_an_optimizer_with_masters(make, fused, unscale):
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
 
-    with pytest.raises(AmpError, match="a GradScaler cannot step this Adam, which"):
+    with pytest.raises(OrderError):
         step()
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in before.items() if "num" not in name)
-    amp.shutdown()
-    assert set(vars(optimizer)) == names
-    assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -898,31 +656,6 @@ def test_undone_the_optimizer_is_as_before():
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
 
 
-def test_training_without_the_block_is_plain_training():
-    for level in ("O1", "O2"):
-        model, optimizer = start(level)
-        backward(model, optimizer)
-        optimizer.step()
-        model.zero_grad()
-        (loss_of(model) * 2).backward()
-        optimizer.step()
-        # The second velocity is x + 2 x.
-        wanted = torch.tensor([[1.0, 2.0, 3.0, 4.0]]) - 0.5 * 4 * X
-        assert torch.equal(model.weight.float(), wanted)
-        amp.shutdown()
-
-
-def test_nothing_is_kept_alive():
-    model, optimizer = start("O2")
-    backward(model, optimizer)
-    optimizer.step()
-    amp.shutdown()
-    gone = weakref.ref(optimizer)
-    del model, optimizer
-    gc.collect()
-    assert gone() is None
-
-
 def test_what_scripts_reach_into(capsys):
     assert amp._amp_state.opt_level is None
     assert amp._amp_state.loss_scalers == []
@@ -933,7 +666,6 @@ def test_what_scripts_reach_into(capsys):
     assert amp._amp_state.opt_properties.options.get("cast_model_outputs") is None
     module = importlib.import_module("narrowcast.apex.amp._amp_state")
     assert module._amp_state is amp._amp_state
-    assert module.master_params is amp.master_params
     module.maybe_print("not said at verbosity 0", rank0=True)
     amp._amp_state.verbosity = 1
     module.maybe_print("said", True)
@@ -955,60 +687,3 @@ def test_what_scripts_reach_into_on_an_optimizer(level):
     assert [id(one) for one in stash.all_fp16_params] == [id(one) for one in weights]
     assert [id(one) for one in stash.all_fp32_from_fp16_params] == [id(one) for one in masters]
     assert {one.dtype for one in masters} == {torch.float32}
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("how", ["optimizer", "model", "zeros"])
-def test_gradients_of_a_block_that_names_others_are_not_stepped_on(level, how):
-    models = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=16.0)
-    generator, discriminator = models
-    first, second = optimizers
-
-    def block(loss, optimizer):
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-
-    x = torch.ones(1, 4)
-    block(discriminator(x).float().sum(), second)
-    second.step()
-    second.zero_grad()
-    before = discriminator.weight.detach().clone()
-    # The generator's loss goes through the discriminator, as in adversarial training.
-    block(discriminator(generator(x)).float().sum(), first)
-    first.step()
-    with pytest.raises(
-        AmpError, match="came in a scale_loss block that did not name it, and are scaled by 16"
-    ):
-        second.step()
-    with pytest.raises(AmpError, match="name it in that block"):
-        block(discriminator(x).float().sum(), second)
-    assert torch.equal(discriminator.weight, before)
-    if how == "optimizer":
-        second.zero_grad()
-        discriminator(x).float().sum().backward()  # by hand, and unscaled
-        second.step()
-        second.zero_grad()
-        before = discriminator.weight.detach().clone()
-    else:
-        discriminator.zero_grad(set_to_none=how == "model")
-    block(discriminator(x).float().sum(), second)
-    assert torch.equal(next(amp.master_params(second)).grad, x)
-    second.step()
-    assert torch.equal(discriminator.weight, (before.float() - 1).to(before.dtype)) or level == "O2"
-
-
-def test_gradients_that_are_cleared_in_a_block_of_others_are_no_gradients_of_theirs():
-    models = [torch.nn.Linear(4, 1, bias=False) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    amp.initialize(models, optimizers, opt_level="O1", verbosity=0, loss_scale=16.0)
-    x = torch.ones(1, 4)
-    models[1](x).float().sum().backward()
-    with amp.scale_loss(models[0](x).float().sum(), optimizers[0]) as scaled:
-        optimizers[1].zero_grad()
-        scaled.backward()
-    before = models[1].weight.detach().clone()
-    models[1](x).float().sum().backward()  # by hand, and unscaled
-    optimizers[1].step()
-    assert torch.equal(models[1].weight, before - 1)

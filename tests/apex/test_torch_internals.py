@@ -25,13 +25,3 @@ def test_a_version_counts_writes_in_place():
     before = internals.version_of(tensor)
     tensor.add_(1)
     assert internals.version_of(tensor) == before + 1
-
-
-def test_a_step_without_hooks_calls_none():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    called = []
-    optimizer.register_step_pre_hook(lambda *_: called.append(1))
-    internals.without_hooks(torch.optim.SGD.step)(optimizer)
-    assert not called
-    optimizer.step()
-    assert called == [1]

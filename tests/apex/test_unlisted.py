@@ -5,15 +5,10 @@ import sys
 from pathlib import Path
 
 from child_processes import finished
-from narrowcast.apex import _lists
+from narrowcast.apex.amp import _rules
 
 SCRIPT = Path(__file__).parent / "scripts" / "unlisted.py"
-LISTED = {
-    name
-    for lists in _lists.ORIGINAL.values()
-    for entries in lists.values()
-    for name in (entry if isinstance(entry, str) else entry[0] for entry in entries)
-}
+LISTED = {name for kinds in _rules._ORIGINAL.values() for name in kinds}
 # Functions in Python that call listed ones, as they did under apex, which cast in those calls.
 CALL_LISTED = {
     "__rmatmul__",  # torch.matmul

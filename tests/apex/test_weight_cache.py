@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.apex import amp
@@ -117,21 +116,6 @@ def test_a_loose_weight_that_is_trained_by_hand(half):
     seen = []
     for _ in range(3):
         output = F.linear(torch.ones(1, 2), weight)
-        seen.append(output[0, 0].item())
-        output.float().sum().backward()
-        weight.data -= weight.grad
-        weight.grad = None
-    assert seen == [6.0, 4.0, 2.0]
-
-
-@halves
-def test_casts_that_a_recomputation_made_are_not_kept(half):
-    initialize(torch.nn.Linear(2, 2), half)
-    weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
-    seen = []
-    for _ in range(3):
-        x = torch.ones(1, 2, requires_grad=True)
-        output = checkpoint(lambda x: F.linear(x, weight), x, use_reentrant=False)
         seen.append(output[0, 0].item())
         output.float().sum().backward()
         weight.data -= weight.grad

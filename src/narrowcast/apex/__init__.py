@@ -1,7 +1,6 @@
-"""apex's mixed precision on top of the rooms above: ``from narrowcast.apex import amp`` in place of apex's.
+"""The mixed precision of NVIDIA apex: ``from narrowcast.apex import amp``, for ``from apex import amp``.
 
-``amp``, ``fp16_utils``, ``multi_tensor_apply``, ``optimizers``, ``parallel`` and ``transformer.amp`` have
-apex's names. Each is imported on first use.
+``amp``, ``optimizers`` and ``parallel`` have the names of apex. Each is imported on first use.
 """
 
 from __future__ import annotations
@@ -9,15 +8,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from narrowcast.apex import amp, fp16_utils, multi_tensor_apply, optimizers, parallel, transformer
+from narrowcast.errors import MissingModuleError
 
-__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "optimizers", "parallel", "transformer"]
+if TYPE_CHECKING:
+    from narrowcast.apex import amp, optimizers, parallel
+
+__all__ = ["amp", "optimizers", "parallel"]
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
         return import_module(f"narrowcast.apex.{name}")
+    if name in ("fp16_utils", "multi_tensor_apply", "transformer"):
+        from narrowcast.apex._stand_in import refusal
+
+        raise MissingModuleError(refusal(f"apex.{name}"))
     raise AttributeError(f"module 'narrowcast.apex' has no attribute {name!r}")
 
 

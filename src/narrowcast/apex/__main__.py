@@ -1,7 +1,75 @@
-"""``python -m narrowcast.apex script.py args...``: a script that says ``from apex import amp``, unchanged."""
+"""``python -m narrowcast.apex script.py args...``: run a script that imports apex, unchanged."""
 
+from __future__ import annotations
+
+import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 
-from narrowcast.apex._command import main
+from narrowcast.apex._stand_in import OFFERED, install, say_on_first_rank
+from narrowcast.errors import NarrowcastError
 
-sys.exit(main(sys.argv[1:]))
+_WRONG_USE = 2
+_USAGE = "python -m narrowcast.apex [-m] SCRIPT [ARGS...]"
+_HELP = f"""usage: {_USAGE}
+
+Run an unmodified script that says `from apex import amp`. In its process, and
+in processes that it spawns, narrowcast provides these modules:
+  {", ".join(OFFERED)}
+If an apex with its own amp is installed, that one runs. If the installed apex
+has no amp, its other modules are used and narrowcast provides the rest.
+
+  -m          SCRIPT is the name of a module, as in python -m
+  -h, --help  show this text
+
+Everything after SCRIPT belongs to the script. It ends as under plain Python,
+with its own exit code.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the script that ``words`` name; return 2 for wrong use, and let the script's exceptions through."""
+    if list(words[:1]) in (["-h"], ["--help"]):
+        sys.stdout.write(_HELP)
+        return 0
+    module = list(words[:1]) == ["-m"]
+    rest = list(words[1:] if module else words)
+    if not rest or (rest[0].startswith("-") and rest[0] != "-"):
+        unknown = f"unknown option {rest[0]}" if rest else "expected a script"
+        return _wrong_use(f"{unknown}: {_USAGE}")
+    if not module and rest[0].endswith(".ipynb"):
+        return _wrong_use(
+            f"{rest[0]} is a notebook, and only scripts run unmodified: in a notebook import amp by "
+            "`from narrowcast.apex import amp`, or write its cells to a script "
+            f"(jupyter nbconvert --to script {rest[0]})"
+        )
+    try:
+        # Imported here, so that --help works without torch.
+        from narrowcast.attach import Script, run_script
+        from narrowcast.machine import require_torch
+
+        require_torch()
+        script = (Script.from_module if module else Script.from_path)(rest[0], rest[1:])
+    except NarrowcastError as error:
+        return _wrong_use(str(error))
+    install(say_on_first_rank)
+    run_script(script)
+    return 0
+
+
+def _wrong_use(text: str) -> int:
+    width = shutil.get_terminal_size((80, 24)).columns
+    lines = textwrap.wrap(
+        f"narrowcast: {text}",
+        width,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    sys.stderr.write("\n".join(lines) + "\n")
+    return _WRONG_USE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

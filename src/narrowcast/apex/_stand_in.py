@@ -1,4 +1,4 @@
-"""Answering for the module name ``apex`` in this process and in those that it spawns; imports no torch."""
+"""Provide the module name ``apex`` in this process and in those that it spawns. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,70 +15,73 @@ from typing import Any
 from narrowcast.errors import MissingModuleError
 
 _OURS = "narrowcast.apex"
-OFFERED = (
-    *("apex.amp", "apex.fp16_utils", "apex.multi_tensor_apply", "apex.optimizers", "apex.parallel"),
-    "apex.transformer.amp",
-)
-# Files of apex that scripts import from, and that pickled objects name.
+OFFERED = ("apex.amp", "apex.optimizers", "apex.parallel")
+# Files of apex that scripts import from. Their names lead to the package that narrowcast has instead.
 _FILES_OF_APEX = {
     "apex.amp": ("amp", "frontend", "handle", "scaler"),
-    "apex.fp16_utils": ("fp16_optimizer", "fp16util", "loss_scaler"),
-    "apex.multi_tensor_apply": ("multi_tensor_apply",),
-    "apex.optimizers": ("fused_adagrad", "fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
+    "apex.optimizers": ("fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
     "apex.parallel": ("distributed", "optimized_sync_batchnorm", "sync_batchnorm"),
-    "apex.transformer.amp": ("grad_scaler",),
 }
 _INSTEAD = {
     "apex.contrib": "torch.nn.functional.cross_entropy(label_smoothing=) for xentropy, "
     "torch.nn.functional.scaled_dot_product_attention for fmha and multihead_attn, and torch.nn has layers "
     "for most others",
+    "apex.fp16_utils": "amp.initialize(model, optimizer, opt_level='O2') for FP16_Optimizer and "
+    "network_to_half, or narrowcast.Stepper; narrowcast.weights.hold keeps fp32 masters for any optimizer",
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear computes the same",
+    "apex.multi_tensor_apply": "torch's optimizers with fused=True, and torch.nn.utils.clip_grad_norm_",
     "apex.normalization": "torch.nn.LayerNorm and torch.nn.RMSNorm compute the same, and are fused",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
     "apex.parallel.LARC": "no optimizer of torch scales each layer's rate by its norms; timm.optim.Lars does",
     "apex.parallel.multiproc": "torchrun starts the processes",
+    "apex.transformer": "narrowcast.GradScaler(process_group=group) for amp.GradScaler; Megatron Core has "
+    "the rest",
 }
 
 
-class _Answers(MetaPathFinder):
-    """Asked first, so that parts of ours are not found under a second name through their files."""
+class _ApexFinder(MetaPathFinder):
+    """Find ``apex`` and its modules.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self.tell = tell
-        self._apex_is_there: bool | None = None
+    It comes first on ``sys.meta_path``, so that Python does not load a file of ``narrowcast.apex`` a second
+    time under apex's name.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._apex_is_installed: bool | None = None
         self._is_asked = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.startswith(f"{_OURS}."):
-            # How `from apex import x` looks for x, since the module that it finds has our name.
-            if (found := self._of_others(fullname, path, target)) is None:
-                raise MissingModuleError(_refusal(fullname.removeprefix("narrowcast.")))
-            self.gives(fullname.removeprefix("narrowcast."))
+            # `from apex import x` asks for narrowcast.apex.x, because the module that it gets has that name.
+            if (found := self._from_others(fullname, path, target)) is None:
+                raise MissingModuleError(refusal(fullname.removeprefix("narrowcast.")))
+            self.provides(fullname.removeprefix("narrowcast."))
             return found
         package, _, rest = fullname.partition(".")
         if package != "apex":
             return None
         self._is_asked = True
-        if not rest or self._apex_is_there:
-            found = self._of_others(fullname, path, target)
+        if not rest or self._apex_is_installed:
+            found = self._from_others(fullname, path, target)
             if not rest:
-                self._apex_is_there = found is not None
+                self._apex_is_installed = found is not None
             if found is not None:
                 if fullname == "apex.amp":
-                    self.tell(f"apex with an amp of its own is installed, and is what runs: {found.origin}")
+                    self.say(f"apex with its own amp is installed, and is what runs: {found.origin}")
                 return found
         ours = _our_name(fullname)
         if ours is None:
-            raise MissingModuleError(_refusal(fullname))
+            raise MissingModuleError(refusal(fullname))
         spec = importlib.util.find_spec(ours)
         is_package = spec is not None and spec.submodule_search_locations is not None
-        return ModuleSpec(fullname, _Alias(fullname, ours, self), is_package=is_package)
+        return ModuleSpec(fullname, _AliasLoader(fullname, ours, self), is_package=is_package)
 
-    def _of_others(
+    def _from_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         for finder in sys.meta_path:
@@ -88,18 +91,18 @@ class _Answers(MetaPathFinder):
                 return answer
         return None
 
-    def gives(self, name: str) -> None:
-        """Say once that apex is answered for, with the first part of it that is asked for."""
+    def provides(self, name: str) -> None:
+        """Say once which module is provided, when the first one below ``apex`` is imported."""
         if self._is_asked and name != "apex" and _is_public(name):
-            tell, self.tell = self.tell, lambda _: None
-            tell(f"answering for apex: {name} is narrowcast.{name}")
+            say, self.say = self.say, lambda _: None
+            say(f"answering for apex: {name} is narrowcast.{name}")
 
 
-class _Alias(Loader):
-    """Hands out a module of ours under apex's name for it: one module, two names."""
+class _AliasLoader(Loader):
+    """Return a module of ``narrowcast.apex`` under apex's name for it: one module object, two names."""
 
-    def __init__(self, name: str, ours: str, answers: _Answers) -> None:
-        self._name, self._ours, self._answers = name, ours, answers
+    def __init__(self, name: str, ours: str, finder: _ApexFinder) -> None:
+        self._name, self._ours, self._finder = name, ours, finder
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -108,11 +111,11 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Python has just given it the other name's.
+        # The import system has just set the spec of the alias.
         module.__spec__ = self._spec
-        self._answers.gives(self._name)
-        # Importing one of these later would put it in place of what its package calls by that name:
-        # apex.amp._amp_state is an object and a module.
+        self._finder.provides(self._name)
+        # Register the submodules too. A later import of one would overwrite the attribute of the package with
+        # that name: apex.amp._amp_state is an object and a module.
         for name, loaded in list(sys.modules.items()):
             if name.startswith(f"{self._ours}.") and _is_public(name.removeprefix(f"{_OURS}.")):
                 sys.modules.setdefault(f"apex.{name.removeprefix(f'{_OURS}.')}", loaded)
@@ -127,11 +130,14 @@ def _our_name(fullname: str) -> str | None:
     if file in _FILES_OF_APEX.get(package, ()):
         return _OURS + package.removeprefix("apex")
     ours = _OURS + fullname.removeprefix("apex")
-    known = _is_public(fullname) and importlib.util.find_spec(ours.rpartition(".")[0])
-    return ours if known and importlib.util.find_spec(ours) else None
+    try:
+        return ours if _is_public(fullname) and importlib.util.find_spec(ours) else None
+    except ModuleNotFoundError:  # a package above it is missing
+        return None
 
 
-def _refusal(fullname: str) -> str:
+def refusal(fullname: str) -> str:
+    """Return the error text for a module of apex that narrowcast does not offer."""
     parts = fullname.split(".")
     prefixes = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
     instead = next((_INSTEAD[prefix] for prefix in prefixes if prefix in _INSTEAD), None)
@@ -139,32 +145,32 @@ def _refusal(fullname: str) -> str:
     return f"narrowcast answers for {', '.join(OFFERED[:-1])} and {OFFERED[-1]}, not for {fullname}{also}"
 
 
-class _AnswersThere:
-    """Among what a spawned process is sent, before it imports the script."""
+class _InstallInChild:
+    """Part of the data that a spawned process unpickles before it imports the script."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return answer, ()
+        return install, ()
 
 
-def answer(tell: Callable[[str], None] = lambda _: None) -> None:
-    """Answer for ``apex`` from now on, and for what an installed apex lacks; spawned processes do too.
+def install(say: Callable[[str], None] = lambda _: None) -> None:
+    """Provide ``apex``, or what an installed apex lacks, from now on, also in spawned processes.
 
     Args:
-        tell: given a sentence for the person when the script first imports apex.
+        say: called with one sentence for the user when the script first imports apex.
     """
-    if any(isinstance(finder, _Answers) for finder in sys.meta_path):
+    if any(isinstance(finder, _ApexFinder) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _Answers(tell))
+    sys.meta_path.insert(0, _ApexFinder(say))
     prepare: Any = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        # The reader skips what it does not know, but to read it is to answer.
-        return {"narrowcast answers for apex": _AnswersThere(), **prepare(*args, **kwargs)}
+        # multiprocessing ignores unknown keys, but unpickles them, which calls `install`.
+        return {"narrowcast answers for apex": _InstallInChild(), **prepare(*args, **kwargs)}
 
     multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
-def tell_on_first_rank(text: str) -> None:
-    """One line on standard error."""
+def say_on_first_rank(text: str) -> None:
+    """Write one line to standard error, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"narrowcast: {text}\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from narrowcast.apex._command import main as answer_for_apex
+from narrowcast.apex.__main__ import main as answer_for_apex
 
 
 def run(words):

@@ -1,4 +1,4 @@
-"""One rank of two on gloo: apex's data parallelism in each of its options, and its scaler; one JSON line."""
+"""One rank of two on gloo: apex's data parallelism in each of its options; one JSON line."""
 
 import gc
 import json
@@ -14,7 +14,6 @@ from narrowcast.apex.parallel import (
     convert_syncbn_model,
     create_syncbn_process_group,
 )
-from narrowcast.apex.transformer.amp import GradScaler
 from narrowcast.errors import NarrowcastError
 
 RANKS = 2
@@ -112,33 +111,6 @@ def reduced(rank):
     }
 
 
-def scaled(rank, groups):
-    """Rank 1's gradient is infinite in the second step."""
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = GradScaler(init_scale=8.0, growth_interval=3, **groups)
-    found = []
-    for step in range(3):
-        optimizer.zero_grad()
-        factor = float("inf") if step == 1 and rank == 1 else rank + 1.0
-        scaler.scale(parameter * factor).backward()
-        result = scaler.step(optimizer)
-        scaler.update()
-        found.append([result.skipped, scaler.get_scale(), parameter.item()])
-    return found
-
-
-def clipped(rank):
-    """Gradients of 3 and 4, the parts of one model."""
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = GradScaler(process_group=dist.group.WORLD)
-    scaler.scale(parameter * (rank + 3.0)).backward()
-    norm = scaler.clip_grad_norm_(optimizer, 2.5)
-    scaler.step(optimizer)
-    return norm.item(), parameter.item()
-
-
 def refused(call):
     try:
         call()
@@ -149,8 +121,6 @@ def refused(call):
 
 def main(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    world = dist.group.WORLD
-    alone = [dist.new_group([r]) for r in range(RANKS)][rank]
     print(
         json.dumps(
             {
@@ -167,11 +137,6 @@ def main(rank, store):
                     )
                 ],
                 "reduced": reduced(rank),
-                "scaled": scaled(rank, {"process_group": world}),
-                "scaled alone": scaled(rank, {"process_group": alone}),
-                "clipped": clipped(rank),
-                "no group": refused(GradScaler),
-                "disabled": refused(lambda: GradScaler(enabled=False)),
                 "syncbn": refused(lambda: convert_syncbn_model(torch.nn.BatchNorm1d(3))),
                 "groups": [create_syncbn_process_group(1).size(), create_syncbn_process_group(2).size()],
                 "group of all": create_syncbn_process_group(0),

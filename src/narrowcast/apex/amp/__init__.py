@@ -1,8 +1,11 @@
-"""apex's ``apex.amp``: ``from narrowcast.apex import amp``."""
+"""The ``apex.amp`` package: ``from narrowcast.apex import amp``."""
 
-from narrowcast.apex._casts import disable_casts
-from narrowcast.apex._checkpoints import load_state_dict, master_params, state_dict
-from narrowcast.apex._functions import (
+from typing import NoReturn
+
+from narrowcast.apex.amp import lists
+from narrowcast.apex.amp._amp_state import _amp_state
+from narrowcast.apex.amp._functions import (
+    disable_casts,
     float_function,
     half_function,
     promote_function,
@@ -10,11 +13,10 @@ from narrowcast.apex._functions import (
     register_half_function,
     register_promote_function,
 )
-from narrowcast.apex._initialize import initialize, shutdown
-from narrowcast.apex._old_handle import init
-from narrowcast.apex._scale_loss import scale_loss
-from narrowcast.apex.amp import lists
-from narrowcast.apex.amp._amp_state import _amp_state
+from narrowcast.apex.amp._initialize import initialize, shutdown
+from narrowcast.apex.amp._scale_loss import scale_loss
+from narrowcast.apex.amp._scalers import load_state_dict, master_params, state_dict
+from narrowcast.errors import UnsupportedError
 
 __all__ = [
     "_amp_state",
@@ -34,3 +36,12 @@ __all__ = [
     "shutdown",
     "state_dict",
 ]
+
+
+def init(*args: object, **kwargs: object) -> NoReturn:
+    """Raise ``UnsupportedError``: this is the first interface of apex, from before ``initialize``."""
+    raise UnsupportedError(
+        "amp.init and the handle that it returned are not supported: call "
+        "model, optimizer = amp.initialize(model, optimizer, opt_level='O1'), and "
+        "with amp.scale_loss(loss, optimizer) as scaled_loss in place of optimizer.scale_loss(loss)"
+    )

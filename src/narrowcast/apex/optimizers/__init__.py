@@ -1,13 +1,13 @@
-"""apex's fused optimizers: torch's where they compute the same, refused with the difference where not."""
+"""The fused optimizers of apex: torch's own where they compute the same, and refused where they do not."""
 
-from narrowcast.apex._fused import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.errors import UnsupportedError
 
 __all__ = [
     "FusedAdagrad",
@@ -17,3 +17,236 @@ __all__ = [
     "FusedNovoGrad",
     "FusedSGD",
 ]
+
+_LOW = (torch.float16, torch.bfloat16)
+_NO_BIAS_CORRECTION = (
+    "FusedAdam(bias_correction=False) leaves out the division of the moments by 1 - beta**step, which "
+    "torch's Adam always makes: leave bias_correction at True, or write the update without it as an "
+    "optimizer of your own"
+)
+
+
+class _ApexOptimizer(torch.optim.Optimizer):
+    """What the fused optimizers of apex have in common, in front of an optimizer of torch."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Set gradients to None or to zero, by default as ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of this optimizer, of torch's, or of apex's of the same name."""
+        super().load_state_dict(_to_torch(self, state_dict))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+
+
+class FusedAdam(_ApexOptimizer, torch.optim.Adam):
+    """``apex.optimizers.FusedAdam``: torch's fused Adam, with decoupled weight decay by default.
+
+    Formulas and state are those of ``torch.optim.AdamW(fused=True)``, or with ``adam_w_mode=False`` of
+    ``torch.optim.Adam(fused=True)``; single operations are rounded as in torch. States that apex saved load,
+    with their count of steps.
+
+    Args:
+        params: floating-point parameters on one device, or groups of them.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; no weight decay by default.
+        bias_correction: must be True, also in groups: torch always divides the moments by 1 - beta**step.
+        adam_w_mode: weight decay apart from the gradient (AdamW); False: added to it (L2).
+        amsgrad: must be False, as in apex.
+        set_grad_none: what ``zero_grad()`` does without an argument.
+        capturable: as in torch, for CUDA graphs.
+        master_weights: must be False; ``narrowcast.weights.hold`` keeps masters for any optimizer.
+
+    Raises:
+        UnsupportedError: one of the settings that must be otherwise; at a step, parameters in float16 or
+            bfloat16, for which apex kept moments in float32 and torch would keep them in the parameter's
+            format.
+
+    Source: apex ``csrc/multi_tensor_adam.cu``; Kingma and Ba 2015, arXiv 1412.6980; Loshchilov and Hutter
+    2019, arXiv 1711.05101.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise UnsupportedError(
+                "FusedAdam never had AMSGrad: use torch.optim.AdamW(..., amsgrad=True, fused=True)"
+            )
+        if not bias_correction:
+            raise UnsupportedError(_NO_BIAS_CORRECTION)
+        if master_weights:
+            raise UnsupportedError(
+                "master_weights=True keeps float32 copies inside FusedAdam, which torch's Adam does not: "
+                "call narrowcast.weights.hold(optimizer) after making it without, which keeps them for any "
+                "optimizer"
+            )
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            capturable=capturable,
+            fused=True,
+            decoupled_weight_decay=adam_w_mode,
+        )
+        self.register_step_pre_hook(_refuse_low)
+
+    @property
+    def adam_w_mode(self) -> int:
+        """1 if weight decay is apart from the gradient, else 0."""
+        return int(self.defaults["decoupled_weight_decay"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does; its own ``bias_correction`` must be True."""
+        if not param_group.pop("bias_correction", True):
+            raise UnsupportedError(_NO_BIAS_CORRECTION)
+        super().add_param_group(param_group)
+
+
+class FusedSGD(_ApexOptimizer, torch.optim.SGD):
+    """``apex.optimizers.FusedSGD``: torch's fused SGD, which has the same formulas and state.
+
+    Args:
+        params: floating-point parameters on one device, or groups of them.
+        lr: the learning rate, which has no default.
+        momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
+        wd_after_momentum: must be False: torch adds the weight decay to the gradient before the momentum.
+        materialize_master_grads: has no effect. In apex False saved the float32 copies of fp16 gradients;
+            here masters always have gradients, and parameters come out the same.
+        set_grad_none: what ``zero_grad()`` does without an argument.
+
+    Raises:
+        UnsupportedError: ``wd_after_momentum=True``; at a step, parameters in float16 or bfloat16, which
+            torch rounds otherwise than apex did.
+
+    Source: apex ``csrc/multi_tensor_sgd_kernel.cu``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if wd_after_momentum:
+            raise UnsupportedError(
+                "FusedSGD(wd_after_momentum=True) adds the weight decay to the update, behind the momentum, "
+                "and torch's SGD to the gradient, before it: leave it at False, or leave weight_decay at 0 "
+                "and multiply the parameters by 1 - lr * weight_decay before each step, which is the same"
+            )
+        self.materialize_master_grads = materialize_master_grads
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            fused=True,
+        )
+        self.register_step_pre_hook(_refuse_low)
+
+
+class _Unsupported(torch.optim.Optimizer):
+    """An optimizer of apex that scripts can import, but not make."""
+
+    instead: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            f"{type(self).__name__} is not mapped on an optimizer of torch: {self.instead}"
+        )
+
+
+class FusedAdagrad(_Unsupported):
+    """Refused: use ``torch.optim.Adagrad``."""
+
+    instead = (
+        "torch.optim.Adagrad(params, lr=1e-2, eps=1e-10) has its formulas; where adagrad_w_mode=True, leave "
+        "weight_decay at 0 and multiply the parameters by 1 - lr * weight_decay before each step"
+    )
+
+
+class FusedLAMB(_Unsupported):
+    """Refused: LAMB scales each layer's update by a trust ratio, which no optimizer of torch does."""
+
+    instead = (
+        "LAMB divides all gradients by their common norm where it is above max_grad_norm, and scales each "
+        "parameter's Adam update by |parameter| / |update|, and torch has no optimizer that does. "
+        "timm.optim.Lamb has apex's options under their names (always_adapt for use_nvlamb) and works with "
+        "amp.initialize; where the batch is small enough, torch.optim.AdamW(fused=True) behind "
+        "clip_grad_norm_ is the nearest of torch's own"
+    )
+
+
+class FusedMixedPrecisionLamb(_Unsupported):
+    """Refused, as ``FusedLAMB`` is."""
+
+    instead = FusedLAMB.instead
+
+
+class FusedNovoGrad(_Unsupported):
+    """Refused: NovoGrad keeps one second moment a layer, which no optimizer of torch does."""
+
+    instead = (
+        "NovoGrad divides each gradient by a running norm of the whole layer's, one number a parameter, "
+        "where torch's optimizers keep a second moment for each element. timm.optim.NvNovoGrad is this "
+        "algorithm and works with amp.initialize; of torch's own, AdamW(fused=True) is the nearest"
+    )
+
+
+def _refuse_low(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    # At each step, because weights.hold replaces the parameters after the optimizer was made.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.dtype in _LOW and parameter.grad is not None:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} has a parameter in {dtype}, for which apex computed and kept"
+                    " its state in float32, and torch would in that format: hold the optimizer with "
+                    'narrowcast.weights.hold, or use amp.initialize(..., opt_level="O2"), either of which '
+                    "gives it float32 masters"
+                )
+
+
+def _to_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of apex's optimizer as torch's optimizer saves it.
+
+    apex counts the steps of FusedAdam once a group, and has none of the settings that only torch has.
+    """
+    groups, state = [], dict(state_dict["state"])
+    counted = isinstance(optimizer, torch.optim.Adam)
+    for group in state_dict["param_groups"]:
+        settings = dict(group)
+        if not settings.pop("bias_correction", True):
+            raise UnsupportedError(_NO_BIAS_CORRECTION)
+        steps = torch.as_tensor(settings.pop("step", 0), dtype=torch.float32)
+        for index in group["params"] if counted else ():
+            if index in state:
+                state[index] = {"step": steps.clone(), **state[index]}
+        groups.append({**optimizer.defaults, **settings})
+    return {**state_dict, "state": state, "param_groups": groups}

@@ -1,31 +1,23 @@
-"""apex's lists as they stand, made into a policy: rules where a device's own autocast table differs.
+"""The lists of ``amp.lists`` as a policy: rules where they differ from a device's own autocast table.
 
 A function's name stands for the operators that it calls, which other functions may call too: ``softmax`` of
-``torch.nn.functional`` is that of ``torch`` and of tensors. Where two names disagree about one operator, what
-was registered by the user wins, then what differs from apex's own lists.
+``torch.nn.functional`` is that of ``torch`` and of tensors. Where two names disagree about one operator,
+registered functions win, then names that were moved from apex's own lists.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-from narrowcast.apex import _lists
-from narrowcast.apex._operators import (
-    FUNCTIONAL,
-    INSIDE,
-    MODULES,
-    RECURRENT,
-    TENSOR,
-    TORCH,
-    WHOLE,
-    function_in_python,
-    is_known,
-    operators_of,
-)
+import torch
+
+from narrowcast.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from narrowcast.errors import PolicyError
 from narrowcast.policy import (
     FP32,
@@ -33,6 +25,7 @@ from narrowcast.policy import (
     FP32_SET_DTYPE,
     LOWER,
     PROMOTE,
+    TABLES,
     Policy,
     Rule,
     base_of,
@@ -40,15 +33,17 @@ from narrowcast.policy import (
     overloads_of,
 )
 
+FUNCTIONAL, TORCH, TENSOR = "torch.nn.functional", "torch", "torch.Tensor"
+MODULES: dict[str, Any] = {FUNCTIONAL: torch.nn.functional, TORCH: torch, TENSOR: torch.Tensor}
 HALF, FLOAT, WIDEST, AS_IS, BANNED = "lower", "fp32", "promote", "as-is", "banned"
 _LISTS = {"FP16_FUNCS": HALF, "FP32_FUNCS": FLOAT, "CASTS": WIDEST, "SEQUENCE_CASTS": WIDEST}
-_DOORS = {
-    FUNCTIONAL: "functional_overrides",
-    TORCH: "torch_overrides",
-    TENSOR: "tensor_overrides",
+_OVERRIDES: dict[str, ModuleType] = {
+    FUNCTIONAL: functional_overrides,
+    TORCH: torch_overrides,
+    TENSOR: tensor_overrides,
 }
 _WORDS = {HALF: "half", FLOAT: "float32", WIDEST: "the widest type", AS_IS: "no list", BANNED: "BANNED_FUNCS"}
-# What PyTorch promotes by itself; the enumeration in tests/apex fails for one that it does not.
+# What PyTorch promotes by itself; the enumeration in tests/apex fails for one that it does not promote.
 _PROMOTED_ANYWAY = frozenset({
     "add", "addcdiv", "addcmul", "atan2", "cat", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne", "rsub",
     "stack", "sub",
@@ -64,15 +59,80 @@ Key = tuple[str, str]
 """The name of a module and that of a function in it."""
 
 
+# ---- operators
+
+# What a name calls, where it is not the operator of its own name.
+_CALLED = {
+    "cross_entropy": "cross_entropy_loss",
+    "grid_sample": "grid_sampler",
+    "interpolate": " ".join(op for op in TABLES["cuda"] if "upsample" in op),
+    "nll_loss": "nll_loss nll_loss2d",
+    "sub": "sub rsub",
+    "truediv": "div",
+}
+# Tensor.cpu keeps the type of what it moves. apex cast it, which was a fault.
+_NOTHING = frozenset({"cpu"})
+# Python functions that compute in float32 as a whole, because their operators have other uses that are not on
+# the lists, as the product in local_response_norm. x **= 2 makes x another tensor, as in apex.
+_WHOLE = frozenset({
+    "__ipow__", "interpolate", "local_response_norm", "multilabel_soft_margin_loss", "norm", "normalize",
+    "softmin",
+})  # fmt: skip
+# apex runs recurrent layers and cells in half, though they are on no list.
+_RECURRENT = (
+    "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+)  # fmt: skip
+# Kernels of recurrent layers: the rules about the layers decide, or the device's own table.
+_RECURRENT_KERNELS = frozenset({
+    "_cudnn_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell",
+})  # fmt: skip
+# Operators on no list that call listed ones in C++, where apex cast nothing. tests/apex finds them: it
+# compares every operator that PyTorch has samples of with itself without casts.
+_CALLS_LISTED = (
+    "_safe_softmax", "chain_matmul", "corrcoef", "cov", "cumulative_trapezoid", "einsum", "ldexp",
+    "linalg_matmul", "linalg_matrix_power", "linalg_multi_dot", "linalg_pinv", "matrix_exp", "matrix_power",
+    "mvlgamma", "pairwise_distance", "square", "sum_to_size", "tensordot", "trapezoid", "trapz",
+)  # fmt: skip
+
+
+@functools.cache
+def operators_of(name: str) -> tuple[str, ...]:
+    """Return the overloads that a function of this name calls, as ``"softmax.int"``."""
+    if name in _NOTHING or name == "__ipow__":
+        return ()
+    word = _word(name)
+    called = _CALLED.get(word, word).split()
+    return tuple(dict.fromkeys(overload for op in called for overload in overloads_of(op)))
+
+
+def is_known(name: str) -> bool:
+    """Return whether ``operators_of`` knows everything that the name stands for."""
+    return name in _NOTHING or bool(operators_of(name))
+
+
+def _word(name: str) -> str:
+    """Return ``"add"`` for ``"__radd__"``."""
+    if not (name.startswith("__") and name.endswith("__")):
+        return name
+    word = name.strip("_")
+    if overloads_of(word) or word in _CALLED:
+        return word
+    short = word[1:]
+    return short if word[:1] in "ri" and (overloads_of(short) or short in _CALLED) else word
+
+
+# ---- lists
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the lists ask for.
 
     Attributes:
-        policy: for what goes through PyTorch's dispatcher.
-        whole: functions in Python to which there is no operator, and how they are cast.
+        policy: for functions that go through PyTorch's dispatcher.
+        whole: Python functions without an operator, and how they are cast.
         banned: functions that refuse half, with the advice of each.
-        in_place: in-place forms of what computes in float32, which refuse half.
+        in_place: in-place forms of functions that compute in float32, which refuse half.
     """
 
     policy: Policy
@@ -88,23 +148,15 @@ class _Vote:
     key: Key
 
 
-def plan(
-    half: str,
-    devices: Iterable[str],
-    registered: dict[Key, str],
-    *,
-    allow_banned: bool = False,
-    apart: object = None,
-) -> Plan:
-    """The lists of this moment for models on these types of device; ``half`` as ``"fp16"``.
+def plan(half: str, devices: Iterable[str], registered: dict[Key, str], *, apart: object = None) -> Plan:
+    """Return what the present lists ask for, for models on these device types; ``half`` as ``"fp16"``.
 
     Args:
         registered: functions of the three modules that the user registered, and how they are cast.
-        allow_banned: whether what refuses half is computed in float32 instead.
-        apart: plans that differ in it have policies of their own.
+        apart: plans that differ in it get policies of their own.
 
     Raises:
-        PolicyError: a name that no operator and no function can be found for, or two that disagree.
+        PolicyError: a name for which there is no operator and no function, or two names that disagree.
     """
     votes = [*_votes(), *(_Vote(kind, _REGISTERED, key) for key, kind in registered.items())]
     whole: dict[Key, str] = {}
@@ -113,9 +165,11 @@ def plan(
     for vote in votes:
         name = vote.key[1]
         _check_known(vote)
-        if vote.kind == BANNED and not allow_banned:
-            banned[vote.key] = _message(name)
-        elif name in WHOLE or not is_known(name):
+        if vote.kind == BANNED:
+            banned[vote.key] = next(
+                str(advice) for one, advice in functional_overrides.BANNED_FUNCS if one == name
+            )
+        elif name in _WHOLE or not is_known(name):
             whole[vote.key] = vote.kind
         for op in operators_of(name):
             by_operator.setdefault(op, []).append(vote)
@@ -134,11 +188,10 @@ def _in_place_forms(wanted: dict[str, str]) -> tuple[Key, ...]:
 
 
 def _votes() -> Iterable[_Vote]:
-    """What each name on a list, or taken from one, asks for."""
-    for module, door in _DOORS.items():
-        lists = import_module(f"narrowcast.apex.amp.lists.{door}")
-        now = _kinds(vars(lists))
-        before = _kinds(_lists.ORIGINAL[door])
+    """Yield what each name asks for that is on a list, or was taken from one."""
+    for module, overrides in _OVERRIDES.items():
+        now = _kinds(overrides)
+        before = _ORIGINAL[module]
         for name in {**before, **now}:
             asked = now.get(name) or [AS_IS]
             original = before.get(name, [AS_IS])
@@ -150,29 +203,28 @@ def _votes() -> Iterable[_Vote]:
             yield _Vote(kind, _EDITED if asked != original else _DEFAULT, (module, name))
 
 
-def _kinds(lists: Any) -> dict[str, list[str]]:
-    """Name -> what the lists ask for."""
+def _kinds(overrides: ModuleType) -> dict[str, list[str]]:
+    """Return what the lists ask for, by name."""
     found: dict[str, list[str]] = {}
     for name, kind in _LISTS.items():
-        for entry in lists.get(name, ()):
+        for entry in getattr(overrides, name, ()):
             found.setdefault(entry, []).append(kind)
-    for entry in lists.get("BANNED_FUNCS", ()):
-        found.setdefault(entry[0], []).append(BANNED)
+    for entry, _ in getattr(overrides, "BANNED_FUNCS", ()):
+        found.setdefault(entry, []).append(BANNED)
     return found
 
 
-def _message(name: str) -> str:
-    lists = import_module("narrowcast.apex.amp.lists.functional_overrides")
-    return next((str(entry[1]) for entry in lists.BANNED_FUNCS if entry[0] == name), "")
+# Before the user can edit them, since importing them imports this module first.
+_ORIGINAL = {module: _kinds(overrides) for module, overrides in _OVERRIDES.items()}
 
 
 def _check_known(vote: _Vote) -> None:
     module, name = vote.key
-    if is_known(name) or name in WHOLE:
+    if is_known(name) or name in _WHOLE:
         return
     if not hasattr(MODULES[module], name):
         raise PolicyError(f"amp.lists names {name!r} of {module}, which has no such function")
-    if function_in_python(module, name) is None:
+    if not inspect.isfunction(getattr(MODULES[module], name)):
         raise PolicyError(
             f"amp.lists names {name!r} of {module}, for which no operator of PyTorch is known: take it off "
             "the list, and decorate the function of yours that calls it with amp.half_function or "
@@ -201,11 +253,11 @@ def _rules(wanted: dict[str, str], devices: tuple[str, ...]) -> tuple[Rule, ...]
     tables = [native_table(device) for device in devices]
     for table in tables:
         if "_cudnn_rnn" not in table:
-            layers = (op for name in RECURRENT for op in overloads_of(name))
+            layers = (op for name in _RECURRENT for op in overloads_of(name))
             wanted = {**dict.fromkeys(layers, HALF), **wanted}
     others = dict.fromkeys(op for table in tables for op in table)
     wanted = {**dict.fromkeys(others, AS_IS), **wanted}
-    inside = {op: AS_IS for name in INSIDE for op in overloads_of(name) if op not in wanted}
+    inside = {op: AS_IS for name in _CALLS_LISTED for op in overloads_of(name) if op not in wanted}
     found = [
         Rule(op=op, compute=kind)
         for op, kind in wanted.items()
@@ -215,7 +267,7 @@ def _rules(wanted: dict[str, str], devices: tuple[str, ...]) -> tuple[Rule, ...]
 
 
 def _is_native(op: str, kind: str, native: list[str | None]) -> bool:
-    """Whether every device does so by itself."""
+    """Return whether every device does so by itself."""
     if kind == WIDEST and base_of(op) in _PROMOTED_ANYWAY:
         return set(native) <= {None, PROMOTE}
     if op in _RECURRENT_KERNELS:
@@ -223,15 +275,11 @@ def _is_native(op: str, kind: str, native: list[str | None]) -> bool:
     return set(native) <= _NATIVE[kind]
 
 
-# What recurrent layers come down to, which the rules about them decide about, or the device's own table.
-_RECURRENT_KERNELS = frozenset({
-    "_cudnn_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell",
-})  # fmt: skip
 _policies: weakref.WeakValueDictionary[tuple[object, ...], Policy] = weakref.WeakValueDictionary()
 
 
 def _policy(half: str, rules: tuple[Rule, ...], *besides: str) -> Policy:
-    """One object for the same lists, ``besides`` included, so that its kernels need not be made again."""
+    """Return one object for equal arguments, so that its kernels need not be made again."""
     key = (half, rules, *besides)
     found = _policies.get(key)
     if found is None:

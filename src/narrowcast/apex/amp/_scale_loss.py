@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex._accumulation import any_not_zero
-from narrowcast.apex._findings import Finding, settle
-from narrowcast.apex._optimizers import PreparedOptimizer, optimizer_of, others_watched, prepared
-from narrowcast.apex._state import amp_state
+from narrowcast.apex.amp._amp_state import _amp_state
+from narrowcast.apex.amp._optimizers import PreparedOptimizer, optimizer_of, prepared
 from narrowcast.errors import AmpError
 from narrowcast.gradients import check_apart
 
@@ -25,39 +23,37 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Scale a loss for its backward pass; at the end of the block gradients are unscaled and checked.
+    """Scale a loss for its backward pass, and unscale and check the gradients at the end of the block.
 
-    Gradients that were there before the block are added to, unscaled to unscaled. Under O2 the unscaled ones
-    are the masters', in float32: clip ``amp.master_params(optimizer)``, after the block. Where a gradient is
-    NaN or infinite the next ``optimizer.step()`` of every named optimizer does nothing and says so, also
-    under a scale that stays, and a dynamic scale is halved. Where only the sum with what was there before is
-    not finite, the step is left out too, and the scale counts a good block. A level that casts nothing, at
-    scale 1, looks at nothing: O0 is plain float32 training.
+    Gradients from before the block are added to, unscaled to unscaled. Under O2 the unscaled gradients are
+    those of the masters, in float32: clip ``amp.master_params(optimizer)``, after the block.
 
-    After an exception in the block gradients are as they were before it, but for those that stay scaled. A
-    GPU is waited for once, when the block ends, and once more before it under O2 where gradients of half
-    weights were written since the last, as by ``model.zero_grad(set_to_none=False)``. Backward passes cast
-    nothing under O1.
+    If a gradient is NaN or infinite, the next ``optimizer.step()`` of every named optimizer does nothing and
+    says so, also under a fixed scale, and a dynamic scale is halved. If only the sum with gradients from
+    before the block is not finite, the step is skipped too, and the scale counts a good block. O0 with scale
+    1 checks nothing: it is plain float32 training.
+
+    After an exception in the block, gradients are as they were before it, except those that stay scaled.
+    The end of a block waits once for the GPU. Backward passes cast nothing under O1.
 
     Args:
         loss: any floating tensor, on any device, from which ``backward`` can be called.
-        optimizers: the optimizers, as ``amp.initialize`` returned them, one or a list, whose parameters
-            get gradients from this loss.
-        loss_id: which of the ``num_losses`` scales is this loss's.
-        model: without effect, as in apex.
+        optimizers: the optimizers whose parameters get gradients from this loss, one or a list, as
+            ``amp.initialize`` returned them.
+        loss_id: which of the ``num_losses`` scales to use.
+        model: has no effect, as in apex.
         delay_unscale: leave the gradients scaled, to be added to in further blocks; a step is refused until
             a block without it. Needed for all but the last backward pass where DDP's ``no_sync`` is used.
-        delay_overflow_check: unscale and leave the check to the next step of the optimizers, or to the end of
-            their next block without it. The scale moves then; a step on a NaN or infinity is left out too.
+        delay_overflow_check: has no effect: the gradients are always checked.
 
     Yields:
         ``loss`` in float32 times the scale; ``loss`` itself where amp was asked to do nothing.
 
     Raises:
-        AmpError: ``amp.initialize`` was not called, or not with these optimizers; ``loss_id`` out of range;
-            a block within a block of the same optimizer; gradients that are still scaled by another scale,
-            or that came in a block of other optimizers and were not cleared; a loss that is scaled already,
-            goes backward after the block, or does not where gradients came in it.
+        AmpError: ``amp.initialize`` was not called, or not with these optimizers; ``loss_id`` out of range; a
+            block within a block of the same optimizer; gradients that are still scaled by another scale; a
+            loss that is scaled already; a scaled loss that goes backward after its block; gradients in the
+            block that do not come from the scaled loss.
         SettingError: a parameter that two of the optimizers share.
 
     Source: apex ``amp/handle.py``; https://nvidia.github.io/apex/advanced.html
@@ -71,30 +67,46 @@ def scale_loss(
     scaler = _scaler_for(named, loss_id)
     if not any(one.scales for one in named):
         yield loss.float()
-        for one in named:
-            one.after_first_block(1.0)
         return
     scale = scaler.loss_scale()
     scaled = _scaled(loss, scale)
+    backward = _Backward(scale, scaled)
     _begin(named, scale, delayed=delay_unscale)
     try:
-        with others_watched(named, scale), _Backward(scale).expected(scaled, named):
-            yield scaled
-        for one in named:
-            one.after_first_block(scale)
+        yield scaled
+        backward.check(named)
         found = [one.gradients.end(scale, delayed=delay_unscale) for one in named]
     except BaseException:
         for one in named:
             one.gradients.abandon(delayed=delay_unscale)
         raise
     finally:
+        backward.is_over = True
         for one in named:
             one.in_block = False
     flags = [pair for pair in found if pair is not None]
     if flags:
-        Finding(scaler, loss_id, named, flags)
-        if not delay_overflow_check:
-            settle(_unread(named))
+        _update(scaler, loss_id, named, flags)
+
+
+def _update(
+    scaler: Any, loss_id: int, named: Sequence[PreparedOptimizer], found: Sequence[torch.Tensor]
+) -> None:
+    """Update the scale, and mark the optimizers whose next step is skipped; waits once for the device."""
+    flags = torch.stack([pair.to(found[0].device) for pair in found]).tolist()
+    overflow = any(new > 0 for new, _ in flags)
+    before = scaler.loss_scale()
+    scaler.after_block(overflow=overflow)
+    after = scaler.loss_scale()
+    for one, (_, total) in zip(named, flags, strict=True):
+        if overflow:
+            scale = f"stays at {after}" if after == before else f"reducing loss scale to {after}"
+            one.skip = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
+        elif total > 0 and one.skip is None:
+            one.skip = (
+                "Skipping step, gradients from before the scale_loss block are not finite: clear them "
+                "with zero_grad()"
+            )
 
 
 _MARK = "_scaled_by_amp"
@@ -114,31 +126,23 @@ def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 class _Backward:
-    """Sees to it that what one block yields goes backward in it, and nowhere else; holds no graph."""
+    """Checks that the scaled loss of a block goes backward in the block, and not after it.
 
-    def __init__(self, scale: float) -> None:
+    It has no reference to the loss, so that the graph is freed as soon as the script drops it.
+    """
+
+    def __init__(self, scale: float, scaled: torch.Tensor) -> None:
         self._scale = scale
-        self._is_open = self._was_seen = False
+        self.is_over = False
+        # Nothing to check: the scale makes no difference, or there is no graph.
+        self._was_seen = scale == 1.0 or not scaled.requires_grad
+        if not self._was_seen:
+            hooked: Any = scaled
+            hooked.register_hook(self._see)
 
-    @contextmanager
-    def expected(self, scaled: torch.Tensor, named: Sequence[PreparedOptimizer]) -> Iterator[None]:
-        """Around the block; without effect where the scale makes no difference or there is no graph."""
-        if self._scale == 1.0 or not scaled.requires_grad:
-            yield
-            return
-        hooked: Any = scaled
-        hooked.register_hook(self._see)
-        before = [one.gradients.writes() for one in named]
-        self._is_open = True
-        try:
-            yield
-        finally:
-            self._is_open = False
-        if self._was_seen:
-            return
-        now = [one.gradients.writes() for one in named]
-        # zero_grad() writes too.
-        if any_not_zero(one for a, b in zip(before, now, strict=True) for one in b.since(a)):
+    def check(self, named: Sequence[PreparedOptimizer]) -> None:
+        """Raise if gradients came and the scaled loss did not go backward."""
+        if not self._was_seen and any(one.gradients.has_new_gradients() for one in named):
             raise AmpError(
                 "gradients came in a scale_loss block whose own loss did not go backward: they are not "
                 f"scaled, and would be divided by {self._scale:g}: call backward of what the block yields, "
@@ -146,7 +150,7 @@ class _Backward:
             )
 
     def _see(self, _gradient: torch.Tensor) -> None:
-        if not self._is_open:
+        if self.is_over:
             raise AmpError(
                 f"a loss that is scaled by {self._scale:g} went backward after its scale_loss block, so that "
                 "nothing would unscale its gradients: call backward inside the block"
@@ -155,9 +159,9 @@ class _Backward:
 
 
 def _named(optimizers: Any) -> list[PreparedOptimizer] | None:
-    """The optimizers of a block; None where amp was asked to do nothing with them."""
+    """Return the optimizers of a block; None where amp was asked to do nothing with them."""
     given = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    if amp_state.opt_properties is None:
+    if _amp_state.opt_properties is None:
         raise AmpError(
             "scale_loss came before amp.initialize: call model, optimizer = amp.initialize(model, optimizer, "
             "opt_level=...) first"
@@ -166,31 +170,26 @@ def _named(optimizers: Any) -> list[PreparedOptimizer] | None:
         raise AmpError("expected an optimizer or a list of them, got an empty list")
     found = [prepared(optimizer_of(one)) for one in given]
     known = [one for one in found if one is not None]
+    enabled = [one for one in known if one.properties.enabled]
     if len(known) < len(found):
-        if not amp_state.opt_properties.enabled and not known:
+        if not _amp_state.opt_properties.enabled and not known:
             return None
         kind = type(given[found.index(None)]).__name__
         raise AmpError(
             f"this {kind} was not given to amp.initialize, so its gradients would stay scaled: initialize it "
             "with its model, and name in scale_loss what amp.initialize returned"
         )
-    if not all(one.properties.enabled for one in known):
-        if any(one.properties.enabled for one in known):
-            raise AmpError(
-                "some of these optimizers were initialized with enabled=False: give those their own block"
-            )
-        return None
-    if len({id(p) for one in known for p in _parameters(one)}) < sum(len(_parameters(one)) for one in known):
+    if 0 < len(enabled) < len(known):
+        raise AmpError(
+            "some of these optimizers were initialized with enabled=False: give those their own block"
+        )
+    if len(known) > 1:
         check_apart([one.optimizer for one in known])
-    return known
-
-
-def _parameters(one: PreparedOptimizer) -> list[torch.Tensor]:
-    return [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
+    return enabled or None
 
 
 def _scaler_for(named: Sequence[PreparedOptimizer], loss_id: int) -> Any:
-    # Of several calls of initialize the latest one's.
+    # If several calls of initialize prepared them, the latest one counts.
     scalers = max(named, key=lambda one: one.number).loss_scalers
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
         raise AmpError(
@@ -209,6 +208,7 @@ def _begin(named: Sequence[PreparedOptimizer], scale: float, *, delayed: bool) -
                     "a scale_loss block came within another one of the same optimizer, which would unscale "
                     "its gradients twice: end the first block before"
                 )
+            one.check_that_models_have_its_parameters()
             one.refresh()
             one.gradients.begin(scale, delayed=delayed)
             one.in_block = True
@@ -218,10 +218,3 @@ def _begin(named: Sequence[PreparedOptimizer], scale: float, *, delayed: bool) -
             one.gradients.abandon(delayed=delayed)
             one.in_block = False
         raise
-
-
-def _unread(named: Sequence[PreparedOptimizer]) -> list[Finding]:
-    found: list[Finding] = []
-    for one in named:
-        found += [finding for finding in one.findings if finding not in found]
-    return found

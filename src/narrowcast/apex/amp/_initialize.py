@@ -1,4 +1,4 @@
-"""``amp.initialize``: models and optimizers made ready for one of apex's levels, and the way back."""
+"""``amp.initialize``: prepare models and optimizers for one of apex's levels; ``amp.shutdown``: undo it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex._functions import forget_registered
-from narrowcast.apex._handle import Handle, start_casts
-from narrowcast.apex._levels import DISABLED, Properties, properties
-from narrowcast.apex._models import CastModel, check_models
-from narrowcast.apex._prepare import PreparedOptimizers, prepare_optimizers
-from narrowcast.apex._state import amp_state, say
+from narrowcast.apex.amp._amp_state import _amp_state, maybe_print
+from narrowcast.apex.amp._functions import forget_registered
+from narrowcast.apex.amp._handle import Handle, start_casts
+from narrowcast.apex.amp._levels import DISABLED, Properties, properties
+from narrowcast.apex.amp._models import CastModel, check_models
+from narrowcast.apex.amp._optimizers import prepare_optimizers
+from narrowcast.apex.amp._scalers import LossScaler, loss_scalers_for
 
-_Undo = Callable[[], object]
-# What each call of ``initialize`` that is in force does to end, the latest last.
-_in_force: list[_Undo] = []
+# Undoes each call of ``initialize`` that is in force, in their order.
+_in_force: list[Callable[[], object]] = []
 
 
 def initialize(
@@ -37,7 +37,7 @@ def initialize(
     *,
     half_type: torch.dtype | None = None,
 ) -> Any:
-    """Make models and optimizers ready for mixed precision, as apex's ``amp.initialize``.
+    """Prepare models and optimizers for mixed precision, as apex's ``amp.initialize``.
 
     | level | weights | functions | loss scale |
     |---|---|---|---|
@@ -46,48 +46,48 @@ def initialize(
     | ``"O2"`` | half, batch norms in float32, float32 masters in the optimizer | as they come | dynamic |
     | ``"O3"`` | half | as they come | 1 |
 
-    O0, O2 and O3 cast the models' floating inputs to their type and their outputs to float32, wherever they
-    are nested, and their ``state_dict()`` is in float32. O1 casts in each call of a model in any thread, and
-    from now on in calls outside of them in this thread, on the models' types of device, until ``shutdown()``;
-    a second call of ``initialize`` takes its place there, and leaves the models of the first as they are.
-    Backward passes cast nothing. Put models on their device before, wrap them for several devices after, in
-    DDP or ``fully_shard``: the first ``scale_loss`` block hands the optimizer what ``fully_shard`` has made.
-    Casts of weights are kept from one backward pass to the next and follow every write but those through
-    ``.data`` between two forwards: ``nc.casting.drop_casts()`` after them.
+    O0, O2 and O3 cast floating inputs of the models to their type and outputs to float32, in any nesting, and
+    their ``state_dict()`` is in float32. O1 casts in each call of a model, in any thread. In this thread it
+    also casts calls outside of models, on the models' device types, until ``shutdown()``. A second
+    ``initialize`` replaces the casts outside of models and leaves the models of the first as they are.
+    Backward passes cast nothing. Move models to their device before, and wrap them in DDP after.
 
-    Values that overflow half become infinities, NaN stays NaN, subnormals are kept; float64, integers and
+    Casts of weights are kept from one backward pass to the next and follow every write, except those through
+    ``.data`` between two forward passes: call ``nc.drop_casts()`` after them.
+
+    Values that overflow half become infinite, NaN stays NaN, subnormals are kept; float64, integers and
     complex numbers stay under O1. Source: apex ``amp/frontend.py`` and ``amp/_initialize.py``.
 
     Args:
         models: a ``torch.nn.Module`` or a list of them, on any device.
         optimizers: an optimizer, a list of them, or None.
-        enabled: False leaves everything as it is, so that ``scale_loss`` hands losses on.
+        enabled: False leaves everything as it is; ``scale_loss`` then yields losses unchanged.
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
-        cast_model_type: in place of the level's type of weights: ``torch.float16``, ``torch.bfloat16`` or
+        cast_model_type: replaces the level's type of weights: ``torch.float16``, ``torch.bfloat16`` or
             another floating type.
-        patch_torch_functions, keep_batchnorm_fp32, master_weights: in place of the level's own.
+        patch_torch_functions, keep_batchnorm_fp32, master_weights: replace the level's own settings.
         loss_scale: a number above 0, or ``"dynamic"``.
-        cast_model_outputs: what floating outputs are cast to in place of float32; under O1 they are cast too.
+        cast_model_outputs: the type of floating outputs, in place of float32; under O1 they are cast too.
         num_losses: how many losses have a scale of their own.
-        verbosity: 0: nothing is said.
+        verbosity: 0 turns the messages off.
         min_loss_scale, max_loss_scale: limits of a dynamic scale.
-        half_type: not of apex: which of ``torch.float16`` (as apex) and ``torch.bfloat16`` half means.
+        half_type: not in apex: ``torch.float16`` (as in apex) or ``torch.bfloat16`` for half.
 
     Returns:
-        What was given, in the same shape: a model or a list, with an optimizer or a list where there are any.
+        What was given, in the same shape: a model or a list, with an optimizer or a list if there are any.
 
     Raises:
         AmpError: a level or setting that does not exist or does not go with the level; a model that is half
             or wrapped already; an optimizer that was initialized before.
         OrderError: a region of autocast is open in this thread.
         TypeError: models or optimizers of another kind.
-        PolicyError: a name on ``amp.lists`` that no operator of PyTorch can be found for.
+        PolicyError: a name on ``amp.lists`` for which PyTorch has no operator.
     """
-    amp_state.verbosity = verbosity
+    _amp_state.verbosity = verbosity
     model_list, optimizer_list = _models(models), _optimizers(optimizers)
     if not enabled:
-        in_force(prepare_optimizers(optimizer_list, DISABLED).undo)
-        amp_state.opt_properties = DISABLED
+        _in_force.append(prepare_optimizers(optimizer_list, DISABLED, []))
+        _amp_state.opt_properties, _amp_state.loss_scalers = DISABLED, []
         return _as_given(models, optimizers)
     wanted = properties(
         opt_level,
@@ -100,44 +100,40 @@ def initialize(
         half_type=half_type,
     )
     check_models(model_list)
-    _start(model_list, optimizer_list, wanted, num_losses, min_loss_scale, max_loss_scale)
+    scalers = loss_scalers_for(wanted, num_losses, min_loss_scale, max_loss_scale)
+    _start(model_list, optimizer_list, wanted, scalers)
     _tell(wanted)
     return _as_given(models, optimizers)
 
 
 def shutdown() -> None:
-    """Undo every ``initialize`` and registration; models and optimizers keep the values of now.
+    """Undo every ``initialize`` and registration; models and optimizers keep their present values.
 
-    Weights that were half are in their old type again, from the masters where there are any. To be called in
-    the thread that called ``initialize``. Without effect where nothing is in force.
+    Weights that were half are in their old type again, from the masters if there are any. Call it in the
+    thread that called ``initialize``. Without effect if nothing is in force.
 
     Raises:
-        OrderError: casts outside of models were begun by another thread, or a region of autocast was opened
-            since and is still open. What was initialized before that is then still in force.
+        OrderError: another thread began the casts outside of models, or a region of autocast was opened since
+            and is still open. What was initialized before is then still in force.
     """
     while _in_force:
         _in_force[-1]()
         _in_force.pop()
     forget_registered()
-    amp_state.reset()
+    _amp_state.reset()
 
 
 def _start(
-    models: list[torch.nn.Module],
-    optimizers: list[Any],
-    wanted: Properties,
-    num_losses: int,
-    min_loss_scale: float | None,
-    max_loss_scale: float,
+    models: list[torch.nn.Module], optimizers: list[Any], wanted: Properties, scalers: list[LossScaler]
 ) -> None:
     cast_models: list[CastModel] = []
-    prepared: PreparedOptimizers | None = None
+    undo_optimizers: Callable[[], dict[torch.Tensor, torch.Tensor]] = dict
     handle: Handle | None = None
 
     def undo() -> None:
         if handle is not None:
             handle.remove()
-        values = {} if prepared is None else prepared.undo()
+        values = undo_optimizers()
         for one in reversed(cast_models):
             one.undo({**one.originals, **values})
 
@@ -145,29 +141,16 @@ def _start(
         for model in models:
             cast_models.append(CastModel(model, wanted))
         originals = {low: full for one in cast_models for low, full in one.originals.items()}
-        prepared = prepare_optimizers(
-            optimizers,
-            wanted,
-            num_losses=num_losses,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            originals=originals,
-            models=models,
-        )
+        undo_optimizers = prepare_optimizers(optimizers, wanted, scalers, originals=originals, models=models)
         if wanted.patch_torch_functions:
-            handle = start_casts(models, wanted.half_type, kind=Handle)
+            handle = start_casts(models, wanted.half_type)
     except BaseException:
         undo()
         raise
     for one in cast_models:
         one.originals.clear()
-    amp_state.opt_properties = wanted
-    amp_state.handle = handle
-    in_force(undo)
-
-
-def in_force(undo: _Undo) -> None:
-    """Have ``shutdown`` call ``undo``, before what is in force already."""
+    _amp_state.opt_properties, _amp_state.loss_scalers = wanted, scalers
+    _amp_state.handle = handle
     _in_force.append(undo)
 
 
@@ -195,7 +178,7 @@ def _tell(wanted: Properties) -> None:
     half = _word(wanted.half_type)
     functions = f"{half} or float32 by the lists" if wanted.patch_torch_functions else "as they come"
     scale = wanted.loss_scale if isinstance(wanted.loss_scale, str) else f"{wanted.loss_scale:g}"
-    say(f"amp: {wanted.opt_level}: weights {weights}, functions {functions}, loss scale {scale}")
+    maybe_print(f"amp: {wanted.opt_level}: weights {weights}, functions {functions}, loss scale {scale}")
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -1,0 +1,166 @@
+"""The opt levels of apex: what each one sets, what may be changed, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from narrowcast.errors import AmpError
+
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Properties:
+    """The settings of one ``amp.initialize``.
+
+    Attributes:
+        enabled: False where amp was asked to do nothing.
+        opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
+        cast_model_type: the type of the model's weights and inputs; None leaves both alone (O1).
+        patch_torch_functions: whether functions cast by ``amp.lists`` (O1).
+        keep_batchnorm_fp32: whether batch norms stay in float32; None where the weights are not cast.
+        master_weights: whether the optimizer updates float32 masters; None under O1.
+        loss_scale: ``"dynamic"``, or a fixed number.
+        cast_model_outputs: the type of the model's floating outputs; None: float32 where the model is cast
+            (O0, O2, O3), and no cast under O1.
+        half_type: the format of FP16 functions under O1, and of weights under O2 and O3.
+    """
+
+    enabled: bool = True
+    opt_level: str
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+    cast_model_outputs: torch.dtype | None = None
+    half_type: torch.dtype = torch.float16
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All settings by name, as scripts of apex read them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+_NAMES = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
+_LEVELS: dict[str, tuple[Any, ...]] = {
+    "O0": (torch.float32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (torch.float16, False, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, False, 1.0),
+}
+DISABLED = Properties(enabled=False, opt_level="O0", **dict(zip(_NAMES, _LEVELS["O0"], strict=True)))
+"""The settings where amp was asked to do nothing."""
+
+
+def properties(opt_level: Any, **given: Any) -> Properties:
+    """Return the settings of a level, with those ``given`` in place of its own; None keeps the level's.
+
+    Raises:
+        AmpError: no such level, or a setting that the level excludes or that has a wrong value.
+    """
+    if opt_level not in _LEVELS:
+        raise AmpError(
+            f"expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is "
+            "the letter O, not the number zero"
+        )
+    settings = {name: value for name, value in given.items() if value is not None}
+    half_type = settings.pop("half_type", None)
+    _check_level(opt_level, settings)
+    for name, read in _READERS.items():
+        if name in settings:
+            settings[name] = read(name, settings[name])
+    chosen = {**dict(zip(_NAMES, _LEVELS[opt_level], strict=True)), **settings}
+    half_settings = _in_one_half(chosen, half_type, settings.get("cast_model_type"))
+    return Properties(opt_level=opt_level, **half_settings)
+
+
+def _check_level(opt_level: str, settings: dict[str, Any]) -> None:
+    """Refuse settings that the level excludes."""
+    if opt_level != "O1":
+        if settings.get("patch_torch_functions"):
+            raise AmpError(
+                "expected patch_torch_functions=True only with opt_level='O1', which sets it itself; choose "
+                "opt_level='O1', or leave it out"
+            )
+        return
+    model_type = settings.get("cast_model_type", False)
+    if model_type is not False and model_type is not torch.float32:
+        raise AmpError(
+            "expected no cast_model_type with opt_level='O1', which casts around functions and leaves "
+            f"the weights in float32, got {model_type!r}; to cast the model choose 'O2' or 'O3', and for "
+            "functions in bfloat16 give half_type=torch.bfloat16"
+        )
+    if "cast_model_type" in settings:
+        settings["cast_model_type"] = False
+    for name in ("keep_batchnorm_fp32", "master_weights"):
+        if name in settings:
+            raise AmpError(
+                f"expected no {name} with opt_level='O1', where every weight stays in float32, got "
+                f"{settings[name]!r}; leave it out, or choose opt_level='O2'"
+            )
+
+
+def _in_one_half(chosen: dict[str, Any], half_type: Any, model_type: Any) -> dict[str, Any]:
+    """Use one format for half, whichever of ``half_type`` and ``cast_model_type`` was given."""
+    if half_type is not None and half_type not in LOW_DTYPES:
+        raise AmpError(f"expected half_type to be torch.float16 or torch.bfloat16, got {half_type!r}")
+    if chosen["cast_model_type"] not in LOW_DTYPES:
+        return {**chosen, "half_type": half_type or torch.float16}
+    if None not in (model_type, half_type) and model_type is not half_type:
+        raise AmpError(
+            f"expected cast_model_type and half_type to be one format, got {model_type} and {half_type}; "
+            "leave half_type out"
+        )
+    half = half_type or chosen["cast_model_type"]
+    return {**chosen, "cast_model_type": half, "half_type": half}
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is False and name == "cast_model_type":
+        return None
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise AmpError(f"expected {name} to be a floating torch.dtype, as torch.float16, got {value!r}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    words: dict[Any, bool] = {"True": True, "False": False} if name == "keep_batchnorm_fp32" else {}
+    value = words.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, bool):
+        also = " or the string 'True' or 'False'" if words else ""
+        raise AmpError(f"expected {name} to be True, False, None{also}, got {value!r}")
+    return value
+
+
+def _scale(name: str, value: Any) -> float | str:
+    if isinstance(value, str) and value == "dynamic":
+        return value
+    try:
+        scale = float(value)
+    except (TypeError, ValueError):
+        scale = math.nan
+    if not (math.isfinite(scale) and scale > 0):
+        raise AmpError(f"expected {name} to be 'dynamic' or a finite number above 0, got {value!r}")
+    return scale
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "cast_model_type": _dtype,
+    "cast_model_outputs": _dtype,
+    "keep_batchnorm_fp32": _flag,
+    "master_weights": _flag,
+    "loss_scale": _scale,
+    "patch_torch_functions": lambda _name, value: bool(value),
+}

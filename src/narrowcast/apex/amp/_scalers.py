@@ -1,0 +1,228 @@
+"""One loss scale for each loss; ``amp.state_dict``, ``amp.load_state_dict`` and ``amp.master_params``."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from narrowcast.apex.amp._amp_state import _amp_state, maybe_print
+from narrowcast.apex.amp._levels import Properties
+from narrowcast.apex.amp._optimizers import optimizer_of, prepared
+from narrowcast.errors import AmpError
+from narrowcast.scaling import Dynamic, Static, from_apex
+
+_START = 2.0**16
+_KEY = re.compile(r"loss_scaler\d+")
+
+
+class LossScaler:
+    """The scale of one loss; ``amp.initialize`` makes ``num_losses`` of them.
+
+    A dynamic scale starts at ``min(max_loss_scale, 2**16)``. It is halved when gradients overflow, but not
+    below ``min_loss_scale``, and doubled after 2000 good ``scale_loss`` blocks in a row, but not beyond
+    ``max_loss_scale``. ``min_loss_scale=None`` means 2**-126, below which float32 cannot divide.
+
+    Attributes:
+        value: the scale now, ``scaling.Dynamic`` or ``scaling.Static``.
+
+    Raises:
+        ScaleError: limits or a scale that cannot scale a loss.
+
+    Source: apex ``amp/scaler.py``.
+    """
+
+    # Without a __dict__, so that writing an attribute of apex that is not here raises AttributeError.
+    __slots__ = ("_good_blocks", "value")
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        *,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self._good_blocks = 0
+        self.value: Dynamic | Static
+        if isinstance(loss_scale, str):
+            value = Dynamic(rule="apex", scale=min(_START, max_loss_scale), max_scale=max_loss_scale)
+            if min_loss_scale:
+                value = replace(value, scale=max(value.scale, min_loss_scale), min_scale=min_loss_scale)
+            self.value = value
+        else:
+            self.value = Static(scale=loss_scale)
+
+    def loss_scale(self) -> float:
+        """Return the factor that the loss is multiplied by."""
+        return self.value.scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale changes."""
+        return isinstance(self.value, Dynamic)
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.value.scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, scale: float) -> None:
+        self.value = replace(self.value, scale=float(scale))
+
+    @property
+    def _unskipped(self) -> int:
+        return self.value.good_steps if isinstance(self.value, Dynamic) else self._good_blocks
+
+    @_unskipped.setter
+    def _unskipped(self, count: int) -> None:
+        if isinstance(self.value, Dynamic):
+            self.value = replace(self.value, good_steps=count)
+        else:
+            self._good_blocks = count
+
+    def after_block(self, *, overflow: bool) -> None:
+        """Update the scale, once for each ``scale_loss`` block whose gradients were checked."""
+        self.value = self.value.after_step(overflow=overflow)
+        self._good_blocks = 0 if overflow else self._good_blocks + 1
+
+
+def loss_scalers_for(
+    properties: Properties, num_losses: int, min_loss_scale: float | None, max_loss_scale: float
+) -> list[LossScaler]:
+    """Return one scaler for each loss.
+
+    Raises:
+        AmpError: ``num_losses`` is not a whole number of at least 1.
+        ScaleError: limits or a scale that cannot scale a loss.
+    """
+    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
+        raise AmpError(f"expected num_losses to be a whole number of at least 1, got {num_losses!r}")
+    return [
+        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        for _ in range(num_losses)
+    ]
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters that ``optimizer`` updates: under O2 float32 masters in place of half weights.
+
+    Their gradients are unscaled at the end of each ``scale_loss`` block and scaled inside it: clip after the
+    block. Reading them inside a block is reported once for each optimizer.
+    """
+    found = optimizer_of(optimizer)
+    mine = prepared(found)
+    if mine is not None:
+        mine.refresh()
+        mine.say_that_gradients_are_scaled()
+    for group in found.param_groups:
+        yield from group["params"]
+
+
+def state_dict(destination: Any = None) -> Any:
+    """Return the scale of each loss of the latest ``amp.initialize``, in the format of apex.
+
+    It does not hold the masters: under O2 ``model.state_dict()`` does.
+
+    Args:
+        destination: a mapping to put the entries into; None makes an ``OrderedDict``.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; empty where amp is disabled.
+
+    Raises:
+        AmpError: ``amp.initialize`` was not called.
+    """
+    _require_initialized("state_dict")
+    state = OrderedDict() if destination is None else destination
+    for number, scaler in enumerate(_amp_state.loss_scalers):
+        state[f"loss_scaler{number}"] = {
+            "loss_scale": scaler.loss_scale(),
+            "unskipped": scaler._unskipped,
+        }
+    return state
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load the scales of a state, of apex or of narrowcast, into the losses of the latest ``amp.initialize``.
+
+    Losses are matched by position. If the numbers of losses differ, the common ones are loaded, with a
+    warning. A dynamic scale outside the limits of ``amp.initialize`` is set to the nearest limit, with a
+    message. A static scale takes the value of the state, as in apex.
+
+    Raises:
+        AmpError: ``amp.initialize`` was not called, or this is no state of ``amp``. Nothing was changed.
+        ScaleError: an entry without a loss scale. Nothing was changed.
+    """
+    _require_initialized("load_state_dict")
+    _check(state_dict)
+    scalers = _amp_state.loss_scalers
+    if len(state_dict) != len(scalers):
+        both = min(len(state_dict), len(scalers))
+        warnings.warn(
+            f"the state holds the scales of {_losses(len(state_dict))}, and amp.initialize made scales for "
+            f"{_losses(len(scalers))}: {both} are loaded. Give amp.initialize the num_losses of the run that "
+            "was saved",
+            stacklevel=2,
+        )
+    if not state_dict:
+        return
+    found = from_apex(state_dict, dynamic=False)
+    counts = [_count(key, entry) for key, entry in state_dict.items()]
+    for number, (scaler, saved, count) in enumerate(zip(scalers, found, counts, strict=False)):
+        _load(number, scaler, saved.scale, count)
+
+
+def _load(number: int, scaler: LossScaler, scale: float, count: int) -> None:
+    value = scaler.value
+    if isinstance(value, Dynamic):
+        kept = min(max(scale, value.min_scale), value.max_scale)
+        if kept != scale:
+            maybe_print(
+                f"amp: loss scaler {number} is saved at {scale:g}, which is outside of min_loss_scale and "
+                f"max_loss_scale: it goes on at {kept:g}"
+            )
+        # The count of a static scale has no limit. A dynamic scale grows at the next good block then.
+        scale, count = kept, min(count, value.growth_interval - 1)
+    scaler._loss_scale, scaler._unskipped = scale, count
+
+
+def _require_initialized(name: str) -> None:
+    if _amp_state.opt_properties is None:
+        raise AmpError(f"amp.{name} came before amp.initialize, which makes the loss scales: call it first")
+
+
+def _check(state: object) -> None:
+    expected = (
+        'expected what amp.state_dict() returns, {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}'
+    )
+    if not isinstance(state, Mapping):
+        raise AmpError(f"{expected}, got {type(state).__name__}")
+    unknown = [
+        str(key)
+        for key, entry in state.items()
+        if not _KEY.fullmatch(str(key)) or not isinstance(entry, Mapping)
+    ]
+    if not unknown and (state or not _amp_state.loss_scalers):
+        return
+    came = f"the keys {', '.join(unknown)}" if state else "an empty one"
+    raise AmpError(
+        f"{expected}, got {came}. To load a state of another library: scale = "
+        "narrowcast.scaling.from_state(state)[0].scale, then "
+        'amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}})'
+    )
+
+
+def _count(key: str, entry: Mapping[str, Any]) -> int:
+    count = int(entry["unskipped"])
+    if count < 0:
+        raise AmpError(f'expected "unskipped" of {key} to be at least 0, got {count}')
+    return count
+
+
+def _losses(count: int) -> str:
+    return "1 loss" if count == 1 else f"{count} losses"
