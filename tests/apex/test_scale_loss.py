@@ -687,3 +687,26 @@ def test_what_scripts_reach_into_on_an_optimizer(level):
     assert [id(one) for one in stash.all_fp16_params] == [id(one) for one in weights]
     assert [id(one) for one in stash.all_fp32_from_fp16_params] == [id(one) for one in masters]
     assert {one.dtype for one in masters} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_with_a_graph_are_refused(level):
+    model, optimizer = start(level)
+    with (
+        pytest.raises(AmpError, match=r"backward\(create_graph=True\) in a scale_loss block"),
+        amp.scale_loss(loss_of(model).square(), optimizer) as scaled,
+    ):
+        scaled.backward(create_graph=True)
+    assert model.weight.grad is None
+    backward(model, optimizer)
+    assert torch.equal(gradient(optimizer), X)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_replaced_after_initialize_are_refused(level):
+    """As fully_shard replaces them."""
+    model, optimizer = start(level)
+    model.weight = torch.nn.Parameter(model.weight.detach().clone())
+    with pytest.raises(AmpError, match="1 parameters of this SGD were replaced in the models after"):
+        backward(model, optimizer)
