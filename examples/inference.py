@@ -198,7 +198,7 @@ def main(arguments: argparse.Namespace) -> None:
     print_table("training", seconds, memory, losses)
 
     ways = predictors(models["FP32"], policy, x)
-    answers = {name: call() for name, call in ways.items()}  # the first call of a baked network bakes it
+    answers = {name: call() for name, call in ways.items()}
     seconds = seconds_by_turns(ways, arguments.passes, device)
     memory = {name: bytes_of(call, device) for name, call in ways.items()}
     errors = {name: (answer.float() - answers["FP32"]).abs().max().item() for name, answer in answers.items()}

@@ -1,6 +1,5 @@
 """Writes to the weights of a baked model: none is ignored, and none of the kept fp32 values outlives one."""
 
-import copy
 import warnings
 
 import pytest
@@ -33,8 +32,6 @@ def baked_model(request):
     model = made()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     handle = nc.bake(model, "bf16", **getattr(request, "param", {}))
-    with torch.no_grad():
-        model(X)
     assert len(handle.formats) == 4
     yield model, handle, before
     with warnings.catch_warnings(action="ignore"):  # that nothing was kept
@@ -144,19 +141,18 @@ def test_data_exchanged_for_an_average_and_back(baked_model):
 @torch.no_grad()
 def test_load_state_dict_takes_effect_at_once(baked_model):
     model, handle, before = baked_model
+    keeps = model.state_dict()["0.weight"].dtype == FP32
     other = {name: torch.randn_like(value) for name, value in before.items()}
-    addresses = [one.data_ptr() for one in model.parameters()]
     for weights in (other, before, other):
         assert str(model.load_state_dict(weights)) == "<All keys matched successfully>"
         assert torch.equal(model(X), expected(weights))
         assert {one.dtype for one in model.parameters()} == {BF16}
         state = model.state_dict()
         for name, value in weights.items():
-            kept = value if handle._keep_fp32 else value.to(BF16)
+            kept = value if keeps else value.to(BF16)
             assert state[name].dtype == kept.dtype
             assert torch.equal(state[name], kept)
-    assert [one.data_ptr() for one in model.parameters()] == addresses
-    if handle._keep_fp32:
+    if keeps:
         handle.restore()
         assert all(torch.equal(model.get_parameter(name), value) for name, value in other.items())
 
@@ -197,55 +193,6 @@ def test_a_load_with_missing_names_keeps_writes(baked_model):
 
 
 @torch.no_grad()
-def test_load_with_assign_makes_parameters_that_are_found_again(baked_model):
-    model, handle, before = baked_model
-    other = {name: torch.randn_like(value) for name, value in before.items()}
-    model.load_state_dict(other, assign=True)
-    assert {one.dtype for one in model.parameters()} == {FP32}
-    for _ in range(3):
-        assert torch.equal(model(X), expected(other))
-    assert {one.dtype for one in model.parameters()} == {BF16}
-    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
-    handle.restore()
-    assert all(torch.equal(model.get_parameter(name), value) for name, value in other.items())
-
-
-@torch.no_grad()
-def test_writes_to_a_state_dict_count_from_the_next_call_on(baked_model):
-    """As averages of weights are updated through it."""
-    model, handle, before = baked_model
-    state = model.state_dict()
-    state["0.weight"].mul_(0.5).add_(NEW, alpha=0.5)
-    average = before["0.weight"] * 0.5 + NEW * 0.5
-    assert torch.equal(model(X), expected(before | {"0.weight": average}))
-    assert torch.equal(model.state_dict()["0.weight"], average)
-    state["0.weight"].zero_()  # the same one goes on
-    assert torch.equal(model(X), expected(before | {"0.weight": torch.zeros(8, 8)}))
-    state["0.weight"].copy_(NEW)
-    handle.restore()
-    assert torch.equal(model[0].weight, NEW)
-
-
-@torch.no_grad()
-def test_a_state_dict_from_before_a_load_goes_on_too(baked_model):
-    model, _, before = baked_model
-    state = model.state_dict()
-    model.load_state_dict({name: value + 1 for name, value in before.items()})
-    assert torch.equal(state["0.weight"], before["0.weight"] + 1)
-    state["0.weight"].copy_(NEW)
-    assert torch.equal(model.state_dict()["0.weight"], NEW)
-
-
-@torch.no_grad()
-def test_where_both_were_written_the_parameter_wins(baked_model):
-    model, _, _ = baked_model
-    state = model.state_dict()
-    state["0.weight"].zero_()
-    model[0].weight.copy_(NEW)
-    assert torch.equal(model.state_dict()["0.weight"], NEW.to(BF16).float())
-
-
-@torch.no_grad()
 def test_a_state_dict_with_variables_has_the_parameters(baked_model):
     model, _, _ = baked_model
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
@@ -269,7 +216,7 @@ def test_without_kept_values(baked_model):
     assert all(torch.equal(value, before[name].to(BF16)) for name, value in model.state_dict().items())
     model.state_dict()["0.weight"].copy_(NEW)  # the stored values themselves
     assert torch.equal(model(X), expected(before | {"0.weight": NEW}))
-    with pytest.warns(UserWarning, match="widened 4 weights as they are in bf16: with keep_fp32=False"):
+    with pytest.warns(UserWarning, match="widened 4 weights from bf16: with keep_fp32=False"):
         handle.restore()
     assert torch.equal(model[0].weight, NEW.to(BF16).float())
     assert torch.equal(model[2].weight, before["2.weight"].to(BF16).float())
@@ -278,50 +225,9 @@ def test_without_kept_values(baked_model):
 @torch.no_grad()
 def test_memory_is_halved_without_kept_values():
     model = torch.nn.Linear(64, 64, bias=False)
-    handle = nc.bake(model, "bf16", keep_fp32=False)
     storage = torch.multiprocessing.reductions.StorageWeakRef(model.weight.untyped_storage())
-    model(torch.ones(1, 64))
+    handle = nc.bake(model, "bf16", keep_fp32=False)
     assert model.weight.untyped_storage().nbytes() == 64 * 64 * 2
     assert storage.expired()
     with pytest.warns(UserWarning, match="widened 1 weights"):
         handle.restore()
-
-
-@torch.no_grad()
-def test_writes_in_the_first_call_and_before_it():
-    class Clamping(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 8)
-
-        def forward(self, x):
-            self.layer.weight.clamp_(-0.1, 0.1)
-            return self.layer(x)
-
-    model = Clamping()
-    reference = copy.deepcopy(model)
-    nc.apply(reference, "bf16")
-    with nc.bake(model, "bf16") as handle:
-        model.layer.bias.fill_(1.0)
-        reference.layer.bias.fill_(1.0)
-        assert [torch.equal(model(X), reference(X)) for _ in range(3)] == [True] * 3
-        assert handle.formats == {"layer.bias": BF16}  # the other is written in fp32 at each call
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@torch.no_grad()
-def test_inside_a_region_of_ones_own(baked_model, inside):
-    """No cast that PyTorch or a rule kept is used after the memory was exchanged."""
-    model, handle, before = baked_model
-    with nc.autocast("cpu", BF16, enabled=inside):
-        handle.restore()
-        first = model[0](X)
-        with nc.bake(model, "bf16"):
-            model(X)
-            model.load_state_dict({name: value * 2 for name, value in before.items()})
-            assert torch.equal(model(X), expected({name: value * 2 for name, value in before.items()}))
-            model[0].weight.copy_(NEW)
-        assert not torch.equal(model[0](X), first)
-        assert torch.equal(model[0].weight, NEW.to(BF16).float())
-        if inside:
-            assert torch.equal(model[0](X), by_hand(NEW, before["0.bias"] * 2))

@@ -7,8 +7,7 @@ casts the tensors inside any nesting of containers.
 """
 
 from narrowcast.casting._autocast import PlacedRegion, autocast, region_in
-from narrowcast.casting._bake import bake
-from narrowcast.casting._bake_handle import Baked, baked
+from narrowcast.casting._bake import Baked, bake, baked
 from narrowcast.casting._compile import compile
 from narrowcast.casting._custom import custom_bwd, custom_fwd
 from narrowcast.casting._export import cast_exported

@@ -1,86 +1,407 @@
-"""``nc.bake``: for inference, each weight stored in the format that its ops use."""
+"""``nc.bake``: for inference, weights stored in the format that their layers compute in."""
 
 from __future__ import annotations
 
-import torch
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from narrowcast.casting._bake_handle import Baked, baked
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from narrowcast.casting._modules import Applied
+from narrowcast.casting._paths import all_paths
+from narrowcast.casting._weight_casts import drop_casts
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
-from narrowcast.policy import Policy, with_fp32_weights
+from narrowcast.policy import (
+    Policy,
+    Scope,
+    class_names,
+    format_name,
+    overloads_of,
+    resolve,
+    resolved,
+    rules_for,
+    with_fp32_weights,
+)
+
+_HANDLE = "_narrowcast_baked"
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def bake(
-    model: torch.nn.Module, policy: Policy | str, *, frozen_only: bool = False, keep_fp32: bool = True
+    model: torch.nn.Module, policy: Policy | str, *, keep_fp32: bool = True, frozen_only: bool = False
 ) -> Baked:
-    """Store each weight of ``model`` in the format that its ops use, so that no call casts it again.
+    """Store weights of ``model`` in the format that their layers compute in, so that no call casts them.
 
-    The model is then called as before, without a region: its own calls open that of ``policy``, rules for
-    modules included, and give the same bits as under ``nc.apply(model, policy)``. The first call shows which
-    fp32 parameters are only ever read rounded to one low format; these are stored in it as the call ends (in
-    several threads: as soon as no call is under way). One that something reads as it is (an embedding, a
-    norm, a weight norm), in two formats, whose ``dtype`` Python code looks at, or which is returned, stays in
-    fp32, and so do buffers, tensor subclasses as DTensor, inference tensors and parameters that share memory.
-    A weight whose module is called for the first time later is found in one of its first calls. Later calls
-    are expected to use a weight as the calls did in which it was found; where one does otherwise,
-    ``restore()`` and bake again. That code casts to the format of a weight by ``x.to(weight)`` is not
-    seen. Call the model itself: what calls a module inside it directly finds low weights and no region.
+    Call the model as before, without a region: it follows ``policy``, rules for modules included, with the
+    bits of ``nc.apply(model, policy)``. Stored are the weights and biases of linear layers, convolutions,
+    recurrent layers, ``MultiheadAttention`` and transformers' ``Conv1D`` that the policy casts to one low
+    format. Every other parameter stays in fp32 and is listed in ``handle.left``: embeddings, norms, weights
+    that are tied or share memory, parameters that a module of another type uses, tensor subclasses. Call the
+    model itself: a part that is called directly finds low weights and no region, and code that reads a stored
+    weight itself gets the low values.
 
-    Writes land in what is stored: ``copy_``, in-place operations, exchanges and writes through ``.data``.
-    ``load_state_dict`` replaces the fp32 values and rounds them anew, and so do writes to the tensors of a
-    state dict, from the model's next call on. Parameters stay the objects that they are.
-
-    Training a stored weight is refused: an UnsupportedError where a gradient reaches it, before it is
-    accumulated, and where an optimizer would step on it, a frozen one that was unfrozen meanwhile included.
-    Gradients for the inputs and for weights that stay in fp32 are those under ``nc.apply``; but in the first
-    call, while other threads run, a weight is cast at each use, and the gradients of its uses add up in fp32.
-    A copy of the model, by ``deepcopy`` or pickle, is baked on its own; ``nc.casting.baked(model)`` is its
-    handle.
+    Writes to parameters change the stored values. ``load_state_dict`` loads fp32 values and rounds them.
+    Parameters stay the same objects. A copy of the model, by ``deepcopy`` or pickle, is baked on its own.
+    Training is refused: ``optimizer.step()`` raises if a stored weight has a gradient.
 
     Args:
         model: any module on any device.
         policy: the name of a preset, a ``Policy``, or the path of one.
-        frozen_only: store only parameters that do not require gradients, as the base weights under LoRA; the
-            others train on in fp32.
-        keep_fp32: keep the fp32 values of stored weights, for ``state_dict()`` and ``restore()``: half as
-            much memory again as in fp32. Where a stored weight was written to, its values win, widened.
-            Without it they are gone (about half the memory is free): ``state_dict()`` has the low values,
-            and ``restore()`` widens them, with a warning. Values are rounded to nearest even; NaN stays NaN,
-            and what is past the largest number of fp16 becomes an infinity, as in each cast of a region.
+        keep_fp32: keep the fp32 values of stored weights for ``state_dict()`` and ``restore()``, which takes
+            half as much memory again as the model in fp32. If a stored weight changed, its new value counts.
+            Without it about half of the memory is free: ``state_dict()`` has the low values, and
+            ``restore()`` widens them, with a warning. Values are rounded to nearest even; NaN stays NaN, and
+            values beyond the largest number of fp16 become infinite, as in every cast of a region.
+        frozen_only: store only parameters that do not require gradients, such as the base weights under
+            LoRA; the others train in fp32.
 
     Returns:
-        The handle, with ``restore()``.
+        The handle, with ``formats``, ``left`` and ``restore()``.
 
     Raises:
-        PolicyError: no module; a policy that does not exist or holds low weights itself; a model that has a
-            policy, or is baked, already.
-        SettingError: ``frozen_only`` or ``keep_fp32`` is no bool.
+        PolicyError: not a module; an unknown policy, or one that holds low weights itself; a model that
+            already has a policy or is baked.
+        SettingError: ``keep_fp32`` or ``frozen_only`` is not a bool.
         UnsupportedError: a DistributedDataParallel whose parameters would be stored.
+
+    Example::
+
+        with nc.bake(model, "bf16") as handle, torch.inference_mode():
+            logits = model(tokens)
     """
-    for name, value in (("frozen_only", frozen_only), ("keep_fp32", keep_fp32)):
+    for name, value in (("keep_fp32", keep_fp32), ("frozen_only", frozen_only)):
         if not isinstance(value, bool):
             raise SettingError(f"expected {name} to be True or False, got {value!r}")
     if not isinstance(model, torch.nn.Module):
         raise PolicyError(f"expected a torch.nn.Module to bake, got {type(model).__name__}")
     wanted = with_fp32_weights(policy)
-    _check_is_free(model)
-    _check_gradients_are_not_shared(model, frozen_only)
-    return Baked(model, wanted, frozen_only=frozen_only, keep_fp32=keep_fp32)
-
-
-def _check_is_free(model: torch.nn.Module) -> None:
     for path, module in model.named_modules():
         if baked(module) is not None:
-            what = f"its part {path!r}" if path else f"this {type(model).__name__}"
             raise PolicyError(
-                f"{what} is baked already: call restore() on its handle, nc.casting.baked(module), first"
+                f"{f'the part {path!r}' if path else f'this {type(model).__name__}'} is baked already: call "
+                "restore() on its handle first"
             )
-
-
-def _check_gradients_are_not_shared(model: torch.nn.Module, frozen_only: bool) -> None:
-    for module in model.modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) and not frozen_only:
             raise UnsupportedError(
-                "DistributedDataParallel would not reduce the gradients of weights that changed their format "
-                "once, after restore() either: bake a copy of what it wraps, "
+                "DistributedDataParallel does not reduce gradients of weights that changed their format "
+                "once, not even after restore(): bake a copy of the wrapped model, "
                 "nc.bake(copy.deepcopy(model.module), policy), or pass frozen_only=True"
+            )
+    return Baked(model, wanted, keep_fp32=keep_fp32, frozen_only=frozen_only)
+
+
+def baked(model: torch.nn.Module) -> Baked | None:
+    """Return the handle of a model that ``bake`` was called with, or of a copy; None for any other."""
+    handle: Baked | None = vars(model).get(_HANDLE)
+    return None if handle is None or handle._ended else handle
+
+
+class Baked:
+    """The handle of a baked model. As a context manager it restores the model at its end.
+
+    Attributes:
+        policy: the policy that the model follows.
+        formats: the path of each stored weight, and its format.
+        left: the paths of the parameters that stay as they were.
+    """
+
+    def __init__(self, model: torch.nn.Module, policy: Policy, *, keep_fp32: bool, frozen_only: bool) -> None:
+        self.policy = policy
+        self._ended = False
+        self._applied: Applied | None = Applied(model, policy)
+        self._handles: list[Any] = list(self._applied.handles)
+        chosen = {
+            parameter: dtype
+            for parameter, dtype in _choose(model, policy).items()
+            if not (frozen_only and parameter.requires_grad)
+        }
+        self._stored: dict[torch.nn.Parameter, _StoredWeight] = {}
+        for name, parameter in model.named_parameters():
+            if parameter in chosen:
+                self._stored[parameter] = _StoredWeight(name, parameter, chosen[parameter], keep_fp32)
+        self.left = tuple(name for name, one in model.named_parameters() if one not in self._stored)
+        drop_casts()
+        for module in model.modules():
+            own = {name: self._stored[one] for name, one in module._parameters.items() if one in self._stored}
+            if own and isinstance(module, torch.nn.RNNBase):
+                with _apart_from_autograd():
+                    module.flatten_parameters()  # cuDNN wants them in one piece of memory
+            if own and keep_fp32:
+                self._follow_state_dicts(module, own)
+        vars(model)[_HANDLE] = self
+        self._watch_optimizers()
+
+    @property
+    def formats(self) -> dict[str, torch.dtype]:
+        """The path of each stored weight, and its format."""
+        return {stored.name: stored.dtype for stored in self._stored.values()}
+
+    def restore(self) -> None:
+        """Restore the fp32 weights, with the values written since, and remove the policy.
+
+        Call it while no call of the model is running.
+        """
+        if self._ended:
+            return
+        lost = [stored.dtype for stored in self._stored.values() if stored.kept is None]
+        for stored in self._stored.values():
+            stored.widen()
+        drop_casts()
+        for handle in self._handles:
+            handle.remove()
+        if self._applied is not None:
+            self._applied.remove(copies=False)
+        self._stop_watching()
+        self._ended = True
+        self._stored.clear()
+        if lost:
+            formats = " and ".join(sorted({format_name(one) for one in lost}))
+            warnings.warn(
+                f"restore() widened {len(lost)} weights from {formats}: with keep_fp32=False their fp32 "
+                "values were not kept",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Baked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        if self._ended:
+            return "Baked(restored)"
+        return f"Baked({len(self._stored)} weights in a low format, {len(self.left)} left)"
+
+    def _follow_state_dicts(self, module: torch.nn.Module, own: dict[str, _StoredWeight]) -> None:
+        hooked: Any = module  # these methods have no types
+        self._handles += [
+            hooked.register_state_dict_post_hook(functools.partial(_give_fp32, own)),
+            hooked.register_load_state_dict_pre_hook(functools.partial(_before_load, own)),
+            hooked.register_load_state_dict_post_hook(functools.partial(_after_load, own)),
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has the hooks of the modules, by its handles.
+        return {**vars(self), "_applied": None, "_stop_watching": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._watch_optimizers()
+
+    def _watch_optimizers(self) -> None:
+        hook = register_optimizer_step_pre_hook(functools.partial(_refuse_step, weakref.ref(self)))
+        self._stop_watching = weakref.finalize(self, hook.remove)
+
+
+# ---- which weights are stored
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """How a type of layer uses its parameters.
+
+    Attributes:
+        names: the parameters that only these operators read; None: all.
+        ops: the operators, whose format decides; those that a device does not have are skipped.
+    """
+
+    names: tuple[str, ...] | None
+    ops: tuple[str, ...]
+
+
+_LAYERS: dict[Any, _Layer] = {
+    torch.nn.Linear.forward: _Layer(("weight", "bias"), ("linear",)),
+    torch.nn.LSTM.forward: _Layer(None, ("lstm", "linear", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell")),
+    torch.nn.GRU.forward: _Layer(None, ("gru", "linear", "_thnn_fused_gru_cell")),
+    torch.nn.RNN.forward: _Layer(None, ("rnn_tanh", "rnn_relu", "linear")),
+    torch.nn.MultiheadAttention.forward: _Layer(
+        ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+        ("linear", "_native_multi_head_attention"),
+    ),
+} | {
+    getattr(torch.nn, f"Conv{transposed.title()}{n}d").forward: _Layer(
+        ("weight", "bias"), (f"conv{'_' * bool(transposed)}{transposed}{n}d",)
+    )
+    for transposed in ("", "transpose")
+    for n in (1, 2, 3)
+}
+_TRANSFORMERS_CONV1D = _Layer(("weight", "bias"), ("addmm",))
+
+
+def _layer(module: torch.nn.Module, device_type: str) -> _Layer | None:
+    """How ``module`` uses its parameters; None if it is of no known type or overrides ``forward``."""
+    kind = type(module)
+    if f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D":
+        return _TRANSFORMERS_CONV1D
+    if isinstance(module, torch.nn.MultiheadAttention) and module.batch_first and device_type == "cpu":
+        # Its fused kernel is for inputs in the format of the weight, so storing it may change the kernel:
+        # torch/nn/modules/activation.py, MultiheadAttention.forward
+        return None
+    return _LAYERS.get(kind.forward)
+
+
+def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, torch.dtype]:
+    """The parameters to store, and the low format of each."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
+                owners.setdefault(_storage(tensor), set()).add(id(module))
+    by_path = {path: module for paths, module in all_paths(model) for path in paths}
+    chosen: dict[torch.nn.Parameter, torch.dtype] = {}
+    for paths, module in all_paths(model):
+        for name, parameter in module._parameters.items():
+            if parameter is None or not _may_store(parameter) or len(owners[_storage(parameter)]) > 1:
+                continue
+            layer = _layer(module, parameter.device.type)
+            if layer is None or (layer.names is not None and name not in layer.names):
+                continue
+            formats = {_format(policy, path, by_path, layer.ops, parameter.device.type) for path in paths}
+            low = formats.pop()
+            if low is not None and not formats:
+                chosen[parameter] = low
+    return chosen
+
+
+def _may_store(parameter: torch.nn.Parameter) -> bool:
+    return (
+        type(parameter) is torch.nn.Parameter  # not lazy, and no subclass such as DTensor
+        and parameter.dtype is torch.float32
+        and parameter.layout is torch.strided
+        and not parameter.is_meta
+        and not parameter.is_inference()
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+        return tensor.untyped_storage().data_ptr() or -id(tensor)
+    return -id(tensor)
+
+
+def _format(
+    policy: Policy, path: str, by_path: dict[str, torch.nn.Module], ops: Iterable[str], device_type: str
+) -> torch.dtype | None:
+    """The one low format in which ``ops`` compute in the module at ``path``; None if there is none."""
+    lower = resolve(policy, device_type)
+    place: Scope = resolved(policy, device_type, format_name(lower)).root
+    parts = path.split(".") if path else []
+    for length in range(len(parts) + 1):
+        above = ".".join(parts[:length])
+        if above in by_path:
+            place = place.inside(rules_for(policy, above, class_names(type(by_path[above]))))
+    found = set()
+    for op in (overload for name in ops for overload in overloads_of(name)):
+        decision = place.decide(op)
+        compute = place.resolved.native.get(op) if decision is None else decision.compute
+        if compute is not None:  # an operator on no table is made of others, which are cast
+            found.add({"lower": lower, "bf16": torch.bfloat16, "fp16": torch.float16}.get(compute))
+    only = found.pop() if len(found) == 1 else None
+    return only if only in (torch.bfloat16, torch.float16) else None
+
+
+# ---- one stored weight
+
+
+class _StoredWeight:
+    """A parameter whose memory is in ``dtype``.
+
+    The ``Parameter`` stays the same object, for optimizers and hooks. Its low values count: ``kept``, the
+    fp32 values or None, is valid as long as it rounds to them, bit for bit.
+    """
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype, keep: bool) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.dtype = dtype
+        self.kept = parameter.data if keep else None
+        with _apart_from_autograd():
+            parameter.data = parameter.data.to(dtype)
+
+    def full(self) -> torch.Tensor:
+        """Return the fp32 values: those kept, or the low ones widened if they changed."""
+        with _apart_from_autograd():
+            stored = self.parameter.data
+            if self.kept is not None:
+                self.kept = self.kept.to(stored.device)
+                if _same_bits(stored.to(self.dtype), self.kept.to(self.dtype)):
+                    return self.kept
+            return stored.to(torch.float32)
+
+    def widen(self) -> None:
+        """Let the parameter hold its fp32 values."""
+        full = self.full()
+        with _apart_from_autograd():
+            self.parameter.data = full
+
+    def narrow(self) -> None:
+        """Let the parameter, which was widened, hold low values again."""
+        with _apart_from_autograd():
+            self.kept = self.parameter.data
+            self.parameter.data = self.kept.to(self.dtype)
+
+
+@contextmanager
+def _apart_from_autograd() -> Iterator[None]:
+    """Change weights without recording it, and without making inference tensors."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal to the bit; NaN equals any NaN."""
+    if a.shape != b.shape:
+        return False
+    integers = _INTEGERS[a.element_size()]
+    same = a.contiguous().view(integers) == b.contiguous().view(integers)
+    return bool((same | (a.isnan() & b.isnan())).all())
+
+
+# ---- hooks of modules, which know the stored weights by their names in the module
+
+
+def _give_fp32(
+    own: dict[str, _StoredWeight], module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any
+) -> None:
+    for name, stored in own.items():
+        # With keep_vars=True the parameters themselves are wanted.
+        if (
+            module._parameters.get(name) is stored.parameter
+            and state.get(prefix + name) is not stored.parameter
+        ):
+            state[prefix + name] = stored.full()
+
+
+def _before_load(own: dict[str, _StoredWeight], *_: Any) -> None:
+    for stored in own.values():
+        stored.widen()
+
+
+def _after_load(own: dict[str, _StoredWeight], *_: Any) -> None:
+    for stored in own.values():
+        stored.narrow()
+    drop_casts()
+
+
+# ---- no training
+
+
+def _refuse_step(reference: weakref.ref[Baked], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    handle = reference()
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        stored = None if handle is None else handle._stored.get(parameter)
+        if stored is not None and parameter.grad is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step() would update {stored.name!r}, which nc.bake stores in "
+                f"{format_name(stored.dtype)} for inference, where small updates are lost: call restore() on "
+                "its handle before training; with frozen_only=True only weights that do not require "
+                "gradients are stored, and the others train"
             )
