@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from narrowcast.weights import UpdateMeter, hold, lower, round_stochastically
-from narrowcast.weights._rounding import rounded_with
+from narrowcast.weights import UpdateMeter, hold, lower
+from narrowcast.weights._lower import round_stochastically, rounded_with
 
 pytestmark = pytest.mark.gpu
 UPDATES = ["masters", "kahan", "stochastic"]

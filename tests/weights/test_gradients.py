@@ -132,13 +132,8 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(dtype):
     embedding(torch.tensor([1])).sum().backward()
     other.grad = torch.ones_like(other)
     for act in (handle.take_gradients, optimizer.step):
-        with pytest.raises(UnsupportedError) as error:
+        with pytest.raises(UnsupportedError, match=r"shape \(4, 2\) is torch\.sparse_coo.*sparse=False"):
             act()
-        assert str(error.value) == (
-            "the gradient of a held parameter of shape (4, 2) is torch.sparse_coo, and held weights take "
-            "dense gradients only: build its nn.Embedding with sparse=False, or leave this parameter in "
-            "float32"
-        )
         assert other.grad is not None
         assert other.tolist() == [1.0, 1.0]
 

@@ -16,6 +16,7 @@ import torch
 
 from narrowcast.weights import hold
 
+pytestmark = pytest.mark.long
 D, PROBLEMS, STEPS, TAIL, NOISE = 10, 48, 20_000, 2_000, 0.5
 FLOOR = NOISE**2 / 2
 

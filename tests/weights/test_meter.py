@@ -264,17 +264,6 @@ def test_groups_and_formats_have_rows_of_their_own():
     )
 
 
-def test_the_table_fits():
-    low = torch.nn.Parameter(torch.ones(2).bfloat16())
-    optimizer = torch.optim.SGD([low], lr=1.0)
-    meter = UpdateMeter(optimizer)
-    low.grad = torch.ones_like(low)
-    optimizer.step()
-    key = next(iter(meter._sums))
-    meter._sums[key] = torch.tensor([1e12, 1e12, -1e5, 1.0])
-    assert max(map(len, str(meter).splitlines())) <= 80
-
-
 def test_a_step_that_raised_is_not_measured():
     low = quarter()
     optimizer = torch.optim.SGD([low], lr=0.1)
@@ -303,24 +292,14 @@ def test_nan_is_said_and_not_hidden():
 def test_what_cannot_be_measured():
     low = quarter()
     optimizer = torch.optim.SGD([low], lr=0.1)
-    with pytest.raises(SettingError) as wrong:
+    with pytest.raises(SettingError, match="every must be a whole number"):
         UpdateMeter(optimizer, every=0)
-    assert str(wrong.value) == "every must be a whole number of steps of at least 1, got 0"
     with UpdateMeter(optimizer):
-        with pytest.raises(UnsupportedError) as closure:
+        with pytest.raises(UnsupportedError, match="gradients in a closure"):
             optimizer.step(lambda: None)
-        assert str(closure.value) == (
-            "the step of this SGD computes its gradients in a closure, so that its update in float32 is not "
-            "known beforehand: call backward before step, or hold the optimizer with narrowcast.weights.hold"
-        )
         optimizer.lock = threading.Lock()
-        with pytest.raises(UnsupportedError) as uncopied:
+        with pytest.raises(UnsupportedError, match=r"cannot be copied .*narrowcast\.weights\.hold"):
             optimizer.step()
-        assert str(uncopied.value) == (
-            "an optimizer with parameters in a low format is measured by a copy of it, and this SGD cannot "
-            "be copied (cannot pickle '_thread.lock' object): hold it with narrowcast.weights.hold, which "
-            "needs no copy"
-        )
         hold(optimizer)
         optimizer.step(lambda: None)
         assert held_by(optimizer) is not None

@@ -6,10 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from narrowcast.errors import UnsupportedError
 from narrowcast.formats import from_torch_dtype, round_to
-from narrowcast.weights import round_stochastically
-from narrowcast.weights._rounding import rounded_with
+from narrowcast.weights._lower import round_stochastically, rounded_with
 
 NOISE_BITS = {torch.bfloat16: 16, torch.float16: 31}
 
@@ -120,14 +118,3 @@ def test_shapes_and_strides_stay(dtype):
         gap = torch.finfo(dtype).eps * values.abs()
         assert ((rounded.float() - values).abs() <= gap).all()
         assert rounded.stride() == values.to(dtype).stride()
-
-
-def test_what_is_not_float32_is_refused():
-    with pytest.raises(UnsupportedError) as error:
-        round_stochastically(torch.ones(2, dtype=torch.float64), torch.bfloat16)
-    assert str(error.value) == (
-        "stochastic rounding goes from float32 to bfloat16 or float16, not from float64 to bfloat16: convert "
-        "the values to float32 first, or round to nearest with .to(torch.bfloat16)"
-    )
-    with pytest.raises(UnsupportedError, match="not from float32 to float8_e5m2"):
-        round_stochastically(torch.ones(2), torch.float8_e5m2)

@@ -1,24 +1,11 @@
-"""Parameters held in a low format, what keeps their updates, and a meter of those that are swallowed."""
+"""Parameters in a low format: ways to keep small updates, and a meter of those that are lost."""
 
-from narrowcast.weights._fits import check_state
-from narrowcast.weights._held import HeldWeights, held_by, hold
-from narrowcast.weights._lower import is_batch_or_instance_norm, lost_eps, lower
-from narrowcast.weights._meter import SurvivingUpdates, UpdateMeter
-from narrowcast.weights._rounding import round_stochastically
-from narrowcast.weights._scalers import refuse_scalers
-from narrowcast.weights._values import set_values
+from narrowcast.weights._gradients import refuse_scalers as refuse_scalers
+from narrowcast.weights._held import HeldWeights, hold
+from narrowcast.weights._held import held_by as held_by
+from narrowcast.weights._lower import is_batch_or_instance_norm as is_batch_or_instance_norm
+from narrowcast.weights._lower import lost_eps as lost_eps
+from narrowcast.weights._lower import lower
+from narrowcast.weights._meter import UpdateMeter
 
-__all__ = [
-    "HeldWeights",
-    "SurvivingUpdates",
-    "UpdateMeter",
-    "check_state",
-    "held_by",
-    "hold",
-    "is_batch_or_instance_norm",
-    "lost_eps",
-    "lower",
-    "refuse_scalers",
-    "round_stochastically",
-    "set_values",
-]
+__all__ = ["HeldWeights", "UpdateMeter", "hold", "lower"]

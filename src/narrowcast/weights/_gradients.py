@@ -1,14 +1,18 @@
-"""Gradients on their way from low parameters to the float32 parameters of the optimizer, and back."""
+"""Gradients of low parameters on their way to the working parameters and back; scalers must wait for them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from narrowcast.errors import UnsupportedError
-from narrowcast.weights._keepers import Pair
+from narrowcast.errors import NarrowcastError, OrderError, UnsupportedError
+from narrowcast.gradients import ASKED_BY_SCALERS
+from narrowcast.weights._kept import Pair
 from narrowcast.weights._torch_internals import add_all, is_dtensor, is_held_elsewhere, local
+
+Refusal = Callable[[], NarrowcastError]
 
 
 def require_dense(pairs: Sequence[Pair]) -> None:
@@ -23,10 +27,10 @@ def require_dense(pairs: Sequence[Pair]) -> None:
 
 
 def take(pairs: Sequence[Pair], *, lend: bool, reuse: bool = False) -> None:
-    """Add each low gradient to the working one, in float32, and take it away from the low parameter.
+    """Add each low gradient to the working gradient, in float32, and remove it from the low parameter.
 
-    With ``lend`` a low gradient that is all there is will be given back after the step, so that a script
-    finds it where torch leaves it. With ``reuse`` memory on the CPU serves one step after the other.
+    With ``lend`` the low gradient is put back after the step, where torch leaves it too, unless gradients
+    were added up. With ``reuse`` memory on the CPU is used again in the next step.
     """
     require_dense(pairs)
     sums, terms = [], []
@@ -48,11 +52,11 @@ def take(pairs: Sequence[Pair], *, lend: bool, reuse: bool = False) -> None:
 
 
 def _widened(gradient: torch.Tensor, pair: Pair, *, reuse: bool) -> torch.Tensor:
-    """A float32 copy; with ``reuse`` in the memory of the one before, where nobody holds that any more."""
+    """Return a float32 copy; with ``reuse`` in the memory of the previous one, if that is free."""
     if not reuse or gradient.device.type != "cpu" or is_dtensor(gradient) or not gradient.is_contiguous():
         return gradient.to(torch.float32, copy=True)
     memory = pair.memory
-    # What was shared another process may still read.
+    # Another process may still read shared memory.
     if memory is None or memory.is_shared() or is_held_elsewhere(memory):
         wide = gradient.to(torch.float32, copy=True)
         pair.memory = wide.untyped_storage()
@@ -62,7 +66,7 @@ def _widened(gradient: torch.Tensor, pair: Pair, *, reuse: bool) -> torch.Tensor
 
 
 def give_back(pairs: Sequence[Pair]) -> None:
-    """Undo ``take`` where the gradient was lent."""
+    """Put lent gradients back."""
     for pair in pairs:
         if pair.lent is not None:
             pair.working.grad = None
@@ -72,14 +76,14 @@ def give_back(pairs: Sequence[Pair]) -> None:
 
 
 def spend(pairs: Sequence[Pair]) -> None:
-    """After a step: what was lent goes back, what was taken is used up."""
+    """Put lent gradients back after a step and drop the others."""
     give_back(pairs)
     for pair in pairs:
         pair.working.grad = None
 
 
 def clear(pairs: Sequence[Pair], *, set_to_none: bool) -> None:
-    """Forget the low gradients, as ``Optimizer.zero_grad`` does."""
+    """Zero or drop the low gradients, as ``Optimizer.zero_grad`` does."""
     for pair in pairs:
         pair.lent = None
         gradient = pair.low.grad
@@ -94,7 +98,7 @@ def clear(pairs: Sequence[Pair], *, set_to_none: bool) -> None:
 
 
 def untake(pairs: Sequence[Pair]) -> None:
-    """Put every gradient back on its low parameter for good, rounded to nearest where it was taken."""
+    """Put every gradient back on its low parameter, rounded to nearest."""
     give_back(pairs)
     for pair in pairs:
         pair.memory = None
@@ -102,3 +106,49 @@ def untake(pairs: Sequence[Pair]) -> None:
             low_gradient = pair.working.grad.to(pair.low.dtype)
             pair.low.grad = low_gradient if pair.low.grad is None else pair.low.grad + low_gradient
             pair.working.grad = None
+
+
+# ---- scalers, which neither unscale nor check gradients of low parameters
+
+
+def guard_against_scalers(optimizer: torch.optim.Optimizer, pairs: Sequence[Pair]) -> None:
+    """Make ``GradScaler.step`` raise while low parameters have gradients."""
+    setattr(optimizer, ASKED_BY_SCALERS, _ScalerGuard(optimizer, pairs))
+
+
+def refuse_scalers(optimizer: torch.optim.Optimizer, refusal: Refusal) -> None:
+    """Make every step of a scaler on this held optimizer raise what ``refusal`` returns, until ``remove``."""
+    vars(optimizer)[ASKED_BY_SCALERS].refusal = refusal
+
+
+def remove_guard(optimizer: torch.optim.Optimizer) -> None:
+    """Restore the optimizer's own attribute."""
+    found = vars(optimizer).get(ASKED_BY_SCALERS)
+    if isinstance(found, _ScalerGuard):
+        found.restore(optimizer)
+
+
+class _ScalerGuard:
+    """The attribute that scalers read at each step: whether the optimizer's step divides by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pairs: Sequence[Pair]) -> None:
+        self._name = type(optimizer).__name__
+        self._own: dict[str, Any] = {k: v for k, v in vars(optimizer).items() if k == ASKED_BY_SCALERS}
+        self._own_value = getattr(optimizer, ASKED_BY_SCALERS, False)
+        self._pairs = pairs
+        self.refusal: Refusal | None = None
+
+    def __bool__(self) -> bool:
+        if self.refusal is not None:
+            raise self.refusal()
+        if any(pair.low.grad is not None for pair in self._pairs):
+            raise OrderError(
+                f"low parameters of this {self._name} still hold gradients, which a GradScaler would neither "
+                "unscale nor check: after backward, before unscale_ and step, call take_gradients() of what "
+                "narrowcast.weights.hold returned"
+            )
+        return bool(self._own_value)
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        delattr(optimizer, ASKED_BY_SCALERS)
+        vars(optimizer).update(self._own)

@@ -1,4 +1,4 @@
-"""Any dense optimizer at work in float32 on parameters that are held in bfloat16 or float16."""
+"""``hold``: lets a dense optimizer work in float32 on parameters that are in bfloat16 or float16."""
 
 from __future__ import annotations
 
@@ -9,14 +9,29 @@ from typing import Any
 import torch
 
 from narrowcast.errors import SettingError, UnsupportedError, near_names
-from narrowcast.weights import _checkpoint
-from narrowcast.weights._gradients import clear, give_back, require_dense, spend, take, untake
-from narrowcast.weights._holdable import check_parameter
-from narrowcast.weights._keepers import Kahan, Keeper, Masters, Pair, Stochastic, release
-from narrowcast.weights._rounding import LOW_DTYPES
-from narrowcast.weights._scalers import begin_answering, end_answering
-from narrowcast.weights._state import narrow_state, widen_state
-from narrowcast.weights._torch_internals import is_outermost_step, local, untraced, version_of
+from narrowcast.weights import _kept
+from narrowcast.weights._gradients import (
+    clear,
+    give_back,
+    guard_against_scalers,
+    remove_guard,
+    require_dense,
+    spend,
+    take,
+    untake,
+)
+from narrowcast.weights._kept import (
+    Kahan,
+    Masters,
+    Pair,
+    Stochastic,
+    UpdateMethod,
+    narrow_state,
+    release,
+    widen_state,
+)
+from narrowcast.weights._lower import LOW_DTYPES
+from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, untraced, version_of
 
 Watcher = Callable[[], Callable[[], None]]
 
@@ -33,39 +48,39 @@ def hold(
     originals: Mapping[torch.Tensor, torch.Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> HeldWeights:
-    """Let ``optimizer`` work in float32 on its bfloat16 and float16 parameters, from now on.
+    """Make ``optimizer`` work in float32 on its bfloat16 and float16 parameters.
 
-    Each of them is replaced in ``optimizer.param_groups`` by a float32 working parameter, to which its
-    optimizer state is moved, widened. A step takes the low gradients, widened, updates the working
-    parameters in float32, and writes the result into the low parameters, in place. What is kept of the
-    float32 values between two steps is the difference:
+    >>> import torch
+    >>> from narrowcast.weights import hold
+    >>> model = torch.nn.Linear(8, 8).bfloat16()
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    >>> handle = hold(optimizer, "kahan")
+    >>> model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    >>> optimizer.step()
+    >>> handle.remove()
 
-    - ``"masters"``: the float32 parameters. The low ones are their nearest numbers. 4 bytes an element.
-    - ``"kahan"``: a residual in the low format, so that low plus residual is the float32 value to 16
-      significant bits in bfloat16 and 22 in float16 (where it is kept times 2**11). 2 bytes an element.
-    - ``"stochastic"``: nothing. The result is rounded up or down at random, right in the mean.
+    Each low parameter is replaced in ``optimizer.param_groups`` by a float32 working parameter, to which its
+    optimizer state is moved. A step converts the low gradients to float32, updates the working parameters,
+    and writes the result into the low parameters, in place. Between two steps, of the float32 values is kept:
 
-    With ``"kahan"`` and ``"stochastic"`` the working parameters have memory only during a step; what is read
-    from them between steps is NaN. Parameters of other dtypes are left alone.
+    - ``"masters"``: the float32 parameters; the low ones are their nearest numbers. 4 bytes an element.
+    - ``"kahan"``: a residual in the low format; low plus residual is the float32 value to 16 significant
+      bits in bfloat16 and 22 in float16. 2 bytes an element.
+    - ``"stochastic"``: nothing. The result is rounded up or down at random, exact in the mean.
 
-    A low parameter that something else wrote to between steps in place (``load_state_dict``, a clamp) wins
-    over what was kept, element by element; a residual that fits its new number stays. Writes through
-    ``.data`` are noticed until the first step. A step that does not happen, or that a fused optimizer leaves
-    out, leaves every bit of the low parameters. After one that raised, the next goes on from where it
-    stopped. NaN and infinities in a working parameter reach the low one; a finite value past the largest
-    number becomes an infinity there, which a master outlives and a residual does not. Closures are evaluated
-    with the low parameters, brought up to date before each evaluation. DTensors are held part by part.
-    Parameters added later with ``add_param_group`` are held from the next step on. CUDA graphs cannot capture
-    the step. ``GradScaler.step`` raises ``OrderError`` while low parameters have gradients, which it would
-    neither unscale nor check: ``take_gradients`` comes before.
+    With ``"kahan"`` and ``"stochastic"`` the working parameters have memory only during a step and read as
+    NaN between steps. Parameters of other dtypes are left alone.
 
     Args:
-        optimizer: any that takes dense gradients and works on ``param_groups``.
+        optimizer: any that takes dense gradients and reads its parameters from ``param_groups``.
         updates: ``"masters"``, ``"kahan"`` or ``"stochastic"``.
-        originals: float32 values, by low parameter, of the shape and device of the parameter, to start from
-            where they round to it; copied. ``lower`` returns them. Not for ``"stochastic"``.
-        generator: for ``"stochastic"``, of the device of the parameters. By default each device has one of
-            its own that starts from a fixed seed, so that replicas on several ranks round alike.
+        originals: float32 values by low parameter, as ``lower`` returns them, to start from where they round
+            to the low value; copied. Not for ``"stochastic"``.
+        generator: for ``"stochastic"``, of the device of the parameters. By default each device has its own,
+            with a fixed seed, so that replicas on several ranks round alike.
+
+    Returns:
+        The handle, with the methods for gradients, checkpoints and removal.
 
     Raises:
         SettingError: unknown ``updates``; an optimizer that is held already, or has no parameter in a low
@@ -73,30 +88,38 @@ def hold(
         UnsupportedError: an optimizer for sparse gradients or a differentiable one; a tensor subclass other
             than DTensor.
 
+    If something else writes to a low parameter between steps in place (``load_state_dict``, a clamp), the
+    written elements replace what was kept. Writes through ``.data`` are noticed only before the first step. A
+    skipped step leaves every bit of the low parameters; after a step that raised, the next one continues.
+    NaN and infinities reach the low parameter. A finite value above the largest number becomes infinite
+    there, which a master survives and a residual does not. Closures are evaluated with up-to-date low
+    parameters. DTensors are held part by part. Parameters added with ``add_param_group`` are held from the
+    next step on. CUDA graphs cannot capture the step. ``GradScaler.step`` raises ``OrderError`` while low
+    parameters have gradients: call ``take_gradients`` first.
+
     Source: masters: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1. Kahan summation and stochastic
     rounding of weights: Zamirai et al. 2020, arXiv 2010.06192, algorithms 2 and 3.
     """
-    keeper = _keeper(updates, generator)
+    method = _update_method(updates, generator)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SettingError(f"expected an optimizer to hold, got {type(optimizer).__name__}")
     if held_by(optimizer) is not None:
         raise SettingError(
-            f"this {type(optimizer).__name__} is held already: call remove() on its handle before holding it "
-            "another way"
+            f"this {type(optimizer).__name__} is held already: call remove() on its handle first"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError("SparseAdam takes sparse gradients, held weights dense ones: use Adam")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError("held weights cannot be differentiated through: set differentiable=False")
-    if originals is not None and isinstance(keeper, Stochastic):
+    if originals is not None and isinstance(method, Stochastic):
         raise SettingError(
             'updates="stochastic" keeps nothing of the originals: leave them out, or use "masters" or "kahan"'
         )
-    return HeldWeights(optimizer, keeper, originals or {})
+    return HeldWeights(optimizer, method, originals or {})
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> HeldWeights | None:
-    """The handle of a held optimizer, or None."""
+    """Return the handle of a held optimizer, or None."""
     reference = _HELD.get(optimizer)
     return reference() if reference is not None else None
 
@@ -108,40 +131,49 @@ def _refuse_copy(_: Any) -> Any:
     )
 
 
-def _keeper(updates: str, generator: torch.Generator | None) -> Keeper:
-    keepers: list[Keeper] = [Masters(), Kahan(), Stochastic(generator)]
-    for keeper in keepers:
-        if keeper.name == updates:
-            if generator is not None and not isinstance(keeper, Stochastic):
+def _update_method(updates: str, generator: torch.Generator | None) -> UpdateMethod:
+    methods: list[UpdateMethod] = [Masters(), Kahan(), Stochastic(generator)]
+    for method in methods:
+        if method.name == updates:
+            if generator is not None and not isinstance(method, Stochastic):
                 raise SettingError(f'updates="{updates}" draws no random numbers: leave out the generator')
-            return keeper
-    known = [keeper.name for keeper in keepers]
-    raise SettingError(f'updates="{updates}" is no way to keep updates. {near_names(str(updates), known)}')
+            return method
+    known = [method.name for method in methods]
+    raise SettingError(f'unknown updates="{updates}". {near_names(str(updates), known)}')
 
 
 class HeldWeights:
-    """The handle of a held optimizer: made by ``hold``, undone by ``remove``.
+    """The handle of a held optimizer: ``hold`` returns it, ``remove`` ends it.
 
-    Gradients belong to the low parameters, and ``optimizer.zero_grad()`` clears them there. A step finds
-    them there and leaves them there, unless ``take_gradients`` was called.
+    Gradients belong to the low parameters, and ``optimizer.zero_grad()`` clears them there. A step leaves
+    them there, unless ``take_gradients`` was called.
+
+    >>> import torch
+    >>> from narrowcast.weights import hold
+    >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> handle = hold(torch.optim.SGD([weight], lr=2.0**-12), "masters")
+    >>> weight.sum().backward()
+    >>> handle.optimizer.step()
+    >>> handle.full_values()[weight]
+    tensor([0.9998, 0.9998])
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        keeper: Keeper,
+        method: UpdateMethod,
         originals: Mapping[torch.Tensor, torch.Tensor],
     ) -> None:
         self.optimizer = optimizer
-        self._keeper = keeper
+        self._method = method
         self._pairs: list[Pair] = []
-        # Called when a step is made and not yet written; what they return is called when it is.
+        # Called after a step and before it is written; what they return is called after that.
         self.watchers: list[Watcher] = []
-        self._adopt(originals)
+        self._hold_new(originals)
         if not self._pairs:
             raise SettingError(
-                f"no parameter of this {type(optimizer).__name__} is in bfloat16 or float16, so there is "
-                "nothing to hold: lower the model first, with narrowcast.weights.lower"
+                f"no parameter of this {type(optimizer).__name__} is in bfloat16 or float16: lower the "
+                "model first, with narrowcast.weights.lower"
             )
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -150,44 +182,43 @@ class HeldWeights:
         self._zero_grad_of_instance = vars(optimizer).get("zero_grad")
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.holds_low_weights = True  # type: ignore[attr-defined]
-        # A copy would have the working parameters and nobody to write them back: it would train nothing.
+        # A copy would update the working parameters and never write them to the low ones.
         optimizer.__deepcopy__ = optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[attr-defined,method-assign]
-        begin_answering(optimizer, self._pairs)
+        guard_against_scalers(optimizer, self._pairs)
         _HELD[optimizer] = weakref.ref(self)
 
     @property
     def updates(self) -> str:
         """``"masters"``, ``"kahan"`` or ``"stochastic"``."""
-        return self._keeper.name
+        return self._method.name
 
     @property
     def parameters(self) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
-        """Each low parameter with the float32 one that the optimizer has in its place, in its order."""
-        self._adopt({})
+        """Each low parameter with its float32 working parameter, in the optimizer's order."""
+        self._hold_new({})
         return [(pair.low, pair.working) for pair in self._pairs]
 
     def take_gradients(self, *, reuse: bool = False) -> None:
         """Add the low gradients to the working parameters' float32 ``.grad`` and set the low ones to None.
 
-        For accumulation over micro-batches in float32, call it after each backward; before unscaling,
-        clipping or checking the gradients that the step will use, call it once. Values are widened, exact,
-        and otherwise left as they are: not unscaled, NaN and infinities kept. What was taken is used up by
-        the next step that is made, and cleared by ``optimizer.zero_grad()``, not by the model's.
+        Call it once before the gradients are unscaled, clipped or checked, or after each backward to
+        accumulate micro-batches in float32. Values are converted, exact, and not unscaled. The next step uses
+        them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not.
 
         Args:
-            reuse: keep the memory of float32 gradients on the CPU from step to step, 4 bytes an element: to
-                get it anew from the system takes ten times as long as to fill it. What somebody else still
-                holds, as a gradient that was put aside, is not written to.
+            reuse: keep the memory of float32 gradients on the CPU from step to step, 4 bytes an element:
+                allocating it takes ten times as long as filling it. Memory that another tensor still uses is
+                not written to.
 
         Raises:
-            UnsupportedError: a gradient is sparse. Nothing was taken then.
+            UnsupportedError: a gradient is sparse. Nothing was taken.
         """
-        self._adopt({})
+        self._hold_new({})
         take(self._pairs, lend=False, reuse=reuse)
 
     def full_values(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The float32 value of each low parameter, as new tensors: the master, low plus residual, or low."""
-        self._adopt({})
+        """Return the float32 value of each low parameter: the master, low plus residual, or low."""
+        self._hold_new({})
         values = {}
         with torch.no_grad():
             for pair in self._pairs:
@@ -195,45 +226,72 @@ class HeldWeights:
                 local(values[pair.low]).copy_(self._value(pair))
         return values
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is kept between steps beside the low parameters and the optimizer's state.
+    def set_values(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Replace the values of some held parameters, the low ones and what is kept.
 
-        A dict of strings, lists and tensors that ``torch.load(weights_only=True)`` reads. The tensors are
-        the live ones, as in ``Optimizer.state_dict``. Gradients that were taken and not used are not in it.
+        Args:
+            values: by position in ``parameters``; any floating dtype, of the parameter's shape, on any
+                device; a DTensor if the parameter is one. Rounded to float32, then to the low format, both to
+                nearest; NaN and infinities are kept.
         """
-        self._adopt({})
         with torch.no_grad():
-            self._settle()
-            if isinstance(self._keeper, Masters):
-                # Without a write to the low parameters, which a graph may have saved for its backward.
+            for position, value in values.items():
+                pair = self._pairs[position]
+                full = local(value.detach()).to(local(pair.low).device, torch.float32)
+                local(pair.low).copy_(full)
+                self._method.start(pair, full)
+                if pair.opened and self._method.frees_working:
+                    release(pair)
+                pair.opened, pair.seen = False, version_of(pair.low)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept between steps beside the low parameters and the optimizer's state.
+
+        A dict of strings, lists and tensors that ``torch.load(weights_only=True)`` reads. The tensors are not
+        copied, as in ``Optimizer.state_dict``. Gradients that were taken and not used are not included.
+        """
+        self._hold_new({})
+        with torch.no_grad():
+            self._finish_interrupted()
+            if isinstance(self._method, Masters):
+                # Does not write to the low parameters, which a graph may have saved for its backward.
                 self._open()
                 for pair in self._pairs:
                     pair.opened = False
-            return _checkpoint.saved(self._keeper, self._pairs)
+            return _kept.saved_state(self._method, self._pairs)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a state in, so that training goes on bit for bit, before or after model and optimizer load.
+        """Load a state, so that training continues bit for bit; before or after model and optimizer load.
 
-        Masters are written into the low parameters too. A residual counts where the low parameter, as it is
-        at the next step, is the nearest number to their sum.
+        Masters are written into the low parameters too. A residual is used where the low parameter, at the
+        next step, is the nearest number to their sum.
+
+        Raises:
+            SettingError: the state does not fit, as ``check_state_dict`` says. Nothing was changed.
+        """
+        self._hold_new({})
+        with torch.no_grad():
+            _kept.load_state(self._method, self._pairs, state)
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that ``load_state_dict`` would succeed, without changing anything.
 
         Raises:
             SettingError: other updates, another number of parameters, other shapes or formats; or random
-                generators of devices that no held parameter is on. Nothing was changed then.
+                generators of devices that no held parameter is on.
         """
-        self._adopt({})
-        with torch.no_grad():
-            _checkpoint.load(self._keeper, self._pairs, state)
+        self._hold_new({})
+        _kept.check_state(self._method, self._pairs, state)
 
     def remove(self) -> None:
-        """Give the optimizer its low parameters back, with its state rounded to their format.
+        """Put the low parameters back into the optimizer, with its state rounded to their format.
 
         Gradients that were taken go back to the low parameters, rounded to nearest. What was kept is lost.
         """
         if held_by(self.optimizer) is not self:
             return
         with torch.no_grad():
-            self._settle()
+            self._finish_interrupted()
             untake(self._pairs)
         low_of = {pair.working: pair.low for pair in self._pairs}
         for group in self.optimizer.param_groups:
@@ -247,15 +305,15 @@ class HeldWeights:
             if self._zero_grad_of_instance is not None:
                 self.optimizer.zero_grad = self._zero_grad_of_instance  # type: ignore[method-assign]
         del self.optimizer.holds_low_weights  # type: ignore[attr-defined]
-        end_answering(self.optimizer)
+        remove_guard(self.optimizer)
         del self.optimizer.__deepcopy__  # type: ignore[attr-defined]
         del self.optimizer.__reduce_ex__
         del _HELD[self.optimizer]
 
     # ---- parameters
 
-    def _adopt(self, originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Hold every parameter in a low format that the optimizer has and that is not held yet."""
+    def _hold_new(self, originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Hold every low parameter of the optimizer that is not held yet."""
         found = [
             (group["params"], position, parameter)
             for group in self.optimizer.param_groups
@@ -264,12 +322,12 @@ class HeldWeights:
         ]
         seen = {pair.low for pair in self._pairs} if found else set()
         for _, _, low in found:
-            check_parameter(low, seen, originals.get(low))
+            _check_parameter(low, seen, originals.get(low))
             seen.add(low)
         with torch.no_grad():
             pairs = [self._paired(low, originals.get(low)) for _, _, low in found]
         for (parameters, position, low), pair in zip(found, pairs, strict=True):
-            # In place, since an optimizer may hold the list itself (LBFGS does).
+            # In place, because an optimizer may refer to the list itself (LBFGS does).
             parameters[position] = pair.working
             widen_state(self.optimizer, low, pair.working)
         self._pairs += pairs
@@ -277,29 +335,29 @@ class HeldWeights:
     def _paired(self, low: torch.Tensor, original: torch.Tensor | None) -> Pair:
         working = torch.nn.Parameter(low.detach().to(torch.float32), requires_grad=low.requires_grad)
         for name, value in vars(low).items():
-            # Marks that users put on parameters for their optimizers to read.
+            # Attributes that users put on parameters for their optimizers.
             vars(working).setdefault(name, value)
-        pair = Pair(low, working, seen=None)  # .data too may be written to until the first step
+        pair = Pair(low, working, seen=None)  # writes through .data count until the first step
         full = local(working).detach()
         if original is not None:
             full = _agreed(local(original).detach(), local(low))
-        self._keeper.start(pair, full)
-        if self._keeper.releases:
+        self._method.start(pair, full)
+        if self._method.frees_working:
             release(pair)
         return pair
 
     def _value(self, pair: Pair) -> torch.Tensor:
-        value = local(pair.working) if pair.opened else self._keeper.value(pair)
+        value = local(pair.working) if pair.opened else self._method.value(pair)
         return _agreed(value, local(pair.low)) if pair.written_by_others else value
 
     # ---- one step
 
     def _open(self) -> None:
-        """Bring the values into the working parameters; where they are there already, leave them."""
+        """Bring the values into the working parameters that do not hold them yet."""
         for pair in self._pairs:
-            if pair.written_by_others or (self._keeper.releases and not pair.opened):
+            if pair.written_by_others or (self._method.frees_working and not pair.opened):
                 value = self._value(pair)
-                if self._keeper.releases:
+                if self._method.frees_working:
                     local(pair.working).data = value
                 else:
                     local(pair.working).copy_(value)
@@ -308,19 +366,19 @@ class HeldWeights:
 
     def _write(self) -> list[Pair]:
         opened = [pair for pair in self._pairs if pair.opened]
-        self._keeper.write(opened)
+        self._method.write(opened)
         for pair in opened:
             pair.seen = version_of(pair.low)
         return opened
 
     def _close(self) -> None:
         for pair in self._write():
-            if self._keeper.releases:
+            if self._method.frees_working:
                 release(pair)
             pair.opened = False
 
-    def _settle(self) -> None:
-        """Bring a step that raised to its end."""
+    def _finish_interrupted(self) -> None:
+        """Finish a step that raised."""
         if any(pair.opened for pair in self._pairs):
             self._open()
             self._close()
@@ -331,7 +389,7 @@ class HeldWeights:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not is_outermost_step(optimizer):
             return None
-        self._adopt({})
+        self._hold_new({})
         require_dense(self._pairs)
         with torch.no_grad():
             self._open()
@@ -364,7 +422,7 @@ class HeldWeights:
             if pair.opened and pair.written_by_others:
                 raise UnsupportedError(
                     f"the step of {type(optimizer).__name__} wrote to a held parameter of shape "
-                    f"{tuple(pair.low.shape)} itself, not through param_groups, so that its update would be "
+                    f"{tuple(pair.low.shape)} directly, not through param_groups, so its update would be "
                     "lost: make the optimizer read its parameters from param_groups, or do not hold it"
                 )
         with torch.no_grad():
@@ -384,5 +442,31 @@ class HeldWeights:
 
 
 def _agreed(full: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """``full`` where it rounds to ``low``, and ``low`` elsewhere."""
+    """Return ``full`` where it rounds to ``low``, and ``low`` elsewhere."""
     return torch.where(full.to(low.dtype) == low, full, low.to(torch.float32))
+
+
+def _check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch.Tensor | None) -> None:
+    """Refuse a parameter that cannot be held, and an original that does not fit.
+
+    Raises:
+        SettingError: one of ``seen``; an original of another shape, format or device.
+        UnsupportedError: a tensor subclass other than DTensor.
+    """
+    shape = tuple(low.shape)
+    if low in seen:
+        raise SettingError(
+            f"a parameter of shape {shape} comes twice in this optimizer: leave it in one group only"
+        )
+    if type(low.data) is not torch.Tensor and not is_dtensor(low):
+        raise UnsupportedError(
+            f"a parameter of shape {shape} is a {type(low.data).__name__}: plain tensors and DTensors can be "
+            "held, so leave it out of this optimizer"
+        )
+    wanted = (torch.float32, low.shape, low.device)
+    if original is not None and (original.dtype, original.shape, original.device) != wanted:
+        raise SettingError(
+            f"the original of a parameter of shape {shape} on {low.device} must be a float32 tensor of that "
+            f"shape there, not {str(original.dtype).removeprefix('torch.')} of shape "
+            f"{tuple(original.shape)} on {original.device}"
+        )

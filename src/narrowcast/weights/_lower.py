@@ -1,4 +1,4 @@
-"""A float32 model cast down in place, its float32 values for those who will need them, and what is lost."""
+"""The low formats: stochastic rounding to them, and models cast down in place."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Callable
 import torch
 
 from narrowcast.errors import SettingError, UnsupportedError
-from narrowcast.weights._rounding import LOW_DTYPES
 
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+
+_HALF_SMALLEST_NORMAL = 2.0**-14
+_HALF_SUBNORMAL_UNIT = 2.0**-24
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 def is_batch_or_instance_norm(module: torch.nn.Module) -> bool:
-    """Whether this is a batch or instance normalization with weights or running statistics of its own.
+    """Return whether this is a batch or instance normalization with weights or running statistics.
 
-    apex's ``keep_batchnorm_fp32``, and instance normalization too. A layer that has neither has nothing to
-    keep.
+    As apex's ``keep_batchnorm_fp32``, which also keeps instance normalization.
     """
     return isinstance(module, torch.nn.modules.batchnorm._NormBase) and bool(
         module.affine or module.track_running_stats
@@ -29,27 +31,37 @@ def lower(
     *,
     keep_fp32: Callable[[torch.nn.Module], bool] | None = is_batch_or_instance_norm,
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """Cast a model's parameters and floating buffers to ``dtype``, in place, and hand out what they were.
+    """Cast a model's parameters and floating buffers to ``dtype``, in place; return their float32 values.
 
-    Every parameter stays the object that it is, so that optimizers, tied layers and hooks go on seeing it;
-    frozen ones are cast too, and a gradient that is there is cast with its parameter. Integer, complex and
-    8-bit tensors stay. Values are rounded to nearest even: NaN stays NaN, what is past the largest number
-    becomes an infinity, float16 subnormals are kept. Do this before the first forward pass, before DDP and
-    before sharding.
+    >>> import torch
+    >>> from narrowcast.weights import hold, lower
+    >>> model = torch.nn.Linear(2, 2)
+    >>> originals = lower(model, torch.bfloat16)
+    >>> model.weight.dtype
+    torch.bfloat16
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> handle = hold(optimizer, "masters", originals=originals)
+
+    Every parameter remains the same object, so that optimizers, tied layers and hooks keep working. Frozen
+    parameters are cast too, and existing gradients with their parameters. Integer, complex and 8-bit tensors
+    are left alone. Call it before the first forward pass, before DDP and before sharding.
 
     Args:
         model: any module on any device.
         dtype: ``torch.bfloat16`` or ``torch.float16``.
-        keep_fp32: says of each module whether its own parameters and buffers stay as they are, those that
-            other modules share with it too; None keeps nothing.
+        keep_fp32: called with each module; True keeps the module's own parameters and buffers as they are,
+            also where other modules share them. None keeps nothing.
 
     Returns:
-        The values that were, in float32, by parameter: for ``hold(originals=...)``. Only of parameters that
-        were float32 or float64 and were cast. Their memory is freed when the dict is.
+        The float32 values by parameter, for ``hold(originals=...)``. Only of parameters that were float32 or
+        float64 and were cast.
 
     Raises:
-        SettingError: a ``dtype`` that is not one of the two.
+        SettingError: another ``dtype``.
         UnsupportedError: a parameter that is lazy or a tensor subclass, such as a DTensor. Nothing was cast.
+
+    Values are rounded to nearest even: NaN stays NaN, values above the largest number become infinite,
+    float16 subnormals are kept.
     """
     if dtype not in LOW_DTYPES:
         raise SettingError(f"a model is lowered to torch.bfloat16 or torch.float16, not to {dtype}")
@@ -74,7 +86,7 @@ def lower(
             buffer.data = buffer.data.to(dtype)
     for module in modules:
         if isinstance(module, torch.nn.RNNBase):
-            # cuDNN wants the weights in one piece of memory, and warns at every call where they are not.
+            # cuDNN needs the weights in one piece of memory and warns at every call otherwise.
             module.flatten_parameters()
     return originals
 
@@ -103,9 +115,9 @@ def _cast_parameter(parameter: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def lost_eps(optimizer: torch.optim.Optimizer) -> float | None:
-    """An ``eps`` of ``optimizer`` that is 0 in fp16, where weights and so its state are; None: there is none.
+    """Return an ``eps`` of ``optimizer`` that rounds to 0 in fp16, if it has fp16 weights; else None.
 
-    It divides 0 by 0 where a gradient is 0, and the weights become NaN.
+    Where a gradient is 0, the optimizer would then divide 0 by 0 and make the weights NaN.
     """
     for group in optimizer.param_groups:
         eps = group.get("eps")
@@ -113,3 +125,66 @@ def lost_eps(optimizer: torch.optim.Optimizer) -> float | None:
         if in_fp16 and isinstance(eps, float) and 0 < eps <= 2.0**-25:
             return eps
     return None
+
+
+# ---- stochastic rounding
+
+
+def round_stochastically(
+    values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Round each value to one of its two neighbours in ``dtype`` at random, so that the mean is exact.
+
+    The neighbour of larger magnitude is taken with a probability equal to the fraction of the way to it; a
+    number of ``dtype`` does not change. The probability is exact for bfloat16. For float16 it is exact for
+    multiples of 2**-55 and otherwise off by less than 2**-31: values below 2**-55 become zero.
+
+    Args:
+        values: float32, any shape, strides and device.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+        generator: of the device of ``values``; None: torch's default one.
+
+    Returns:
+        A new tensor of ``dtype`` with the shape, strides and device of ``values``.
+
+    The sign is kept, also of zero. Subnormals are rounded like other numbers. Infinities and NaNs remain.
+    Between the largest finite number and the next power of two the far neighbour is infinity; above that the
+    result is infinite.
+
+    Source: Gupta et al. 2015, arXiv 1502.02551, section 3; ``formats.round_to`` is the slow reference.
+    """
+    with torch.no_grad():
+        return rounded_with(values, dtype, _noise(values, dtype, generator))
+
+
+def _noise(values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> torch.Tensor:
+    """Return random int32 numbers with as many bits as ``rounded_with`` needs for ``dtype``."""
+    if dtype == torch.bfloat16:
+        words = torch.empty((values.numel() + 3) // 4, dtype=torch.int64, device=values.device)
+        # Without limits random_ leaves the sign bit of an int64 at zero.
+        words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
+        sixteen_bits = words.view(torch.int16)[: values.numel()].to(torch.int32)
+        return sixteen_bits.bitwise_and_(0xFFFF).view(values.shape)
+    noise = torch.empty(values.shape, dtype=torch.int32, device=values.device)
+    return noise.random_(generator=generator)
+
+
+def rounded_with(values: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor) -> torch.Tensor:
+    """Round away from zero where the complement of ``noise`` is below the fraction to round.
+
+    ``noise`` is int32, with 16 bits for bfloat16 and 31 for float16.
+    """
+    bits = values.view(torch.int32)
+    if dtype == torch.bfloat16:
+        rounded = ((bits + noise) & -0x10000).view(torch.float32)
+    else:
+        rounded = ((bits + (noise >> 18)) & -0x2000).view(torch.float32)
+        # Subnormals have a fixed spacing, so more than 13 bits are dropped.
+        steps = values.abs().clamp(max=_HALF_SMALLEST_NORMAL) / _HALF_SUBNORMAL_UNIT
+        whole = steps.floor()
+        fraction = ((steps - whole) * 2.0**31).to(torch.int32)
+        away = noise > (2**31 - 1) - fraction
+        subnormal = ((whole + away) * _HALF_SUBNORMAL_UNIT).copysign(values)
+        rounded = torch.where(values.abs() < _HALF_SMALLEST_NORMAL, subnormal, rounded)
+    # A NaN's bits plus noise may become an infinity or a number.
+    return torch.where(values.isnan(), values, rounded).to(dtype)

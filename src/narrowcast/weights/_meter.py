@@ -1,9 +1,10 @@
-"""How much of each update survives the format that the parameters are held in."""
+"""``UpdateMeter``: how much of each update survives the format of the parameters."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,25 +14,31 @@ import torch
 
 from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights._held import HeldWeights, held_by
-from narrowcast.weights._rounding import LOW_DTYPES
-from narrowcast.weights._shadow import aimed_values
-from narrowcast.weights._torch_internals import is_outermost_step, local, untraced
+from narrowcast.weights._kept import tensors_in, widened
+from narrowcast.weights._lower import LOW_DTYPES
+from narrowcast.weights._torch_internals import (
+    is_hook_table,
+    is_outermost_step,
+    local,
+    step_without_hooks,
+    untraced,
+)
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivingUpdates:
-    """What became of the updates of one parameter group, in one format, over the steps that were measured.
+    """How much of the updates of one parameter group, in one format, survived in the measured steps.
 
     Args:
         group: position in ``optimizer.param_groups``.
         format: of the low parameters, as "bf16"; or of the parameters, as "fp32".
         updates: ``"masters"``, ``"kahan"`` or ``"stochastic"`` for held parameters, else ``"nearest"``.
         intended_elements: elements times steps whose update in float32 was not zero. NaN counts.
-        swallowed_elements: those of them whose value was, to the bit, the same after the step.
-        effective_gain: <applied, intended> / <intended, intended> over all of them: 1 is a step as it was
-            meant, below 1 a shorter one. NaN where nothing was intended or something was not finite.
+        swallowed_elements: those of them whose value did not change in any bit.
+        effective_gain: <applied, intended> / <intended, intended> over all of them: 1 for the full step,
+            below 1 for a shorter one. NaN if no update was intended or a value was not finite.
     """
 
     group: int
@@ -43,7 +50,7 @@ class SurvivingUpdates:
 
     @property
     def swallowed_share(self) -> float:
-        """From 0 to 1; NaN where nothing was intended."""
+        """From 0 to 1; NaN if no update was intended."""
         if not self.intended_elements:
             return math.nan
         return self.swallowed_elements / self.intended_elements
@@ -54,9 +61,9 @@ _Row = tuple[int, str, str]
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """One step under way, by parameter: its row, what it was, and what it is to become.
+    """A step that is being measured, by parameter: its row, its value before, and its intended value.
 
-    A parameter without an aim is one that becomes what it is to become, by definition.
+    A float32 parameter has no entry in ``aimed``: its update survives by definition.
     """
 
     rows: dict[torch.Tensor, _Row]
@@ -65,20 +72,24 @@ class _Step:
 
 
 class UpdateMeter:
-    """Measures, around the steps of any optimizer, how much of its updates the parameters take in.
+    """Measure how much of an optimizer's updates the format of its parameters can represent.
+
+    >>> import torch
+    >>> from narrowcast.weights import UpdateMeter
+    >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    >>> optimizer = torch.optim.SGD([weight], lr=1e-4)
+    >>> with UpdateMeter(optimizer) as meter:
+    ...     weight.sum().backward()
+    ...     optimizer.step()
+    >>> meter.read()[0].swallowed_share
+    1.0
 
     The intended update is what the same optimizer does in float32 from the same parameters, gradients and
-    state. For held parameters (``hold``) that is what it did, and the value that counts is the one that is
-    kept: the master, the low parameter plus its residual, or the low parameter alone. For float32
-    parameters the two are the same by definition. For bfloat16 and float16 parameters that are not held, a
-    copy of the optimizer makes the step in float32 first; that costs one more step, and for its time 8 bytes
-    an element plus the state in float32. Training is not changed: nothing is written, no hook of the
-    optimizer is called, the random state is kept.
-
-    Sums stay on the device, in float64 (float32 on MPS), until they are read. Of a DTensor the part on this
-    rank counts. Parameters of other dtypes are not measured. Products of updates below 1e-19 are zero.
-
-    Use it as a context manager, or call ``remove``.
+    state. For parameters held by ``hold`` that is the working parameter after the step, compared with the
+    value that is kept: the master, the low parameter plus its residual, or the low parameter alone. For other
+    bfloat16 and float16 parameters, a copy of the optimizer makes the step in float32 first. That costs one
+    more step, and for its duration 8 bytes an element plus the state in float32. Training does not change:
+    nothing is written, no hook of the optimizer is called, the random state is restored.
 
     Args:
         optimizer: any dense optimizer, held or not, now or later.
@@ -86,8 +97,12 @@ class UpdateMeter:
 
     Raises:
         SettingError: ``every`` is not a positive integer.
-        UnsupportedError: at a step, where low parameters that are not held get a closure, or the optimizer
+        UnsupportedError: at a step, if low parameters that are not held get a closure, or the optimizer
             cannot be copied.
+
+    Use it as a context manager, or call ``remove``. Sums stay on the device, in float64 (float32 on MPS),
+    until they are read. Of a DTensor the part on this rank counts. Parameters of other dtypes are not
+    measured. Products of updates below 1e-19 are zero.
 
     Source: the share of swallowed updates: Zamirai et al. 2020, arXiv 2010.06192, section 3.
     """
@@ -121,19 +136,19 @@ class UpdateMeter:
         self.remove()
 
     def remove(self) -> None:
-        """Stop measuring; what was measured can still be read."""
+        """Stop measuring; the results can still be read."""
         for hook in self._hooks:
             hook.remove()
         self._subscribe(None)
         self._step = None
 
     def reset(self) -> None:
-        """Forget what was measured; the next step is measured."""
+        """Clear the results; the next step is measured."""
         self._sums.clear()
         self._steps = self.measured_steps = 0
 
     def read(self) -> tuple[SurvivingUpdates, ...]:
-        """One record a parameter group and format, in the order of the groups; waits for the device."""
+        """Return a record for each parameter group and format, in order; waits for the device."""
         totals: dict[_Row, list[float]] = defaultdict(lambda: [0.0] * 4)
         for (row, _), sums in self._sums.items():
             totals[row] = [a + b for a, b in zip(totals[row], sums.tolist(), strict=True)]
@@ -150,7 +165,7 @@ class UpdateMeter:
         )
 
     def __str__(self) -> str:
-        """A table of at most 80 columns."""
+        """Format a table of at most 80 columns."""
         lines = [
             f"Updates that survive, over {self.measured_steps} measured steps of "
             f"{type(self.optimizer).__name__}"[:80],
@@ -207,11 +222,11 @@ class UpdateMeter:
         self._subscribed = handle
 
     def _watch_held(self) -> Callable[[], None]:
-        """Called when the step is made, and what it returns when its result was written."""
+        """Watcher of held weights: called after the step; returns what is called once it is written."""
         step, handle = self._step, self._subscribed
         if step is None or handle is None:
             return lambda: None
-        # The handle lets go of this memory, or leaves it as it is: nobody writes to it before it is read.
+        # The handle frees this memory or keeps it; nothing writes to it before ``finish`` reads it.
         aimed = {low: working.detach() for low, working in handle.parameters}
 
         def finish() -> None:
@@ -225,7 +240,7 @@ class UpdateMeter:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_outermost_step(optimizer) or self._step is None:
             return
-        # Held parameters may be reported before or after this, by the order of the hooks.
+        # Held parameters are added before or after this, depending on the order of the hooks.
         step = self._step
         self.measured_steps += 1
         for parameter, row in step.rows.items():
@@ -259,3 +274,67 @@ def _refuse_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
             "update in float32 is not known beforehand: call backward before step, or hold the optimizer "
             "with narrowcast.weights.hold"
         )
+
+
+# ---- the intended update of parameters that are not held: a step by a float32 copy of the optimizer
+
+# Schedulers and ``hold`` replace these on one optimizer; they must not be copied.
+_BOUND = {"step", "zero_grad"}
+
+
+def aimed_values(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the float32 value that each parameter would have after a step in float32.
+
+    A copy of the optimizer steps on float32 copies of parameters, gradients and state. The original does not
+    change, no hook is called, and the random state is restored.
+
+    Raises:
+        UnsupportedError: the optimizer has something that cannot be copied.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with torch.no_grad():
+        shadows = {parameter: _shadow_of(parameter) for parameter in parameters}
+        shadow = _shadow_optimizer(optimizer, shadows)
+        # The step of the class; a scheduler may have replaced that of the instance by one that counts.
+        with _random_state_kept(parameters):
+            step_without_hooks(optimizer)(shadow)
+    return {parameter: value.detach() for parameter, value in shadows.items()}
+
+
+def _shadow_of(parameter: torch.Tensor) -> torch.Tensor:
+    shadow = torch.nn.Parameter(widened(parameter).detach().clone(), requires_grad=parameter.requires_grad)
+    vars(shadow).update(vars(parameter))
+    if parameter.grad is not None:
+        shadow.grad = widened(parameter.grad).detach().clone()
+    return shadow
+
+
+def _shadow_optimizer(
+    optimizer: torch.optim.Optimizer, shadows: dict[torch.Tensor, torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Copy the optimizer, with every reference to a parameter replaced by one to its shadow."""
+    shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
+    known: dict[int, Any] = {id(parameter): shadow for parameter, shadow in shadows.items()}
+    known[id(optimizer)] = shadow
+    for tensor in tensors_in(list(optimizer.state.values())):
+        if id(tensor) not in known:
+            known[id(tensor)] = widened(tensor).detach().clone()
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _BOUND}
+    for name in attributes:
+        if is_hook_table(name):
+            attributes[name] = OrderedDict()
+    try:
+        vars(shadow).update(copy.deepcopy(attributes, known))
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            "an optimizer with parameters in a low format is measured by a copy of it, and this "
+            f"{type(optimizer).__name__} cannot be copied ({error}): hold it with narrowcast.weights.hold, "
+            "which needs no copy"
+        ) from error
+    return shadow
+
+
+def _random_state_kept(parameters: list[torch.Tensor]) -> Any:
+    devices = {parameter.device for parameter in parameters if parameter.device.index is not None}
+    device_type = next(iter(devices)).type if devices else "cuda"
+    return torch.random.fork_rng([device.index for device in devices], device_type=device_type)

@@ -15,7 +15,7 @@ import torch
 from narrowcast.apex._torch_internals import version_of
 from narrowcast.apex.amp._amp_state import maybe_print
 from narrowcast.apex.amp._levels import LOW_DTYPES
-from narrowcast.weights import HeldWeights, set_values
+from narrowcast.weights import HeldWeights
 
 # By the id of the half weight, which the holder keeps alive.
 _masters_by_weight: weakref.WeakValueDictionary[int, Masters] = weakref.WeakValueDictionary()
@@ -53,7 +53,7 @@ class Masters:
 
     def set(self, low: torch.Tensor, value: torch.Tensor) -> None:
         """Write a value to a master, and rounded to its weight."""
-        set_values(self.held, {self._places[id(low)]: value})
+        self.held.set_values({self._places[id(low)]: value})
 
     def before_step(self, optimizer_name: str) -> None:
         """Let weights that were written through ``.data`` count, as those written in place do.

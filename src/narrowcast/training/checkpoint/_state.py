@@ -17,7 +17,7 @@ from narrowcast.scaling import Off
 from narrowcast.training._optimizer_group import check_settings_of
 from narrowcast.training._random import check_random_states, random_states, set_random_states
 from narrowcast.training._stepper import Stepper
-from narrowcast.weights import HeldWeights, check_state, held_by
+from narrowcast.weights import HeldWeights, held_by
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
 _BESIDE = "beside the Stepper"
@@ -119,7 +119,7 @@ class Group:
                 theirs = saved[kind][name]
                 if kind == "held":
                     try:
-                        check_state(one, theirs["state"])
+                        one.check_state_dict(theirs["state"])
                     except SettingError as error:
                         fit.refuse(str(error), "Hold the weights as they were held")
                 elif kind == "scalers":
