@@ -334,7 +334,7 @@ def test_held_weights_are_found_by_their_optimizer(path, updates):
     message = refused(path, other, bare)
     assert f"held weights '0' ({updates}) that was not given. Hold the optimizer's weights" in message
     other, fresh = made(1, hold="kahan" if updates == "masters" else "masters")
-    assert "this state of held weights does not belong here" in refused(path, other, fresh)
+    assert "this state of held weights does not fit" in refused(path, other, fresh)
 
 
 # ---- Steppers and policies
