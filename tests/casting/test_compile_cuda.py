@@ -1,13 +1,10 @@
-"""nc.compile and cast_exported on a GPU, by the table that PyTorch has for it."""
-
-import copy
+"""nc.compile on a GPU, by the table that PyTorch has for it."""
 
 import pytest
 import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import cast_exported
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -53,15 +50,3 @@ def test_as_eager_code(policy, backend):
         assert a.dtype == b.dtype
         # Kernels sum in their own orders, and fused ones leave roundings of 8 bits out.
         torch.testing.assert_close(a.float(), b.float(), rtol=2**-5, atol=2**-5 * b.abs().max().item())
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_exported(policy):
-    x = torch.randn(16, 32, device="cuda")
-    module = model()
-    program = cast_exported(torch.export.export(copy.deepcopy(module), (x,)), policy)
-    with nc.apply(module, policy), torch.no_grad():
-        expected = module(x)
-    found = program.module()(x)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)

@@ -104,7 +104,7 @@ def test_nothing_is_left_of_one_that_cannot_open():
     with pytest.raises(nc.NarrowcastError):
         LastingRegion(POLICY, {"cpu": torch.bfloat16, "no such device": torch.bfloat16})
     assert product() == torch.float32
-    assert not _lasting._process.policies
+    assert not _lasting._process.rules
     assert _guards._process.loading_users == 0
 
 

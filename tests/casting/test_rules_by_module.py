@@ -209,7 +209,7 @@ def test_refuse():
     with nc.apply(model, policy):
         with pytest.raises(UnsupportedError) as raised:
             model(X)
-        assert str(raised.value) == 'Linear was called, which a rule refuses (modules "head": refuse)'
+        assert 'which a rule refuses (modules "head": refuse)' in str(raised.value)
         assert not torch.is_autocast_enabled("cpu")
         assert model.norm(X).dtype == FP32
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.casting import _regions
-from narrowcast.casting._places import here
+from narrowcast.casting._places import places_here
 
 rule = nc.rule
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,7 +30,7 @@ def formats():
 def is_outside():
     return (
         not torch.is_autocast_enabled("cpu")
-        and not here.places
+        and not places_here()
         and not _regions._here.frames
         and not any(torch.is_autocast_enabled(device) for device in ("ipu", "maia"))
     )

@@ -1,16 +1,14 @@
 """Making a policy true: regions in which ops run in other formats, and casts of what modules hand on.
 
 ``autocast``, ``custom_fwd`` and ``custom_bwd`` take the arguments of ``torch.autocast`` and ``torch.amp``;
-``apply`` has a model open its region itself, rules for modules included; ``compile`` writes the casts into
-the graphs of ``torch.compile``, ``cast_exported`` into a program of ``torch.export``; ``cast_floating``
-casts the tensors inside any nesting of containers.
+``apply`` has a model open its region itself, rules for modules included; ``compile`` is ``torch.compile`` of
+that; ``cast_floating`` casts the tensors inside any nesting of containers.
 """
 
 from narrowcast.casting._autocast import PlacedRegion, autocast, region_in
 from narrowcast.casting._bake import Baked, bake, baked
 from narrowcast.casting._compile import compile
 from narrowcast.casting._custom import custom_bwd, custom_fwd
-from narrowcast.casting._export import cast_exported
 from narrowcast.casting._fp8 import unconverted
 from narrowcast.casting._fp8_linear import Fp8Linear
 from narrowcast.casting._guards import forget_warnings
@@ -35,7 +33,6 @@ __all__ = [
     "autocast",
     "bake",
     "baked",
-    "cast_exported",
     "cast_floating",
     "cast_where",
     "clean_path",

@@ -18,6 +18,7 @@ from narrowcast.casting._torch_internals import without_key
 from narrowcast.casting._weight_casts import cast_weight, may_be_kept
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
+    FP32,
     FP32_APPEND_DTYPE,
     FP32_SET_DTYPE,
     LOWER,
@@ -32,7 +33,7 @@ from narrowcast.policy import (
 
 Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """What a kernel calls: with its keyset, and the arguments of the operator."""
-_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
+CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 _APPENDED = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
@@ -69,7 +70,7 @@ def native_action(name: str, kind: str, device: str) -> Action:
 
 def is_eligible(tensor: torch.Tensor, device: str) -> bool:
     """Whether autocast may cast ``tensor`` at all."""
-    if tensor.dtype not in _CASTABLE:
+    if tensor.dtype not in CASTABLE:
         return False
     # The attribute takes a fifth of the time of asking for the device.
     return tensor.is_cpu if device == "cpu" else tensor.device.type == device
@@ -103,17 +104,32 @@ def _running(op: Any, device: str, casts: Callable[[Any, Any], tuple[Any, Any]] 
     return run
 
 
+def compute_dtype(compute: str, lower: torch.dtype, promoted: torch.dtype | None) -> torch.dtype | None:
+    """What ``compute`` of a rule, or a kind of PyTorch's tables, casts inputs to; None: to nothing.
+
+    ``lower`` is what "lower" means at the place, ``promoted`` the widest format among the inputs.
+    """
+    if compute == PROMOTE:
+        return promoted
+    if compute == LOWER:
+        return lower
+    if compute in (FP32, FP32_SET_DTYPE, FP32_APPEND_DTYPE):
+        return torch.float32
+    return None if compute in ("as-is", UNLISTED, REFUSE) else dtype_of(compute)
+
+
 def _casts(compute: str, device: str, place: Scope) -> Callable[[Any, Any], tuple[Any, Any]] | None:
     if compute == "as-is":
         return None
-    if compute == PROMOTE:
-        return lambda args, kwargs: _cast_all(
-            args, kwargs, widest(tensors_in((*args, *kwargs.values())), device), device
-        )
-    if compute == LOWER:
-        return lambda args, kwargs: _cast_all(args, kwargs, lower_dtype(place), device)
-    dtype = dtype_of(compute)
-    return lambda args, kwargs: _cast_all(args, kwargs, dtype, device)
+    if compute not in (PROMOTE, LOWER):
+        dtype = compute_dtype(compute, torch.float32, None)
+        return lambda args, kwargs: _cast_all(args, kwargs, dtype, device)
+
+    def casts(args: Any, kwargs: Any) -> tuple[Any, Any]:
+        promoted = widest(tensors_in((*args, *kwargs.values())), device) if compute == PROMOTE else None
+        return _cast_all(args, kwargs, compute_dtype(compute, lower_dtype(place), promoted), device)
+
+    return casts
 
 
 def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:

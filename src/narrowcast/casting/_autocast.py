@@ -11,7 +11,7 @@ import torch
 
 from narrowcast.casting import _modules, _regions, _torch_internals, _traced, _travel
 from narrowcast.casting._kernels import region_of, root_place
-from narrowcast.casting._places import here
+from narrowcast.casting._places import place_on
 from narrowcast.errors import DeviceError, PolicyError, near_names
 from narrowcast.policy import FP8_RECIPES, Policy, Scope, as_policy, resolve
 
@@ -112,7 +112,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         """Where the calls inside are made from; None: no rules are in force there."""
         policy = self._policy
         if policy is None:
-            return here.places.get(self.device)
+            return place_on(self.device)
         place = self._rules
         if place is not None and place.resolved.names_modules and self._enabled:
             if not _modules.is_applied(policy):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from narrowcast.casting._autocast import PlacedRegion, check_device
-from narrowcast.casting._places import here
+from narrowcast.casting._places import place_on
 from narrowcast.casting._tree import cast_where
 from narrowcast.errors import OrderError, PolicyError
 
@@ -64,7 +64,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         ctx._dtype = torch.get_autocast_dtype(device_type)
         ctx._fwd_used_autocast = inside and cast_inputs is None
         if not torch.compiler.is_compiling():
-            ctx._narrowcast_place = here.places.get(device_type)
+            ctx._narrowcast_place = place_on(device_type)
         if cast_inputs is None or not inside:
             return fwd(ctx, *args, **kwargs)
         with PlacedRegion(device_type, ctx._dtype, enabled=False):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._places import here, lower_dtype
+from narrowcast.casting._places import region_dtype
 from narrowcast.errors import MissingModuleError
 
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -179,5 +179,4 @@ def _format_of_region(device_type: str) -> torch.dtype | None:
     """What a linear layer hands on here; None outside of regions."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
-    place = here.places.get(device_type)
-    return torch.get_autocast_dtype(device_type) if place is None else lower_dtype(place)
+    return region_dtype(device_type)

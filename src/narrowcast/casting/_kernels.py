@@ -27,7 +27,7 @@ from narrowcast.casting import _actions
 from narrowcast.casting._calls import pass_by
 from narrowcast.casting._layers import Front
 from narrowcast.casting._native import native_kernel
-from narrowcast.casting._places import here
+from narrowcast.casting._places import place_on
 from narrowcast.casting._regions import once_none_is_open
 from narrowcast.casting._torch_internals import make_library, unseen_by_the_compiler
 from narrowcast.errors import UnsupportedError
@@ -213,7 +213,7 @@ def _kernel(op: str, device_type: str, native: Callable[..., Any]) -> Callable[.
 
     @unseen_by_the_compiler  # after a graph break it would take our code for the script's
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        place = here.places.get(device_type)
+        place = place_on(device_type)
         if place is None:
             return native(keyset, *args, **kwargs)
         try:
@@ -234,8 +234,7 @@ def _refuse_export(op: str, place: Scope) -> None:
     because = "" if decision is None else f" ({decision.because})"
     raise UnsupportedError(
         f"{op} was called while torch.export traced it inside a region whose policy decides about it{because}"
-        ", and an exported program keeps no region around it: export it outside, and then have "
-        "nc.casting.cast_exported(program, policy) write the casts into the program"
+        ", and an exported program keeps no region around it: export it outside of the region"
     )
 
 

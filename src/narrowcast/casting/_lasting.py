@@ -8,17 +8,15 @@ optimizer and ``load_state_dict``; writes through ``.data`` between two forwards
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from narrowcast.casting import _guards, _regions
+from narrowcast.casting import _guards, _places, _regions
 from narrowcast.casting._autocast import PlacedRegion
 from narrowcast.casting._kernels import root_place
-from narrowcast.casting._places import here
 from narrowcast.casting._torch_internals import (
     current_engine,
     nesting,
@@ -28,12 +26,14 @@ from narrowcast.casting._torch_internals import (
 )
 from narrowcast.casting._weight_casts import drop_casts
 from narrowcast.errors import OrderError
-from narrowcast.policy import Policy, Scope
+from narrowcast.policy import Policy, Rule, Scope
 
 
 def places_here() -> Mapping[str, Scope]:
     """Type of device -> the place of this thread's calls, where a policy with rules casts there now."""
-    return {device: place for device, place in here.places.items() if torch.is_autocast_enabled(device)}
+    return {
+        device: place for device, place in _places.places_here().items() if torch.is_autocast_enabled(device)
+    }
 
 
 def is_region_open_here() -> bool:
@@ -119,7 +119,7 @@ class LastingRegion:
 class _Process:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.policies: Counter[int] = Counter()  # by the identity of their rules, which their places share
+        self.rules: list[tuple[Rule, ...]] = []  # of the policies whose regions are open
         self.ours: Any = None
 
 
@@ -129,9 +129,8 @@ _process = _Process()
 @contextmanager
 def backward_outside(policy: Policy) -> Iterator[None]:
     """While this is open, backward passes begun in a region of ``policy`` cast nothing, in any thread."""
-    key = id(policy.rules)
     with _process.lock:
-        _process.policies[key] += 1
+        _process.rules.append(policy.rules)
         if _process.ours is None:
             _process.ours = _outside(current_engine())
             replace_engine(_process.ours)
@@ -139,9 +138,8 @@ def backward_outside(policy: Policy) -> Iterator[None]:
         yield
     finally:
         with _process.lock:
-            _process.policies[key] -= 1
-            _process.policies += Counter()
-            if not _process.policies:
+            _process.rules.remove(policy.rules)
+            if not _process.rules:
                 # Whoever replaced it since goes on calling ours, which hands everything on.
                 if current_engine() is _process.ours:
                     replace_engine(_process.ours.__wrapped__)
@@ -153,7 +151,7 @@ def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
 
     @unseen_by_the_compiler
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not any(id(place.resolved.rules) in _process.policies for place in here.places.values()):
+        if not any(place.resolved.rules in _process.rules for place in _places.places_here().values()):
             return below(*args, **kwargs)
         drop_casts()  # so that the pass frees each as it goes
         try:

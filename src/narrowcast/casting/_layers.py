@@ -20,7 +20,7 @@ import torch
 
 from narrowcast.casting import _actions
 from narrowcast.casting._native import without_waiting
-from narrowcast.casting._places import here
+from narrowcast.casting._places import places_here
 from narrowcast.casting._torch_internals import (
     call_composite,
     has_kernel,
@@ -95,7 +95,7 @@ class Front:
 
         @unseen_by_the_compiler
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            for device, place in here.places.items():
+            for device, place in places_here().items():
                 if torch.is_autocast_enabled(device) and _is_on(device, args, kwargs):
                     action: Any = place.actions.get(word, self)
                     if action is self:
@@ -122,7 +122,7 @@ class Front:
 
         @unseen_by_the_compiler
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            for device, place in here.places.items():
+            for device, place in places_here().items():
                 if torch.is_autocast_enabled(device) and _is_on(device, args, kwargs):
                     decision = place.decide(op)
                     if decision is not None and decision.compute != UNLISTED:

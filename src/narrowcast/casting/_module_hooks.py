@@ -3,32 +3,43 @@
 They hold the policy, so that it is there in whatever thread calls the module: where no region of it is
 open, they open one. PyTorch calls no hook after a ``KeyboardInterrupt``; a region that it leaves open is
 closed once the exception is dropped, and at the latest as the next region opens.
+
+Dynamo traces the hooks: what is to be done is then decided once, while it traces, and its graph has a region
+of torch's own, in whose state the place is kept (see ``_places``).
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from narrowcast.casting import _regions
+from narrowcast.casting._actions import CASTABLE, compute_dtype, widest
 from narrowcast.casting._kernels import root_place
-from narrowcast.casting._places import here
-from narrowcast.casting._torch_internals import not_compiled_alone, unseen_by_the_compiler
-from narrowcast.casting._tree import cast_where
+from narrowcast.casting._places import place_on, places_here, state_of, thread
+from narrowcast.casting._torch_internals import (
+    constant_while_tracing,
+    keep_graphs_with_regions,
+    not_compiled_alone,
+    unseen_by_the_compiler,
+)
+from narrowcast.casting._tree import cast_where, tensors_inside
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.machine import check_device
 from narrowcast.policy import Policy, Rule, Scope, dtype_of, resolve
 
-_CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
-
 _EXPORTED = (
     "expected a model without a policy for torch.export, got one with hooks of nc.apply, which no program "
-    "keeps: export it before nc.apply or after remove(), then casting.cast_exported(program, policy)"
+    "keeps: export it before nc.apply or after remove()"
 )
+_keys = itertools.count()
+_hooks: weakref.WeakValueDictionary[int, Hook] = weakref.WeakValueDictionary()
 
 
 class _Thread(threading.local):
@@ -49,7 +60,7 @@ def calls_under_way(policy: Policy) -> list[OpenCall]:
 class OpenCall:
     """One call of a module with hooks: how many regions it opened, and what its outputs are cast to."""
 
-    __slots__ = ("at_its_end", "caller", "hook", "module", "output", "regions", "shared")
+    __slots__ = ("at_its_end", "caller", "hook", "module", "outputs", "regions", "shared")
 
     def __init__(self, module: torch.nn.Module, caller: int, hook: Hook) -> None:
         self.module = module
@@ -58,7 +69,7 @@ class OpenCall:
         self.shared = hook._shared
         self.at_its_end: list[Any] = []  # handles to remove
         self.regions = 0
-        self.output: list[tuple[str, torch.dtype, Rule]] = []
+        self.outputs: list[_Casts] = []
 
     def check_recomputation(self) -> None:
         """See ``Shared``."""
@@ -74,6 +85,36 @@ class _Arguments(dict[str, Any]):
         _regions.close_abandoned()
 
 
+class _TracedArguments(dict[str, Any]):
+    """Keyword arguments of a traced call, with the regions and outputs of each hook that it went through.
+
+    The hooks before and after a call share nothing else that may change while a checkpoint is traced.
+    """
+
+    calls: dict[int, tuple[list[Any], list[tuple[str, torch.dtype]]]]
+
+
+class _Casts(NamedTuple):
+    """What a rule for a module casts on one type of device."""
+
+    rule: Rule
+    device: str
+    dtype: torch.dtype
+
+
+class _Region(NamedTuple):
+    """A region that a hook opens."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+    place: Scope | None
+
+
+_State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
+"""A region as Dynamo can hold it: its place by the autocast formats that stand for it."""
+
+
 def _caller_of_hooks() -> int:
     """The frame of the call of a module that our hooks were called from.
 
@@ -86,14 +127,20 @@ def _caller_of_hooks() -> int:
 
 
 class Shared:
-    """What the hooks of one policy on one model have in common. Copies of the model share it; in another
-    process it is made anew.
+    """What the hooks of one policy on one model have in common.
+
+    Copies of the model share it; in another process it is made anew.
     """
 
     def __init__(
-        self, policy: Policy, opens: bool, admits: Callable[[torch.nn.Module], bool] | None = None
+        self,
+        policy: Policy,
+        opens: bool,
+        admits: Callable[[torch.nn.Module], bool] | None = None,
+        compiled: bool = False,
     ) -> None:
         self.policy = policy
+        self.compiled = compiled  # by nc.compile, which may have others on the same modules
         self.opens = opens
         self.admits = admits  # in this process only
         self.removed = False  # from copies too
@@ -103,7 +150,7 @@ class Shared:
         return self
 
     def check_recomputation(self) -> None:
-        """What was computed under this policy cannot be computed again without its hooks.
+        """Refuse to compute again, without its hooks, what was computed under this policy.
 
         Raises:
             OrderError: it was removed meanwhile.
@@ -116,7 +163,7 @@ class Shared:
             )
 
     def __reduce__(self) -> Any:
-        return Shared, (self.policy, self.opens)
+        return Shared, (self.policy, self.opens, None, self.compiled)
 
 
 class Hook:
@@ -127,45 +174,74 @@ class Hook:
         self._rules = rules
         self._opening = opening
         self._casts = any(one.op is None for one in rules)
+        self._model: weakref.ref[torch.nn.Module] | None = None  # of the hook of a whole model
+        self._promotes = any(one.op is None and one.compute == "promote" for one in rules)
+        self._register()
+
+    def _register(self) -> None:
+        """Have a number by which traced code knows this hook."""
+        self.key = next(_keys)
+        _hooks[self.key] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._register()
 
     @property
     def policy(self) -> Policy:
         """What was applied, here or to the model that this one was copied from."""
         return self._shared.policy
 
+    @not_compiled_alone
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_exporting() and not self._shared.removed:
+        if torch.compiler.is_exporting() and not (self._shared.removed or self._shared.compiled):
             raise UnsupportedError(_EXPORTED)
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
+            return self._before(module, args, kwargs)
+        if self._shared.admits is not None:
             return _untraced(self._before, module, args, kwargs)
-        return self._before(module, args, kwargs)
+        return self._traced_before(module, args, kwargs)
 
-    def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return _untraced(self._after, module, args, output)
-        return self._after(module, args, output)
+    @not_compiled_alone
+    def after(self, module: torch.nn.Module, _args: Any, kwargs: Any, output: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return self._after(module, output)
+        if self._shared.admits is not None:
+            return _untraced(self._after, module, output)
+        return self._traced_after(kwargs, output)
+
+    # ---- called by Python
 
     def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if self._shared.removed:
             return None
-        self._prepare(module)
+        self.follow_model(module)
         opened = _here.calls
         while opened and not _regions.is_running(opened[-1].caller):
             opened.pop()  # left by a KeyboardInterrupt, after which PyTorch calls no hook
         call = OpenCall(module, _caller_of_hooks(), self)
         try:
-            opens = self._opening or (self._shared.opens and not self._devices())
-            if opens and (self._shared.admits is None or self._shared.admits(module)):
-                self._open_regions(call, module, args, kwargs)
-            for device in self._devices() if self._rules else ():
-                args, kwargs = self._go_inside(call, device, args, kwargs)
+            if self._may_open() and (self._shared.admits is None or self._shared.admits(module)):
+                for device in device_types(module, args, kwargs):
+                    self._enter(call, self.region_to_open(device))
+            for device in self.devices() if self._rules else ():
+                promoted = _widest((args, kwargs), device) if self._promotes else None
+                region, casts, output = self.inside(device, promoted)
+                self._enter(call, region)
+                if output is not None:
+                    call.outputs.append(output)
+                if casts is not None:
+                    args, kwargs = _cast_by_rule(casts, (args, kwargs))
         except BaseException:
             self._close(call)
             raise
         opened.append(call)
         return args, _Arguments(kwargs)
 
-    def _after(self, module: torch.nn.Module, _args: Any, output: Any) -> Any:
+    def _after(self, module: torch.nn.Module, output: Any) -> Any:
         opened = _here.calls
         if not opened or opened[-1].hook is not self or opened[-1].module is not module:
             return output  # called before the hooks were there
@@ -173,95 +249,161 @@ class Hook:
         self._close(call)
         for handle in call.at_its_end:
             handle.remove()
-        for device, dtype, rule in call.output:
-            output = _cast_by(rule, output, dtype, device)
+        for casts in call.outputs:
+            output = _cast_by_rule(casts, output)
         return output
 
-    def _prepare(self, module: torch.nn.Module) -> None:
-        """What is to be done before each call."""
+    def follow_model(self, module: torch.nn.Module) -> None:
+        """See to parts of the model that came since the last call."""
 
-    def _devices(self) -> list[str]:
-        """The device types on which a region of this policy is open in this thread."""
-        rules = self._shared.policy.rules
-        return [device for device, place in here.places.items() if place.resolved.rules == rules]
-
-    def _open_regions(self, call: OpenCall, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        policy = self._shared.policy
-        for device in device_types(module, args, kwargs):
-            check_device(device)
-            dtype = resolve(policy, device)
-            on = dtype != torch.float32 or not policy.is_plain
-            place = None if policy.is_plain else root_place(policy, device, dtype)
-            if on and not _is_open(device, dtype, place):
-                self._enter(call, device, place, dtype, enabled=True)
-            elif not on and torch.is_autocast_enabled(device):
-                # A region around the call is of another policy, and this one computes in fp32.
-                self._enter(call, device, None, torch.get_autocast_dtype(device), enabled=False)
-
-    def _go_inside(self, call: OpenCall, device: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        outside = here.places[device]
-        switched_off = outside.rule is not None and outside.rule.compute == "as-is"
-        if not torch.is_autocast_enabled(device) and not switched_off:
-            return args, kwargs  # by the script, inside the model
-        place = outside.inside(self._rules)
-        rule = place.rule if self._casts else None
-        if rule is None:
-            on = torch.is_autocast_enabled(device) or place.rules_operators
-            self._enter(call, device, place, torch.get_autocast_dtype(device), on)
-            return args, kwargs
-        if rule.compute == "refuse":
-            raise UnsupportedError(f"{type(call.module).__name__} was called, which a rule refuses ({rule})")
-        dtype = _compute_dtype(rule, place, (args, kwargs), device)
-        region = dtype if dtype is not None else torch.get_autocast_dtype(device)
-        # Rules for operators inside come first; without any, nothing is to be cast.
-        self._enter(call, device, place, region, rule.compute != "as-is" or place.rules_operators)
-        if rule.output is not None:
-            word = place.resolved.lower if rule.output == "lower" else rule.output
-            call.output.append((device, dtype_of(word), rule))
-        if dtype is not None:
-            args, kwargs = _cast_by(rule, args, dtype, device), _cast_by(rule, kwargs, dtype, device)
-        return args, kwargs
-
-    def _enter(
-        self, call: OpenCall, device: str, place: Scope | None, dtype: torch.dtype, enabled: bool
-    ) -> None:
-        caches = torch.is_autocast_cache_enabled()
-        _regions.enter(call, device, dtype, enabled, caches, audible=False, place=place, caller=call.caller)
-        call.regions += 1
+    def _enter(self, call: OpenCall, region: _Region | None) -> None:
+        if region is not None:
+            caches = torch.is_autocast_cache_enabled()
+            device, dtype, enabled, place = region
+            _regions.enter(
+                call, device, dtype, enabled, caches, audible=False, place=place, caller=call.caller
+            )
+            call.regions += 1
 
     def _close(self, call: OpenCall) -> None:
         for _ in range(call.regions):
             _regions.leave(call)
         call.regions = 0
 
+    # ---- traced by Dynamo
 
-class HookBesideGraphs:
-    """The two hooks of one module in a model that ``nc.compile`` compiles, where Python calls them.
+    def _traced_before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._shared.removed:
+            return None
+        given = kwargs if isinstance(kwargs, _TracedArguments) else _TracedArguments(kwargs)
+        regions: list[Any] = []
+        outputs: list[tuple[str, torch.dtype]] = []
+        if given is not kwargs:
+            given.calls = {}
+        given.calls[self.key] = (regions, outputs)
+        if self._opening or self._shared.opens:
+            for device in _traced_device_types(module, args, kwargs):
+                _enter_traced(regions, _region_to_open(self.key, device))
+        for device in _devices(self.key) if self._rules else ():
+            promoted = _widest((args, kwargs), device) if self._promotes else None
+            region, dtype, output = _inside(self.key, device, promoted)
+            _enter_traced(regions, region)
+            if output is not None:
+                outputs.append((device, output))
+            if dtype is not None:
+                wants = _wants(device, dtype)
+                args, named = cast_where((args, dict(given)), dtype, wants)
+                given.update(named)
+        return args, given
 
-    A subclass says what is done where Dynamo traces them. That something is compiled somewhere says nothing
-    of it: another thread may do so.
-    """
+    def _traced_after(self, kwargs: Any, output: Any) -> Any:
+        if not isinstance(kwargs, _TracedArguments):
+            if not self._shared.removed:
+                torch._dynamo.graph_break()  # another hook exchanged the arguments: left to Python
+            return output
+        regions, outputs = kwargs.calls[self.key]
+        for region in reversed(regions):
+            region.__exit__(None, None, None)
+        for device, dtype in outputs:
+            output = cast_where(output, dtype, _wants(device, dtype))
+        return output
 
-    def __init__(self, hook: Hook | None) -> None:
-        self._hook = hook
+    # ---- decisions
 
-    @not_compiled_alone
-    def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return self.traced_before(args, kwargs)
-        return None if self._hook is None else self._hook._before(module, args, kwargs)
+    def devices(self) -> list[str]:
+        """The device types on which a region of this policy is open in this thread."""
+        rules = self._shared.policy.rules
+        return [device for device, place in places_here().items() if place.resolved.rules == rules]
 
-    @not_compiled_alone
-    def after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return self.traced_after(output)
-        return None if self._hook is None else self._hook._after(module, args, output)
+    def _may_open(self) -> bool:
+        return self._opening or (self._shared.opens and not self.devices())
 
-    def traced_before(self, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+    def region_to_open(self, device: str) -> _Region | None:
+        """The region of the policy on ``device``; None where it is open, or there is none to open."""
+        policy = self._shared.policy
+        check_device(device)
+        dtype = resolve(policy, device)
+        place = None if policy.is_plain else root_place(policy, device, dtype)
+        if (dtype != torch.float32 or place is not None) and not _is_open(device, dtype, place):
+            return _Region(device, dtype, True, place)
+        if dtype == torch.float32 and place is None and torch.is_autocast_enabled(device):
+            # A region around the call is of another policy, and this one computes in fp32.
+            return _Region(device, torch.get_autocast_dtype(device), False, None)
+        return None
 
-    def traced_after(self, output: Any) -> Any:
-        raise NotImplementedError
+    def inside(
+        self, device: str, promoted: torch.dtype | None
+    ) -> tuple[_Region | None, _Casts | None, _Casts | None]:
+        """The module's own region, what its inputs are cast to, and its outputs."""
+        outside = place_on(device)
+        assert outside is not None
+        switched_off = outside.rule is not None and outside.rule.compute == "as-is"
+        if not torch.is_autocast_enabled(device) and not switched_off:
+            return None, None, None  # by the script, inside the model
+        place = outside.inside(self._rules)
+        rule = place.rule if self._casts else None
+        if rule is None:
+            on = torch.is_autocast_enabled(device) or place.rules_operators
+            return _Region(device, torch.get_autocast_dtype(device), on, place), None, None
+        if rule.compute == "refuse":
+            raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
+        dtype = compute_dtype(rule.compute, dtype_of(place.resolved.lower), promoted)
+        # Rules for operators inside come first; without any, nothing is to be cast.
+        on = rule.compute != "as-is" or place.rules_operators
+        region = _Region(device, torch.get_autocast_dtype(device) if dtype is None else dtype, on, place)
+        output = None
+        if rule.output is not None:
+            word = place.resolved.lower if rule.output == "lower" else rule.output
+            output = _Casts(rule, device, dtype_of(word))
+        return region, None if dtype is None else _Casts(rule, device, dtype), output
+
+
+# ---- decided while Dynamo traces
+
+
+def _enter_traced(regions: list[Any], state: _State | None) -> None:
+    if state is not None:
+        region = _regions.traced_region(*state)
+        region.__enter__()
+        regions.append(region)
+
+
+@constant_while_tracing
+def _region_to_open(key: int, device: str) -> _State | None:
+    hook = _hooks[key]
+    model = None if hook._model is None else hook._model()
+    if model is not None:
+        hook.follow_model(model)
+    return _state(hook.region_to_open(device)) if hook._may_open() else None
+
+
+@constant_while_tracing
+def _devices(key: int) -> tuple[str, ...]:
+    return tuple(_hooks[key].devices())
+
+
+@constant_while_tracing
+def _inside(
+    key: int, device: str, promoted: torch.dtype | None
+) -> tuple[_State | None, torch.dtype | None, torch.dtype | None]:
+    region, casts, output = _hooks[key].inside(device, promoted)
+    dtypes = [None if one is None else one.dtype for one in (casts, output)]
+    return _state(region), dtypes[0], dtypes[1]
+
+
+def _state(region: _Region | None) -> _State | None:
+    if region is None:
+        return None
+    keep_graphs_with_regions()
+    device, dtype, enabled, place = region
+    return device, dtype, enabled, tuple(state_of(place, device))
+
+
+def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
+    """The device type of the first parameter, or of the inputs: Dynamo would take long to look at all."""
+    for weight in module.parameters():
+        return [weight.device.type]
+    return [one.device.type for one in tensors_inside((args, kwargs))[:1]]
 
 
 @unseen_by_the_compiler
@@ -270,72 +412,44 @@ def _untraced(hook: Any, *args: Any) -> Any:
     return hook(*args)
 
 
-def _compute_dtype(rule: Rule, place: Scope, values: Any, device: str) -> torch.dtype | None:
-    """What a module's inputs are cast to; None: to nothing."""
-    if rule.compute == "as-is":
-        return None
-    if rule.compute == "promote":
-        return _widest(values, device)
-    return dtype_of(place.resolved.lower if rule.compute == "lower" else rule.compute)
+# ---- casts
 
 
 def _widest(values: Any, device: str) -> torch.dtype | None:
-    found: list[torch.dtype] = []
-
-    def note(tensor: torch.Tensor) -> bool:
-        if tensor.dtype in _CASTABLE and tensor.device.type == device:
-            found.append(tensor.dtype)
-        return False
-
-    cast_where(values, torch.float32, note)
-    widest = found[0] if found else None
-    for dtype in found[1:]:
-        widest = torch.promote_types(widest, dtype)  # type: ignore[arg-type]
-    return widest
+    return widest(tensors_inside(values), device)
 
 
-def _eligible(device: str, dtype: torch.dtype) -> Any:
-    def wants(tensor: torch.Tensor) -> bool:
-        return tensor.dtype in _CASTABLE and tensor.dtype is not dtype and tensor.device.type == device
-
-    return wants
-
-
-def _cast_by(rule: Rule, values: Any, dtype: torch.dtype, device: str) -> Any:
-    """Cast what goes into a module or comes out of it, so that who watches the casts knows the rule."""
-    here.casts_by = rule
+def _cast_by_rule(casts: _Casts, values: Any) -> Any:
+    """Cast what goes into a module or comes out of it, and have observers know the rule."""
+    thread.casting_rule = casts.rule
     try:
-        return cast_where(values, dtype, _eligible(device, dtype))
+        return cast_where(values, casts.dtype, _wants(casts.device, casts.dtype))
     finally:
-        here.casts_by = None
+        thread.casting_rule = None
+
+
+def _wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
+    return lambda one: one.dtype in CASTABLE and one.dtype != dtype and one.device.type == device
 
 
 def _is_open(device: str, dtype: torch.dtype, place: Scope | None) -> bool:
     """Whether the thread is in such a region already, at that place or inside it."""
     if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
         return False
-    current = here.places.get(device)
-    return current is place or (
-        current is not None and place is not None and current.resolved is place.resolved
-    )
+    current = place_on(device)
+    if current is None or place is None:
+        return current is place
+    return current.resolved.root.identity == place.identity
 
 
-def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> Iterable[str]:
+def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list[str]:
     """The types of device that ``module`` computes on: its weights', or without any its inputs'.
 
     Without either, the one on which tensors are made by default.
     """
     found = dict.fromkeys(one.device.type for one in _weights(module)) if module is not None else {}
-    if not found:
-
-        def note(tensor: torch.Tensor) -> bool:
-            found[tensor.device.type] = None
-            return False
-
-        cast_where((args, kwargs), torch.float32, note)
-    if not found:
-        found[torch.get_default_device().type] = None
-    return [device for device in found if device != "meta"]
+    found = found or dict.fromkeys(one.device.type for one in tensors_inside((args, kwargs)))
+    return [device for device in found or (torch.get_default_device().type,) if device != "meta"]
 
 
 def _weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 from narrowcast.casting._fp8 import apply_fp8, unconverted
 from narrowcast.casting._module_hooks import Hook, Shared, calls_under_way, hooks_on
 from narrowcast.casting._paths import all_paths, is_wrapper
-from narrowcast.casting._places import here
+from narrowcast.casting._places import places_here
 from narrowcast.casting._structure import Structure
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
 from narrowcast.errors import OrderError, PolicyError, near_names
@@ -84,7 +84,7 @@ def refuse_other_models(policy: Policy) -> Any:
     def check(module: torch.nn.Module, _args: Any) -> None:
         if not any(weight is not None for weight in module._parameters.values()) or id(module) in covered:
             return
-        if not any(place.resolved.rules == policy.rules for place in here.places.values()):
+        if not any(place.resolved.rules == policy.rules for place in places_here().values()):
             return  # another thread, or a region of another policy
         covered.update(
             id(part) for model, one in _applied.items() if one.policy == policy for part in model.modules()
@@ -183,7 +183,9 @@ class Applied:
             rules = _rules_of(self.policy, paths, module)
             if "" in paths and (self._shared.opens or self.policy.names_modules):
                 if module is model or not is_wrapper(module):
-                    self._placed.append(_place(module, _ModelHook(self._shared, rules, self._shared.opens)))
+                    hook = _ModelHook(self._shared, rules, self._shared.opens)
+                    hook._model = weakref.ref(model)
+                    self._placed.append(_place(module, hook))
             elif rules:
                 self._placed.append(_place(module, Hook(self._shared, rules, opening=False)))
 
@@ -198,38 +200,65 @@ class _ModelHook(Hook):
         # A policy does not change, and one made of apex's lists has 200 rules to look through.
         return self.policy.names_modules
 
-    def _prepare(self, module: torch.nn.Module) -> None:
+    def follow_model(self, module: torch.nn.Module) -> None:
         if self._names_modules and (self._structure is None or not self._structure.holds()):
-            _follow(module, self)
+            placed = _follow(module, self._shared)
+            if module in _applied:
+                _applied[module]._placed += placed
             self._structure = Structure(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_structure": None}
+        return {**super().__getstate__(), "_structure": None}
 
 
-def _follow(model: torch.nn.Module, hook: Hook) -> None:
-    """Give every part of ``model`` the rules that are for it now.
+def _follow(model: torch.nn.Module, shared: Shared) -> list[_Placed]:
+    """Give every part of ``model`` the rules that are for it now; returns the hooks that are new.
 
     Raises:
         OrderError: a layer came that fp8 rules are for, which are put in force where the policy is applied.
         PolicyError: a part that came has another policy.
     """
-    policy, shared = hook.policy, hook._shared
+    policy = shared.policy
     refuse_new_fp8(model, policy)
-    applied = _applied.get(model)
+    placed = []
     for paths, module in all_paths(model):
         there = [(key, one) for key, one in hooks_on(module) if one._shared is shared]
         rules = _rules_of(policy, paths, module)
-        if not there:
+        if not there and not shared.compiled:
             _make_way([(paths, module)], policy)
-        if "" in paths or (there[0][1]._rules if there else ()) == rules:
+        is_model = "" in paths and not shared.compiled  # whose hook stays
+        if is_model or (there[0][1]._rules if there else ()) == rules:
             continue
         for key, _ in there:
             _take_away(module, key)
         if rules:
-            placed = _place(module, Hook(shared, rules, opening=False))
-            if applied is not None:
-                applied._placed.append(placed)
+            placed.append(_place(module, Hook(shared, rules, opening=False)))
+    return placed
+
+
+class CompiledHooks:
+    """The hooks of one ``nc.compile`` on the parts of a model that have rules; they end with this.
+
+    They do nothing but in a region of their policy, which the compiled model opens.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._shared = Shared(policy, opens=False, compiled=True)
+        self._placed: list[_Placed] = []
+        self._structure: Structure | None = None
+        weakref.finalize(self, _remove, self._placed).atexit = False
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Give every part of ``model`` the rules that are for it now."""
+        if self._structure is None or not self._structure.holds():
+            self._placed += _follow(model, self._shared)
+            self._structure = Structure(model)
+
+
+def _remove(placed: list[_Placed]) -> None:
+    for one in placed:
+        one.before.remove()
+        one.after.remove()
 
 
 def refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
@@ -258,7 +287,11 @@ def _place(module: torch.nn.Module, hook: Hook) -> _Placed:
     # First before and last after every other hook, so that those run inside, as the module's own code.
     _live.add(hook)
     before = module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-    return _Placed(weakref.ref(hook), before, module.register_forward_hook(hook.after, always_call=True))
+    return _Placed(
+        weakref.ref(hook),
+        before,
+        module.register_forward_hook(hook.after, always_call=True, with_kwargs=True),
+    )
 
 
 def rules_at(policy: Policy, paths: tuple[str, ...], names: tuple[str, ...]) -> tuple[Rule, ...]:
@@ -277,7 +310,7 @@ def _make_way(places: list[_Place], policy: Policy) -> None:
         for key, hook in hooks_on(module):
             if hook not in _live:
                 _take_away(module, key)
-            elif hook.policy != policy:
+            elif hook.policy != policy and not hook._shared.compiled:
                 raise PolicyError(
                     f"{type(module).__name__} {paths[0]!r} in this model has another policy already: call "
                     "remove() on the handle of its nc.apply first"

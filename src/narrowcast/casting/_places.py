@@ -1,52 +1,149 @@
 """Which rules are in force in a thread: the place in a model that its calls are made from.
 
-What a thread holds here is read by the kernels of ``_kernels`` and written by regions, by the hooks of
-modules, and where a policy travels with a graph into another thread or to a later moment.
+The place is kept in torch's own autocast state, which ``torch.compile`` guards and traces. No tensor is ever
+on an IPU, so while rules are in force for the CPU, the autocast format of IPUs stands for the place, and
+autocast is on for them: another place is another state, for which Dynamo makes another graph. Where there are
+more places than formats, a second such device type is used as well. Caches of graphs on disk have that state
+in their keys, and beside it the list of what each format stands for in this process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import weakref
 
 import torch
 
-from narrowcast.casting._compiler_marks import mark
+from narrowcast.casting._torch_internals import trace_backward_outside_of_regions
+from narrowcast.errors import UnsupportedError
 from narrowcast.policy import Rule, Scope, dtype_of
+
+# The device types whose formats stand for places on another one: for the first places, and for those beyond.
+_BEARERS = {"cpu": ("ipu", "maia"), "cuda": ("hpu", "mtia")}
+_OTHER_BEARERS = ("xla", "hpu")
+_NEUTRAL = torch.float16
+# Not those in which a program may have opened a region for such a device.
+_FORMATS = tuple(
+    sorted(
+        {one for one in vars(torch).values() if isinstance(one, torch.dtype)} - {_NEUTRAL, torch.bfloat16},
+        key=str,
+    )
+)
+_lock = threading.Lock()
+_Mark = tuple[torch.dtype, torch.dtype | None]
+# By device type and identity of a place, its mark; by device type and mark, the places (of equal policies).
+_marks: dict[tuple[str, str], _Mark] = {}
+_places: dict[tuple[str, torch.dtype, torch.dtype | None], list[weakref.ref[Scope]]] = {}
+
+
+class _Process:
+    device_types: tuple[str, ...] = ()  # those for which there was a place
+    beyond = False  # whether the second device type of a pair is used at all
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.places: dict[str, Scope] = {}
-        self.casts_by: Rule | None = None
+    casting_rule: Rule | None = None
 
 
-here = _Thread()
-"""``here.places``: type of device -> the place of this thread; without an entry no rule is in force.
-
-``here.casts_by``: the rule for a module by which what goes into it, or comes out of it, is being cast now.
-"""
+_process = _Process()
+thread = _Thread()
+"""``thread.casting_rule``: the rule for a module whose inputs or outputs this thread is casting."""
 
 
 def rule_that_casts() -> Rule | None:
-    """The rule for a module by which this thread casts its inputs or outputs now; None: it does not."""
-    return here.casts_by
+    """Return the rule for a module whose inputs or outputs this thread is casting; None: there is none."""
+    return thread.casting_rule
+
+
+def place_on(device_type: str) -> Scope | None:
+    """Return the place of this thread's calls on ``device_type``; None: no rule is in force."""
+    bearer, beyond = _BEARERS.get(device_type, _OTHER_BEARERS)
+    second = torch.get_autocast_dtype(beyond) if _process.beyond else None
+    if second not in _FORMATS:
+        second = None
+    for reference in _places.get((device_type, torch.get_autocast_dtype(bearer), second), ()):
+        place = reference()
+        if place is not None:
+            return place
+    return None
+
+
+def places_here() -> dict[str, Scope]:
+    """Return the places of this thread's calls by type of device."""
+    found = {device: place_on(device) for device in _process.device_types}
+    return {device: place for device, place in found.items() if place is not None}
 
 
 def move_to(place: Scope | None, device_type: str) -> None:
-    """From now on this thread's calls are made from ``place``; None: from outside of every rule."""
-    places = here.places
-    if place is not None:
-        places[device_type] = place
-    elif device_type in places:
-        del places[device_type]
-    mark(place, device_type)
+    """Make ``place`` that of this thread's calls from now on; None: no rule is in force."""
+    for bearer, dtype in state_of(place, device_type):
+        torch.set_autocast_dtype(bearer, dtype)
+        torch.set_autocast_enabled(bearer, dtype != _NEUTRAL)
+
+
+def state_of(place: Scope | None, device_type: str) -> list[tuple[str, torch.dtype]]:
+    """Return the device types whose autocast formats stand for ``place``, with these formats."""
+    mark = (_NEUTRAL, None) if place is None else mark_of(place)
+    bearers = _BEARERS.get(device_type, _OTHER_BEARERS)
+    if not _process.beyond:
+        return [(bearers[0], mark[0])]
+    return [(bearers[0], mark[0]), (bearers[1], mark[1] or _NEUTRAL)]
+
+
+def mark_of(place: Scope) -> _Mark:
+    """Return the formats that stand for ``place``.
+
+    Raises:
+        UnsupportedError: the process has used up all of them.
+    """
+    return place.mark if place.mark is not None else _choose_mark(place)
+
+
+def _choose_mark(place: Scope) -> _Mark:
+    device_type = place.resolved.device_type
+    with _lock:
+        identity = (device_type, repr(place.identity))
+        if identity not in _marks:
+            bearers = _BEARERS.get(device_type, _OTHER_BEARERS)
+            before = sum(_BEARERS.get(device, _OTHER_BEARERS) == bearers for device, _ in _marks)
+            lap, at = divmod(before, len(_FORMATS))
+            if lap > len(_FORMATS):
+                raise UnsupportedError(
+                    f"expected fewer than {before} places of policies with rules in one process, since "
+                    "torch.compile can tell no more of them apart: make each policy once"
+                )
+            if device_type not in _process.device_types:
+                _process.device_types += (device_type,)
+            _process.beyond |= lap > 0
+            trace_backward_outside_of_regions()
+            _marks[identity] = (_FORMATS[at], _FORMATS[lap - 1] if lap else None)
+            _tag_caches()
+        place.mark = _marks[identity]
+        same = _places.setdefault((device_type, *place.mark), [])
+        same[:] = [one for one in same if one() is not None] + [weakref.ref(place)]
+        return place.mark
+
+
+def _tag_caches() -> None:
+    """Put what the marks stand for into the key of every compiled graph that is kept on disk."""
+    settings = torch.compiler.config
+    ours = hashlib.sha256(repr(sorted(_marks.items())).encode()).hexdigest()[:16]
+    kept = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
+    settings.cache_key_tag = f"{kept}|narrowcast:{ours}"
 
 
 def lower_dtype(place: Scope) -> torch.dtype:
-    """What "lower" means at ``place`` now: inside a module with a rule the policy's format.
+    """Return the dtype of ``"lower"`` at ``place``: inside a module with a rule the policy's format.
 
     Elsewhere the region's: one of ``torch.autocast`` that was opened inside ours may have another format.
     """
     if place.rule is not None:
         return dtype_of(place.resolved.lower)
     return torch.get_autocast_dtype(place.resolved.device_type)
+
+
+def region_dtype(device_type: str) -> torch.dtype:
+    """Return the format in which an operator on PyTorch's list of narrow ones computes here."""
+    place = place_on(device_type)
+    return torch.get_autocast_dtype(device_type) if place is None else lower_dtype(place)

@@ -13,13 +13,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
 
 from narrowcast.casting import _guards, _weight_casts
-from narrowcast.casting._places import here, move_to
+from narrowcast.casting._places import move_to, place_on
+from narrowcast.casting._torch_internals import unseen_by_the_compiler
 from narrowcast.errors import OrderError
 from narrowcast.policy import Scope
 
@@ -29,7 +31,7 @@ class _Frame:
 
     __slots__ = (
         "audible", "cache_before", "caching", "caller", "device", "dtype", "dtype_before", "enabled_before",
-        "moved", "owner", "place_before", "thread", "travels",
+        "moved", "owner", "place", "place_before", "thread", "travels",
     )  # fmt: skip
 
     def __init__(
@@ -41,6 +43,7 @@ class _Frame:
         audible: bool,
         travels: bool,
         caller: int | None,
+        place: Scope | None,
     ) -> None:
         self.owner = owner
         self.thread = thread
@@ -54,7 +57,8 @@ class _Frame:
         self.enabled_before = torch.is_autocast_enabled(device)
         self.dtype_before = torch.get_autocast_dtype(device)
         self.cache_before = torch.is_autocast_cache_enabled()
-        self.place_before = here.places.get(device)
+        self.place_before = place_on(device)
+        self.place = place
 
 
 class _Thread(threading.local):
@@ -150,6 +154,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_process.after_fork)
 
 
+@unseen_by_the_compiler
 def enter(
     owner: object,
     device: str,
@@ -171,7 +176,7 @@ def enter(
     if frames and frames[-1].caller is not None:
         close_abandoned()
     travels = place is not None or (enabled and dtype == torch.float32)
-    frame = _Frame(owner, frames, device, dtype, audible and enabled, travels, caller)
+    frame = _Frame(owner, frames, device, dtype, audible and enabled, travels, caller, place)
     torch.set_autocast_enabled(device, enabled)
     if dtype is not frame.dtype_before:  # each setting is a twentieth of the time of a region
         torch.set_autocast_dtype(device, dtype)
@@ -187,6 +192,30 @@ def enter(
     frames.append(frame)
 
 
+@contextmanager
+def traced_region(
+    device: str, dtype: torch.dtype, enabled: bool, place_state: Sequence[tuple[str, torch.dtype]] = ()
+) -> Iterator[None]:
+    """A region in code that Dynamo traces; ``place_state`` is the place in it, as ``state_of`` gives it.
+
+    Dynamo follows ``torch.autocast``, inside checkpoints and custom functions too, but neither locks nor
+    stacks of a thread. ``torch.autocast`` would disable a region in float32 on a CPU, so one of another
+    format is opened, in which the format is then set to float32. The cache of weight casts is off: no cast of
+    another region can be met in it.
+    """
+    half = torch.float16 if dtype == torch.float32 else dtype
+    with torch.autocast(device, half, enabled, False):
+        if dtype != half:
+            torch.set_autocast_dtype(device, dtype)
+        if not place_state:
+            yield
+            return
+        first, last = place_state[0], place_state[-1]
+        with torch.autocast(*first, enabled=False), torch.autocast(*last, enabled=False):
+            yield
+
+
+@unseen_by_the_compiler
 def leave(owner: object) -> None:
     """Close the region that ``owner`` opened last in this thread.
 

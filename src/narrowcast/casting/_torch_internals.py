@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-import torch.fx.experimental.proxy_tensor as _proxy_tensor
+from torch.utils import _pytree
 
 from narrowcast.policy import autocast_key
 
@@ -174,13 +174,6 @@ def nesting() -> int:
     return depth - 1
 
 
-def inductor(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Callable[..., Any]:
-    """The backend that ``torch.compile`` would make of these settings."""
-    wrapper: Any = torch._TorchCompileInductorWrapper
-    backend: Callable[..., Any] = wrapper(mode, options, dynamic)
-    return backend
-
-
 def unseen_by_the_compiler(function: _F) -> _F:
     """Have ``torch.compile`` neither trace ``function`` nor compile it or what it calls.
 
@@ -200,6 +193,26 @@ def not_compiled_alone(function: _F) -> _F:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def constant_while_tracing(function: _F) -> _F:
+    """Have Dynamo call ``function`` while it traces and take the result for a constant.
+
+    As ``torch.compiler.assume_constant_result``, which would import the whole compiler.
+    """
+    its: Any = function
+    its._dynamo_marked_constant = True
+    return function
+
+
+def keep_graphs_with_regions() -> None:
+    """Have AOTAutograd keep on disk graphs that enter ``torch.autocast``, as it does with others.
+
+    Their keys hold the arguments (torch/_functorch/_aot_autograd/autograd_cache.py, ``check_node_safe``).
+    """
+    config: Any = sys.modules.get("torch._inductor.config")
+    for name in ("_enter_autocast", "_exit_autocast") if config is not None else ():
+        config.unsafe_marked_cacheable_functions[f"torch.amp.autocast_mode.{name}"] = "narrowcast"
 
 
 def trace_backward_outside_of_regions() -> None:
@@ -224,68 +237,6 @@ def guard_hooks_of_modules() -> None:
     if dynamo is not None and dynamo.config.skip_nnmodule_hook_guards:
         dynamo.config.skip_nnmodule_hook_guards = False
         dynamo.reset_code_caches()
-
-
-def stand_in_graphs(*functions: Callable[..., Any]) -> None:
-    """Have Dynamo call these with tensors without data and put the calls into its graphs as they are."""
-    import torch._dynamo
-
-    allow: Any = torch._dynamo.allow_in_graph
-    for function in functions:
-        allow(function)
-
-
-def when_tracing_ends(function: Callable[[], object]) -> None:
-    """Have Dynamo, which is tracing in this thread, call ``function`` once it stops, whatever stops it."""
-    _tracer().output.add_cleanup_hook(function)
-
-
-def is_tracing_for(backend: type) -> bool:
-    """Whether Dynamo is tracing in this thread, for a backend of that class."""
-    translator = _tracer()
-    found = None if translator is None else translator.output.compiler_fn
-    while found is not None and not isinstance(found, backend):
-        found = getattr(found, "_torchdynamo_orig_backend", None) or getattr(found, "compiler_fn", None)
-    return found is not None
-
-
-@contextmanager
-def whole_graphs_under_ddp() -> Iterator[None]:
-    """Inside, Dynamo hands over graphs that it would split by the buckets of DDP's gradients."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        yield
-        return
-    dynamo: Any = torch._dynamo
-    before = dynamo.config.optimize_ddp
-    if dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer":
-        dynamo.config.optimize_ddp = _SPLIT_LATER
-    try:
-        yield
-    finally:
-        dynamo.config.optimize_ddp = before
-
-
-_SPLIT_LATER = "no_optimization"  # which a person says as False
-
-
-def splitting_by_buckets(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """``backend``, given those pieces of a graph that was handed over whole."""
-    dynamo: Any = torch._dynamo
-    ddp = None
-    if dynamo.config.optimize_ddp == _SPLIT_LATER:
-        active: Any = torch.nn.parallel.DistributedDataParallel
-        ddp = active._get_active_ddp_module()
-    if ddp is None:
-        return backend
-    from torch._dynamo.backends.distributed import DDPOptimizer
-
-    splitting: Callable[..., Any] = DDPOptimizer(ddp.bucket_bytes_cap, backend).compile_fn
-    return splitting
-
-
-def _tracer() -> Any:
-    convert: Any = sys.modules.get("torch._dynamo.symbolic_convert")
-    return None if convert is None else getattr(convert.tls, "current_tx", None)
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
@@ -322,49 +273,9 @@ def call_with_autocast_inside(op: Any, device_type: str, args: Any, kwargs: Any)
         return op.redispatch(torch._C.DispatchKeySet(device), *args, **kwargs)
 
 
-# ---- of graphs
-
-HigherOrderOperator: Any = torch._ops.HigherOrderOperator
-FakeTensor: Any = torch._subclasses.FakeTensor
-ModeAboveAutograd: Any = _proxy_tensor.ProxyTorchDispatchMode
-"""The class of modes that PyTorch lets stand above autograd and autocast."""
-
-
-def run_in_mode(mode: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``call(*args, **kwargs)`` with a ``ModeAboveAutograd``, which is shown every operator."""
-    dispatcher: Any = torch._dispatch.python  # type: ignore[attr-defined]
-    with dispatcher.enable_python_dispatcher(), mode:
-        return call(*args, **kwargs)
-
-
-def record_above_autograd(
-    call: Callable[..., Any], instead: dict[Any, Callable[..., Any]], inputs: list[Any]
-) -> torch.fx.GraphModule:
-    """The graph of ``call(*inputs)``, composites whole; ``instead`` is called in place of operators."""
-    make_fx: Any = _proxy_tensor.make_fx
-    recorded: torch.fx.GraphModule = make_fx(call, decomposition_table=instead, pre_dispatch=True)(*inputs)
-    return recorded
-
-
-def asks_whether_key_is_off(device_type: str) -> Callable[[], bool]:
-    """Says whether the autocast of ``device_type`` is off in this thread, for the dispatcher."""
-    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
-    is_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
-    return functools.partial(is_excluded, key)
-
-
-def set_gradients(enabled: bool) -> None:
-    """As ``torch.set_grad_enabled`` from here on; what a graph's own nodes call."""
-    torch._C._set_grad_enabled(enabled)
-
-
-def rename_node(node: torch.fx.Node, name: str) -> None:
-    """Give ``node`` the name of one that was erased, which a graph itself would not give again."""
-    node.name = name
-    node.graph._graph_namespace._rename_object(node, name)
-
-
-def without_cache_of_joint_graphs() -> AbstractContextManager[None]:
-    """What is compiled inside is not looked up by the graph that Dynamo made."""
-    patch: AbstractContextManager[None] = torch._functorch.config.patch(enable_autograd_cache=False)
-    return patch
+def one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The children of a container that torch's pytree knows, and what makes another; None for all else."""
+    children, spec = _pytree.tree_flatten(value, is_leaf=lambda one: one is not value)
+    if len(children) == 1 and children[0] is value:
+        return None
+    return children, lambda parts: _pytree.tree_unflatten(parts, spec)

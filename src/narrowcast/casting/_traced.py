@@ -8,12 +8,11 @@ would disable on the CPU, is one of another format in which the format is then s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from narrowcast.casting._regions import traced_region
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import Policy, as_policy
 
@@ -30,25 +29,19 @@ def region(
         if torch.compiler.is_exporting():
             raise UnsupportedError(
                 "a region whose policy has rules was opened in code that torch.export traces, and a program "
-                "keeps no rules: leave it out, and use nc.casting.cast_exported(program, policy)"
+                "keeps no rules: leave it out"
             )
         raise UnsupportedError(
             "a region whose policy has rules was opened in code that torch.compile traces: open it around "
             "the compiled function, or use nc.compile(model, policy)"
         )
-    if not enabled or dtype != torch.float32:
-        # torch.export writes the setting into the graph, where it should say what the person did.
-        return torch.autocast(device, dtype, enabled, cache_enabled and torch.compiler.is_exporting())
     if torch.compiler.is_exporting():
-        raise UnsupportedError(
-            "expected a region in float16 or bfloat16 for torch.export, got torch.float32, which an exported "
-            "program cannot keep; leave the region out and cast the half inputs of its layers with .float()"
-        )
-    return _float32(device)
-
-
-@contextmanager
-def _float32(device: str) -> Iterator[None]:
-    with torch.autocast(device, torch.float16, True, False):
-        torch.set_autocast_dtype(device, torch.float32)
-        yield
+        if enabled and dtype == torch.float32:
+            raise UnsupportedError(
+                "expected a region in float16 or bfloat16 for torch.export, got torch.float32, which an "
+                "exported program cannot keep; leave the region out and cast the half inputs of its layers "
+                "with .float()"
+            )
+        # torch.export writes the setting into the graph, where it should say what the script did.
+        return torch.autocast(device, dtype, enabled, cache_enabled)
+    return traced_region(device, dtype, enabled)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from narrowcast.casting import _regions, _torch_internals
-from narrowcast.casting._places import here
+from narrowcast.casting._places import place_on, places_here
 from narrowcast.policy import Scope
 
 
@@ -34,10 +34,10 @@ class State:
 
     def __init__(self) -> None:
         self._owners = [one for one in _regions.owners() if isinstance(one, Owner)]
-        devices = {*here.places, *_regions.devices_on()}
+        devices = {*places_here(), *_regions.devices_on()}
         self._cache = torch.is_autocast_cache_enabled()
         self._devices: list[tuple[str, bool, torch.dtype, Scope | None]] = [
-            (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), here.places.get(d))
+            (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), place_on(d))
             for d in sorted(devices)
         ]
 
@@ -50,7 +50,7 @@ class State:
         """
         for one in self._owners:
             one.check_recomputation()
-        absent = [d for d in here.places if d not in {one[0] for one in self._devices}]
+        absent = [d for d in places_here() if d not in {one[0] for one in self._devices}]
         owner = object()
         entered = 0
         try:

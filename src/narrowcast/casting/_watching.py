@@ -22,7 +22,7 @@ import torch
 from narrowcast.casting import _actions, _kernels
 from narrowcast.casting._calls import pass_by
 from narrowcast.casting._native import native_kernel
-from narrowcast.casting._places import here, lower_dtype
+from narrowcast.casting._places import lower_dtype, place_on
 from narrowcast.casting._torch_internals import has_kernel, make_library, unseen_by_the_compiler
 from narrowcast.policy import (
     FP32,
@@ -225,7 +225,7 @@ def _watched(
 
 def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, Rule | None, str]:
     """The word that decides about ``op`` in this thread, the rule, and the same in words."""
-    place = here.places.get(device_type)
+    place = place_on(device_type)
     decision = place.decide(op) if place is not None else None
     if decision is not None:
         return decision.compute, decision.rule, decision.because
@@ -236,7 +236,7 @@ def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, R
 
 def _cast_to(compute: str | None, inputs: list[torch.Tensor], device_type: str) -> torch.dtype | None:
     if compute == LOWER:
-        place = here.places.get(device_type)
+        place = place_on(device_type)
         return torch.get_autocast_dtype(device_type) if place is None else lower_dtype(place)
     if compute in _WIDE:
         return torch.float32

@@ -11,11 +11,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from narrowcast.policy._ops import overloads_of
 from narrowcast.policy._policy import Policy
 from narrowcast.policy._rule import FP8_RECIPES, Rule, specificity
 from narrowcast.policy._tables import LOWER, ONE_DEVICE_ONLY, native_table
+
+if TYPE_CHECKING:
+    import torch
 
 UNLISTED = "unlisted"
 """Cast as if PyTorch's table had no such operator; the table of the device has it, and another was asked."""
@@ -47,10 +51,13 @@ class Scope:
     Attributes:
         resolved: what the policy means on the type of device.
         rule: the rule for modules in force, not one with an fp8 recipe; None outside of every one.
-        actions: operator -> what the eager engine prepared for it here.
+        actions: operator -> what the kernels of ``casting`` prepared for it here.
+        mark: the autocast state that stands for this place, once ``casting`` has chosen one.
     """
 
-    __slots__ = ("_decisions", "_inside", "_nearest", "_ops", "actions", "resolved", "rule")
+    __slots__ = (
+        "__weakref__", "_decisions", "_inside", "_nearest", "_ops", "actions", "mark", "resolved", "rule",
+    )  # fmt: skip
 
     def __init__(
         self, resolved: ResolvedPolicy, rule: Rule | None, nearest: Rule | None, ops: tuple[Rule, ...]
@@ -58,6 +65,7 @@ class Scope:
         self.resolved = resolved
         self.rule = rule
         self.actions: dict[str, object] = {}
+        self.mark: tuple[torch.dtype, torch.dtype | None] | None = None
         self._nearest = nearest  # as ``rule``, one with an fp8 recipe too
         self._ops = ops  # rules for operators inside modules; the one that wins comes first
         self._decisions: dict[str, Decision | None] = {}
