@@ -1,84 +1,12 @@
-"""Scripts in a folder of their own, run by Python and by ``narrowcast run``, each in a fresh process."""
-
-import os
-import re
-import subprocess
-import sys
-import textwrap
-from dataclasses import dataclass
-from pathlib import Path
+"""Fixtures of the tests of the command."""
 
 import pytest
-
-import child_processes
-from narrowcast.observe.capture import read_capture
-
-END_BLOCK = re.compile(r"^narrowcast: .*\n(?:  .*\n)*?  capture: (.*)\n", re.MULTILINE)
-
-
-# So wide that no message is wrapped: what it says is compared whole, how it is wrapped in test_output.py.
-_WIDE = "10000"
+from workshops import WIDE, Workshop
 
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", _WIDE)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A process that ended: what it wrote, and the block that ``narrowcast run`` added, apart."""
-
-    code: int
-    stdout: str
-    stderr: str
-    block: str
-    captures: tuple[Path, ...]
-
-    @property
-    def capture(self):
-        (path,) = self.captures
-        return read_capture(path)
-
-
-class Workshop:
-    """A folder with scripts in it, and ways to run them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "work"
-        self.cache = folder / "cache"
-        self.folder.mkdir()
-        outside = {k: v for k, v in os.environ.items() if not k.startswith(("NARROWCAST_", "PYTEST_"))}
-        self.environment = outside | {"NARROWCAST_CACHE_DIR": str(self.cache), "COLUMNS": _WIDE}
-
-    def write(self, name: str, *texts: str | bytes) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"".join(t if isinstance(t, bytes) else textwrap.dedent(t).encode() for t in texts))
-        return path
-
-    def start(self, *command: str, **settings) -> subprocess.Popen:
-        environment = self.environment | settings.pop("environment", {})
-        given = {"cwd": self.folder, "env": environment, "encoding": "utf-8", "errors": "surrogateescape"}
-        return child_processes.start(command, **(given | settings))
-
-    def end(self, process: subprocess.Popen, stdin: str = "") -> Ended:
-        done = child_processes.end(process, stdin)
-        found = [Path(line) for line in END_BLOCK.findall(done.stderr)]
-        block = "".join(match[0] for match in END_BLOCK.finditer(done.stderr))
-        return Ended(done.returncode, done.stdout, END_BLOCK.sub("", done.stderr), block, tuple(found))
-
-    def python(self, *words: str, stdin: str = "", **settings) -> Ended:
-        return self.end(self.start(sys.executable, *words, **settings), stdin)
-
-    def narrowcast(self, *words: str, stdin: str = "", **settings) -> Ended:
-        return self.end(self.start(sys.executable, "-m", "narrowcast", *words, **settings), stdin)
-
-    def both(self, *words: str, options=(), stdin: str = "", **settings) -> tuple[Ended, Ended]:
-        """The same words after ``python`` and after ``narrowcast run``, at the same time."""
-        plain = self.start(sys.executable, *words, **settings)
-        ours = self.start(sys.executable, "-m", "narrowcast", "run", *options, *words, **settings)
-        return self.end(plain, stdin), self.end(ours, stdin)
+    monkeypatch.setenv("COLUMNS", WIDE)
 
 
 @pytest.fixture
@@ -86,7 +14,16 @@ def workshop(tmp_path):
     return Workshop(tmp_path)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def here(workshop, monkeypatch):
+    """The workshop's folder as the current one, without settings from the environment."""
+    monkeypatch.chdir(workshop.folder)
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(workshop.cache))
+    monkeypatch.delenv("NARROWCAST_POLICY", raising=False)
+    return workshop
+
+
+@pytest.fixture(scope="session")
 def shared_workshop(tmp_path_factory):
-    """One for all tests of a module, for what takes long to make."""
+    """One for all tests, for what takes long to make."""
     return Workshop(tmp_path_factory.mktemp("shared"))

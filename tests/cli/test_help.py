@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from workshops import Workshop
 
 import narrowcast
 
@@ -26,7 +27,7 @@ PAGES = {
         "--seed",
     ],
     ("compare", "-h"): [
-        "a file that you need.",
+        "one that you need.",
         "SCRIPT",
         "--policy",
         "--loss-scale",
@@ -40,42 +41,48 @@ PAGES = {
     ("--version",): [narrowcast.__version__],
 }
 PROGRAM = """\
-    import json, sys
+    import contextlib, io, json, sys
     from narrowcast.cli import main
-    try:
-        code = main(sys.argv[1:])
-    except SystemExit as error:
-        code = error.code
-    print(json.dumps([code, "torch" in sys.modules]))
+    pages = {}
+    for words in json.loads(sys.argv[1]):
+        with contextlib.redirect_stdout(io.StringIO()) as page, contextlib.suppress(SystemExit):
+            assert main(words) == 0
+        pages[" ".join(words)] = page.getvalue()
+    print(json.dumps([pages, "torch" in sys.modules]))
     """
 
 
-@pytest.mark.parametrize("words", PAGES, ids=" ".join)
-def test_help_fits_eighty_columns_and_imports_no_torch(workshop, words):
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory):
+    """The help of every verb as a terminal of 80 columns shows it, all from one process."""
+    workshop = Workshop(tmp_path_factory.mktemp("help"))
     program = workshop.write("calls.py", PROGRAM)
-    ended = workshop.python(program, *words, environment={"COLUMNS": "80"})
-    assert ended.stderr == ""
-    *page, last = ended.stdout.splitlines()
-    assert json.loads(last) == [0, False]
+    more = [("doctor", "--help"), ("report", "--help")]
+    ended = workshop.python(program, json.dumps([*PAGES, *more]), environment={"COLUMNS": "80"})
+    assert (ended.code, ended.stderr) == (0, "")
+    shown, imported_torch = json.loads(ended.stdout)
+    assert not imported_torch
+    return shown
+
+
+@pytest.mark.parametrize("words", PAGES, ids=" ".join)
+def test_help_fits_eighty_columns_and_names_options(pages, words):
+    page = pages[" ".join(words)].splitlines()
     text = " ".join(" ".join(page).replace("\u2502", " ").split())
     for word in PAGES[words]:
         assert " ".join(word.split()) in text
     assert max(map(len, page)) <= 80
     assert "int range" not in text
     assert "cache-dir" not in text  # an environment setting, not an option
-    if words == ("--version",):
-        assert page == [narrowcast.__version__]
 
 
-def test_the_version_alone_is_on_stdout(workshop):
-    ended = workshop.narrowcast("--version")
-    assert (ended.code, ended.stdout, ended.stderr) == (0, f"{narrowcast.__version__}\n", "")
+def test_the_version_stands_alone(pages):
+    assert pages["--version"] == f"{narrowcast.__version__}\n"
 
 
-def test_no_paragraph_of_a_help_is_broken_where_its_source_was(workshop):
-    for verb in ("run", "compare", "doctor", "explain", "report"):
-        page = workshop.narrowcast(verb, "--help", environment={"COLUMNS": "80"}).stdout
-        said = [line.strip() for line in page.partition("\u256d")[0].splitlines()]
-        for line, following in itertools.pairwise(said):
+def test_no_paragraph_of_a_help_is_broken_where_its_source_was(pages):
+    for page in pages.values():
+        lines = [line.strip() for line in page.partition("\u256d")[0].splitlines()]
+        for line, following in itertools.pairwise(lines):
             if line and following:
                 assert len(line) + 1 + len(following.split()[0]) > 78, line

@@ -18,11 +18,10 @@ def test_a_sentence_is_wrapped_at_words_and_none_is_broken(capsys, monkeypatch):
     assert all(len(line) <= 50 or "x" * 90 in line for line in lines)
 
 
-def test_eighty_columns_where_there_is_no_terminal(workshop):
-    environment = {name: value for name, value in workshop.environment.items() if name != "COLUMNS"}
-    workshop.environment = environment
-    ended = workshop.narrowcast("run", "--policy", "bf61", "train.py")
-    lines = ended.stderr.splitlines()
+def test_eighty_columns_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS")
+    assert main(["run", "--policy", "bf61", "train.py"]) == 2
+    lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("narrowcast: unknown policy 'bf61'. Did you mean \"bf16\"? Known: auto, bf16,")

@@ -54,6 +54,10 @@ ARGUMENTS = (
 )
 
 
+# One of each kind; the others are long, since each starts two processes.
+FAST = ("look.py", "-m package.inner", "exit code", "errors in a chain", "a thread that outlives an error")
+
+
 @pytest.fixture
 def world(workshop):
     """One program as a script, a module, a package, a folder, a zip file, and behind a link."""
@@ -76,14 +80,16 @@ def world(workshop):
 @pytest.mark.parametrize(
     "words",
     [
-        ("look.py",),
-        ("folder",),
-        ("folder/link.py",),
-        ("all.zip",),
-        ("-m", "package.module"),
-        ("-m", "package.inner"),
+        pytest.param(words.split(), id=words, marks=[pytest.mark.long] * (words not in FAST))
+        for words in (
+            "look.py",
+            "folder",
+            "folder/link.py",
+            "all.zip",
+            "-m package.module",
+            "-m package.inner",
+        )
     ],
-    ids=" ".join,
 )
 def test_a_script_finds_the_world_of_a_plain_run(world, words):
     plain, ours = world.both(*words, *ARGUMENTS, stdin="a line\nthe\nrest")
@@ -167,7 +173,9 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDINGS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.long] * (how not in FAST)) for how in ENDINGS]
+)
 def test_a_script_ends_as_it_does_in_a_plain_run(workshop, how):
     workshop.write("ends.py", ENDINGS[how])
     plain, ours = workshop.both("ends.py")
@@ -236,7 +244,11 @@ FAILING_NETWORK = """\
     """
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "arguments"])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "where",
+    ["forward", *(pytest.param(where, marks=pytest.mark.long) for where in ("backward", "arguments"))],
+)
 def test_an_error_inside_a_module_is_shown_as_in_a_plain_run(workshop, where):
     workshop.write("fails.py", FAILING_NETWORK)
     plain, ours = workshop.both("fails.py", where, options=["--policy", "fp16"])

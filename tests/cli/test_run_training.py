@@ -39,9 +39,10 @@ NETWORK = """\
     """
 
 
-def test_threads_train_as_part_of_the_run_and_exit_handlers_find_torch_as_it_was(workshop):
-    workshop.write(
-        "trains.py",
+@pytest.fixture(scope="session")
+def with_threads(shared_workshop):
+    shared_workshop.write(
+        "threads.py",
         NETWORK,
         """\
     def thread():
@@ -60,7 +61,11 @@ def test_threads_train_as_part_of_the_run_and_exit_handlers_find_torch_as_it_was
     sys.exit(7)
     """,
     )
-    ours = workshop.narrowcast("run", "--policy", "bf16", "trains.py")
+    return shared_workshop.narrowcast("run", "--policy", "bf16", "threads.py")
+
+
+def test_threads_train_as_part_of_the_run_and_exit_handlers_find_torch_as_it_was(with_threads):
+    ours = with_threads
     assert (ours.code, ours.stderr) == (7, "")
     assert ours.stdout.splitlines() == [
         "main ['torch.bfloat16']",
@@ -72,6 +77,7 @@ def test_threads_train_as_part_of_the_run_and_exit_handlers_find_torch_as_it_was
     assert "  8 optimizer steps, 0 skipped, loss scale off, " in ours.block
 
 
+@pytest.mark.long
 def test_forked_children_leave_the_capture_and_the_block_to_their_parent(workshop):
     workshop.write(
         "forks.py",
@@ -217,7 +223,7 @@ def test_a_run_folder_that_is_named_twice_does_not_mix_two_runs(workshop):
     assert sorted(path.name for path in folder.iterdir()) == ["capture.jsonl", "picture.png"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_processes_of_a_launcher_write_a_capture_each_and_the_first_speaks(workshop, rank):
     workshop.write("shows.py", "import os; print(os.environ['NARROWCAST_RUN_DIR'])")
     (workshop.folder / "kept").mkdir()
