@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowcast.errors import ScaleError
-from narrowcast.scaling import Dynamic, Off, Static, from_apex, from_state, from_torch, recognise
+from narrowcast.scaling import Dynamic, Off, Static, from_apex, from_state, from_torch
 
 TORCH = {
     "scale": 8.0,
@@ -32,7 +32,6 @@ TWO_LOSSES = OrderedDict(**APEX, loss_scaler1={"loss_scale": 4.0, "unskipped": 0
     ],
 )
 def test_a_state_is_recognised_by_its_keys(source, state, expected):
-    assert recognise(state) == source
     assert from_state(state) == expected
     assert from_state(state, source) == expected
 
@@ -80,6 +79,5 @@ def test_a_malformed_state_is_refused_by_its_key(source, state, message):
     [({"scale": 1.0, "epoch": 2}, "one with epoch, scale"), (3.0, "float"), (None, "NoneType"), ([], "list")],
 )
 def test_an_unknown_state_is_refused(state, got):
-    for ask in (recognise, from_state):
-        with pytest.raises(ScaleError, match=f"saved by torch or apex, got {got}"):
-            ask(state)
+    with pytest.raises(ScaleError, match=f"saved by torch or apex, got {got}"):
+        from_state(state)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.errors import AmpError, OrderError, UnsupportedError
-from narrowcast.weights import hold, refuse_scalers
+from narrowcast.errors import OrderError, UnsupportedError
+from narrowcast.weights import hold
 
 
 def one(dtype, updates="masters", value=1.0):
@@ -203,26 +203,6 @@ def test_a_scaler_does_not_step_past_gradients_of_low_parameters(make, fused):
     assert low.tolist() == full.tolist() == [0.375, 0.375]
     handle.remove()
     assert vars(optimizer).get("_step_supports_amp_scaling") is own
-
-
-@pytest.mark.parametrize("make", [torch.amp.GradScaler, nc.GradScaler])
-def test_every_step_of_a_scaler_may_be_refused(make):
-    """Also where no low parameter has a gradient."""
-    low, optimizer, handle = one(torch.bfloat16)
-    names = set(vars(optimizer))
-    refuse_scalers(optimizer, lambda: AmpError("not here"))
-    scaler = make("cpu", init_scale=2.0**10)
-    scaler.scale(low.float().sum()).backward()
-    handle.take_gradients()
-    for _ in range(2):
-        with pytest.raises(AmpError, match="not here"):
-            scaler.step(optimizer)
-    assert low.tolist() == [1.0, 1.0]
-    handle.remove()
-    assert names - set(vars(optimizer)) >= {"_step_supports_amp_scaling"}
-    hold(optimizer).take_gradients()
-    scaler.step(optimizer)
-    assert low.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("held", ["nothing", "tensor", "view", "graph"])

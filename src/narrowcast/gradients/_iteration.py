@@ -15,9 +15,9 @@ import torch
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _check, _torch_internals
 from narrowcast.gradients._check import GradientCheck, Scaling
-from narrowcast.gradients._closures import SkipStep, reference_to, step_or_restore
+from narrowcast.gradients._closures import SkipStep, step_or_restore
 from narrowcast.gradients._optimizer_gradients import OptimizerGradients, check_apart, gradients_of, labels_of
-from narrowcast.gradients._results import RANKS_DIFFER, Outcome, Outcomes, Readback, StepResult
+from narrowcast.gradients._results import RANKS_DIFFER, Outcomes, PendingStep, StepResult
 from narrowcast.gradients._scales import Found, Scales
 from narrowcast.gradients._torch_internals import OptState
 
@@ -351,8 +351,7 @@ class Iteration:
             only = self._scales.only
             values.append(self._scales.factor("step"))
             learn_scale = functools.partial(only.learn, moves=only.moves)
-        readback = Readback(torch.stack(values))
-        self._outcomes.report_later(Outcome(reference_to(optimizer), result, number, readback, learn_scale))
+        self._outcomes.report_later(PendingStep(optimizer, result, number, torch.stack(values), learn_scale))
         return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -51,7 +50,7 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
     Subnormals and -0.0 are finite. On a CPU the largest magnitude takes ten times as long as the Euclidean
     norm, so the norm is computed first, and only gradients whose norm is not finite are read again.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    kept: dict[int, torch.Tensor] = {}
     for position, gradient in enumerate(gradients):
         values = gradient.detach()
         if values.is_sparse:
@@ -59,12 +58,13 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
         if values.is_complex():
             values = torch.view_as_real(values)
         if values.numel():
-            groups[values.device, values.dtype].append((position, values))
-    flags_by_group = []
-    for members in groups.values():
-        positions = tuple(position for position, _ in members)
-        flags_by_group.append((positions, _flags([values for _, values in members])))
-    return NonfiniteFlags(len(gradients), tuple(flags_by_group))
+            kept[position] = values
+    places = list(kept)
+    groups = _torch_internals.by_device_and_dtype(list(kept.values())) if kept else []
+    return NonfiniteFlags(
+        len(gradients),
+        tuple((tuple(places[i] for i in positions), _flags(members)) for _, _, positions, members in groups),
+    )
 
 
 def _flags(members: list[torch.Tensor]) -> torch.Tensor:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import ScaleCollapseError, ScaleError, UnsupportedError
-from narrowcast.gradients._closures import Reference, SkipsInARow, collapse_message
+from narrowcast.gradients._closures import SkipsInARow, collapse_message, reference_to
 from narrowcast.gradients._optimizer_gradients import listed
 from narrowcast.gradients._torch_internals import is_capturing
 
@@ -130,26 +129,25 @@ class StepResult:
 Listener = Callable[[StepResult], None]
 
 
-@dataclass(slots=True)
-class Outcome:
-    """A step whose flag is on its way to the host; ``learn_scale`` is called with the scale of its losses."""
+class PendingStep:
+    """A step whose flags are on their way to the host.
 
-    optimizer: Reference
-    result: StepResult
-    number: int
-    readback: Readback
-    learn_scale: Callable[[float], None] | None
+    Args:
+        values: 1-dim: the overflow flag, whether ranks differ, and maybe the scale, for ``learn_scale``.
+    """
 
-
-class Readback:
-    """Values on their way to the host: the overflow flag, whether ranks differ, and the scale."""
-
-    __slots__ = ("_event", "_host")
-
-    def __init__(self, values: torch.Tensor) -> None:
-        """Start to copy ``values``, 1-dim; only CUDA copies without a sync."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        result: StepResult,
+        number: int,
+        values: torch.Tensor,
+        learn_scale: Callable[[float], None] | None,
+    ) -> None:
+        self.optimizer, self.result, self.number = reference_to(optimizer), result, number
+        self.learn_scale = learn_scale
         self._event: torch.cuda.Event | None = None
-        if values.device.type == "cuda":
+        if values.device.type == "cuda":  # only CUDA copies without a sync
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -177,7 +175,7 @@ class Outcomes:
         self.steps = 0
         self.on_step: OrderedDict[int, Listener] = OrderedDict()
         self.on_skip: OrderedDict[int, Listener] = OrderedDict()
-        self._pending: deque[Outcome] = deque()
+        self._pending: deque[PendingStep] = deque()
         self._skips = SkipsInARow(patience)
 
     def listen(self, listeners: OrderedDict[int, Listener], listener: Listener) -> RemovableHandle:
@@ -191,19 +189,19 @@ class Outcomes:
         self.steps += 1
         return self.steps
 
-    def report_later(self, outcome: Outcome) -> None:
+    def report_later(self, step: PendingStep) -> None:
         """Report a step once the host can know its flag."""
-        self._pending.append(outcome)
+        self._pending.append(step)
 
     def report_pending(self) -> None:
         """Report earlier steps. A whole forward pass lies between, so their flags have arrived."""
         while self._pending and not is_capturing():
-            outcome = self._pending.popleft()
-            found, ranks_differ, *scale = outcome.readback.read()
-            outcome.result.set_skipped(found > 0)
-            if outcome.learn_scale is not None:
-                outcome.learn_scale(*scale)
-            self.report(outcome.optimizer(), outcome.result, outcome.number, ranks_differ=ranks_differ > 0)
+            step = self._pending.popleft()
+            found, ranks_differ, *scale = step.read()
+            step.result.set_skipped(found > 0)
+            if step.learn_scale is not None:
+                step.learn_scale(*scale)
+            self.report(step.optimizer(), step.result, step.number, ranks_differ=ranks_differ > 0)
 
     def report(
         self,

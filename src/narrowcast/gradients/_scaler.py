@@ -23,7 +23,10 @@ from narrowcast.scaling import Dynamic, LossScale
 
 def _setting(name: str) -> Any:
     def read(scaler: TorchNames) -> Any:
-        return getattr(scaler._scales.first, name)
+        first = scaler._scales.first
+        if not isinstance(first, Dynamic):
+            raise ScaleError(f"{type(first).__name__} has no {name}: only Dynamic has")
+        return getattr(first, name)
 
     def write(scaler: TorchNames, value: Any) -> None:
         scaler._scales.change(**{name: value})
@@ -36,6 +39,7 @@ class TorchNames:
 
     Accelerate puts a scale on its device by ``_lazy_init_scale_growth_tracker``; training scripts write a
     floor into ``_scale`` and overwrite flags in ``_per_optimizer_states``. Each behaves as torch's does.
+    torch's getters and setters of factors and interval, which are inherited, use the first three.
     """
 
     _scales: Scales
@@ -91,19 +95,6 @@ class TorchNames:
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self._scales.only.place(torch.device(dev))
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        factor = self._scales.factor(funcname)
-        tracker = next(scale.good_steps for scale in self._scales.by_name.values() if scale.factor is factor)
-        assert tracker is not None
-        return factor, tracker
-
-    def _get_scale_async(self) -> torch.Tensor | None:
-        return self._scale
-
-    def _get_growth_tracker(self) -> int:
-        value = self._scales.only.read()
-        return value.good_steps if isinstance(value, Dynamic) and self._enabled else 0
 
 
 class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
@@ -372,10 +363,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
     # ---- settings
 
-    def is_enabled(self) -> bool:
-        """Return whether losses are scaled and gradients checked."""
-        return self._enabled
-
     def get_scale(self, name: str | None = None) -> float:
         """Return the loss scale, 1.0 if disabled; waits for the device."""
         return float(self._scales.get(name).read().scale) if self._enabled else 1.0
@@ -405,35 +392,6 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     def loss_scale(self, name: str | None = None) -> LossScale:
         """Return the loss scale as a value, with its counts; waits for the device."""
         return self._scales.get(name).read()
-
-    def _setting(self, name: str) -> Any:
-        if isinstance(self._scales.first, Dynamic):
-            return getattr(self._scales.first, name)
-        raise ScaleError(f"{type(self._scales.first).__name__} has no {name}: only Dynamic has")
-
-    def get_growth_factor(self) -> float:
-        """Return the factor by which the scale grows."""
-        return float(self._setting("growth_factor"))
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, above 1."""
-        self._scales.change(growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Return the factor by which the scale backs off."""
-        return float(self._setting("backoff_factor"))
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, between 0 and 1."""
-        self._scales.change(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Return the good steps in a row before the scale grows."""
-        return int(self._setting("growth_interval"))
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, at least 1."""
-        self._scales.change(growth_interval=new_interval)
 
     # ---- saving
 

@@ -229,10 +229,7 @@ class Scales:
         return _mapped(outputs, times_named)
 
     def _times_only(self, output: torch.Tensor) -> torch.Tensor:
-        factor = self.by_name[None].place(output.device)
-        if output.dtype in (torch.float16, torch.bfloat16):
-            output = output.float()
-        return output * factor.to(device=output.device, non_blocking=True)
+        return multiplied(output, self.by_name[None].place(output.device))
 
     def _named(self, name: str | None) -> tuple[DeviceScale, NamedPasses]:
         if name is None or (self.named_passes is None and self.by_name[None].factor is not None):
@@ -285,6 +282,12 @@ class Scales:
             self.by_name.setdefault(name, DeviceScale(value)).set(value)
 
 
+def multiplied(output: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Multiply a loss by a scale; fp16 and bf16 losses in fp32."""
+    wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    return wide * factor.to(output.device, non_blocking=True)
+
+
 def _mapped(outputs: Any, times: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(outputs, torch.Tensor):
         return times(outputs)
@@ -326,10 +329,13 @@ class NamedPasses:
                     f"the loss {name!r} goes through a reentrant checkpoint, whose own backward pass hides "
                     "from named scales: write checkpoint(..., use_reentrant=False), or scale without a name"
                 )
-        scaled: torch.Tensor = _Scaled.apply(output, factor, self, name)  # type: ignore[no-untyped-call]
+        factor = factor.clone()  # an update before the backward pass must not change it
+        scaled = multiplied(output, factor)
+        # The first node that runs in a backward pass from the loss.
+        scaled.grad_fn.register_prehook(lambda _: self._begin(name, factor))  # type: ignore[union-attr]
         return scaled
 
-    def begin(self, name: str, factor: torch.Tensor) -> None:
+    def _begin(self, name: str, factor: torch.Tensor) -> None:
         """Register the backward pass of this thread as that of ``name``."""
         task = graph_task_id()
         other, _ = self._names_of_passes.setdefault(task, (name, factor))
@@ -390,22 +396,6 @@ class NamedPasses:
         self._names_of_leaves = {
             key: names for key, names in self._names_of_leaves.items() if key in self._hooked
         }
-
-
-class _Scaled(torch.autograd.Function):
-    """Multiplication by the scale. Its backward is the first node that runs in a pass from the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, factor: torch.Tensor, passes: NamedPasses, name: str) -> Any:
-        ctx.passes, ctx.name, ctx.factor, ctx.dtype = passes, name, factor, output.dtype
-        wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
-        return wide * factor.to(output.device, non_blocking=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.passes.begin(ctx.name, ctx.factor)
-        factor = ctx.factor.to(gradient.device, non_blocking=True)
-        return (gradient * factor).to(ctx.dtype), None, None, None
 
 
 def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ import torch
 
 from narrowcast.errors import ScaleError, near_names
 from narrowcast.machine import check_device
-from narrowcast.scaling import Dynamic, LossScale, Off, Static, from_torch, recognise
+from narrowcast.scaling import Dynamic, LossScale, Off, Static, from_torch
 
 _KINDS: dict[str, type[Any]] = {"Off": Off, "Static": Static, "Dynamic": Dynamic}
 
@@ -154,7 +154,7 @@ def scales_in(
             "(another format?); it goes on as it is"
         )
         return None
-    if recognise(state) != "torch":
+    if "loss_scaler0" in state:
         raise ScaleError("this state is one of apex: narrowcast.scaling.from_state reads it")
     if not isinstance(present, Dynamic):
         raise ScaleError(

@@ -1,11 +1,10 @@
-"""Every name of torch without a promise of stability that this room needs, in one place."""
+"""Names of torch that its documentation does not promise; ``tests/gradients`` fails when one moves."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -24,9 +23,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def untraced(method: Method) -> Method:
-    """Decorator: ``torch.compile`` calls the method and does not look inside.
+    """Decorate a method that ``torch.compile`` calls without tracing it.
 
-    It loads the compiler at the first call, as torch's own optimizers do.
+    Loads the compiler at the first call, as torch's own optimizers do (torch/optim/optimizer.py).
     """
     hidden: Method = vars(torch)["_disable_dynamo"](method)
     return hidden
@@ -39,8 +38,9 @@ def graph_task_id() -> int:
 
 
 def multiply_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply tensors of one device and dtype by ``factor`` in place; set ``found_inf`` to 1 where one of
-    them held a NaN or an infinity before. What ``torch.amp.GradScaler`` unscales with.
+    """Multiply tensors of one device and dtype by ``factor`` in place, as ``torch.amp.GradScaler`` unscales.
+
+    Sets ``found_inf`` to 1 if one of them held a NaN or an infinity before.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
@@ -53,15 +53,15 @@ def move_as_torch(
     backoff_factor: float,
     growth_interval: int,
 ) -> None:
-    """One transition of ``torch.amp.GradScaler``'s rule, in place and on the device."""
+    """Update a scale by the rule of ``torch.amp.GradScaler``, in place and on the device."""
     torch._amp_update_scale_(scale, good_steps, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float, *, wide: bool = False) -> list[torch.Tensor]:
-    """The norm of each dense tensor, accumulated in fp32 (fp64 for fp64, or ``wide``); 0 of an empty one."""
+    """Return the norm of each dense tensor, accumulated in fp32 (fp64 for fp64, or ``wide``); 0 if empty."""
     dtype = torch.float64 if wide or tensors[0].dtype == torch.float64 else torch.float32
     if order == math.inf and any(tensor.numel() == 0 for tensor in tensors):
-        # torch knows no largest magnitude of nothing; a rank may hold an empty part of a parameter.
+        # torch raises for the largest magnitude of an empty tensor, which a rank may hold.
         zero = torch.zeros((), dtype=dtype, device=tensors[0].device)
         some = iter(norms(there, order, wide=wide) if (there := [t for t in tensors if t.numel()]) else ())
         return [next(some) if tensor.numel() else zero for tensor in tensors]
@@ -69,7 +69,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float, *, wide: bool = False) 
 
 
 def all_gather(gathered: torch.Tensor, row: torch.Tensor, group: Any) -> None:
-    """``row`` of every rank side by side; torch 2.13 renamed the function, and warns of the old name."""
+    """Gather ``row`` of every rank side by side; torch 2.13 renamed the function, with a warning."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, row, group=group)
 
@@ -86,7 +86,7 @@ def clamp(tensors: Sequence[torch.Tensor], low: float, high: float) -> None:
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Dense tensors of one dtype, copied side by side into one dimension."""
+    """Copy dense tensors of one dtype side by side into one dimension."""
     flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return flat
 
@@ -103,7 +103,7 @@ Group = tuple[torch.device, torch.dtype, Sequence[int], list[torch.Tensor]]
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
-    """Tensors sorted by device and dtype, with the position of each."""
+    """Group tensors by device and dtype, with the position of each."""
     if _only_a_cpu_here() and len(set(map(_DTYPE, tensors))) == 1:  # half of the time of the general way
         return [(tensors[0].device, tensors[0].dtype, range(len(tensors)), tensors)]
     group: Any = torch._C._group_tensors_by_device_and_dtype
@@ -113,51 +113,46 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     return [(*key, range(len(tensors)), members) for key, ([members], _) in grouped.items()]
 
 
-_WANTS_THE_SCALER: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-
-
+@functools.cache
 def _takes_the_scaler(step: Any) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
 ASKED_BY_SCALERS = "_step_supports_amp_scaling"
-"""The attribute of an optimizer that ``torch.amp.GradScaler.step`` looks at first."""
+"""The attribute of an optimizer that a scaler's step reads first (torch/amp/grad_scaler.py)."""
 
 
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step takes the scaler itself as ``grad_scaler``, by the contract that torch deprecates."""
+    """Return whether its step takes the scaler as ``grad_scaler``, a contract that torch deprecates."""
     if not takes_grad_scale(optimizer):
         return False
     if "step" in vars(optimizer):  # wrapped by a scheduler or another library
-        return _takes_the_scaler(optimizer.step)
-    kind = type(optimizer)
-    if kind not in _WANTS_THE_SCALER:
-        _WANTS_THE_SCALER[kind] = _takes_the_scaler(optimizer.step)
-    return _WANTS_THE_SCALER[kind]
+        return _takes_the_scaler.__wrapped__(optimizer.step)
+    return _takes_the_scaler(type(optimizer).step)
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step skips and unscales by itself, by its attributes ``found_inf`` and ``grad_scale``."""
+    """Return whether its step skips and unscales by itself, by ``found_inf`` and ``grad_scale``."""
     return bool(getattr(optimizer, ASKED_BY_SCALERS, False))
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it asks for the loss again and again, as LBFGS."""
+    """Return whether its step needs a closure, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, in which the host must not wait for the device."""
+    """Return whether a CUDA graph is being captured, in which a host sync is an error."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is of ``torch.optim``, whose steps do without ``grad_scale`` and ``found_inf``."""
+    """Return whether its class is of ``torch.optim``, whose steps work without ``grad_scale``."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Keep schedulers from warning that no optimizer has stepped yet, when its first step was skipped."""
+    """Keep schedulers from warning that the optimizer has not stepped, after a skipped first step."""
     with suppress(AttributeError):  # of a class with slots
         optimizer._opt_called = True  # type: ignore[attr-defined]

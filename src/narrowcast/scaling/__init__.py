@@ -4,7 +4,6 @@ from narrowcast.scaling._loss_scales import RULES as RULES
 from narrowcast.scaling._loss_scales import Dynamic, LossScale, Off, Static
 from narrowcast.scaling._loss_scales import parse as parse
 from narrowcast.scaling._states import from_apex, from_state, from_torch
-from narrowcast.scaling._states import recognise as recognise
 
 __all__ = [
     "Dynamic",

@@ -32,7 +32,7 @@ class _ApexState(msgspec.Struct):
 _State = TypeVar("_State", _TorchState, _ApexState)
 
 
-def recognise(state: object) -> str:
+def _recognised(state: object) -> str:
     """Return which library saved ``state``, "torch" or "apex", from its keys.
 
     An empty state is that of a disabled ``torch.amp.GradScaler``.
@@ -67,7 +67,7 @@ def from_state(state: object, source: str | None = None) -> list[LossScale]:
         ScaleError: for an unknown source, a state that is not recognised, and a key that is missing or has a
             value of another type.
     """
-    source = recognise(state) if source is None else source
+    source = _recognised(state) if source is None else source
     if source == "torch":
         return [from_torch(state)]
     if source == "apex":

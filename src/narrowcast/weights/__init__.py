@@ -1,6 +1,5 @@
 """Parameters in a low format: ways to keep small updates, and a meter of those that are lost."""
 
-from narrowcast.weights._gradients import refuse_scalers as refuse_scalers
 from narrowcast.weights._held import HeldWeights, hold
 from narrowcast.weights._held import held_by as held_by
 from narrowcast.weights._lower import is_batch_or_instance_norm as is_batch_or_instance_norm

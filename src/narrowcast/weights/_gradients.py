@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from narrowcast.errors import NarrowcastError, OrderError, UnsupportedError
+from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import ASKED_BY_SCALERS
 from narrowcast.weights._kept import Pair
 from narrowcast.weights._torch_internals import add_all, is_dtensor, is_held_elsewhere, local
-
-Refusal = Callable[[], NarrowcastError]
 
 
 def require_dense(pairs: Sequence[Pair]) -> None:
@@ -116,11 +114,6 @@ def guard_against_scalers(optimizer: torch.optim.Optimizer, pairs: Sequence[Pair
     setattr(optimizer, ASKED_BY_SCALERS, _ScalerGuard(optimizer, pairs))
 
 
-def refuse_scalers(optimizer: torch.optim.Optimizer, refusal: Refusal) -> None:
-    """Make every step of a scaler on this held optimizer raise what ``refusal`` returns, until ``remove``."""
-    vars(optimizer)[ASKED_BY_SCALERS].refusal = refusal
-
-
 def remove_guard(optimizer: torch.optim.Optimizer) -> None:
     """Restore the optimizer's own attribute."""
     found = vars(optimizer).get(ASKED_BY_SCALERS)
@@ -136,11 +129,8 @@ class _ScalerGuard:
         self._own: dict[str, Any] = {k: v for k, v in vars(optimizer).items() if k == ASKED_BY_SCALERS}
         self._own_value = getattr(optimizer, ASKED_BY_SCALERS, False)
         self._pairs = pairs
-        self.refusal: Refusal | None = None
 
     def __bool__(self) -> bool:
-        if self.refusal is not None:
-            raise self.refusal()
         if any(pair.low.grad is not None for pair in self._pairs):
             raise OrderError(
                 f"low parameters of this {self._name} still hold gradients, which a GradScaler would neither "
