@@ -12,7 +12,7 @@ from narrowcast.errors import CheckpointError
 from narrowcast.training import load_checkpoint, save_checkpoint
 
 CASES = ["ddp fp16", "ddp masters", "fsdp bf16", "fsdp O2", "fsdp kahan", "fsdp stochastic"]
-pytestmark = pytest.mark.long
+FEW = ["ddp fp16", "fsdp O2"]
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,34 @@ def resumed(folder, saved):
     }
 
 
+@pytest.fixture(scope="session")
+def few(tmp_path_factory):
+    """A few cases, saved and resumed."""
+    folder = tmp_path_factory.mktemp("few")
+    phases = ("save", "resume")
+    return [by_case(facts_of("checkpoint_ranks.py", one, folder, *FEW, processes=2)) for one in phases]
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_two_ranks_continue_to_the_bit(few, case):
+    check_bits(*few, case)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_as_many_ranks_go_on_to_the_bit(saved, resumed, case):
-    found = resumed[2][case]
+def test_as_many_ranks_continue_to_the_bit(saved, resumed, case):
+    check_bits(saved, resumed[2], case)
+
+
+def check_bits(saved, resumed, case):
+    found = resumed[case]
     assert found["ends"] == saved[case]["ends"], "weights, statistics, random numbers and rates of each rank"
     assert found["notes"] == []
     assert found["exact"][0]
     assert found["positions"] == [[0, [0, 1, 2]], [1, [1, 2, 3]]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [None, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_another_number_of_ranks_has_the_same_weights_and_states(resumed, case, count):
@@ -71,11 +90,13 @@ def test_another_number_of_ranks_has_the_same_weights_and_states(resumed, case, 
     assert found["positions"] == positions[: count or 1]
 
 
+@pytest.mark.long
 def test_new_ranks_do_not_draw_what_others_draw(resumed):
     draws = [end[2] for end in resumed[4]["fsdp bf16"]["ends"]]
     assert len(set(map(tuple, draws))) == 4
 
 
+@pytest.mark.long
 def test_several_ranks_load_what_one_process_saved(resumed):
     found = resumed[4]["alone fsdp bf16"]
     assert found["exact"] == [True] * 4
@@ -86,8 +107,8 @@ def test_several_ranks_load_what_one_process_saved(resumed):
     ]
 
 
-def test_what_one_rank_cannot_do_stops_all_and_changes_nothing(saved):
-    found = saved["refused"]
+def test_what_one_rank_cannot_do_stops_all_and_changes_nothing(few):
+    found = few[0]["refused"]
     (other_save, load), (own_save, other_load) = found["told"]
     assert own_save.startswith("a checkpoint holds dicts, lists")
     assert "position is a object" in own_save
@@ -121,7 +142,7 @@ def test_one_process_saves_into_a_folder_that_is_there(one):
 
 def test_a_folder_of_other_things_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(CheckpointError, match=r"is a folder with other things in it \(notes.txt\)"):
+    with pytest.raises(CheckpointError, match="is a folder with other files in it"):
         save_checkpoint(tmp_path, torch.nn.Linear(1, 1))
     assert [one.name for one in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -131,7 +152,7 @@ def test_an_altered_or_missing_byte_of_a_folder_is_found(one):
     before = model.weight.detach().clone()
     for file in sorted(one for one in path.rglob("*") if one.is_file()):
         whole = file.read_bytes()
-        for place in {0, 9, 30, 31, 40, 99, len(whole) // 2, len(whole) - 1}:
+        for place in {0, 99, len(whole) // 2, len(whole) - 1}:
             altered = bytearray(whole)
             altered[place] ^= 0x01
             file.write_bytes(altered)

@@ -30,8 +30,25 @@ OTHER_SUMS = {"bf16": 2 * (2 + 2) * 2.0**-8, "fp16": 2 * (2 + 2) * 2.0**-11}
 # pass; doubled too.
 TWENTY_STEPS = {"bf16": 2 * 13 * 2.0**-8, "fp16": 2 * 13 * 2.0**-11}
 
-pytestmark = pytest.mark.long
-both_sizes = pytest.mark.parametrize("world", [2, 4])
+
+class Few(int):
+    """That many processes, which run a few of the scenarios."""
+
+
+FEW = [
+    "skip: ddp, loss", "skip: fsdp2, loss", "uneven flush", "left alone", "resume ddp",
+    "resume fsdp2", "together", "a named loss overflows",
+]  # fmt: skip
+SIZES = [pytest.param(2, marks=pytest.mark.long, id="2"), pytest.param(4, marks=pytest.mark.long, id="4")]
+long_sizes = pytest.mark.parametrize("world", SIZES, indirect=True)
+every_size = pytest.mark.parametrize("world", [pytest.param(Few(2), id="few"), *SIZES], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def world(request):
+    """A number of processes that have run."""
+    launch(request.param, isinstance(request.param, Few))
+    return request.param
 
 
 def torchrun(script, *arguments, processes):
@@ -45,8 +62,8 @@ def torchrun(script, *arguments, processes):
 
 
 @functools.cache
-def launch(world):
-    code, out, err = torchrun("ranks.py", processes=world)
+def launch(world, few):
+    code, out, err = torchrun("ranks.py", *(FEW if few else ()), processes=world)
     facts = {line["scenario"]: line["ranks"] for line in lines_of(out)}
     return facts, f"exit code {code}\n{err[-6000:]}"
 
@@ -57,7 +74,7 @@ def lines_of(out):
 
 def ranks_of(world, scenario):
     """The facts of each rank."""
-    facts, ending = launch(world)
+    facts, ending = launch(world, isinstance(world, Few))
     assert scenario in facts, f"the launch ended before {scenario!r} was done: {ending}"
     assert len(facts[scenario]) == world
     return facts[scenario]
@@ -85,10 +102,21 @@ def names_expected(kind, where, rank, world):
     return ["up.weight", "up.bias"]  # of the last layer's only row this rank has nothing
 
 
-@both_sizes
-@pytest.mark.parametrize("where", ["loss", "grad"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "plain"])
+@every_size
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_an_infinite_loss_on_one_rank_skips_the_step_on_all(kind, world):
+    check_skip(kind, "loss", world)
+
+
+@long_sizes
+@pytest.mark.parametrize(
+    ("kind", "where"), [("ddp", "grad"), ("fsdp2", "grad"), ("plain", "loss"), ("plain", "grad")]
+)
 def test_an_infinity_on_one_rank_skips_the_step_on_all(kind, where, world):
+    check_skip(kind, where, world)
+
+
+def check_skip(kind, where, world):
     for case, ranks in cases_of(world, f"skip: {kind}, {where}"):
         assert_copies(case, ranks)
         for rank, facts in enumerate(ranks):
@@ -101,7 +129,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(kind, where, world):
             assert names == names_expected(kind, where, rank, world), (case, rank)
 
 
-@both_sizes
+@long_sizes
 def test_ddp_by_stepper_ends_with_the_weights_of_one_process(world):
     cases = cases_of(world, "ddp")
     assert len(cases) == 32
@@ -113,7 +141,7 @@ def test_ddp_by_stepper_ends_with_the_weights_of_one_process(world):
             assert facts["clipped"], case
 
 
-@both_sizes
+@long_sizes
 def test_ddp_reduces_once_a_window(world):
     for case, ranks in cases_of(world, "ddp"):
         learns = "static graph" in case and ", 4, " in case
@@ -121,7 +149,7 @@ def test_ddp_reduces_once_a_window(world):
             assert facts["reductions"] == 4 + learns, case
 
 
-@both_sizes
+@long_sizes
 def test_fsdp2_ends_with_the_weights_of_one_process(world):
     cases = cases_of(world, "fsdp2")
     assert len(cases) == (20 if world == 2 else 40)
@@ -133,7 +161,7 @@ def test_fsdp2_ends_with_the_weights_of_one_process(world):
             assert facts["norm_off"] < tolerance, case
 
 
-@both_sizes
+@long_sizes
 def test_every_order_of_the_norm_is_that_of_all_parts(world):
     for case, ranks in cases_of(world, "norms of parts"):
         for facts in ranks:
@@ -141,7 +169,7 @@ def test_every_order_of_the_norm_is_that_of_all_parts(world):
             assert facts["type"] == "Tensor", case
 
 
-@both_sizes
+@long_sizes
 def test_several_optimizers_of_sharded_parameters_clip_by_one_norm(world):
     ranks = ranks_of(world, "several optimizers")
     assert_copies("several optimizers", ranks)
@@ -150,7 +178,7 @@ def test_several_optimizers_of_sharded_parameters_clip_by_one_norm(world):
         assert facts["norm_off"] < CLIPPING
 
 
-@both_sizes
+@long_sizes
 def test_parts_of_one_model_are_clipped_by_the_norm_of_all_parts(world):
     for case, ranks in cases_of(world, "parts"):
         for rank, facts in enumerate(ranks):
@@ -161,7 +189,7 @@ def test_parts_of_one_model_are_clipped_by_the_norm_of_all_parts(world):
             assert facts["moved"] != (case.endswith("True") and rank == 0), case
 
 
-@both_sizes
+@long_sizes
 def test_ranks_clip_alike_where_a_norm_of_finite_gradients_overflows(world):
     for facts in ranks_of(world, "large norms"):
         assert facts["norm_off"] < CLIPPING
@@ -169,7 +197,7 @@ def test_ranks_clip_alike_where_a_norm_of_finite_gradients_overflows(world):
         assert facts["weight_off"] < 2.0**-19  # the factor is a subnormal, of 20 bits
 
 
-@both_sizes
+@long_sizes
 def test_copies_that_differ_are_refused_on_every_rank(world):
     cases = cases_of(world, "copies that differ")
     assert [case for case, _ in cases] == ["clip", "after unscale_", "Stepper", "order 0"]
@@ -185,7 +213,7 @@ def test_copies_that_differ_are_refused_on_every_rank(world):
                 assert facts["said"].startswith(begins), case
 
 
-@both_sizes
+@long_sizes
 def test_a_step_takes_one_collective_a_group_and_none_without(world):
     for case, ranks in cases_of(world, "collectives"):
         kind, _, way = case.partition(", ")
@@ -197,7 +225,7 @@ def test_a_step_takes_one_collective_a_group_and_none_without(world):
             assert facts == {name: count for name, count in wanted.items() if count}, case
 
 
-@both_sizes
+@long_sizes
 def test_flush_steps_on_the_mean_of_what_there_is(world):
     for case, ranks in cases_of(world, "flush"):
         assert_copies(case, ranks)
@@ -208,7 +236,7 @@ def test_flush_steps_on_the_mean_of_what_there_is(world):
             assert not facts["empty"], case
 
 
-@both_sizes
+@every_size
 def test_flush_averages_over_all_ranks_whatever_is_in_their_windows(world):
     ranks = ranks_of(world, "uneven flush")
     assert_copies("uneven flush", ranks)
@@ -217,14 +245,14 @@ def test_flush_averages_over_all_ranks_whatever_is_in_their_windows(world):
         assert facts["complete"]
 
 
-@both_sizes
+@every_size
 def test_flush_leaves_alone_what_ddp_was_told_to_ignore(world):
     ranks = ranks_of(world, "left alone")
     assert len({facts["ignored"] for facts in ranks}) == world
     assert len({facts["reduced"] for facts in ranks}) == 1
 
 
-@both_sizes
+@long_sizes
 def test_master_weights_are_the_same_on_all_ranks_and_train_as_in_one_process(world):
     ranks = ranks_of(world, "masters")
     for facts in ranks:
@@ -242,7 +270,7 @@ def test_master_weights_are_the_same_on_all_ranks_and_train_as_in_one_process(wo
             assert found["rounded"], case
 
 
-@both_sizes
+@every_size
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_training_resumes_to_the_bit(kind, world):
     for case, ranks in cases_of(world, f"resume {kind}"):
@@ -253,7 +281,7 @@ def test_training_resumes_to_the_bit(kind, world):
             assert facts.get("steps", [6, 6]) == [6, 6], case
 
 
-@both_sizes
+@every_size
 def test_optimizers_that_step_together_skip_together_on_all_ranks(world):
     ranks = ranks_of(world, "together")
     assert_copies("together", ranks)
@@ -265,7 +293,7 @@ def test_optimizers_that_step_together_skip_together_on_all_ranks(world):
         assert facts["scales"] == [1024.0, 512.0, 512.0]
 
 
-@both_sizes
+@long_sizes
 def test_losses_with_scales_of_their_own_add_up_as_in_one_process(world):
     cases = cases_of(world, "named losses")
     assert len(cases) == 17
@@ -277,7 +305,7 @@ def test_losses_with_scales_of_their_own_add_up_as_in_one_process(world):
             assert facts["scales"]["absolute"] == (4.0 if case == "by hand" else 1024.0), case
 
 
-@both_sizes
+@every_size
 def test_a_named_loss_that_overflows_on_one_rank_skips_on_all(world):
     ranks = ranks_of(world, "a named loss overflows")
     assert_copies("a named loss overflows", ranks)
@@ -287,7 +315,7 @@ def test_a_named_loss_that_overflows_on_one_rank_skips_on_all(world):
         assert facts["scales"] == [1024.0, 512.0, 512.0]
 
 
-@both_sizes
+@long_sizes
 def test_after_twenty_steps_and_an_overflow_ranks_hold_the_weights_of_one_process(world):
     cases = cases_of(world, "twenty steps")
     assert len(cases) == 8
@@ -302,13 +330,14 @@ def test_after_twenty_steps_and_an_overflow_ranks_hold_the_weights_of_one_proces
             assert 0 < facts["off_fp64"] < TWENTY_STEPS[case[:4]], case
 
 
-@both_sizes
+@every_size
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
-    facts, ending = launch(world)
-    assert len(facts) == 25, ending
+    facts, ending = launch(world, isinstance(world, Few))
+    assert len(facts) == (len(FEW) if isinstance(world, Few) else 25), ending
     assert ending.startswith("exit code 0\n"), ending
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
 def test_a_rank_that_is_killed_ends_the_others_with_an_error(kind, tmp_path):
     code, _, err = torchrun("killed.py", kind, tmp_path, processes=2)
@@ -321,6 +350,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_an_error(kind, tmp_path):
     assert "SIGKILL" in err
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 def test_agreement_on_a_gpu_waits_for_nothing():
     code, out, err = torchrun("ranks_cuda.py", processes=1)

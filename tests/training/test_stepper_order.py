@@ -313,7 +313,7 @@ def test_a_scaler_belongs_to_one_stepper_at_a_time():
 def test_weights_in_bf16_with_fp32_weights_are_warned_of():
     model = nn.Linear(4, 1).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.warns(UserWarning, match=r'one smaller than 2\*\*-9 of a weight is lost: policy="O2"'):
+    with pytest.warns(UserWarning, match=r'loses updates smaller than 2\*\*-9 of a weight: policy="O2"'):
         nc.Stepper(model, optimizer, "bf16")
 
 

@@ -13,13 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.casting import drop_casts
-from narrowcast.errors import OrderError, SettingError, near_names
+from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import StepResult, nodes_below
 from narrowcast.training._torch_internals import run_casts_of_leaves_soon
 
 RESTORE = ("norms", "all", "none")
-_BUCKET_BYTES = 2**25  # DDP's own buckets are as large
-_NONE, _DENSE = 0, 1
 
 
 class WeightCasts:
@@ -198,53 +196,25 @@ class Synchronization:
 
 
 def _average(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
-    """Average gradients over the ranks, which may have reached different parameters."""
-    kinds = torch.tensor([_kind(parameter.grad) for parameter in parameters], device=parameters[0].device)
-    dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
-    dense: list[torch.Tensor] = []
-    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
-        if kind == _NONE:
-            continue
-        if parameter.grad is None:
-            parameter.grad = _zeros(parameter, kind)
-        if kind == _DENSE:
-            dense.append(parameter.grad)
-        else:
+    """Average gradients over the ranks, which may have reached different parameters.
+
+    Raises:
+        UnsupportedError: a gradient is sparse.
+    """
+    kinds = [0 if one.grad is None else 1 + one.grad.is_sparse for one in parameters]
+    kind = torch.tensor(kinds, device=parameters[0].device)
+    dist.all_reduce(kind, dist.ReduceOp.MAX, group=group)
+    if int(kind.max()) > 1:
+        raise UnsupportedError(
+            "sparse gradients of an unfinished accumulation, or of losses by name, cannot be reduced under "
+            "DistributedDataParallel: use dense gradients (sparse=False), or finish every accumulation"
+        )
+    works = []
+    for parameter, reached in zip(parameters, kind.tolist(), strict=True):
+        if reached:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             parameter.grad.div_(dist.get_world_size(group))
-            dist.all_reduce(parameter.grad, group=group)
-    for bucket in _buckets(dense):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(dist.get_world_size(group))
-        dist.all_reduce(flat, group=group)
-        for gradient, mean in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-
-def _kind(gradient: torch.Tensor | None) -> int:
-    """No gradient, a dense one, or above that the number of sparse dimensions."""
-    if gradient is None:
-        return _NONE
-    return _DENSE + (gradient.sparse_dim() if gradient.is_sparse else 0)
-
-
-def _zeros(parameter: torch.Tensor, kind: int) -> torch.Tensor:
-    if kind == _DENSE:
-        return torch.zeros_like(parameter)
-    sparse = kind - _DENSE
-    indices = torch.empty((sparse, 0), dtype=torch.int64, device=parameter.device)
-    values = parameter.new_empty((0, *parameter.shape[sparse:]))
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split into neighbours of one device and dtype, up to a size; the same on every rank."""
-    bucket: list[torch.Tensor] = []
-    filled_bytes = 0
-    for gradient in gradients:
-        first = bucket[0] if bucket else gradient
-        if (gradient.device, gradient.dtype) != (first.device, first.dtype) or filled_bytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, filled_bytes = [], 0
-        bucket.append(gradient)
-        filled_bytes += gradient.numel() * gradient.element_size()
-    if bucket:
-        yield bucket
+            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+    for work in works:
+        work.wait()

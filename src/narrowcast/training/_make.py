@@ -61,15 +61,12 @@ def make_groups(
     if policy.master_weights:
         names |= _hold_weights(model, by_name, formats, names)
     if policy.low_weights:
-        _lower_weights(model, formats)
+        _lower_weights(model, formats, "O3")
     groups = {}
     for name, optimizers in by_name.items():
         made = _scaler_for(scalers[name], formats, process_group, low_weights=policy.low_weights)
         made.name_parameters(names)
-        if policy.low_weights:
-            _warn_of_lost_eps(optimizers)
-        else:
-            _warn_of_low_weights(optimizers)
+        _warn_of_lost_updates(optimizers, low_weights=policy.low_weights)
         groups[name] = OptimizerGroup(
             optimizers,
             made,
@@ -118,29 +115,25 @@ def _check_parameters(model: torch.nn.Module, by_name: Mapping[Any, list[torch.o
                 )
 
 
-def _warn_of_low_weights(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Weights in fp16 are refused at the first step."""
+def _warn_of_lost_updates(optimizers: Sequence[torch.optim.Optimizer], *, low_weights: bool) -> None:
+    """Warn of an eps that fp16 rounds to 0, and of weights in bf16; those in fp16 are refused later."""
     for optimizer in optimizers:
-        if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
-            warnings.warn(
-                f"{type(optimizer).__name__} updates weights held in bf16, where one smaller than 2**-9 "
-                'of a weight is lost: policy="O2" keeps fp32 masters, nc.weights.hold less, and '
-                "nc.weights.UpdateMeter says how much is lost",
-                UserWarning,
-                stacklevel=4,
-            )
-
-
-def _warn_of_lost_eps(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        eps = lost_eps(optimizer)
+        name, warning = type(optimizer).__name__, None
+        eps = lost_eps(optimizer) if low_weights else None
         if eps is not None:
-            warnings.warn(
-                f"{type(optimizer).__name__} keeps its state in fp16 with the weights, where its eps of "
-                f'{eps} is 0 and weights become NaN: give it eps=1e-4, or use policy="O2"',
-                UserWarning,
-                stacklevel=4,
+            warning = (
+                f"{name} keeps its state in fp16 with the weights, where its eps of {eps} is 0 and weights "
+                'become NaN: give it eps=1e-4, or use policy="O2"'
             )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not low_weights and any(p.dtype == torch.bfloat16 for p in parameters):
+            warning = (
+                f"{name} updates weights held in bf16, which loses updates smaller than 2**-9 of a weight: "
+                'policy="O2" keeps fp32 masters, nc.weights.hold less, and nc.weights.UpdateMeter measures '
+                "the loss"
+            )
+        if warning is not None:
+            warnings.warn(warning, UserWarning, stacklevel=4)
 
 
 def _as_list(one: Any) -> list[Any]:
@@ -186,23 +179,19 @@ def _scaler_for(
 
 
 def place_rules(model: torch.nn.Module, policy: Policy) -> Applied | None:
-    """Have the modules that rules of ``policy`` name follow them inside the ``Stepper``'s regions.
+    """Let modules follow the rules of ``policy`` in the regions of the ``Stepper``; return the handle.
 
-    Returns:
-        The handle that ends it; None where there are none, or ``nc.apply`` was called with the same policy.
-
-    Raises:
-        PolicyError: a rule names no module of ``model``, or another policy was applied to it.
+    Returns None if there are no rules for modules, or ``nc.apply`` was called with the same policy.
     """
-    if not policy.names_modules:
+    if not policy.names_modules or applied_to(model, policy) is not None:
         return None
-    return None if applied_to(model, policy) is not None else Applied(model, policy, opens=False)
+    return Applied(model, policy, opens=False)
 
 
 def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> Any:
-    """Have a model whose weights are low take its floating inputs in their format, inside a region.
+    """Cast the inputs of a model with low weights to their format, as apex does; return the hook's handle.
 
-    As apex does: an operator on no table would meet fp32 inputs and low weights. Returns the hook's handle.
+    An operator that no table lists would otherwise get fp32 inputs and low weights.
     """
 
     def hook(_model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -215,22 +204,28 @@ def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> A
     return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
-def _lower_weights(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> None:
-    """Hold every weight in the low format, without masters; its optimizers keep the same parameters."""
+def _lower_weights(
+    model: torch.nn.Module, formats: Mapping[str, torch.dtype], level: str
+) -> Mapping[torch.Tensor, torch.Tensor] | None:
+    """Cast the weights of ``model`` as apex's ``level`` does, and return their fp32 values; None in fp32."""
     dtypes = set(formats.values())
     if len(dtypes) > 1:
-        raise PolicyError(f"policy 'O3' needs one format, and this model's devices have {dtypes}")
+        raise PolicyError(f"policy {level!r} needs one format, and this model's devices have {dtypes}")
     dtype = dtypes.pop()
     if dtype == torch.float32:
-        return
-    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    if wrapped and any(parameter.dtype != dtype for parameter in model.parameters()):
+        return None
+    keep_fp32 = {"keep_fp32": None} if level == "O3" else {}
+    low = [parameter.dtype == dtype for parameter in model.parameters()]
+    if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        wide = any(parameter.dtype == torch.float32 for parameter in model.parameters())
+        return lower(model, dtype, **keep_fp32) if wide else {}
+    if not (all(low) if keep_fp32 else any(low)):
         raise PolicyError(
-            "policy 'O3' casts the weights, and DistributedDataParallel has made its buckets for fp32: call "
-            f"narrowcast.weights.lower(model, {dtype}, keep_fp32=None), wrap the model, then make the Stepper"
+            f"policy {level!r} casts the weights, and DistributedDataParallel has made its buckets for fp32: "
+            f"call narrowcast.weights.lower(model, {dtype}{', keep_fp32=None' * bool(keep_fp32)}), wrap the "
+            "model, then make the Stepper"
         )
-    if not wrapped:
-        lower(model, dtype, keep_fp32=None)
+    return {}
 
 
 def _hold_weights(
@@ -239,32 +234,14 @@ def _hold_weights(
     formats: Mapping[str, torch.dtype],
     names: Mapping[int, str],
 ) -> dict[int, str]:
-    """Lower the model, hold its optimizers' weights, and name the masters as their weights are named."""
-    dtypes = set(formats.values())
-    if len(dtypes) > 1:
-        raise PolicyError(f"policy 'O2' needs one format, and this model's devices have {dtypes}")
-    dtype = dtypes.pop()
-    if dtype == torch.float32:
-        return {}
-    originals: Mapping[torch.Tensor, torch.Tensor] = {}
-    if any(parameter.dtype == torch.float32 for parameter in model.parameters()):
-        wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        low = any(parameter.dtype == dtype for parameter in model.parameters())
-        if wrapped and not low:
-            raise PolicyError(
-                "policy 'O2' casts the weights, and DistributedDataParallel has made its buckets for fp32: "
-                f"call narrowcast.weights.lower(model, {dtype}), wrap the model, then make the Stepper"
-            )
-        if not wrapped:
-            originals = lower(model, dtype)
-    named = {}
-    for optimizers in by_name.values():
-        for optimizer in optimizers:
-            mine = {p for group in optimizer.param_groups for p in group["params"]}
-            held = held_by(optimizer) or hold(
-                optimizer, originals={p: value for p, value in originals.items() if p in mine}
-            )
-            for weight, master in held.parameters:
-                if id(weight) in names:
-                    named[id(master)] = names[id(weight)]
+    """Cast the model, hold its optimizers' weights, and return the names of the masters."""
+    originals = _lower_weights(model, formats, "O2")
+    named: dict[int, str] = {}
+    if originals is None:
+        return named
+    for optimizer in (one for optimizers in by_name.values() for one in optimizers):
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        own = {p: value for p, value in originals.items() if p in mine}
+        held = held_by(optimizer) or hold(optimizer, originals=own)
+        named |= {id(master): names[id(low)] for low, master in held.parameters if id(low) in names}
     return named

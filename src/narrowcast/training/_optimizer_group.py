@@ -76,17 +76,12 @@ class OptimizerGroup:
             self._last_epochs[index] = getattr(scheduler, "last_epoch", None)
 
     @property
-    def is_last(self) -> bool:
-        """Whether the next micro-batch completes the step."""
-        return self.filled + 1 >= self.accumulate
-
-    @property
     def reduces(self) -> bool:
-        """Whether DDP reduces the gradients of the next micro-batch.
+        """Whether DDP reduces the gradients of the next micro-batch: the last one, or with masters each.
 
-        Masters take over the gradients of every micro-batch, to add them in fp32, so each must be reduced.
+        Masters take over the gradients of every micro-batch, to add them in fp32.
         """
-        return self.is_last or bool(self.held)
+        return self.filled + 1 >= self.accumulate or bool(self.held)
 
     @property
     def leaves_unreduced(self) -> bool:

@@ -2,6 +2,7 @@
 
     torchrun ... checkpoint_ranks.py save FOLDER      trains, saves, and trains on
     torchrun ... checkpoint_ranks.py resume FOLDER    loads, with as many ranks or others, and trains on
+    ... CASE ...                                      only these cases
 
 Run by python itself, one process without ``torch.distributed`` loads. Rank 0 prints a line of JSON a case.
 """
@@ -181,10 +182,10 @@ class Odd:
         raise AssertionError("nothing of the sort was saved")
 
 
-def main(phase, folder):
+def main(phase, folder, cases):
     if not ALONE:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for case in CASES:
+    for case in cases or CASES:
         (save if phase == "save" else resume)(Path(folder), case)
     if phase == "save":
         refuse(Path(folder))
@@ -200,4 +201,4 @@ def main(phase, folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,8 +1,7 @@
 """Runs that are saved at their fifth step, and go on in a process of their own, to the bit.
 
-python checkpoint_runs.py save FOLDER      the whole runs, and their checkpoints
-python checkpoint_runs.py resume FOLDER    from the checkpoints to the end
-python checkpoint_runs.py full FOLDER      a disk that is full
+python checkpoint_runs.py save FOLDER CASE...      the whole runs, and their checkpoints
+python checkpoint_runs.py resume FOLDER CASE...    from the checkpoints to the end, and a full disk
 """
 
 import contextlib
@@ -121,15 +120,8 @@ class Run:
         }
 
 
-CASES = [
-    "loop fp32", "loop bf16", "loop fp16", "torch fp16", "fused fp16", "fused bf16",
-    "stepper fp32", "stepper bf16", "stepper fp16", "O2 bf16", "O2 fp16",
-    "masters bf16", "masters fp16", "kahan bf16", "kahan fp16", "stochastic bf16", "stochastic fp16",
-]  # fmt: skip
-
-
-def save(folder):
-    for case in CASES:
+def save(folder, cases):
+    for case in cases:
         whole = Run(case, 0)
         whole.train(0, STEPS)
         torch.save(whole.ending(), folder / f"{case}.whole.pt")
@@ -138,8 +130,8 @@ def save(folder):
         nc.training.save_checkpoint(folder / f"{case}.ckpt", half.model, **half.kept, position=half.position)
 
 
-def resume(folder):
-    for case in CASES:
+def resume(folder, cases):
+    for case in cases:
         run = Run(case, 99)
         run.train(0, 1)  # every state is another one
         found = nc.training.load_checkpoint(folder / f"{case}.ckpt", run.model, **run.kept)
@@ -165,4 +157,4 @@ def full(folder):
 
 
 if __name__ == "__main__":
-    {"save": save, "resume": resume}[sys.argv[1]](Path(sys.argv[2]))
+    {"save": save, "resume": resume}[sys.argv[1]](Path(sys.argv[2]), sys.argv[3:])

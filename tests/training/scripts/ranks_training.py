@@ -75,7 +75,7 @@ def ddp():
 
 
 class Branches(torch.nn.Module):
-    """Ranks take different branches; one is taken by no rank, and one, of sparse gradients, by ``sparse``."""
+    """Ranks take different branches; one is taken by no rank, and one where ``extra`` is set."""
 
     def __init__(self):
         super().__init__()
@@ -83,13 +83,13 @@ class Branches(torch.nn.Module):
         self.every = torch.nn.Linear(6, 1, dtype=torch.float64)
         self.even = torch.nn.Linear(6, 1, dtype=torch.float64)
         self.never = torch.nn.Linear(6, 1, dtype=torch.float64)
-        self.rows = torch.nn.Embedding(5, 1, sparse=True, dtype=torch.float64)
+        self.rows = torch.nn.Embedding(5, 1, dtype=torch.float64)
 
-    def forward(self, x, rank, *, sparse):
+    def forward(self, x, rank, *, extra):
         out = self.trunk(x) + self.every(x)
         if rank % 2 == 0:
             out = out + self.even(x)
-        if sparse:
+        if extra:
             out = out + self.rows((x[:, 0] > 0).long())
         return out
 
@@ -110,9 +110,9 @@ def flushed(buckets, filled):
         window = data[at : at + count]
         at += count
         for index, (x, y) in enumerate(window):
-            sparse = count == 4 or (index == 0 and dist.get_rank() == 1)  # DDP itself wants it on all ranks
+            extra = count == 4 or (index == 0 and dist.get_rank() == 1)
             with stepper.autocast():
-                loss = mse_loss(run(part(x), dist.get_rank(), sparse=sparse), part(y))
+                loss = mse_loss(run(part(x), dist.get_rank(), extra=extra), part(y))
             result = stepper.step(loss)
         if count < 4:
             result = stepper.flush()
@@ -120,8 +120,8 @@ def flushed(buckets, filled):
         other.zero_grad()
         for index, (x, y) in enumerate(window):
             for rank in range(world):
-                sparse = count == 4 or (index == 0 and rank == 1)
-                out = alone(part(x, rank, world), rank, sparse=sparse)
+                extra = count == 4 or (index == 0 and rank == 1)
+                out = alone(part(x, rank, world), rank, extra=extra)
                 (mse_loss(out, part(y, rank, world)) / (world * count)).backward()
         other.step()
     return facts | {

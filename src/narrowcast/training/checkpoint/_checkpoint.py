@@ -16,7 +16,7 @@ from narrowcast.policy import Policy, as_policy, policy_in, policy_name, policy_
 from narrowcast.training.checkpoint import _file, _foreign, _ranks
 from narrowcast.training.checkpoint._file import storable
 from narrowcast.training.checkpoint._ranks import Ranks, Saved
-from narrowcast.training.checkpoint._state import Fit, Run, Write, load_all
+from narrowcast.training.checkpoint._state import Fit, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ def load_checkpoint(
         raise CheckpointError(f"cannot read the checkpoint {source}: {error.strerror or error}") from error
     tree = ranks.agreed(lambda: _ranks.tree_for(saved, ranks, fit, run.layouts()))
 
-    def checked() -> tuple[Policy | None, list[Write]]:
+    def checked() -> Policy | None:
         before = None if tree["policy"] is None else policy_in(tree["policy"].encode(), source)
         if before is not None and wanted is not None and before != wanted:
             fit.unless_strict(
@@ -178,10 +178,11 @@ def load_checkpoint(
                 "Continue under the policy that it was saved under",
                 "the run continues under the new one",
             )
-        return before, run.check(fit, tree)
+        run.check(fit, tree)
+        return before
 
-    before, writes = ranks.agreed(checked)
-    load_all(writes, source)
+    before = ranks.agreed(checked)
+    run.load(fit, tree)
     return Checkpoint(
         position=tree["position"],
         policy=before,

@@ -35,9 +35,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path}: expected a dict with the states of a run, got {type(found).__name__}")
     notes = [f"{path} was written by torch.save, not by save_checkpoint: it was converted"]
-    if found and all(isinstance(value, torch.Tensor) for value in found.values()):
-        found = {"state_dict": found}
-    rest = dict(found)
+    bare = bool(found) and all(isinstance(value, torch.Tensor) for value in found.values())
+    rest = {"state_dict": found} if bare else dict(found)
     model = _one_of(path, rest, _MODEL)
     if not isinstance(model, Mapping):
         raise CheckpointError(

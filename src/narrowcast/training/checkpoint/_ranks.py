@@ -160,12 +160,8 @@ def _new_folder(path: Path) -> str:
             f"{path} is a file, and several ranks save into a folder: give another path, or remove it"
         )
     path.mkdir(exist_ok=True)
-    others = [one.name for one in path.iterdir() if not _DATA.fullmatch(one.name) and MARKER not in one.name]
-    if others and not (path / MARKER).exists():
-        raise CheckpointError(
-            f"{path} is a folder with other things in it ({few(sorted(others))}): give the path of the "
-            "checkpoint itself, as one inside it"
-        )
+    if not (path / MARKER).exists() and any(not _DATA.fullmatch(one.name) for one in path.iterdir()):
+        raise CheckpointError(f"{path} is a folder with other files in it: give a path inside it")
     with contextlib.suppress(CheckpointError):  # if the checkpoint is damaged, everything stays
         _remove_data(path, kept=_read_marker(path)["data"] if (path / MARKER).exists() else None)
     name = uuid.uuid4().hex

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -46,30 +43,6 @@ class Fit:
         if self.strict:
             self.refuse(problem, f"{fix}; or load what fits with strict=False")
         self.notes.append(f"{problem}: {consequence}")
-
-
-@dataclass
-class Write:
-    """One thing to load, and how to undo it."""
-
-    do: Callable[[], Any]
-    undo: Callable[[], Any] = lambda: None
-
-
-def load_all(writes: Sequence[Write], path: Any) -> None:
-    """Load everything; if one raises, undo it and those before it."""
-    undo: list[Callable[[], Any]] = []
-    try:
-        for one in writes:
-            undo.append(one.undo)
-            one.do()
-    except Exception as error:
-        for back in reversed(undo):
-            with contextlib.suppress(Exception):
-                back()
-        if isinstance(error, NarrowcastError):
-            raise
-        raise CheckpointError(f"{path} could not be loaded: {type(error).__name__}: {error}") from error
 
 
 @dataclass
@@ -147,12 +120,15 @@ class Group:
                 else:
                     fit.notes.append(f"{problem}: it was not loaded")
 
-    def writes(self, saved: Mapping[str, Any]) -> Iterator[Write]:
-        """Yield what is to be done, what is easily undone first."""
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Load a state that was checked; schedulers and scalers first, since those may still raise."""
         for kind in ("scalers", "schedulers", "optimizers", "held"):
             for name, one in self.of(kind).items():
                 if name in saved[kind]:
-                    yield _write_of(kind, one, saved[kind][name])
+                    if kind == "optimizers":
+                        _load_optimizer(one, saved[kind][name])
+                    else:
+                        one.load_state_dict(saved[kind][name]["state"])
 
 
 class Run:
@@ -230,8 +206,8 @@ class Run:
             found |= {("groups", name, *place): like for place, like in group.layouts()}
         return found
 
-    def check(self, fit: Fit, tree: dict[str, Any]) -> list[Write]:
-        """Compare all of ``tree`` with the live objects, and return what is to be done to load it."""
+    def check(self, fit: Fit, tree: dict[str, Any]) -> None:
+        """Compare all of ``tree`` with the live objects; nothing is written."""
         self._check_model(fit, tree["model"])
         saved = tree["groups"]
         if not any(self.groups.values()) and any(any(group.values()) for group in saved.values()):
@@ -254,7 +230,6 @@ class Run:
                 fit.refuse(
                     f"a random state in it cannot be set: {error}", "Use the torch that it was saved with"
                 )
-        return list(self._writes(fit, tree))
 
     def _check_group_names(self, fit: Fit, saved: Mapping[str, Any]) -> None:
         mine, theirs = (sorted(set(names) - {_BESIDE}) for names in (self.groups, saved))
@@ -322,21 +297,29 @@ class Run:
                 else:
                     fit.unless_strict(problem, same, change)
 
-    def _writes(self, fit: Fit, tree: dict[str, Any]) -> Iterator[Write]:
-        """Yield first what can be undone, then what was checked and will succeed."""
-        for name, group in self.groups.items():
-            if name in tree["groups"]:
-                yield from group.writes(tree["groups"][name])
-        if self.stepper is not None:
-            steps = tree["stepper"]["steps"] if tree["stepper"] is not None else 0
-            yield Write(functools.partial(self.stepper._restart, steps))
-        yield Write(lambda: self._load_model(tree["model"]))
-        if tree["random"] is not None:
-            yield Write(lambda: fit.notes.extend(set_random_states(tree["random"])))
+    def load(self, fit: Fit, tree: Mapping[str, Any]) -> None:
+        """Load a tree that was checked.
 
-    def _load_model(self, saved: Mapping[str, Any]) -> None:
-        state = {own: saved[name] for name, (own, _) in self.model_state().items() if name in saved}
-        self.model.load_state_dict(state, strict=False)
+        Raises:
+            CheckpointError: a ``load_state_dict`` raised; what was loaded before it stays.
+        """
+        try:
+            for name, group in self.groups.items():
+                if name in tree["groups"]:
+                    group.load(tree["groups"][name])
+            if self.stepper is not None:
+                self.stepper._restart(tree["stepper"]["steps"] if tree["stepper"] is not None else 0)
+            mine = self.model_state().items()
+            state = {own: tree["model"][name] for name, (own, _) in mine if name in tree["model"]}
+            self.model.load_state_dict(state, strict=False)
+            if tree["random"] is not None:
+                fit.notes.extend(set_random_states(tree["random"]))
+        except NarrowcastError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{fit.path} could not be loaded, and was in part: {type(error).__name__}: {error}"
+            ) from error
 
 
 def canonical(model: torch.nn.Module, name: str) -> str:
@@ -477,22 +460,6 @@ def _words(parameter: Mapping[str, Any]) -> str:
 
 
 # ---- loading one state
-
-
-def _write_of(kind: str, one: Any, saved: Mapping[str, Any]) -> Write:
-    state = saved["state"]
-    if kind == "held":
-        # Checked before, so that it succeeds; a copy to undo it would be as large as the weights.
-        return Write(functools.partial(one.load_state_dict, state))
-    if kind == "optimizers":
-        old = one.state_dict()  # loading replaces its tensors, and does not write to them
-        return Write(
-            functools.partial(_load_optimizer, one, saved), functools.partial(one.load_state_dict, old)
-        )
-    before = copy.deepcopy(one.state_dict())
-    return Write(
-        functools.partial(one.load_state_dict, state), lambda: one.load_state_dict(before) if before else None
-    )
 
 
 def _load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
