@@ -27,7 +27,7 @@ STEPS = [
     }
     for n in range(1, 4)
 ]
-NOTE = {"event": "note", "text": "gr\u00fc\u00df\nand \u2028 a second line"}
+NOTE = {"event": "note", "text": "gr\u00fc\u00df\nand \u2028 a second line, \ud800"}
 END = made_captures.end()
 EXAMPLES = {
     "start": START,
@@ -45,7 +45,22 @@ EXAMPLES = {
     "finished": {"event": "finished", "wall_s": 1.0},
     **{event["event"]: event for event in made_captures.explained_events()[1:]},
 }
-WRONG = (None, True, "words", 1.5, -1, 10**400, "nan", [], {}, [None], [[]], {"a": []}, {"a": {"b": 1}})
+WRONG = (
+    None,
+    True,
+    "words",
+    1.5,
+    -1,
+    10**400,
+    math.inf,
+    "nan",
+    [],
+    {},
+    [None],
+    [[]],
+    {"a": []},
+    {"a": {"b": 1}},
+)
 
 
 def same(left, right):

@@ -305,17 +305,6 @@ def test_json_has_every_number_exactly():
     bias = stages["before step"]["bias"]["gradient"]
     assert (bias["values"], bias["nan"], bias["infinite"]) == (["nan", "-inf"], 1, 1)
     assert (bias["min"], bias["max"], bias["norm"]) == (None, None, "nan")
-    short = trace.as_json(most_values=2)["stages"][1]["parameters"]
-    assert short["weight"]["gradient"]["values"] is None
-    assert len(short["bias"]["gradient"]["values"]) == 2
-
-
-def test_it_is_saved_as_json(tmp_path):
-    model, x = one_by_one()
-    with nc.observe.trace_step(model, torch.optim.SGD(model.parameters())) as trace:
-        model(x).backward()
-    trace.save(tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == trace.as_json()
 
 
 def test_the_table_is_80_columns_wide_and_tells_of_long_tensors():
@@ -406,8 +395,6 @@ def test_what_cannot_be_traced_is_refused():
         nc.observe.trace_step(3, optimizer)
     with pytest.raises(SettingError, match=r"expected a torch\.optim\.Optimizer, or several, got NoneType"):
         nc.observe.trace_step(model)
-    with pytest.raises(SettingError, match=r"got Stepper: write trace_step\(stepper\)"):
-        nc.observe.trace_step(model, nc.Stepper(model, optimizer))
     with pytest.raises(SettingError, match=r"expected a torch\.amp\.GradScaler or None, got str"):
         nc.observe.trace_step(model, optimizer, scaler="dynamic")
     stepper = nc.Stepper(model, optimizer, "fp32")
@@ -418,7 +405,7 @@ def test_what_cannot_be_traced_is_refused():
     with pytest.raises(UnsupportedError, match="parameter weight has no shape yet: call the model once"):
         other.__enter__()
     meta = nc.observe.trace_step(nn.Linear(1, 1, device="meta"), optimizer)
-    with pytest.raises(UnsupportedError, match="parameter weight holds no numbers, being on meta"):
+    with pytest.raises(UnsupportedError, match="parameter weight is on meta"):
         meta.__enter__()
     with nc.observe.trace_step(model, optimizer) as trace:
         pass

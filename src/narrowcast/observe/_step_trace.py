@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from narrowcast.errors import OrderError, SettingError, near_names
+from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import GradScaler, StepResult
-from narrowcast.observe._step_trace_parts import (
-    check_can_be_read,
-    copied,
-    dense,
-    is_same,
-    parameters_by_name,
-    replaced,
-    tensors_in,
-)
-from narrowcast.observe._step_trace_stages import (
-    TRACE_SCHEMA,
-    Stage,
-    described,
-    number_text,
-    stage_as_json,
-    stage_lines,
-    table_head,
-    tensor_line,
-)
 from narrowcast.observe._torch_internals import at_the_end_of_backward, graph_task_id
+from narrowcast.observe.capture import json_ready
 from narrowcast.training import Stepper
+from narrowcast.weights import held_by
 
 FORWARD, BACKWARD, UNSCALE, BEFORE_STEP = "forward", "backward", "unscale", "before step"
 STEP, ZEROED, END = "step", "zeroed", "end"
-_IN_ORDER = (FORWARD, BACKWARD, UNSCALE, BEFORE_STEP, STEP, ZEROED, END)
-# What a scaler does to gradients, besides its step.
+_STAGES = (FORWARD, BACKWARD, UNSCALE, BEFORE_STEP, STEP, ZEROED, END)
+# Methods of a scaler that change gradients, besides its step.
 _UNSCALING = ("unscale_", "clip_grad_norm_", "clip_grad_value_")
+_WIDTHS = {"stage": 8, "tensor": 21, "weight": 22, "gradient": 23}
+_MOST_SHOWN = 2
+_FIXED_FROM, _FIXED_BELOW = 5e-5, 1e7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stage:
+    """Copies of every weight and gradient at one moment of a step, on their own devices.
+
+    Attributes:
+        name: ``"forward"`` (as the step began), ``"backward"``, ``"unscale"``, ``"before step"``, ``"step"``,
+            ``"zeroed"`` or ``"end"``.
+        weights: by the name of the parameter, in its shape and dtype.
+        gradients: as ``weights``; None for a parameter without a gradient. Sparse ones are dense here.
+    """
+
+    name: str
+    weights: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor | None]
 
 
 class StepTrace:
-    """One training step as it was; made by ``trace_step``.
+    """One training step, recorded by ``trace_step``, which has an example.
 
     Attributes:
-        stages: in the order of the step, each with copies of all weights and gradients.
         inputs: what the model was last called with, and ``outputs``, what it returned: copies by name.
-        skipped: whether the step was skipped; None where no optimizer's step was called in the block.
-        scale: the loss scale that the gradients were made with, by name where scales have names; None without
-            a scaler.
+        skipped: whether the step was skipped; None if no optimizer stepped in the block.
+        scale: the loss scale of the gradients, by name if scales have names; None without a scaler.
     """
 
     def __init__(
@@ -60,40 +63,41 @@ class StepTrace:
     ) -> None:
         self._model, self._optimizers, self._scalers = model, list(optimizers), list(scalers)
         self._hooks: ExitStack | None = None
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._stages: dict[str, Stage] = {}
         self.inputs: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         self.skipped: bool | None = None
         self.scale: float | dict[str, float] | None = None
-        self._steps = 0
-        self._overflowed: torch.Tensor | None = None
-        self._seen: dict[str, torch.Tensor | None] = {}
+        self._step_count = 0
+        self._found_inf: torch.Tensor | None = None
+        self._last: dict[str, torch.Tensor | None] = {}  # gradients as they were copied last
         self._unscaled: set[int] = set()
-        self._waits_for: int | None = None
-
-    # ---- the block
+        self._awaited_task: int | None = None
 
     def __enter__(self) -> Self:
         if self._hooks is not None:
             raise OrderError("this trace is open already: leave its block before it is entered again")
-        self._forget()
-        self._parameters = parameters_by_name(self._model, self._optimizers)
+        self._clear()
+        self._parameters = _parameters_by_name(self._model, self._optimizers)
         with ExitStack() as hooks:
-            for name, parameter in self._parameters.items():
-                check_can_be_read(name, parameter)
+            handles: list[Any] = [
+                self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                self._model.register_forward_hook(self._after_forward),
+            ]
+            for parameter in self._parameters.values():
                 if parameter.requires_grad and parameter.is_leaf:
-                    handle = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-                    _removed(hooks, handle)
-            _removed(hooks, self._model.register_forward_pre_hook(self._called, with_kwargs=True))
-            _removed(hooks, self._model.register_forward_hook(self._returned))
+                    hook: Any = parameter.register_post_accumulate_grad_hook
+                    handles.append(hook(self._accumulated))
             for optimizer in self._optimizers:
-                _removed(hooks, optimizer.register_step_pre_hook(self._before_step))
-                _removed(hooks, optimizer.register_step_post_hook(self._after_step))
+                handles.append(optimizer.register_step_pre_hook(self._before_step))
+                handles.append(optimizer.register_step_post_hook(self._after_step))
+            for handle in handles:
+                hooks.callback(handle.remove)
             for scaler in self._scalers:
-                self._listen_to(scaler, hooks)
+                self._wrap(scaler, hooks)
             self._record(FORWARD)
             self._hooks = hooks.pop_all()
         return self
@@ -104,36 +108,27 @@ class StepTrace:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.close()
-        if exc_type is None:
-            self._record_end()
+        if exc_type is None and self._changed():
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            self._record(END if any(bool(_dense(g.detach()).any()) for g in gradients) else ZEROED)
 
-    def _record_end(self) -> None:
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if not self._changed():
-            return
-        zero = not any(bool(gradient.detach().any()) for gradient in map(dense, gradients))
-        self._record(ZEROED if zero else END)
+    # ---- hooks
 
-    # ---- events
+    def _before_forward(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*_tensors_in([*args], "input"), *(t for k, v in kwargs.items() for t in _tensors_in(v, k))]
+        self.inputs = {name: _copied(tensor) for name, tensor in given}
 
-    def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [*tensors_in([*args], "input")]
-        for keyword, value in kwargs.items():
-            given += tensors_in(value, keyword)
-        self.inputs = {name: copied(tensor) for name, tensor in given}
+    def _after_forward(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        self.outputs = {name: _copied(tensor) for name, tensor in _tensors_in(output, "output")}
 
-    def _returned(self, _: torch.nn.Module, __: Any, output: Any) -> None:
-        self.outputs = {name: copied(t) for name, t in tensors_in(output, "output")}
+    def _accumulated(self, _: torch.Tensor) -> None:
+        if self._awaited_task != graph_task_id():
+            self._awaited_task = graph_task_id()
+            # Twice: DistributedDataParallel asks later for its own callback, which reduces the gradients.
+            at_the_end_of_backward(lambda: at_the_end_of_backward(self._after_backward))
 
-    def _arrived(self, _: torch.Tensor) -> None:
-        """A gradient was accumulated; when this backward pass ends, all of them have been."""
-        if self._waits_for != graph_task_id():
-            self._waits_for = graph_task_id()
-            # Twice, so that what reduces gradients over ranks, and began to wait later, goes first.
-            at_the_end_of_backward(lambda: at_the_end_of_backward(self._went_backward))
-
-    def _went_backward(self) -> None:
-        self._waits_for = None
+    def _after_backward(self) -> None:
+        self._awaited_task = None
         if STEP in self._stages:  # another step begins
             for stage in (UNSCALE, BEFORE_STEP, STEP):
                 self._stages.pop(stage, None)
@@ -142,34 +137,38 @@ class StepTrace:
             self._record(BACKWARD)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps += 1
-        overflow = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which skips by itself
-        self._overflowed = overflow.detach().clone() if isinstance(overflow, torch.Tensor) else None
-        if self._scalers and id(optimizer) not in self._unscaled:
-            if getattr(optimizer, "grad_scale", None) is None:  # else the step divides as it goes
-                self._record_change(optimizer)
-        elif self._changed():
+        self._step_count += 1
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+        self._found_inf = found_inf.detach().clone() if isinstance(found_inf, torch.Tensor) else None
+        scaled = bool(self._scalers) and id(optimizer) not in self._unscaled
+        in_the_step = scaled and getattr(optimizer, "grad_scale", None) is not None
+        if not in_the_step and (scaled or self._changed()):
             self._record_change(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._scalers and id(optimizer) not in self._unscaled:
-            self._record(UNSCALE, optimizer, weights=False)
+            self._record(UNSCALE)
         self._record(STEP)
         self.skipped = bool(self.skipped)
 
-    def _listen_to(self, scaler: torch.amp.GradScaler, hooks: ExitStack) -> None:
-        """Until the block ends the scaler's own methods, of this object alone, tell of what they did."""
-        for name in _UNSCALING:
-            if callable(real := getattr(scaler, name, None)):
-                hooks.callback(replaced(scaler, name, self._unscaling(real)))
-        hooks.callback(replaced(scaler, "step", self._stepping(scaler, scaler.step)))
-        if callable(together := getattr(scaler, "step_together", None)):
-            hooks.callback(replaced(scaler, "step_together", self._stepping(scaler, together)))
+    def _wrap(self, scaler: torch.amp.GradScaler, hooks: ExitStack) -> None:
+        """Replace methods of this one scaler until ``hooks`` closes."""
+        wrappers = {**dict.fromkeys(_UNSCALING, self._unscaling)}
+        wrappers |= dict.fromkeys(("step", "step_together"), self._stepping)
+        for name, wrapper in wrappers.items():
+            method = getattr(scaler, name, None)
+            if not callable(method):
+                continue
+            if name in vars(scaler):  # replaced already, as by another trace
+                hooks.callback(setattr, scaler, name, method)
+            else:
+                hooks.callback(delattr, scaler, name)
+            setattr(scaler, name, wrapper(scaler, method))
 
-    def _unscaling(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _unscaling(self, _: torch.amp.GradScaler, real: Callable[..., Any]) -> Callable[..., Any]:
         def unscale(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = real(optimizer, *args, **kwargs)
-            if self._changed():  # one that clips may leave both to a fused step
+            if self._changed():  # with a fused optimizer the step unscales and clips
                 self._record_change(optimizer)
             return result
 
@@ -177,19 +176,20 @@ class StepTrace:
 
     def _stepping(self, scaler: torch.amp.GradScaler, real: Callable[..., Any]) -> Callable[..., Any]:
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before, self._overflowed = self._steps, None
+            before, self._found_inf = self._step_count, None
             scale = None if isinstance(scaler, GradScaler) else float(scaler.get_scale())
             result = real(optimizer, *args, **kwargs)
             results = [result] if isinstance(result, StepResult) else result
             if isinstance(results, list | tuple) and results and isinstance(results[0], StepResult):
                 skipped, self.scale = any(one.skipped for one in results), results[0].scale
             else:
-                overflowed = self._overflowed is not None and bool(self._overflowed > 0)
-                skipped, self.scale = self._steps == before or overflowed, scale
+                found_inf = self._found_inf is not None and bool(self._found_inf > 0)
+                skipped, self.scale = self._step_count == before or found_inf, scale
             self.skipped = skipped or bool(self.skipped)
             for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
                 # A fused step that is skipped may leave its gradients as they were.
-                if skipped and id(one) not in self._unscaled and (not _is_fused(one) or self._changed()):
+                fused = getattr(one, "_step_supports_amp_scaling", False)
+                if skipped and id(one) not in self._unscaled and (not fused or self._changed()):
                     self._record_change(one)
             self._record(STEP)
             return result
@@ -200,41 +200,31 @@ class StepTrace:
 
     def _changed(self) -> bool:
         """Whether a gradient differs from its last copy; waits for the device."""
-        return not all(is_same(p.grad, self._seen[name]) for name, p in self._parameters.items())
+        return not all(_is_same(p.grad, self._last[name]) for name, p in self._parameters.items())
 
     def _record_change(self, optimizer: torch.optim.Optimizer) -> None:
-        """What first changes gradients after a backward pass under a scaler is that it unscales them."""
+        """Record changed gradients: under a scaler the first change after backward unscales them."""
         unscales = bool(self._scalers) and id(optimizer) not in self._unscaled
         self._unscaled.add(id(optimizer))
-        self._record(UNSCALE if unscales else BEFORE_STEP, optimizer)
+        self._record(UNSCALE if unscales else BEFORE_STEP)
 
-    def _record(
-        self, stage: str, optimizer: torch.optim.Optimizer | None = None, *, weights: bool = True
-    ) -> None:
-        """Copy everything; of a stage that is there already only what ``optimizer`` steps on."""
-        known = self._stages.get(stage) if optimizer is not None else None
-        only = None if optimizer is None else {id(p) for g in optimizer.param_groups for p in g["params"]}
-        last = next(reversed(self._stages.values())) if self._stages else None
-        values, gradients = {}, {}
-        for name, parameter in self._parameters.items():
-            if known is not None and only is not None and id(parameter) not in only:
-                values[name], gradients[name] = known.weights[name], known.gradients[name]
-                continue
-            keeps = last is not None and not weights
-            values[name] = last.weights[name] if keeps and last is not None else copied(parameter)
-            gradients[name] = None if parameter.grad is None else copied(parameter.grad)
-            self._seen[name] = gradients[name]
-        self._stages[stage] = Stage(name=stage, weights=values, gradients=gradients)
+    def _record(self, stage: str) -> None:
+        # Another optimizer may have stepped already when this one unscales: its old weights belong here.
+        before = self._stages.get(BACKWARD) if stage in (UNSCALE, BEFORE_STEP) else None
+        weights = before.weights if before else {n: _copied(p) for n, p in self._parameters.items()}
+        gradients = {n: None if p.grad is None else _copied(p.grad) for n, p in self._parameters.items()}
+        self._last = gradients
+        self._stages[stage] = Stage(name=stage, weights=weights, gradients=gradients)
 
     # ---- reading
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """What was recorded, in the order of a step; a stage that changed nothing is not there."""
-        return tuple(self._stages[name] for name in _IN_ORDER if name in self._stages)
+        """What was recorded, in the order of a step; a stage that changed nothing is absent."""
+        return tuple(self._stages[name] for name in _STAGES if name in self._stages)
 
     def __getitem__(self, stage: str) -> Stage:
-        """The stage of this name.
+        """Return the stage of this name.
 
         Raises:
             SettingError: it was not recorded.
@@ -244,11 +234,8 @@ class StepTrace:
             raise SettingError(f"stage {stage!r} is not in this trace. {there}")
         return self._stages[stage]
 
-    def as_json(self, *, most_values: int | None = None) -> dict[str, Any]:
-        """Everything, ready for ``json.dumps``, which needs no NaN: they and infinities are text.
-
-        Args:
-            most_values: of longer tensors only norm, extremes and counts are given; None: of none.
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, ready for ``json.dumps``; NaN and infinities are text.
 
         Returns:
             ``schema`` (1), ``kind``, ``torch``, ``model``, ``skipped``, ``scale``, ``inputs`` and ``outputs``
@@ -256,36 +243,34 @@ class StepTrace:
             ``gradient`` (or null). Tensors are ``dtype``, ``shape``, ``norm``, ``min``, ``max``, ``nan``,
             ``infinite`` (counts) and ``values``, which are exact.
         """
+        stages = []
+        for stage in self.stages:
+            pairs = {name: (weight, stage.gradients[name]) for name, weight in stage.weights.items()}
+            parameters = {n: {"weight": _told(w), "gradient": _told(g)} for n, (w, g) in pairs.items()}
+            stages.append({"stage": stage.name, "parameters": parameters})
         return {
-            "schema": TRACE_SCHEMA,
+            "schema": 1,
             "kind": "step trace",
             "torch": str(torch.__version__),
             "model": type(self._model).__name__,
             "skipped": self.skipped,
             "scale": self.scale,
-            "inputs": {name: described(tensor, most_values) for name, tensor in self.inputs.items()},
-            "outputs": {name: described(tensor, most_values) for name, tensor in self.outputs.items()},
-            "stages": [stage_as_json(stage, most_values) for stage in self.stages],
+            "inputs": {name: _told(tensor) for name, tensor in self.inputs.items()},
+            "outputs": {name: _told(tensor) for name, tensor in self.outputs.items()},
+            "stages": stages,
         }
 
     def __str__(self) -> str:
-        lines = [f"one step of {type(self._model).__name__}: {_ending(self.skipped)}{_scale(self.scale)}"]
-        tensors = (self.inputs | self.outputs).items()
-        lines += [tensor_line(name, tensor) for name, tensor in tensors]
-        lines += table_head()
+        ending = "no optimizer step" if self.skipped is None else "skipped" if self.skipped else "taken"
+        lines = [f"one step of {type(self._model).__name__}: {ending}{_scale_text(self.scale)}"]
+        for name, tensor in (self.inputs | self.outputs).items():
+            numbers = ", ".join(" ".join(line.split()) for line in _cell(tensor))
+            lines.append(f"{name}  {_dtype(tensor)} {_shape(tensor)}  {numbers}")
+        lines += [_row(*_WIDTHS), _row(*("-" * width for width in _WIDTHS.values()))]
         for stage in self.stages:
             label = "step skipped" if stage.name == STEP and self.skipped else stage.name
-            lines += stage_lines(stage, label)
+            lines += _stage_lines(stage, label)
         return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        names = ", ".join(stage.name for stage in self.stages)
-        return f"StepTrace({type(self._model).__name__}, skipped={self.skipped}, stages={names or 'none'})"
-
-    def save(self, path: Any) -> None:
-        """Write ``as_json()`` to a file."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.as_json(), file, allow_nan=False, indent=1)
 
 
 def trace_step(
@@ -305,26 +290,25 @@ def trace_step(
             optimizer.zero_grad()
         print(trace)
 
-    Stages are ``forward`` (as the block began), ``backward`` (gradients as autograd accumulated them, still
-    scaled), ``unscale`` (under a scaler), ``before step`` (where clipping or something else changed them
-    since), ``step`` and ``zeroed`` (``end`` where gradients changed and are not zero).
-    Of several backward passes, model calls or steps in a block the last is kept. A skipped step has its
-    stages too, and ``trace.skipped`` says so. ``nc.GradScaler.clip_grad_norm_`` unscales and clips at once,
-    and with a fused optimizer both happen inside the step: ``unscale`` then holds the gradients after it.
-    Masters of weights in a low format have rows of their own. The step itself is not changed by a bit.
+    Stages: ``forward`` (as the block began), ``backward`` (gradients as autograd accumulated them, still
+    scaled), ``unscale`` (with a scaler), ``before step`` (if clipping or something else changed gradients
+    since), ``step``, and ``zeroed`` (``end`` if gradients changed and are not zero). The trace changes nothing in
+    the step. A skipped step has its stages too, and ``trace.skipped`` is True. fp32 masters of
+    low-precision weights have rows of their own.
 
-    Copies stay on their devices until they are read: up to seven times the model's weights and gradients.
-    The block waits for the device at every stage. It may be entered again, and then begins anew.
+    If the block has several backward passes, calls of the model or steps, the last is kept. With
+    ``nc.GradScaler.clip_grad_norm_`` or a fused optimizer, gradients are unscaled and clipped at once, and
+    ``unscale`` holds the result. Copies stay on their devices: up to seven times the model's weights and
+    gradients. Each stage waits for the device.
 
     Args:
-        model: the module that is called and trained, or an ``nc.Stepper``, which brings its optimizers and
-            scalers.
-        optimizer: what steps; one or several.
-        scaler: any ``torch.amp.GradScaler`` whose ``step`` is called, ``nc.GradScaler`` too; without it what
-            it does between backward and step is called ``before step``, and a step that it skips is none.
+        model: the module that is trained, or an ``nc.Stepper``, which brings its optimizers and scalers.
+        optimizer: one or several.
+        scaler: any ``torch.amp.GradScaler`` whose ``step`` is called, ``nc.GradScaler`` too. If it is not
+            given, what it does to gradients appears as ``before step``.
 
     Returns:
-        The trace: a context manager that is read, printed or turned into JSON after the block.
+        The trace: a context manager; read, print or export it after the block.
 
     Raises:
         SettingError: an argument of another type, or an optimizer or scaler beside a Stepper.
@@ -340,29 +324,141 @@ def trace_step(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
-            hint = ": write trace_step(stepper)" if isinstance(one, Stepper) else ""
-            got = type(one).__name__ + hint
-            raise SettingError(f"expected a torch.optim.Optimizer, or several, got {got}")
+            raise SettingError(f"expected a torch.optim.Optimizer, or several, got {type(one).__name__}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise SettingError(f"expected a torch.amp.GradScaler or None, got {type(scaler).__name__}")
     return StepTrace(model, optimizers, [] if scaler is None else [scaler])
 
 
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+# ---- tensors
 
 
-def _removed(hooks: ExitStack, handle: Any) -> None:
-    hooks.callback(handle.remove)
+def _parameters_by_name(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, torch.Tensor]:
+    """Return the model's parameters, then masters and other tensors that optimizers step on."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    for number, optimizer in enumerate(optimizers):
+        held = held_by(optimizer)
+        others = (
+            [(w, f"{names.get(id(p), 'a parameter')} (master)") for p, w in held.parameters] if held else []
+        )
+        which = f"optimizer {number}, " if len(optimizers) > 1 else ""
+        for group, options in enumerate(optimizer.param_groups):
+            others += [(p, f"{which}group {group}, parameter {i}") for i, p in enumerate(options["params"])]
+        for parameter, name in others:
+            if id(parameter) not in names:
+                names[id(parameter)], named[name] = name, parameter
+    for name, parameter in named.items():
+        if hasattr(parameter, "full_tensor"):
+            raise UnsupportedError(f"parameter {name} is sharded over ranks: trace the unsharded model")
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(f"parameter {name} has no shape yet: call the model once first")
+        if parameter.device.type == "meta":
+            raise UnsupportedError(f"parameter {name} is on meta: move the model to a device")
+    return named
 
 
-def _ending(skipped: bool | None) -> str:
-    return "no optimizer step" if skipped is None else "skipped" if skipped else "taken"
+def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor in nested lists, tuples and mappings, named by its place."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _tensors_in(item, name if len(value) == 1 else f"{name}.{index}")
 
 
-def _scale(scale: float | dict[str, float] | None) -> str:
-    if scale is None:
-        return ""
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return _dense(tensor.detach()).clone()
+
+
+def _is_same(gradient: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
+    if gradient is None or copy is None:
+        return gradient is None and copy is None
+    now = _dense(gradient.detach())
+    same = (now == copy) | (now.isnan() & copy.isnan())
+    return now.shape == copy.shape and now.dtype == copy.dtype and bool(same.all())
+
+
+# ---- text and JSON
+
+
+def _told(tensor: torch.Tensor | None) -> dict[str, Any] | None:
+    """Describe a tensor. ``norm`` is that of all numbers, ``min`` and ``max`` those of the finite ones."""
+    if tensor is None:
+        return None
+    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double()  # exact
+    flat = numbers.flatten()
+    finite = flat[flat.isfinite()]
+    return {
+        "dtype": _dtype(tensor),
+        "shape": list(tensor.shape),
+        "norm": json_ready(float(torch.linalg.vector_norm(flat))),
+        "min": float(finite.min()) if finite.numel() else None,
+        "max": float(finite.max()) if finite.numel() else None,
+        "nan": int(flat.isnan().sum()),
+        "infinite": int(flat.isinf().sum()),
+        "values": json_ready(numbers.tolist()),
+    }
+
+
+def _cell(tensor: torch.Tensor | None) -> list[str]:
+    told = _told(tensor)
+    if tensor is None or told is None:
+        return ["none"]
+    if tensor.numel() <= _MOST_SHOWN:
+        values = tensor.cpu().flatten().tolist()
+        return [", ".join(map(_number, values)) or "empty"]
+    lines = [f"norm {_number(float(told['norm']))}"]
+    if told["min"] is not None:
+        lines += [f"min  {_number(told['min'])}", f"max  {_number(told['max'])}"]
+    if bad := told["nan"] + told["infinite"]:
+        lines.append(f"{bad} not finite")
+    return lines
+
+
+def _stage_lines(stage: Stage, label: str) -> list[str]:
+    """Return the rows of one stage, at most 80 columns wide; a long name continues in the next line."""
+    rows: list[tuple[str, str, str]] = []
+    width = _WIDTHS["tensor"]
+    for name, weight in stage.weights.items():
+        names = [name[start : start + width] for start in range(0, len(name), width)]
+        names += [] if weight.numel() <= _MOST_SHOWN else [f"  {_shape(weight)}"]
+        rows += zip_longest(names, _cell(weight), _cell(stage.gradients[name]), fillvalue="")
+    labels = textwrap.wrap(label, _WIDTHS["stage"], subsequent_indent=" ")
+    return [_row(text, *(row or ("", "", ""))) for text, row in zip_longest(labels, rows, fillvalue="")]
+
+
+def _row(*cells: str) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS.values(), strict=True)).rstrip()
+
+
+def _number(value: complex) -> str:
+    """Format to four decimals, or as a power of ten where these would show zero or too many digits."""
+    if isinstance(value, complex):
+        return f"{value:.4g}"
+    if value == 0 or _FIXED_FROM <= abs(value) < _FIXED_BELOW or not math.isfinite(value):
+        return f"{value:.4f}"
+    return f"{value:.4e}"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _scale_text(scale: float | dict[str, float] | None) -> str:
     if isinstance(scale, dict):
-        return ", loss scales " + ", ".join(f"{name} {number_text(s)}" for name, s in scale.items())
-    return f", loss scale {scale:g}"
+        return ", loss scales " + ", ".join(f"{name} {number:g}" for name, number in scale.items())
+    return "" if scale is None else f", loss scale {scale:g}"

@@ -48,6 +48,7 @@ one clear error and never in a traceback.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
@@ -69,7 +70,7 @@ class Number(float):
 _LARGEST = 2**63 - 1
 _Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
-_Seconds = Annotated[float, Meta(ge=0)]
+_Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 _Facts = dict[str, str | int | float | bool | None]
 _Verdict = Literal["pass", "fail", "cannot tell"]
 _Format = Literal["fp32", "mixed"]

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
-
 from narrowcast.errors import FileError
 from narrowcast.observe.capture._events import SCHEMA, Event, checked_event
 
@@ -172,8 +170,9 @@ def read_capture(path: Path) -> Capture:
     events: list[Event] = []
     for number, line in enumerate(lines, start=1):
         try:
-            event = msgspec.json.decode(line)
-        except (msgspec.MsgspecError, RecursionError) as error:
+            # Not msgspec's decoder: it refuses the lone surrogates of file names that are not UTF-8.
+            event = json.loads(line)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise FileError(f"{path}:{number} is not valid JSON: {error}") from error
