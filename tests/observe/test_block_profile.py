@@ -1,13 +1,11 @@
 """Time and memory of a block: sizes known by hand, nesting, errors, and the one public name."""
 
 import re
-import sys
 import time
 
 import pytest
 import torch
 
-from child_processes import output_of
 from narrowcast import observe
 from narrowcast.errors import DeviceError, OrderError, SettingError, UnsupportedError
 
@@ -55,17 +53,6 @@ def test_blocks_may_be_nested():
     assert (inner.peak_bytes, second.peak_bytes, outer.peak_bytes) == (30 * KIB, 60 * KIB, 110 * KIB)
     assert outer.duration_s >= first.duration_s + second.duration_s
     assert second.duration_s >= inner.duration_s
-
-
-def test_blocks_that_overlap_without_nesting():
-    first, second = observe.LiveTensorBytes().__enter__(), observe.LiveTensorBytes()
-    a = torch.empty(10 * KIB, dtype=torch.uint8)
-    second.__enter__()
-    b = torch.empty(20 * KIB, dtype=torch.uint8)
-    assert first.peak_bytes == 30 * KIB
-    c = torch.empty(40 * KIB, dtype=torch.uint8)
-    assert (first.peak_bytes, second.peak_bytes) == (30 * KIB, 60 * KIB)
-    del a, b, c
 
 
 def test_an_exception_ends_a_block_and_goes_on():
@@ -117,17 +104,6 @@ def test_what_cannot_be_measured_is_refused():
         observe.profile("cuda:99")
     with pytest.raises(SettingError, match="expected memory to be True or False, got 1"):
         observe.profile("cpu", memory=1)
-
-
-def test_no_import_takes_the_name_away():
-    """A file of the room has it as its own name, and importing that sets nothing here."""
-    program = (
-        "import narrowcast as nc, narrowcast.observe.profiling._steps, importlib\n"
-        "importlib.import_module('narrowcast.observe.profiling._block')\n"
-        "from narrowcast.observe import profile\n"
-        "print(nc.observe.profile is profile, type(profile).__name__)"
-    )
-    assert output_of([sys.executable, "-c", program]).split() == ["True", "function"]
 
 
 @pytest.mark.gpu

@@ -58,7 +58,7 @@ def watched(policy, compute, *models):
     policy = as_policy(policy)
     with OpTrace(policy) as trace:
         for model in models:
-            trace.paths.meet(model)
+            trace.paths.add_model(model)
         with nc.autocast("cpu", policy=policy):
             result = compute()
         if isinstance(result, torch.Tensor) and result.requires_grad:
@@ -191,7 +191,7 @@ def test_casts_by_a_rule_for_a_module_are_in_the_module():
     model, x = Net(), torch.randn(3, 16)
     policy = plain("bf16", [nc.rule.module("blocks.*.norm", compute="fp32", output="bf16")])
     with OpTrace(policy) as trace, nc.apply(model, policy):
-        trace.paths.meet(model)
+        trace.paths.add_model(model)
         model(x)
     events = trace_events(trace.take(), trace.unreached(), {})
     made = only(events, path="blocks.1.norm", kind="cast")
@@ -207,7 +207,7 @@ def test_the_casts_at_the_border_of_a_module_are_told_by_its_rule(root):
     rule = nc.rule.module("" if root else "0", compute="fp16", output="fp32")
     policy, x = plain("bf16", [rule]), torch.randn(3, 16)
     with OpTrace(policy) as trace:
-        trace.paths.meet(model)
+        trace.paths.add_model(model)
         with nc.apply(model, policy):
             model(x)
         asked = x.bfloat16()  # by nobody's rule
@@ -304,7 +304,7 @@ def test_rules_that_no_call_reached_and_why(rule, reason):
     policy, model = plain("bf16", [rule]), Net()
     region = plain("bf16", [] if rule.is_for_modules else [rule])
     with OpTrace(policy) as trace:
-        trace.paths.meet(model)
+        trace.paths.add_model(model)
         with nc.autocast("cpu", policy=region):
             model(torch.randn(3, 16))
     assert [found["reason"] for found in trace.unreached()] == ([] if reason is None else [reason])
@@ -340,7 +340,7 @@ def test_odd_sizes_of_narrow_products_alone_are_told():
 def test_outside_of_a_region_only_what_ran_is_told():
     model, x = nn.Linear(16, 8), torch.randn(8, 16)
     with OpTrace(as_policy("bf16")) as trace:
-        trace.paths.meet(model)
+        trace.paths.add_model(model)
         model(x)
     events = trace_events(trace.take(), [], {})
     site = only(events, kind="product")
@@ -350,7 +350,7 @@ def test_outside_of_a_region_only_what_ran_is_told():
 def test_parts_are_put_together_and_only_new_sites_of_another_are_added():
     model, x = Net(), torch.randn(3, 16)
     with OpTrace(as_policy("bf16")) as trace:
-        trace.paths.meet(model)
+        trace.paths.add_model(model)
         parts = []
         for call in (lambda: model(x), lambda: model.head(x), lambda: model.head(x)):
             with nc.autocast("cpu", policy="bf16"):
@@ -401,7 +401,7 @@ def test_the_backward_of_a_layer_in_fp8_is_one_row_by_its_rule(recipe):
     model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 10)), torch.randn(16, 16)
     policy = plain("bf16", [nc.rule.op("linear", compute=recipe)])
     with OpTrace(policy) as trace, nc.apply(model, policy):
-        trace.paths.meet(model)
+        trace.paths.add_model(model)
         hidden = model[0](model[0](x))
         model[2](hidden).float().sum().backward()
     events = trace_events(trace.take(), trace.unreached(), {})

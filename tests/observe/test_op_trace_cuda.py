@@ -23,7 +23,7 @@ def test_products_take_the_time_of_the_device_and_backward_has_its_modules():
 
     step()
     with OpTrace(policy, "cuda") as trace:
-        trace.paths.meet(model)
+        trace.paths.add_model(model)
         step()
     events = trace_events(trace.take(), trace.unreached(), {})
     sites = [event for event in events if event["event"] == "site"]

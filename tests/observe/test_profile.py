@@ -11,21 +11,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from narrowcast.attach import call_site
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.observe._torch_internals import profiler_is_on
-from narrowcast.observe.profiling import HostReads, StepProfiler, as_sites, summarize
-from narrowcast.observe.profiling._ops import (
+from narrowcast.observe.profiling import (
+    HostReads,
+    StepProfiler,
+    is_product,
+    product_size,
+    read_rows,
+    summarize,
+)
+from narrowcast.observe.profiling._steps import (
+    _MARK,
     Op,
     Operand,
-    casts_in,
+    Recording,
+    _recording,
     innermost_products,
-    is_product,
     outermost_ops,
     parts_ns,
-    product_size,
     products_by_size,
     sum_of_casts,
     union_ns,
 )
-from narrowcast.observe.profiling._steps import _MARK, Recording, _recording
 
 
 def tensor(*shape, dtype="float32", storage=0):
@@ -86,13 +92,6 @@ def test_on_a_gpu_time_is_that_of_kernels():
     assert parts == {"products": 107, "casts": 0, "other_ops": 3, "optimizer": 0, "loading": 0}
 
 
-def test_what_a_loader_or_a_cast_does_inside_stays_its_own():
-    loading = op("enumerate(DataLoader)#", 33, op("aten::mm", 9), cast(0, 6, 4))
-    converted = op("aten::to", 20, op("aten::_to_copy", 18, op("aten::mm", 2), cast(0, 6, 4)))
-    parts = parts_ns([loading, converted], device=False)
-    assert (parts["loading"], parts["casts"], parts["products"]) == (33, 20, 0)
-
-
 def test_a_copy_from_one_format_into_another_is_a_cast_by_itself():
     copy = op("aten::copy_", 5, operands=(tensor(2), tensor(2, dtype="float16")))
     assert parts_ns([copy, op("aten::copy_", 3, operands=(tensor(2), tensor(2)))], device=False) == {
@@ -102,11 +101,6 @@ def test_a_copy_from_one_format_into_another_is_a_cast_by_itself():
         "optimizer": 0,
         "loading": 0,
     }
-
-
-def test_a_compiled_graph_is_ops_and_not_python():
-    compiled = op("Torch-Compiled Region: 0/0", 100, op("## Call CompiledFxGraph fabc ##", 80))
-    assert parts_ns([compiled], device=False)["other_ops"] == 80
 
 
 @pytest.mark.parametrize(
@@ -127,7 +121,7 @@ def test_a_compiled_graph_is_ops_and_not_python():
     ],
 )
 def test_what_is_a_product(name, product):
-    assert is_product(op(name, 1)) is product
+    assert is_product(name) is product
 
 
 def test_outermost_ops_are_those_that_python_and_autograd_call():
@@ -174,7 +168,7 @@ def test_outermost_ops_are_those_that_python_and_autograd_call():
     ],
 )
 def test_sizes_of_products(name, operands, size):
-    assert product_size(op(f"aten::{name}", 1, operands=tuple(tensor(*shape) for shape in operands))) == size
+    assert product_size(f"aten::{name}", operands) == size
 
 
 def test_a_layer_and_its_backward_are_of_one_size_and_its_time_is_a_median():
@@ -209,11 +203,6 @@ def test_a_cast_is_a_copy_between_two_of_the_formats():
         "weight_count": 1,
         "weight_bytes": 32 * (2 + 4),
     }
-
-
-def test_a_copy_into_a_plain_number_is_no_cast():
-    number = op("aten::copy_", 1, operands=(tensor(2), None, None))
-    assert list(casts_in(number)) == []
 
 
 def test_union_of_intervals_that_overlap_and_stick_out():
@@ -376,13 +365,6 @@ def test_products_are_most_of_large_products_and_nothing_of_elementwise_ops():
     assert share(lambda: wide.exp().add_(1).tanh()) == 0
 
 
-def test_shares_of_a_real_step_add_up_to_one():
-    _, step = trainer()
-    shares = profiled(step)["shares"]
-    assert sum(shares.values()) == pytest.approx(1)
-    assert min(shares.values()) >= 0
-
-
 def test_the_record_of_a_kernel_names_the_op_of_the_tree():
     """A kernel on a GPU is found by the number that its op has in both of torch's records."""
     seen = {}
@@ -468,13 +450,20 @@ def test_another_profiler_is_said():
 # ---- reads
 
 
+def reads_in(function):
+    with HostReads(call_site) as reads:
+        function()
+    return read_rows(reads.take())
+
+
 def test_reads_are_counted_by_line_and_kind():
     x, mask = torch.arange(4.0), torch.tensor([True, False, True, False])
-    with HostReads(call_site) as reads:
+
+    def reading():
         for _ in range(3):
             x.sum().item()
-        if x.sum() > 0:
-            x.tolist()
+        assert x.sum() > 0
+        x.tolist()
         str(x)
         f"{x.sum():.2f}"
         x[mask]
@@ -486,25 +475,20 @@ def test_reads_are_counted_by_line_and_kind():
         int(x.sum())
         x.numpy()
         x.cpu()
-    found = {(row["what"], row["count"]) for row in reads.sites}
-    assert found == {
+        torch.ones(4).to("cpu")
+
+    rows = reads_in(reading)
+    kinds = ["bool()", "tolist()", "printing", "indexing by a mask", "nonzero()", "float()", "int()"]
+    assert {(row["what"], row["count"]) for row in rows} == {
         ("item()", 3),
-        ("bool()", 1),
-        ("tolist()", 1),
-        ("printing", 1),
-        ("indexing by a mask", 1),
-        ("nonzero()", 1),
-        ("float()", 1),
-        ("int()", 1),
-        ("numpy()", 1),
-        ("cpu()", 1),
-    } | {("printing", 1)}
-    assert sum(row["count"] for row in reads.sites) == 13
-    lines = {row["what"]: row["site"] for row in reads.sites}
-    first = test_reads_are_counted_by_line_and_kind.__code__.co_firstlineno
-    assert lines["item()"].endswith(f"test_profile.py:{first + 4}")
-    assert lines["bool()"].endswith(f"test_profile.py:{first + 5}")
-    assert {row["device"] for row in reads.sites} == {"cpu"}
+        *((what, 1) for what in [*kinds, "numpy()", "cpu()"]),
+    }
+    assert len(rows) == 11  # two lines print
+    lines = {row["what"]: row["site"] for row in rows}
+    first = reading.__code__.co_firstlineno
+    assert lines["item()"].endswith(f"test_profile.py:{first + 2}")
+    assert lines["bool()"].endswith(f"test_profile.py:{first + 3}")
+    assert {row["device"] for row in rows} == {"cpu"}
 
 
 def test_what_was_counted_is_taken_once():
@@ -514,39 +498,33 @@ def test_what_was_counted_is_taken_once():
         taken = reads.take()
         x.item()
         x.item()
-    assert as_sites(taken) == [{"site": "train.py:1", "what": "item()", "device": "cpu", "count": 1}]
-    assert [row["count"] for row in reads.sites] == [2]
+    assert read_rows(taken) == [{"site": "train.py:1", "what": "item()", "device": "cpu", "count": 1}]
+    assert [row["count"] for row in read_rows(reads.take())] == [2]
 
 
-def test_counters_of_optimizers_and_samplers_are_no_reads_of_the_script():
+def test_counters_of_optimizers_and_samplers_are_not_counted():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter], foreach=False)
     parameter.grad = torch.ones(3)
     dataset = torch.utils.data.TensorDataset(torch.ones(4))
-    with HostReads(call_site) as reads:
-        optimizer.step()
-        list(torch.utils.data.DataLoader(dataset, shuffle=True))
-    assert reads.sites == []
+    loader = torch.utils.data.DataLoader(dataset, shuffle=True)
+    assert reads_in(lambda: (optimizer.step(), list(loader))) == []
 
 
-def test_torch_is_as_before():
-    def state():
-        return {name: vars(torch.Tensor).get(name) for name in ("item", "__bool__", "__getitem__", "to")} | {
-            "nonzero": torch.nonzero,
-            "__repr__": torch.Tensor.__repr__,
-        }
-
-    before = state()
-    with HostReads(call_site):
-        assert state() != before
-    assert state() == before
-    assert bool(torch.ones(()))
-    assert torch.Tensor.item is torch._C.TensorBase.item
-
-
-def test_a_read_that_raises_is_raised_and_counting_goes_on():
-    with HostReads(call_site) as reads:
+def test_a_read_that_raises_is_raised_and_counted():
+    def reading():
         with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
             torch.ones(2).item()
         torch.ones(1).item()
-    assert sum(row["count"] for row in reads.sites) == 2
+
+    assert sum(row["count"] for row in reads_in(reading)) == 2
+
+
+@pytest.mark.long
+def test_a_compiled_model_is_not_compiled_again_to_count_reads():
+    compiled = torch.compile(lambda x: (x * 2).relu().sum(), backend="aot_eager")
+    compiled(torch.ones(3))
+    (row,) = reads_in(lambda: compiled(torch.ones(3)).item())
+    assert (row["what"], row["count"]) == ("item()", 1)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(torch.ones(3))

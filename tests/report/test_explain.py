@@ -26,7 +26,7 @@ blocks.*.qkv  x 3
 blocks.*  x 3
   softmax.int               3  bf16      fp16  fp16      rule 1          -    6
   einsum > bmm              3  fp16      bf16  bf16      table     6.0 KiB    6
-blocks.{1-2}.norm  x 2
+blocks.*.norm  x 2
   layer_norm                2  fp32+bf16 fp32  fp32      table     1.2 KiB    4
 outside of modules
   _log_softmax              1  fp32            fp32      -               -    2
@@ -60,7 +60,7 @@ def test_the_table_to_the_letter(tmp_path):
     text = explain_text(found_in(tmp_path, made_captures.explained_events()))
     body, _, last = text.rpartition("\n\n")
     assert f"{body}\n" == TEXT
-    assert last.startswith("Of a step, from 2 steps that were watched. in, out: ")
+    assert last.startswith("Of a step, from 2 watched steps. in, out: ")
     assert max(map(len, text.splitlines())) <= 79
 
 
@@ -106,12 +106,12 @@ def test_each_number_that_is_missing_has_its_reason(tmp_path):
     missing |= {"sites[].time_share", "odd_shapes[].product_time_share"}
     assert set(found["reasons"]) == missing
     text = explain_text(found)
-    assert "Products: none that took time in 2 steps that were watched." in text
+    assert "Products: none that took time in 2 watched steps." in text
 
 
 def test_a_capture_of_something_else_or_cut_short_is_refused(tmp_path):
     made_captures.one_run(tmp_path)
-    with pytest.raises(FileError, match="is no capture of what ran in which format"):
+    with pytest.raises(FileError, match="is not the capture of narrowcast explain"):
         read_explanation(tmp_path / "capture.jsonl")
     made_captures.explained_run(tmp_path, made_captures.explained_events()[:-1])
     with pytest.raises(FileError, match="was cut short: run narrowcast explain again"):

@@ -128,14 +128,14 @@ def test_what_changed_around_equal_decisions_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[", "is no lock file: "),
-        ("", "is no lock file: expected version, policy, torch, device, format and sites; write it anew"),
+        ("[", "is not a lock file: "),
+        ("", "is not a lock file: Object missing required field `version`; write it anew"),
         ("version = 2", "is of version 2, and this narrowcast reads up to 1: update narrowcast, or write it"),
-        (TEXT.replace('torch = "2.13.0"', "torch = 2.13"), "expected version, policy, torch"),
-        (TEXT.replace("version = 1", "version = 'x'"), "expected version, policy, torch"),
-        (TEXT.replace("ordinal = 1", "place = 1"), "has a site with a wrong or missing 'ordinal'"),
-        (TEXT.replace("calls = 1.5", "calls = '1'"), "has a site with a wrong or missing 'calls'"),
-        (TEXT.replace("sites = [", "sites = [1,"), "expected version, policy, torch"),
+        (TEXT.replace('torch = "2.13.0"', "torch = 2.13"), "is not a lock file: Expected `str`"),
+        (TEXT.replace("version = 1", "version = 'x'"), "is not a lock file: Expected `int`"),
+        (TEXT.replace("ordinal = 1", "place = 1"), "unknown field `place` - at `$.sites[0]`"),
+        (TEXT.replace("calls = 1.5", "calls = '1'"), "$.sites[2].calls"),
+        (TEXT.replace("sites = [", "sites = [1,"), "$.sites[0]"),
     ],
     ids=range(8),
 )

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
-from narrowcast.gradients import GradScaler, StepResult
+from narrowcast.gradients import StepResult
 from narrowcast.observe._torch_internals import at_the_end_of_backward, graph_task_id
 from narrowcast.observe.capture import json_ready
 from narrowcast.training import Stepper
@@ -153,9 +153,7 @@ class StepTrace:
 
     def _wrap(self, scaler: torch.amp.GradScaler, hooks: ExitStack) -> None:
         """Replace methods of this one scaler until ``hooks`` closes."""
-        wrappers = {**dict.fromkeys(_UNSCALING, self._unscaling)}
-        wrappers |= dict.fromkeys(("step", "step_together"), self._stepping)
-        for name, wrapper in wrappers.items():
+        for name in (*_UNSCALING, "step", "step_together"):
             method = getattr(scaler, name, None)
             if not callable(method):
                 continue
@@ -163,7 +161,8 @@ class StepTrace:
                 hooks.callback(setattr, scaler, name, method)
             else:
                 hooks.callback(delattr, scaler, name)
-            setattr(scaler, name, wrapper(scaler, method))
+            wrap = self._unscaling if name in _UNSCALING else self._stepping
+            setattr(scaler, name, wrap(scaler, method))
 
     def _unscaling(self, _: torch.amp.GradScaler, real: Callable[..., Any]) -> Callable[..., Any]:
         def unscale(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -177,14 +176,12 @@ class StepTrace:
     def _stepping(self, scaler: torch.amp.GradScaler, real: Callable[..., Any]) -> Callable[..., Any]:
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             before, self._found_inf = self._step_count, None
-            scale = None if isinstance(scaler, GradScaler) else float(scaler.get_scale())
             result = real(optimizer, *args, **kwargs)
-            results = [result] if isinstance(result, StepResult) else result
-            if isinstance(results, list | tuple) and results and isinstance(results[0], StepResult):
-                skipped, self.scale = any(one.skipped for one in results), results[0].scale
-            else:
-                found_inf = self._found_inf is not None and bool(self._found_inf > 0)
-                skipped, self.scale = self._step_count == before or found_inf, scale
+            results = result if isinstance(result, list | tuple) else [result]
+            ours = [one for one in results if isinstance(one, StepResult)]
+            found_inf = self._found_inf is not None and bool(self._found_inf > 0)
+            skipped = any(one.skipped for one in ours) if ours else self._step_count == before or found_inf
+            self.scale = ours[0].scale if ours else float(scaler.get_scale())
             self.skipped = skipped or bool(self.skipped)
             for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
                 # A fused step that is skipped may leave its gradients as they were.
@@ -292,8 +289,8 @@ def trace_step(
 
     Stages: ``forward`` (as the block began), ``backward`` (gradients as autograd accumulated them, still
     scaled), ``unscale`` (with a scaler), ``before step`` (if clipping or something else changed gradients
-    since), ``step``, and ``zeroed`` (``end`` if gradients changed and are not zero). The trace changes nothing in
-    the step. A skipped step has its stages too, and ``trace.skipped`` is True. fp32 masters of
+    since), ``step``, and ``zeroed`` (``end`` if gradients changed and are not zero). The trace changes
+    nothing in the step. A skipped step has its stages too, and ``trace.skipped`` is True. fp32 masters of
     low-precision weights have rows of their own.
 
     If the block has several backward passes, calls of the model or steps, the last is kept. With
@@ -341,9 +338,10 @@ def _parameters_by_name(
     names = {id(parameter): name for name, parameter in named.items()}
     for number, optimizer in enumerate(optimizers):
         held = held_by(optimizer)
-        others = (
-            [(w, f"{names.get(id(p), 'a parameter')} (master)") for p, w in held.parameters] if held else []
-        )
+        masters = [] if held is None else held.parameters
+        others: list[tuple[torch.Tensor, str]] = [
+            (master, f"{names.get(id(low), 'a parameter')} (master)") for low, master in masters
+        ]
         which = f"optimizer {number}, " if len(optimizers) > 1 else ""
         for group, options in enumerate(optimizer.param_groups):
             others += [(p, f"{which}group {group}, parameter {i}") for i, p in enumerate(options["params"])]

@@ -1,11 +1,20 @@
 """Tables, sentences and pages as pure functions of captures; nothing here imports torch."""
 
 from narrowcast.report._doctor import doctor_text
-from narrowcast.report._doctor_script import diagnosis_text
-from narrowcast.report._doctor_script_advice import conclusion
-from narrowcast.report._explain import check_text, explain_text, policies_text
-from narrowcast.report._explain_differences import decided_sites, differences, differences_text
-from narrowcast.report._explain_lock import Lock, facts_changed, lock_of, read_lock, write_lock
+from narrowcast.report._doctor_script import conclusion, diagnosis_text
+from narrowcast.report._explain import (
+    Lock,
+    check_text,
+    decided_sites,
+    differences,
+    differences_text,
+    explain_text,
+    facts_changed,
+    lock_of,
+    policies_text,
+    read_lock,
+    write_lock,
+)
 from narrowcast.report._files import PAGE, explanation_of, find_capture, save_page, write_page
 from narrowcast.report._page import comparison_page, run_page
 from narrowcast.report._summary import empty_summary, run_summary, summary

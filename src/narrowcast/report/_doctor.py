@@ -1,11 +1,11 @@
-"""What ``narrowcast doctor`` says: the machine, what does not fit, the rates, and what to expect of them."""
+"""Text of ``narrowcast doctor``: the machine, what does not fit together, rates, and what they mean."""
 
 from __future__ import annotations
 
 import io
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -13,17 +13,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from narrowcast.report._doctor_advice import KINDS, NOISY, advice, shape_text, spread, two_digits
 from narrowcast.report._text import printable
 
 _WIDTH = 79
 _INDENT = 10
 _BUILDS = {"cpu": "for CPUs alone", "cuda": "for CUDA", "rocm": "for ROCm", "xpu": "for Intel GPUs"}
 _TERA_FROM = 1e13
+_KINDS = {
+    "matmul": "matmul",
+    "matmul_with_casts": "matmul with casts",
+    "convolution": "convolution 3x3",
+    "add": "addition",
+}
+# If the middle half of the rounds spans more than this share of the median, something else was running.
+NOISY = 0.25
+# Between 1 / 1.1 and 1.1 two formats count as equally fast: the spread of a quiet machine is a few percent.
+_AS_FAST = 1.1
+# A format slower than fp32 by this much in the largest matmul is no choice for speed.
+_NEVER = 0.5
 
 
 def doctor_text(examination: dict[str, Any], *, color: bool = False) -> str:
-    """The result of ``narrowcast doctor`` in lines of at most 79 columns.
+    """Return the result of ``narrowcast doctor`` in lines of at most 79 columns.
 
     Args:
         examination: what ``machine.examine`` returns.
@@ -130,7 +141,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of_kind = [row for row in rows if row["kind"] == kind]
         factor, unit = _unit(of_kind)
-        table.add_row(Text(f"{KINDS.get(kind, kind)}, {unit}"))
+        table.add_row(Text(f"{_KINDS.get(kind, kind)}, {unit}"))
         for size in dict.fromkeys(row["size"] for row in of_kind):
             cells = {row["format"]: row for row in of_kind if row["size"] == size}
             words = [f"  {shape_text(next(iter(cells.values())))}"]
@@ -167,19 +178,23 @@ def _speed(row: dict[str, Any] | None) -> str:
 
 
 def _skipped(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """One line for each format and reason, with all that it holds for."""
-    long: dict[str, list[str]] = {}
-    others: dict[tuple[str, str], list[str]] = {}
+    """Yield one line for each reason and list of places, with the formats that it holds for."""
+    of_format: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        place = f"{KINDS.get(row['kind'], row['kind'])} {shape_text(row)}"
+        place = f"{_KINDS.get(row['kind'], row['kind'])} {shape_text(row)}"
         if row["expected_time_s"] is not None:
-            long.setdefault(row["format"], []).append(f"{place} ({row['expected_time_s']:.1f} s)")
+            place = f"{place} ({row['expected_time_s']:.1f} s)"
+            of_format.setdefault((row["format"], ""), []).append(place)
         elif row["reason"]:
-            others.setdefault((row["format"], row["reason"]), []).append(place)
-    for name, places in long.items():
-        yield f"{name} skipped where one call would take long: {', '.join(places)}."
-    for (name, reason), places in others.items():
-        yield f"{name} not measured in {', '.join(places)}: {reason}."
+            of_format.setdefault((row["format"], row["reason"]), []).append(place)
+    formats: dict[tuple[str, str], list[str]] = {}
+    for (name, reason), places in of_format.items():
+        formats.setdefault((reason, ", ".join(places)), []).append(name)
+    for (reason, listed), names in sorted(formats.items()):
+        if reason:
+            yield f"{', '.join(names)} not measured in {listed}: {reason}."
+        else:
+            yield f"{', '.join(names)} skipped where one call would take long: {listed}."
 
 
 def _provenance(console: Console, rates: dict[str, Any]) -> None:
@@ -206,6 +221,95 @@ def _provenance(console: Console, rates: dict[str, Any]) -> None:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(rates["measured_at_s"]))
         took = f"Measured on {when}; --fresh measures again"
     _paragraph(console, f"{took}.")
+
+
+# ---- advice
+
+
+def advice(device: dict[str, Any], arithmetic: dict[str, Any]) -> Iterator[str]:
+    """Yield sentences about a device: the choice against the rates, slow formats, and small layers.
+
+    Args:
+        device: one of ``rates.devices`` of an examination, with its ``choice``.
+        arithmetic: ``facts.arithmetic`` of the same examination.
+    """
+    choice, here = device["choice"], "this CPU" if device["device_type"] == "cpu" else "this GPU"
+    yield from _of_choice(choice)
+    measured = [row for row in device["rows"] if row["speed_against_fp32"] is not None]
+    for name in dict.fromkeys(row["format"] for row in measured if row["format"] != "fp32"):
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for row in measured:
+            if row["format"] == name:
+                kinds.setdefault(row["kind"], []).append(row)
+        if "matmul" in kinds and kinds["matmul"][-1]["speed_against_fp32"] < _NEVER:
+            judged = [kind for kind in ("matmul", "convolution") if kind in kinds]
+            slow = [f"{_times_slower(kinds[kind])} in {_KINDS[kind]}" for kind in judged]
+            yield f"{name} on {here} is {' and '.join(slow)} than fp32: never choose it for speed."
+        if name == choice["format"]:
+            yield from _of_layers(kinds.get("matmul_with_casts", []))
+        if name == "tf32" and arithmetic["float32_matmul_precision"] == "highest":
+            yield (
+                'tf32 is off for matmul: torch.set_float32_matmul_precision("high") turns it on, and '
+                "drops 13 of the 23 bits of fp32's significand in every product."
+            )
+
+
+def _of_choice(choice: dict[str, Any]) -> Iterator[str]:
+    name, faster = choice["format"], choice["faster_format"]
+    if choice["rates_agree"] is None:
+        if name != "fp32":
+            yield "Nothing was measured that could confirm the choice."
+        return
+    at = f"at matmul {' x '.join(map(str, choice['judged_at']))}"
+    speed = f"{two_digits(choice['speed_against_fp32'])}x the speed of fp32 {at}"
+    if faster is not None:
+        yield f"The rates disagree: {faster} is faster {at}. To use it: --policy {faster}."
+    elif not choice["rates_agree"]:
+        yield f"The rates disagree: {name} has {speed}. To stay in fp32: --policy fp32."
+    elif name == "fp32":
+        yield f"The rates agree: no other format is faster {at}."
+    elif choice["speed_against_fp32"] < _AS_FAST:
+        yield f"The rates hardly differ: {speed}."
+    else:
+        yield f"The rates agree: {speed}."
+
+
+def _times_slower(rows: Sequence[dict[str, Any]]) -> str:
+    slow = sorted(1 / row["speed_against_fp32"] for row in rows)
+    few, many = two_digits(slow[0]), two_digits(slow[-1])
+    return f"{few if few == many else f'{few} to {many}'} times slower"
+
+
+def _of_layers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Name the two measured sizes between which a layer begins to repay its casts."""
+    loses = [row["speed_against_fp32"] < 1 for row in rows]
+    if True not in loses or loses[-1] or sorted(loses, reverse=True) != loses:
+        return
+    below, above = rows[loses.count(True) - 1], rows[loses.count(True)]
+    yield (
+        f"A matmul repays its casts from somewhere between {shape_text(below)} and {shape_text(above)}: a "
+        f"model of smaller layers is slower in {below['format']} here."
+    )
+
+
+# ---- words
+
+
+def shape_text(row: dict[str, Any]) -> str:
+    """Format ``64 x 64``; of a convolution batch x channels x height x width; of an addition its elements."""
+    return " x ".join(f"{number:,}" if len(row["shape"]) == 1 else str(number) for number in row["shape"])
+
+
+def spread(row: dict[str, Any]) -> float:
+    """Return what the middle half of a row's rounds spans, as a share of its median."""
+    return float((row["time_s_high"] - row["time_s_low"]) / row["time_s_median"])
+
+
+def two_digits(number: float) -> str:
+    """Format ``0.0098``, ``0.37``, ``4.1``, ``12``, ``174``: never an exponent."""
+    if number >= 10:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 1 else f"{number:.{2 if number >= 0.1 else 3}f}"
 
 
 def _line(console: Console, head: str, text: str) -> None:

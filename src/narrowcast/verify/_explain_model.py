@@ -90,10 +90,10 @@ def explain(
     with as_before(model), apply(model, wanted) as applied:
         notes = fp8_notes(model, applied.fp8.left_out)
         with OpTrace(wanted, device) as trace:
-            trace.paths.meet(model)
+            trace.paths.add_model(model)
             model(*example_args, **example_kwargs)  # in which PyTorch, the model and the watch set things up
             trace.take()
-            trace.rules.forget()
+            trace.rules.clear()
             model(*example_args, **example_kwargs)
         facts = {
             "unit": "call",

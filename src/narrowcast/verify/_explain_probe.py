@@ -68,7 +68,7 @@ class ExplainProbe(Observer):
             torch.compiler.set_stance("force_eager")
         if self._eager and not self._compiled:
             self._compiled = "OptimizedModule" in {type(part).__name__ for part in module.modules()}
-        self._trace.paths.meet(module)
+        self._trace.paths.add_model(module)
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         if self._done or self._attachment.optimizers:
@@ -82,12 +82,12 @@ class ExplainProbe(Observer):
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._trace is not None:
-            self._trace.paths.optimizer_steps = True
+            self._trace.paths.in_optimizer = True
         return False
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._trace is not None:
-            self._trace.paths.optimizer_steps = False
+            self._trace.paths.in_optimizer = False
         if self._by_calls:  # it called modules before it made its optimizer
             self._by_calls = False
             self._parts.clear()

@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.attach import Attachment, Observer, call_site
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.profiling import HostReads, StepProfiler, as_sites, seconds_between, stamp, summarize
+from narrowcast.observe.profiling import HostReads, StepProfiler, read_rows, seconds_between, stamp, summarize
 from narrowcast.verify._probes import write_result
 
 
@@ -168,7 +168,7 @@ class ProfileProbe(Observer):
             if self._flags:
                 usual = [c for c, evaluates in zip(self._counted, self._flags, strict=True) if not evaluates]
                 usual = usual or self._counted
-                sites = as_sites(sum(usual, Counter()))
+                sites = read_rows(sum(usual, Counter()))
                 self._facts["reads"] = {"steps": len(usual), "sites": sites}
 
     def _plain(self) -> dict[str, Any]:

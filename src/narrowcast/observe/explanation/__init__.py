@@ -1,27 +1,28 @@
 """What ``narrowcast explain`` found: read from a capture, and shown as a table. No torch is needed."""
 
 from narrowcast.observe.explanation._explained import explained, read_explanation
-from narrowcast.observe.explanation._rows import (
+from narrowcast.observe.explanation._table import (
+    LAYER_NUMBER,
     Group,
     OpRow,
-    grouped,
-    has_several_models,
-    place_name,
-    rules_of,
-)
-from narrowcast.observe.explanation._text import (
+    bytes_text,
     count_text,
     explained_lines,
+    grouped,
+    has_several_models,
     odd_shapes_in_words,
     percent,
+    place_name,
     round_trips_in_words,
-    size_text,
+    rules_of,
     wrapped,
 )
 
 __all__ = [
+    "LAYER_NUMBER",
     "Group",
     "OpRow",
+    "bytes_text",
     "count_text",
     "explained",
     "explained_lines",
@@ -33,6 +34,5 @@ __all__ = [
     "read_explanation",
     "round_trips_in_words",
     "rules_of",
-    "size_text",
     "wrapped",
 ]

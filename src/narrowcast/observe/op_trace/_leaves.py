@@ -1,7 +1,6 @@
-"""What torch does below autocast and autograd, operation by operation: times, bytes, casts, products.
+"""Every operation that torch runs below autocast and autograd: time, bytes, casts, products.
 
-An operator that a person calls may be made of several of these; the casts that autocast itself makes are seen
-only here.
+An operator that a script calls may consist of several of these. Casts by autocast itself are seen only here.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.casting import ops_under_way, rule_that_casts
-from narrowcast.observe.op_trace._modules import Place
-from narrowcast.observe.profiling._device_time import seconds_between, stamp
-from narrowcast.observe.profiling._ops import Op, Operand, is_product, product_size
+from narrowcast.observe.op_trace._places import Place
+from narrowcast.observe.profiling import is_product, product_size, seconds_between, stamp
 from narrowcast.policy import Rule, format_name
 
 _CASTS = ("aten::_to_copy", "aten::to.dtype", "aten::_to_copy.default")
-_SCALED_PRODUCTS = ("aten::_scaled_mm", "aten::_scaled_grouped_mm")
 
 
 @dataclass(slots=True, eq=False)
@@ -31,60 +28,54 @@ class Leaf:
     """One operation that ran.
 
     Attributes:
-        op: as ``"mm"`` or ``"add.Tensor"``.
+        op: such as ``"mm"`` or ``"add.Tensor"``.
         place: where it was called.
-        depth: how many operators that are watched it was called in.
-        seconds: how long it took; None: the events say it.
-        events: on a GPU, before and after it.
+        depth: in how many watched operators it ran.
+        stamps: before and after it.
         moved_bytes: read and written; 0 for a view.
-        view: whether it only looks at the same memory.
-        inputs, outputs: formats of its floating tensors.
-        cast: formats from and to, of a cast between floating formats.
+        view: whether it returns the memory of its input.
+        inputs, outputs: formats of its floating-point tensors.
+        cast: formats from and to, of a cast between floating-point formats.
         product: kind, sizes and format of the operands, of a product.
-        sources: storages of the tensors that it was given.
-        rule: that for a module, of a cast of what goes into the module or comes out of it.
-        owner: what it was counted with; set later.
+        rule: the rule for a module whose input or output it casts.
+        owner: the site that it was counted with; set later.
     """
 
     op: str
     place: Place
     depth: int
-    seconds: float | None
-    events: tuple[Any, Any] | None
+    stamps: tuple[Any, Any]
     moved_bytes: int
     view: bool
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    rule: Rule | None
     cast: tuple[str, str] | None = None
     product: tuple[str, tuple[int, ...], str] | None = None
-    sources: tuple[int, ...] = ()
-    rule: Rule | None = None
-    owner: Any = field(default=None)
+    owner: Any = None
+    _took_s: float | None = None
 
     def took_s(self) -> float:
-        """Seconds; of a GPU's only once its work has come so far."""
-        if self.seconds is None:
-            assert self.events is not None
-            self.seconds = seconds_between(*self.events)
-            self.events = None
-        return self.seconds
+        """Return its seconds; waits for a GPU to finish it."""
+        if self._took_s is None:
+            self._took_s = seconds_between(*self.stamps)
+        return self._took_s
 
 
 class LeafWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells ``seen`` of each operation, in the thread that made it; autograd's threads are followed.
+    """Reports each operation, also those of autograd's own threads.
 
     Args:
-        here: the place of a call made now.
-        seen: called with each leaf.
+        here: returns the place of a call made now.
+        report: called with each leaf, in the thread that ran it.
     """
 
-    def __init__(self, here: Callable[[], Place], seen: Callable[[Leaf], None]) -> None:
+    def __init__(self, here: Callable[[], Place], report: Callable[[Leaf], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._here = here
-        self._seen = seen
+        self._here, self._report = here, report
         self._lock = threading.Lock()
-        # Storage of what a cast made -> the cast, as long as nothing has written there.
-        self._made: dict[int, tuple[Any, Leaf]] = {}
+        # By storage of the result: casts whose result nothing has written to since.
+        self._casts: dict[int, tuple[Any, Leaf]] = {}
         self.round_trips: list[tuple[Leaf, Leaf]] = []
 
     def __torch_dispatch__(
@@ -94,10 +85,11 @@ class LeafWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name_of(func)
         if name is None:
             return func(*args, **kwargs)
-        given = list(_tensors(args)) + list(_tensors(tuple(kwargs.values())))
+        given = list(_tensors([*args, *kwargs.values()]))
         place = self._here()
-        by_events = any(tensor.is_cuda for tensor in given) and not _is_capturing()
-        clock = "cuda" if by_events else "cpu"
+        # A CUDA graph that is being captured takes no events that tell the time.
+        on_gpu = any(tensor.is_cuda for tensor in given) and not torch.cuda.is_current_stream_capturing()
+        clock = "cuda" if on_gpu else "cpu"
         began = stamp(clock)
         result = func(*args, **kwargs)
         ended = stamp(clock)
@@ -107,43 +99,41 @@ class LeafWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             op=name.removeprefix("aten::"),
             place=place,
             depth=len(ops_under_way()),
-            seconds=None if by_events else ended - began,
-            events=(began, ended) if by_events else None,
+            stamps=(began, ended),
             moved_bytes=0 if view else sum(_bytes(tensor) for tensor in (*given, *made)),
             view=view,
             inputs=formats_of(given),
             outputs=formats_of(made),
-            sources=tuple(_storage(tensor) for tensor in given),
             rule=rule_that_casts(),
+            product=_product(name, args),
         )
-        self._look_at_casts(func, name, leaf, given, made)
-        leaf.product = _product(name, args, given)
-        self._seen(leaf)
+        self._find_casts(func, name, leaf, given, made)
+        self._report(leaf)
         return result
 
-    def _look_at_casts(
+    def _find_casts(
         self, func: Any, name: str, leaf: Leaf, given: list[torch.Tensor], made: list[torch.Tensor]
     ) -> None:
-        """See whether it casts, and back to where an earlier cast came from."""
+        """Note a cast, and whether it returns to the format that an earlier cast came from."""
         if func._schema.is_mutable:
             with self._lock:
                 for tensor in given:
-                    self._made.pop(_storage(tensor), None)
+                    self._casts.pop(_storage(tensor), None)
             return
-        if name not in _CASTS or len(leaf.inputs) != 1 or len(leaf.outputs) != 1:
+        formats = (*leaf.inputs, *leaf.outputs)
+        if name not in _CASTS or len(formats) != 2 or leaf.inputs == leaf.outputs:
             return
-        if leaf.inputs == leaf.outputs:
-            return
-        leaf.cast = (leaf.inputs[0], leaf.outputs[0])
+        leaf.cast = formats
         with self._lock:
-            earlier = self._made.get(leaf.sources[0])
-            if earlier is not None and not earlier[0].expired() and earlier[1].cast == leaf.cast[::-1]:
+            earlier = self._casts.get(_storage(given[0]))
+            if earlier is not None and not earlier[0].expired() and earlier[1].cast == formats[::-1]:
                 self.round_trips.append((earlier[1], leaf))
-            self._made[_storage(made[0])] = (_weakly(made[0]), leaf)
+            weak = StorageWeakRef(made[0].untyped_storage())  # type: ignore[no-untyped-call]
+            self._casts[_storage(made[0])] = (weak, leaf)
 
 
 def formats_of(tensors: Any) -> tuple[str, ...]:
-    """The formats of the floating tensors among ``tensors``, each once, the widest first."""
+    """Return the formats of the floating-point tensors among ``tensors``, each once, the widest first."""
     found = {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
     return tuple(format_name(dtype) for dtype in sorted(found, key=lambda d: (-d.itemsize, str(d))))
 
@@ -158,10 +148,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _name_of(func: Any) -> str | None:
-    """``"aten::add.Tensor"``; None for what is no operator on tensors.
-
-    As a question for a size, for the wider of two formats, or a mark of the profiler.
-    """
+    """Return ``"aten::add.Tensor"``; None if it does not work on tensors, as a mark of the profiler."""
     name: str = func.name()
     schema = func._schema
     on_tensors = any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
@@ -170,9 +157,8 @@ def _name_of(func: Any) -> str | None:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    returned = func._schema.returns
-    aliases = [one.alias_info for one in returned]
-    return bool(returned) and all(info is not None and not info.is_write for info in aliases)
+    aliases = [one.alias_info for one in func._schema.returns]
+    return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -182,39 +168,18 @@ def _storage(tensor: torch.Tensor) -> int:
         return id(tensor)  # sparse tensors and wrappers have none
 
 
-def _weakly(tensor: torch.Tensor) -> Any:
-    """What tells by ``expired()`` whether the memory of ``tensor`` was freed."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize if tensor.layout == torch.strided else 0
 
 
-def _product(
-    name: str, args: tuple[Any, ...], given: list[torch.Tensor]
-) -> tuple[str, tuple[int, ...], str] | None:
+def _product(name: str, args: tuple[Any, ...]) -> tuple[str, tuple[int, ...], str] | None:
     base = name.partition(".")[0]
-    operands = tuple(
-        Operand(shape=tuple(value.shape), dtype=format_name(value.dtype))
-        if isinstance(value, torch.Tensor)
-        else None
-        for value in args
-    )
-    op = Op(name=base, operands=operands)
-    if not is_product(op) and base not in _SCALED_PRODUCTS:
+    if not is_product(base):
         return None
-    floating = [tensor for tensor in given if tensor.is_floating_point()]
-    if not floating:
+    matrices = [t for t in _tensors(args) if t.is_floating_point() and t.dim() > 1]
+    if not matrices:
         return None
-    kind, shape = product_size(op)
-    # What is narrow decides: a bias or a running sum may be wide.
-    narrow = min(
-        (tensor.dtype for tensor in floating if tensor.dim() > 1), key=lambda d: d.itemsize, default=None
-    )
-    return None if narrow is None else (kind, shape, format_name(narrow))
-
-
-def _is_capturing() -> bool:
-    """Whether work is being recorded into a CUDA graph, which takes no events that tell the time."""
-    return bool(torch.cuda.is_current_stream_capturing())
+    shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in args]
+    # The narrowest operand decides: a bias or a running sum may be wider.
+    narrow = min((tensor.dtype for tensor in matrices), key=lambda dtype: dtype.itemsize)
+    return (*product_size(base, shapes), format_name(narrow))

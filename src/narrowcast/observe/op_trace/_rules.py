@@ -12,14 +12,16 @@ from narrowcast.errors import near_names
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, base_of, class_names, names_module
 
 _MOST_NAMES = 3
-_MOST_MODULES = 500  # that a rule's name is looked for among
-# Which of these a product comes down to depends on its bias and its number of dimensions.
-_PRODUCTS = ("mm", "addmm", "matmul", "bmm", "baddbmm", "mv", "addmv")
-_THE_SAME = dict.fromkeys(_PRODUCTS, _PRODUCTS)
+_MOST_MODULES = 500  # that a rule's name is compared with
+# Which of these a matmul becomes depends on its bias and its number of dimensions.
+_MATMULS = ("mm", "addmm", "matmul", "bmm", "baddbmm", "mv", "addmv")
+
+Named = list[tuple[str, tuple[str, ...]]]
+"""Path and names of the class of each module."""
 
 
 def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str:
-    """``" (did you mean "encoder.*"?)"`` of a rule that names no module; empty where nothing is near.
+    """Return ``" (did you mean "encoder.*"?)"`` for a rule that names no module, or ``""``.
 
     Args:
         rule: for modules.
@@ -35,36 +37,31 @@ def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str
 
 
 class RulesSeen:
-    """Told of every call, it knows in the end which rules none of them reached, and what stood in the way.
-
-    Args:
-        policy: with the rules.
-    """
+    """Told of every call, knows in the end which rules none of them reached, and why."""
 
     def __init__(self, policy: Policy) -> None:
         self._rules = policy.rules
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """Begin anew."""
+    def clear(self) -> None:
         self._reached: set[Rule] = set()
-        self._called: Counter[str] = Counter()
+        self._called: set[str] = set()
         self._decided_by: dict[str, Counter[str]] = {}
         self._around: dict[str, Counter[str]] = {}
 
-    def saw(self, op: str, rule: Rule | None, enclosing: Iterable[str], below: Iterable[str]) -> None:
-        """A call of ``op``, inside the operators ``enclosing``; operations ``below`` ran in it."""
-        for name in {op, base_of(op)}:
-            self._called[name] += 1
-            if rule is not None:
-                self._decided_by.setdefault(name, Counter())[str(rule)] += 1
+    def saw(self, op: str, rule: Rule | None, below: Iterable[str]) -> None:
+        """Count a call of ``op`` in which operations ``below`` ran."""
+        names = {op, base_of(op)}
+        self._called |= names
         if rule is not None:
             self._reached.add(rule)
-        for name in {each for leaf in below for each in (leaf, base_of(leaf))} - {op, base_of(op)}:
+            for name in names:
+                self._decided_by.setdefault(name, Counter())[str(rule)] += 1
+        for name in {each for leaf in below for each in (leaf, base_of(leaf))} - names:
             self._around.setdefault(name, Counter())[op] += 1
 
     def of_fp8(self, path: str, layer: Any) -> Rule | None:
-        """The rule by which ``layer`` at ``path`` multiplies in fp8; it is reached."""
+        """Return the rule by which ``layer`` at ``path`` multiplies in fp8, and count it as reached."""
         names = class_names(type(layer))
         candidates = [
             rule
@@ -80,53 +77,41 @@ class RulesSeen:
         return found
 
     def unreached(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> list[dict[str, Any]]:
-        """The rules that no call reached: ``rule``, ``reason``, and ``enclosing``, operators around theirs.
+        """Return ``rule``, ``reason`` and ``enclosing`` (operators around it) of each rule not reached.
 
         Args:
             modules: path and module of each module that was called.
         """
         named = [(path, class_names(type(module))) for path, module in modules]
-        # A rule for all of a module decides about its inputs, whatever is inside.
-        self._reached |= {
-            rule
-            for rule in self._rules
-            if rule.op is None
-            and rule.compute not in FP8_RECIPES
-            and any(names_module(rule, path, names) for path, names in named)
-        }
-        return [
-            {"rule": str(rule), "reason": reason, "enclosing": list(enclosing)}
-            for rule in self._rules
-            if rule not in self._reached
-            for reason, enclosing in [self._why(rule, named)]
-        ]
+        found = []
+        for rule in self._rules:
+            names_one = rule.is_for_modules and any(names_module(rule, *module) for module in named)
+            # A rule for a whole module decides about its inputs, whatever is inside.
+            whole_module = rule.op is None and rule.compute not in FP8_RECIPES and names_one
+            if rule not in self._reached and not whole_module:
+                reason, enclosing = self._why(rule, named, names_one=names_one)
+                found.append({"rule": str(rule), "reason": reason, "enclosing": enclosing})
+        return found
 
-    def _why(self, rule: Rule, named: list[tuple[str, tuple[str, ...]]]) -> tuple[str, tuple[str, ...]]:
-        if rule.is_for_modules and not any(names_module(rule, path, names) for path, names in named):
-            return f"no module that was called is one that it names{near_module(rule, named)}", ()
+    def _why(self, rule: Rule, named: Named, *, names_one: bool) -> tuple[str, list[str]]:
+        if rule.is_for_modules and not names_one:
+            return f"no module that was called is one that it names{near_module(rule, named)}", []
         if rule.compute in FP8_RECIPES:
-            return "no linear layer that was called multiplies in fp8 by it", ()
-        assert rule.op is not None
-        around = self._around_any(rule.op)
-        if around and not self._called[rule.op]:
-            outer = tuple(name for name, _ in around.most_common(_MOST_NAMES))
+            return "no linear layer that was called multiplies in fp8 by it", []
+        op = str(rule.op)
+        around = self._around.get(op, Counter())
+        if not around and op in _MATMULS:
+            around = sum((self._around.get(same, Counter()) for same in _MATMULS), Counter())
+        if around and op not in self._called:
+            outer = [name for name, _ in around.most_common(_MOST_NAMES)]
             verb = "is" if len(outer) == 1 else "are"
             whole = f"{' and '.join(outer)}, which {verb} decided about as a whole"
-            return f"{rule.op} runs only inside {whole}: a rule for {base_of(outer[0])} reaches it", outer
-        others = self._decided_by.get(rule.op)
+            return f"{op} runs only inside {whole}: a rule for {base_of(outer[0])} reaches it", outer
+        others = self._decided_by.get(op)
         if others and not rule.is_for_modules:
-            return (
-                f"each call of {rule.op} was decided by a more specific rule: {others.most_common(1)[0][0]}",
-                (),
-            )
-        if self._called[rule.op]:
-            where = (
-                "in the modules that it names" if rule.is_for_modules else "where this policy was in force"
-            )
-            return f"{rule.op} was called, but not {where}", ()
-        return f"{rule.op} was not called", ()
-
-    def _around_any(self, op: str) -> Counter[str]:
-        """The operators inside which ``op`` ran, or another way to do the same."""
-        found = self._around.get(op, Counter())
-        return found or sum((self._around.get(same, Counter()) for same in _THE_SAME.get(op, ())), Counter())
+            first = others.most_common(1)[0][0]
+            return f"each call of {op} was decided by a more specific rule: {first}", []
+        if op not in self._called:
+            return f"{op} was not called", []
+        where = "in the modules that it names" if rule.is_for_modules else "where this policy was in force"
+        return f"{op} was called, but not {where}", []

@@ -5,104 +5,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch.autograd.profiler import profile as autograd_profile
 
-from narrowcast.errors import DeviceError, OrderError, SettingError
-from narrowcast.observe.explanation._text import size_text
-from narrowcast.observe.profiling._live_tensors import LiveTensorBytes
+from narrowcast.errors import DeviceError, OrderError, SettingError, UnsupportedError
+from narrowcast.observe._torch_internals import without_markers_on_stderr
+from narrowcast.observe.explanation import bytes_text
 
-
-class Profile:
-    """Time and memory of one block; made by ``profile``. Numbers are there once the block has ended."""
-
-    def __init__(self, device: torch.device, *, memory: bool) -> None:
-        self.device = device
-        self._memory: _CpuMemory | _CudaMemory | None = None
-        if memory:
-            self._memory = _CudaMemory(device) if device.type == "cuda" else _CpuMemory()
-        self._started_s: float | None = None
-        self._duration_s: float | None = None
-
-    def __enter__(self) -> Self:
-        if self._started_s is not None:
-            raise OrderError("this profile is open already: leave its block before it is entered again")
-        self._duration_s = None
-        if self._memory is not None:
-            self._memory.begin()
-        self._wait()
-        self._started_s = time.perf_counter()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # After an error a device may refuse to be waited for; the error itself is what counts then.
-        with contextlib.suppress(RuntimeError) if exc is not None else contextlib.nullcontext():
-            self._wait()
-        assert self._started_s is not None
-        self._duration_s, self._started_s = time.perf_counter() - self._started_s, None
-        if self._memory is not None:
-            self._memory.end()
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from the block's begin to its end, the device's work included.
-
-        Raises:
-            OrderError: the block has not ended.
-        """
-        if self._duration_s is None:
-            raise OrderError('the block has not ended: read it after "with nc.observe.profile() as profile:"')
-        return self._duration_s
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The most that tensors took at once; None without ``memory``.
-
-        CUDA: everything that torch's allocator had handed out, what was there before included. CPU: what was
-        allocated in the block, exact.
-
-        Raises:
-            OrderError: the block has not ended.
-            UnsupportedError: on a CPU, another profiler ran in this thread meanwhile.
-        """
-        _ = self.duration_s
-        return None if self._memory is None else self._memory.peak_bytes
-
-    @property
-    def added_bytes(self) -> int | None:
-        """The peak above what was there as the block began: means the same on every device; None as above."""
-        _ = self.duration_s
-        return None if self._memory is None else self._memory.added_bytes
-
-    def as_json(self) -> dict[str, Any]:
-        """``device``, ``duration_s``, ``peak_bytes`` and ``added_bytes``."""
-        return {
-            "device": str(self.device),
-            "duration_s": self.duration_s,
-            "peak_bytes": self.peak_bytes,
-            "added_bytes": self.added_bytes,
-        }
-
-    def __str__(self) -> str:
-        if self._duration_s is None:
-            return f"not ended ({self.device})"
-        text = f"{self.duration_s:.4g} s"
-        peak, added = self.peak_bytes, self.added_bytes
-        if peak is not None and added is not None:
-            text += f", peak {size_text(peak)}"
-            text += f", {size_text(added)} of it added" if added != peak else ""
-        return f"{text} ({self.device})"
-
-    def __repr__(self) -> str:
-        return f"Profile({self})"
+# Bytes that are allocated last of all, so that a record without them is known to have been cut short.
+_MARK_BYTES = 12_289
 
 
 def profile(device: str | torch.device | None = None, *, memory: bool = True) -> Profile:
@@ -113,21 +28,19 @@ def profile(device: str | torch.device | None = None, *, memory: bool = True) ->
         print(profile)  # 0.532 s, peak 12 MiB (cpu)
         profile.duration_s, profile.peak_bytes
 
-    On CUDA the device is waited for at both ends, so that its work counts, and memory is the peak of torch's
-    allocator, whose record is reset: ``torch.cuda.max_memory_allocated`` counts from the block's begin
-    afterwards. On a CPU memory is that of ``LiveTensorBytes``: every block of memory that torch's allocator
-    hands out in this thread, temporaries inside kernels included. It comes from torch's profiler, which slows
-    each operator down by some microseconds: to compare times, use ``memory=False``, and measure memory in a
-    run of its own. Blocks may be nested (reading an inner one's record then takes time of the outer one); one
-    that ends by an exception has the numbers up to it.
+    On CUDA the block waits for the device at both ends, and memory is the peak of torch's allocator, whose
+    record is reset: ``torch.cuda.max_memory_allocated`` then counts from the start of the block. On a CPU
+    memory is what torch's allocator hands out in this thread, temporaries inside kernels included; torch's
+    profiler records it, which slows each operator down by some microseconds: to compare times, use
+    ``memory=False``. Blocks may be nested. If a block ends by an exception, it has the numbers up to there.
 
     Args:
-        device: whose time and memory; None: CUDA where there is one, else the CPU.
+        device: whose time and memory; None: CUDA if there is one, else the CPU.
         memory: False measures time alone.
 
     Raises:
-        DeviceError: a device that is neither a CPU nor CUDA, or that this machine lacks.
-        SettingError: ``memory`` is no bool.
+        DeviceError: a device that is neither a CPU nor CUDA, or that this machine does not have.
+        SettingError: ``memory`` is not a bool.
     """
     if not isinstance(memory, bool):
         raise SettingError(f"expected memory to be True or False, got {memory!r}")
@@ -145,24 +58,91 @@ def profile(device: str | torch.device | None = None, *, memory: bool = True) ->
     return Profile(given, memory=memory)
 
 
-class _CpuMemory:
-    """What CPU tensors take."""
+class Profile:
+    """Time and memory of one block, measured by ``profile``, which has an example."""
 
-    def begin(self) -> None:
-        self._tensors = LiveTensorBytes().__enter__()
+    def __init__(self, device: torch.device, *, memory: bool) -> None:
+        self.device = device
+        self._memory: LiveTensorBytes | _CudaMemory | None = None
+        if memory:
+            self._memory = _CudaMemory(device) if device.type == "cuda" else LiveTensorBytes()
+        self._started_s: float | None = None
+        self._duration_s: float | None = None
 
-    def end(self) -> None:
-        self._tensors.end()
+    def __enter__(self) -> Self:
+        if self._started_s is not None:
+            raise OrderError("this profile is open already: leave its block before it is entered again")
+        self._duration_s = None
+        if self._memory is not None:
+            self._memory.__enter__()
+        self._wait()
+        self._started_s = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the device may fail to synchronize; the first error is the one to raise.
+        with contextlib.suppress(RuntimeError) if exc is not None else contextlib.nullcontext():
+            self._wait()
+        assert self._started_s is not None
+        self._duration_s, self._started_s = time.perf_counter() - self._started_s, None
+        if self._memory is not None:
+            self._memory.__exit__(None, None, None)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     @property
-    def peak_bytes(self) -> int:
-        return self._tensors.peak_bytes
+    def duration_s(self) -> float:
+        """Seconds from the start of the block to its end, work of the device included.
 
-    added_bytes = peak_bytes
+        Raises:
+            OrderError: the block has not ended.
+        """
+        if self._duration_s is None:
+            raise OrderError('the block has not ended: read it after "with nc.observe.profile() as profile:"')
+        return self._duration_s
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes that tensors took at once; None without ``memory``.
+
+        CUDA: everything that torch's allocator had handed out, also before the block. CPU: what was allocated
+        in the block, exact.
+
+        Raises:
+            OrderError: the block has not ended.
+            UnsupportedError: on a CPU, another profiler ran in this thread meanwhile.
+        """
+        _ = self.duration_s
+        return None if self._memory is None else self._memory.peak_bytes
+
+    @property
+    def added_bytes(self) -> int | None:
+        """The peak above what was there at the start; the same on every device. None without ``memory``."""
+        _ = self.duration_s
+        return None if self._memory is None else self._memory.added_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return ``device``, ``duration_s``, ``peak_bytes`` and ``added_bytes``."""
+        names = ("duration_s", "peak_bytes", "added_bytes")
+        return {"device": str(self.device)} | {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        if self._duration_s is None:
+            return f"not ended ({self.device})"
+        text = f"{self.duration_s:.4g} s"
+        peak, added = self.peak_bytes, self.added_bytes
+        if peak is not None and added is not None:
+            text += f", peak {bytes_text(peak)}"
+            text += f", {bytes_text(added)} of it added" if added != peak else ""
+        return f"{text} ({self.device})"
 
 
 class _CudaMemory:
-    """What CUDA's allocator has handed out, whose one record of a peak all blocks that are open share."""
+    """The peak of CUDA's allocator. Open blocks share its one record, so each reset updates all of them."""
 
     _open: list[_CudaMemory] = []  # noqa: RUF012 - of the process, as the allocator's record is
     _lock = threading.Lock()
@@ -175,20 +155,138 @@ class _CudaMemory:
     def added_bytes(self) -> int:
         return self.peak_bytes - self._before_bytes
 
-    def begin(self) -> None:
+    def __enter__(self) -> Self:
         with self._lock:
-            self._tell()
+            self._update_open()
             torch.cuda.reset_peak_memory_stats(self._device)
             self.peak_bytes = self._before_bytes = torch.cuda.memory_allocated(self._device)
             self._open.append(self)
+        return self
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._tell()
+            self._update_open()
             self._open.remove(self)
 
-    def _tell(self) -> None:
+    def _update_open(self) -> None:
         peak = torch.cuda.max_memory_allocated(self._device)
         for block in self._open:
             if block._device == self._device:
                 block.peak_bytes = max(block.peak_bytes, peak)
+
+
+class LiveTensorBytes:
+    """The most memory that CPU tensors take at once within the block, in ``peak_bytes``.
+
+    Counts each block of memory that torch's CPU allocator hands out in this thread, and in the threads in
+    which autograd runs backward for it, until it is freed. The sum of the storages of tensors would miss
+    temporaries inside kernels, more of them in bf16 than in fp32: in examples/quantized_sine.py, three steps
+    at 512 by 512 pixels, the allocator hands out 2071 MiB in fp32 and 1423 MiB in bf16, storages hold 2054
+    and 1031. Not counted: memory from before the block, of other devices or threads, or that torch did not
+    allocate (numpy, mapped files, scratch of oneDNN and BLAS).
+
+    torch's profiler records all open blocks of a thread at once and keeps every event: measure a few training
+    steps, not a day. Another profiler in this thread takes the record away, which is noticed.
+
+    Raises:
+        OrderError: read before anything was recorded, or entered while it is open.
+        UnsupportedError: on reading, if another profiler ran meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._recorded = False
+        self._is_cut_short = False
+
+    def __enter__(self) -> Self:
+        if self._is_open:
+            raise OrderError("this recording is open already: leave its block before it is entered again")
+        self._alive: dict[int, int] = {}
+        self._total = self._peak = 0
+        self._is_cut_short = False
+        _pause()
+        _thread.open.append(self)
+        try:
+            _resume()
+        except BaseException:
+            _thread.open.remove(self)
+            raise
+        self._is_open = self._recorded = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_open:
+            self._is_open = False
+            _pause()
+            _thread.open.remove(self)
+            _resume()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once. Reading it inside the block ends the recording there."""
+        self.__exit__()
+        if self._is_cut_short:
+            raise UnsupportedError(
+                "the memory of CPU tensors is recorded by torch's profiler, and another profiler ran in this "
+                "thread meanwhile: switch that one off"
+            )
+        if not self._recorded:
+            raise OrderError('nothing was recorded yet: write "with LiveTensorBytes() as tensors:" first')
+        return self._peak
+
+    added_bytes = peak_bytes
+
+    def _follow(self, changes: list[tuple[int, int, int]]) -> None:
+        for _, address, size in changes:
+            before = self._alive.pop(address, 0)  # 0: allocated before the block
+            if size > 0:
+                self._alive[address] = size
+            self._total += max(size, 0) - before
+            self._peak = max(self._peak, self._total)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.open: list[LiveTensorBytes] = []
+        self.recording: autograd_profile | None = None
+
+
+_thread = _Thread()
+
+
+def _resume() -> None:
+    """Record, if a block is open in this thread."""
+    if _thread.open:
+        recording = autograd_profile(use_cpu=True, profile_memory=True)
+        with without_markers_on_stderr():
+            recording.__enter__()  # type: ignore[no-untyped-call]
+        _thread.recording = recording
+
+
+def _pause() -> None:
+    """Stop the profiler and hand what it recorded to all open blocks."""
+    recording, _thread.recording = _thread.recording, None
+    if recording is None:
+        return
+    torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu")
+    recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    results = recording.kineto_results
+    changes = _allocations(() if results is None else results.experimental_event_tree())
+    marks = [position for position, (_, _, size) in enumerate(changes) if size == _MARK_BYTES]
+    for block in _thread.open:
+        if marks:
+            block._follow(changes[: marks[-1]])
+        else:
+            block._is_cut_short = True
+
+
+def _allocations(tops: Iterable[Any]) -> list[tuple[int, int, int]]:
+    """Return time, address and size (negative if it is freed) of each block on the CPU, in order of time."""
+    found, waiting = [], list(tops)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag.name == "Allocation" and event.typed[1].device.type == "cpu":
+            block = event.typed[1]
+            found.append((event.start_time_ns, block.ptr, block.alloc_size))
+    return sorted(found, key=lambda change: change[0])

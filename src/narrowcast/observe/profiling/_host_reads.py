@@ -1,137 +1,101 @@
-"""Where a script reads values of tensors: on a GPU each read waits until the GPU has computed it."""
+"""Where a script reads values of tensors: on a GPU each read waits until the GPU has computed them."""
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-# Each is called as a method of the tensor that it reads.
-_METHODS = (
-    "item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select",
-    "__bool__", "__int__", "__float__", "__index__", "__repr__", "__format__", "__array__",
-)  # fmt: skip
-_FUNCTIONS = ("nonzero", "unique", "masked_select")
 _SHOWN = {
     "__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "as an index",
     "__repr__": "printing", "__format__": "printing", "__array__": "numpy()",
+    "__getitem__": "indexing by a mask", "to": 'to("cpu")',
 }  # fmt: skip
+_READS = (
+    "item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", *_SHOWN,
+)  # fmt: skip
 # They read counters and indices of their own, which are on the CPU wherever the model is.
-_ON_CPU_ANYWHERE = ("torch.optim.", "torch.utils.data.")
+_ON_CPU_ANYWHERE = ("torch.optim.", "torch.utils.data.", "narrowcast.")
+
+Reads = Counter[tuple[str, str, str]]
+"""Number of reads by site, kind and type of device."""
 
 
-class HostReads:
-    """Within it each read of a tensor's values by Python is counted, by the line that asked::
+class HostReads(TorchFunctionMode):
+    """Counts each read of a tensor's values by Python, by the line that asked::
 
         with HostReads(call_site) as reads:
             step()
-        reads.sites  # [{"site": "train.py:42", "what": "item()", "device": "cpu", "count": 1}]
+        read_rows(reads.take())  # [{"site": "train.py:42", "what": "item()", "device": "cpu", "count": 1}]
 
-    A read inside another is one: printing a tensor reads it several times. Reads by optimizers and samplers
-    of counters that are on the CPU everywhere are left out, and so are narrowcast's own of CPU tensors.
+    A read inside another is one: printing a tensor reads it several times. Not counted: reads of CPU tensors
+    by optimizers, samplers and narrowcast. Models under ``torch.compile`` run eagerly within the block.
 
     Args:
-        call_site: says which line of the script is running.
+        call_site: returns the line of the script that is running.
     """
 
     def __init__(self, call_site: Callable[[], str]) -> None:
+        super().__init__()
         self._call_site = call_site
-        self._counts: Counter[tuple[str, str, str]] = Counter()
-        self._undo: list[Callable[[], None]] = []
-        self._thread = threading.local()
+        self._counts: Reads = Counter()
+        self._stance: Any = None
 
     def __enter__(self) -> Self:
-        for name in _METHODS:
-            self._replace(torch.Tensor, name, _reads_always, _SHOWN.get(name, f"{name}()"))
-        for name in _FUNCTIONS:
-            self._replace(torch, name, _reads_always, f"{name}()")
-        self._replace(torch.Tensor, "__getitem__", _reads_a_mask, "indexing by a mask")
-        self._replace(torch.Tensor, "to", _leaves_the_device, 'to("cpu")')
+        # Dynamo would compile each graph again, with this mode traced into it.
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._undo:
-            self._undo.pop()()
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        if self._stance is not None:
+            self._stance.__exit__(kind, value, trace)
 
-    @property
-    def sites(self) -> list[dict[str, Any]]:
-        """``site``, ``what``, ``device`` type and ``count``, the most frequent first."""
-        return as_sites(self._counts)
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        tensor = args[0] if args else None
+        if name in _READS and isinstance(tensor, torch.Tensor) and _reads(name, tensor, args, kwargs):
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if tensor.device.type != "cpu" or not caller.startswith(_ON_CPU_ANYWHERE):
+                site = "narrowcast" if caller.startswith("narrowcast.") else self._call_site()
+                self._counts[site, _SHOWN.get(name, f"{name}()"), tensor.device.type] += 1
+        return func(*args, **kwargs)
 
-    def take(self) -> Counter[tuple[str, str, str]]:
-        """Count from nothing again; what was counted so far, by site, what and device type."""
+    def take(self) -> Reads:
+        """Return what was counted so far, and count from nothing again."""
         counted, self._counts = self._counts, Counter()
         return counted
 
-    def _replace(self, owner: Any, name: str, reads: Callable[..., bool], what: str) -> None:
-        original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._thread, "inside", False) or torch.compiler.is_compiling():
-                return original(*args, **kwargs)
-            tensor = args[0] if args else None
-            if not isinstance(tensor, torch.Tensor) or not reads(tensor, args, kwargs):
-                return original(*args, **kwargs)
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            self._thread.inside = True
-            try:
-                self._saw(what, tensor, caller)
-                return original(*args, **kwargs)
-            finally:
-                self._thread.inside = False
-
-        if name in vars(owner):
-            there = vars(owner)[name]
-            self._undo.append(lambda: setattr(owner, name, there))
-        else:
-            self._undo.append(lambda: delattr(owner, name))
-        setattr(owner, name, counted)
-
-    def _saw(self, what: str, tensor: torch.Tensor, caller: str) -> None:
-        on_cpu, ours = tensor.device.type == "cpu", caller.startswith("narrowcast.")
-        if on_cpu and (ours or caller.startswith(_ON_CPU_ANYWHERE)):
-            return
-        site = "narrowcast" if ours else self._call_site()
-        self._counts[site, what, tensor.device.type] += 1
-
-
-def as_sites(counts: Counter[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """JSON-ready rows, the most frequent first."""
+def read_rows(counts: Reads) -> list[dict[str, Any]]:
+    """Return JSON-ready rows of ``site``, ``what``, ``device`` and ``count``, the most frequent first."""
     return [
         {"site": site, "what": what, "device": device, "count": count}
         for (site, what, device), count in counts.most_common()
     ]
 
 
-def _reads_always(tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
-    return True
-
-
-def _reads_a_mask(tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
-    """Indexing by a mask must know how many are chosen."""
-    index = args[1] if len(args) > 1 else None
-    return any(
-        isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
-        for part in (index if isinstance(index, tuple) else (index,))
-    )
-
-
-def _leaves_the_device(tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
+def _reads(name: str, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
+    if name == "__getitem__":  # a mask must be counted to know the size of the result
+        index = args[1] if len(args) > 1 else None
+        parts = index if isinstance(index, tuple) else (index,)
+        return any(isinstance(p, torch.Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
+    if name != "to":
+        return True
     if tensor.device.type == "cpu" or kwargs.get("non_blocking"):
         return False
-    asked = [*args[1:], kwargs.get("device")]
-    return any(
-        (isinstance(value, str) and value.startswith("cpu"))
-        or (isinstance(value, torch.device) and value.type == "cpu")
-        or (isinstance(value, torch.Tensor) and value.device.type == "cpu")
-        for value in asked
-    )
+    devices = [getattr(value, "device", value) for value in (*args[1:], kwargs.get("device"))]
+    return any(str(device).startswith("cpu") for device in devices)

@@ -1,11 +1,13 @@
-"""What a few steps of a script spend their time on: recorded by torch's profiler, summed up per step."""
+"""Where the time of a training step goes: a few steps recorded by torch's profiler, and the sums per step."""
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,31 +16,83 @@ from torch.profiler import ProfilerActivity, profile
 
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.observe._torch_internals import profiler_is_on
-from narrowcast.observe.profiling._ops import (
-    PARTS,
-    PRODUCTS,
-    PYTHON,
-    Op,
-    Operand,
-    outermost_ops,
-    parts_ns,
-    products_by_size,
-    sum_of_casts,
-    union_ns,
-)
+from narrowcast.observe.profiling._products import is_product, product_size, same_size
 
+PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = (
+    "products",
+    "casts",
+    "other_ops",
+    "optimizer",
+    "loading",
+    "python",
+)
+PARTS = (PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON)
 _MARK = "narrowcast: between two steps"
-# Times as long as the median step.
+# Ranges that torch's optimizers and DataLoader record around their work.
+_STEP, _LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# A cast is a copy inside one of these; autograd makes it again for the gradient.
+_CASTING = ("aten::to", "aten::_to_copy", "aten::copy_")
+_CAST_BACKWARD = ("ToCopyBackward0", "autograd::engine::evaluate_function: ToCopyBackward0")
+# A step that lasts longer than this times the median was disturbed by something else.
 _DISTURBED = 1.5
-_CASTS, _LOADING = "casts", "loading"
+
+
+def stamp(device_type: str) -> Any:
+    """Return the time now; on CUDA an event of the current stream."""
+    if device_type != "cuda":
+        return time.perf_counter()
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(earlier: Any, later: Any) -> float:
+    """Return the seconds between two stamps; waits until a GPU has reached ``later``."""
+    if isinstance(earlier, float):
+        return float(later) - earlier
+    later.synchronize()
+    return float(earlier.elapsed_time(later)) / 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A tensor that an op was given: shape, dtype without ``torch.``, and address of its storage."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    storage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """An op as the profiler recorded it.
+
+    Attributes:
+        name: such as ``"aten::mm"``.
+        start_ns: on the clock of the profiler.
+        duration_ns: on the host, children included.
+        device_ns: of the kernels that it launched itself, children not included.
+        thread: in which it ran.
+        operands: its tensors by position; None for other arguments.
+        children: the ops that it called, in order.
+    """
+
+    name: str
+    start_ns: int = 0
+    duration_ns: int = 0
+    device_ns: int = 0
+    thread: int = 1
+    operands: tuple[Operand | None, ...] = ()
+    children: tuple[Op, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What was recorded of some steps.
+    """Some recorded steps.
 
     Attributes:
-        ops: the outermost ops of every thread, in the order of their start.
+        ops: the outermost ops of every thread, in order.
         marks_ns: where steps begin and end, one more than there are steps.
         thread: in which the script steps.
         kernels_ns: start and end of everything that ran on a GPU.
@@ -47,21 +101,21 @@ class Recording:
     ops: Sequence[Op]
     marks_ns: Sequence[int]
     thread: int = 1
-    kernels_ns: Sequence[tuple[int, int]] = field(default=())
+    kernels_ns: Sequence[tuple[int, int]] = ()
 
 
 class StepProfiler:
-    """Records the ops of some steps; it is started, told of each boundary, and stopped between steps::
+    """Records the ops of some steps; start it, mark each end of a step, stop it between steps::
 
         profiler = StepProfiler()
         profiler.start()
         for _ in range(3):
             step()
             profiler.mark()
-        recording = profiler.stop()
+        print(summarize(profiler.stop()))
 
     Raises:
-        UnsupportedError: on starting or stopping, where another profiler runs in this thread.
+        UnsupportedError: on starting or stopping, if another profiler runs in this thread.
         OrderError: on stopping what was not started.
     """
 
@@ -81,7 +135,7 @@ class StepProfiler:
         self.mark()
 
     def mark(self) -> None:
-        """A step ends here, and the next begins."""
+        """End a step and begin the next."""
         with record_function(_MARK):
             pass
 
@@ -92,9 +146,7 @@ class StepProfiler:
         recording.__exit__(None, None, None)
         results = recording.profiler.kineto_results if recording.profiler else None
         if results is None:
-            raise UnsupportedError(
-                "nothing was recorded: another profiler ran in this thread meanwhile; switch that one off"
-            )
+            raise UnsupportedError("another profiler ran in this thread meanwhile; switch that one off")
         return _recording(results)
 
 
@@ -102,7 +154,7 @@ def _recording(results: Any) -> Recording:
     kernels: dict[int, int] = defaultdict(int)
     intervals = []
     for event in results.events():
-        # An annotation of the host's is drawn on the GPU's line too, around the kernels that it launched.
+        # Annotations of the host appear on the GPU too, around the kernels that it launched.
         on_gpu = event.device_type() == torch.profiler.DeviceType.CUDA and not event.is_user_annotation()
         if on_gpu and event.duration_ns() > 0:
             intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
@@ -124,7 +176,6 @@ def _op(event: Any, kernels: dict[int, int]) -> Op | None:
     if kind not in ("TorchOp", "Backend"):
         return None
     given = event.typed[1].inputs if kind == "TorchOp" else ()
-    children = [op for child in event.children if (op := _op(child, kernels)) is not None]
     return Op(
         name=event.name,
         start_ns=event.start_time_ns,
@@ -132,31 +183,30 @@ def _op(event: Any, kernels: dict[int, int]) -> Op | None:
         device_ns=kernels.get(event.correlation_id, 0),
         thread=event.start_tid,
         operands=tuple(_operand(value) for value in given),
-        children=tuple(children),
+        children=tuple(op for child in event.children if (op := _op(child, kernels)) is not None),
     )
 
 
 def _operand(value: Any) -> Operand | None:
-    sizes = getattr(value, "sizes", None)
-    if sizes is None:
+    if getattr(value, "sizes", None) is None:
         return None
     dtype = str(value.dtype).removeprefix("torch.")
-    return Operand(shape=tuple(sizes), dtype=dtype, storage=value.storage_data_ptr or 0)
+    return Operand(shape=tuple(value.sizes), dtype=dtype, storage=value.storage_data_ptr or 0)
 
 
 def summarize(
     recording: Recording, *, device: str = "cpu", left_out: Iterable[int] = (), weights: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """What one step spends its time on, as means over the steps that were recorded.
+    """Sum up what one step spends its time on; means over the recorded steps.
 
-    On a CPU time is that of ops in the script's thread, and what they leave of a step is Python and torch's
-    way from it to the ops. On a GPU time is that of kernels, and what they leave is the GPU waiting.
+    On a CPU time is that of ops in the script's thread, and the rest of a step is Python and dispatch. On a
+    GPU time is that of kernels, and the rest is the GPU waiting.
 
     Args:
         recording: what ``StepProfiler.stop`` returned. Steps that lasted half as long again as the median
             are left out: something else was running.
-        device: type of the device on which the model is.
-        left_out: numbers of steps that are not like the others, as where an evaluation came between.
+        device: type of the model's device.
+        left_out: numbers of steps that are not like the others, such as those with an evaluation.
         weights: storages of the parameters.
 
     Returns:
@@ -170,16 +220,17 @@ def summarize(
     """
     on_gpu, out = device != "cpu" and bool(recording.kernels_ns), set(left_out)
     pairs = list(zip(recording.marks_ns, recording.marks_ns[1:], strict=False))
-    windows = _undisturbed([pair for number, pair in enumerate(pairs) if number not in out] or pairs)
+    windows = [pair for number, pair in enumerate(pairs) if number not in out] or pairs
     if not windows:
         raise UnsupportedError("no step was recorded")
+    usual = statistics.median_low([b - a for a, b in windows])
+    windows = [(a, b) for a, b in windows if b - a <= _DISTURBED * usual]
     every = [op for op in recording.ops if any(a <= op.start_ns < b for a, b in windows)]
     mine = [op for op in every if op.thread == recording.thread]
     ops, steps = (every if on_gpu else mine), len(windows)
     wall = sum(b - a for a, b in windows)
     busy = sum(union_ns(recording.kernels_ns, a, b) for a, b in windows) if on_gpu else None
     shares = _shares(parts_ns(ops, device=on_gpu), wall, busy)
-    casts = sum_of_casts(ops, frozenset(weights))
     called = list(outermost_ops(ops))
     sizes = products_by_size(ops, device=on_gpu)
     in_sizes = sum(row["count"] * row["each_ns"] for row in sizes) or 1
@@ -200,27 +251,138 @@ def summarize(
             }
             for row in sizes
         ],
-        "casts": {name: value / steps for name, value in casts.items()} | {"share": shares[_CASTS]},
+        "casts": {name: value / steps for name, value in sum_of_casts(ops, frozenset(weights)).items()}
+        | {"share": shares[CASTS]},
         "ops": {
             "count": len(called) / steps,
             "mean_s": sum(op.duration_ns for op in called) / len(called) / 1e9 if called else None,
         },
-        "loading_share": parts_ns(mine, device=False)[_LOADING] / wall,
+        "loading_share": parts_ns(mine, device=False)[LOADING] / wall,
         "gpu_busy_share": None if busy is None else busy / wall,
     }
 
 
-def _undisturbed(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Without steps that lasted much longer than the usual one, as where something else was running."""
-    if not windows:
-        return []
-    usual = statistics.median_low([b - a for a, b in windows])
-    return [(a, b) for a, b in windows if b - a <= _DISTURBED * usual]
-
-
 def _shares(parts: dict[str, int], wall: int, busy: int | None) -> dict[str, float]:
-    """Of a step's time; where kernels ran side by side, each counts for its part of the busy time."""
+    """Return shares of a step's time; kernels that ran side by side share the time that the GPU was busy."""
     total = sum(parts.values())
     covered = min(total, wall) if busy is None else min(busy, wall)
     shares = {part: covered * parts.get(part, 0) / (total or 1) / wall for part in PARTS if part != PYTHON}
     return shares | {PYTHON: 1.0 - sum(shares.values())}
+
+
+# ---- arithmetic on ops
+
+
+def parts_ns(ops: Iterable[Op], *, device: bool) -> dict[str, int]:
+    """Return the nanoseconds of each part but ``PYTHON``, which is the rest of a step.
+
+    An op belongs to the part that its own name says, else to that of its caller: the softmax inside an
+    attention is the attention's, a cast inside a linear layer is a cast, a matmul inside an optimizer is a
+    product.
+
+    Args:
+        ops: the outermost ones.
+        device: time of kernels on the device; else time of ops on the host.
+    """
+    sums = dict.fromkeys(PARTS, 0)
+
+    def add(op: Op, inherited: str) -> None:
+        part = _part_of(op, inherited)
+        own = op.device_ns if device else max(0, op.duration_ns - sum(c.duration_ns for c in op.children))
+        sums[OTHER if device and part == PYTHON else part] += own
+        for child in op.children:
+            add(child, part)
+
+    for op in ops:
+        add(op, PYTHON)
+    sums.pop(PYTHON)
+    return sums
+
+
+def _part_of(op: Op, inherited: str) -> str:
+    name = op.name
+    if inherited in (LOADING, CASTS):
+        return inherited
+    if name.startswith(_LOADER):
+        return LOADING
+    if name in (*_CASTING, *_CAST_BACKWARD) and next(casts_in(op), None) is not None:
+        return CASTS
+    if is_product(name):
+        return PRODUCTS
+    if inherited != PYTHON or name.startswith(_STEP):
+        return OPTIMIZER if name.startswith(_STEP) else inherited
+    is_op = "::" in name and not name.startswith(("autograd::", "torch::autograd::"))
+    return OTHER if is_op or name.startswith("## Call CompiledFxGraph") else PYTHON
+
+
+def casts_in(op: Op) -> Iterator[tuple[Operand, Operand]]:
+    """Yield destination and source of every copy in ``op`` between fp32, bf16 and fp16, loaders left out."""
+    if op.name.startswith(_LOADER):
+        return
+    if op.name == "aten::copy_" and len(op.operands) > 1:
+        into, source = op.operands[:2]
+        if into and source and into.dtype != source.dtype and {into.dtype, source.dtype} <= set(_ITEM_BYTES):
+            yield into, source
+    for child in op.children:
+        yield from casts_in(child)
+
+
+def sum_of_casts(ops: Iterable[Op], weights: frozenset[int]) -> dict[str, int]:
+    """Return ``count`` and ``bytes`` (read and written) of all casts, ``weight_`` those of parameters."""
+    sums = {"count": 0, "bytes": 0, "weight_count": 0, "weight_bytes": 0}
+    for op in ops:
+        for into, source in casts_in(op):
+            moved = sum(_ITEM_BYTES[side.dtype] * math.prod(side.shape) for side in (into, source))
+            for prefix in ("", "weight_") if source.storage in weights else ("",):
+                sums[f"{prefix}count"] += 1
+                sums[f"{prefix}bytes"] += moved
+    return sums
+
+
+def products_by_size(ops: Iterable[Op], *, device: bool) -> list[dict[str, Any]]:
+    """Return time and number of products of each size, the one that takes the most time first.
+
+    Returns:
+        ``kind``, ``shape`` (of the first product of the size), ``count`` and ``each_ns``: the median, since a
+        busy machine makes one product out of hundreds last ten times as long.
+    """
+    found: dict[Any, tuple[dict[str, Any], list[int]]] = {}
+    for op in ops:
+        for product in innermost_products(op):
+            shapes = [None if operand is None else operand.shape for operand in product.operands]
+            kind, shape = product_size(product.name, shapes)
+            _, times = found.setdefault(same_size(kind, shape), ({"kind": kind, "shape": shape}, []))
+            times.append(_device_ns(product) if device else product.duration_ns)
+    rows = [row | {"count": len(t), "each_ns": statistics.median(t)} for row, t in found.values()]
+    return sorted(rows, key=lambda row: -row["count"] * row["each_ns"])
+
+
+def innermost_products(op: Op) -> Iterator[Op]:
+    """Yield the products in ``op`` that call no other product."""
+    inner = [product for child in op.children for product in innermost_products(child)]
+    yield from inner or ([op] if is_product(op.name) else [])
+
+
+def _device_ns(op: Op) -> int:
+    return op.device_ns + sum(_device_ns(child) for child in op.children)
+
+
+def outermost_ops(ops: Iterable[Op]) -> Iterator[Op]:
+    """Yield the ops that Python or autograd called, not those that ops called."""
+    for op in ops:
+        around = op.name.startswith((_STEP, _LOADER)) or op.name in _CAST_BACKWARD
+        if around or _part_of(op, PYTHON) == PYTHON:
+            yield from outermost_ops(op.children)
+        else:
+            yield op
+
+
+def union_ns(intervals: Iterable[tuple[int, int]], start: int, end: int) -> int:
+    """Return how much of the time from ``start`` to ``end`` is covered by any of ``intervals``."""
+    covered, reached = 0, start
+    for begins, ends in sorted(intervals):
+        fresh = min(ends, end) - max(begins, reached)
+        if fresh > 0:
+            covered += fresh
+            reached = min(ends, end)
+    return covered

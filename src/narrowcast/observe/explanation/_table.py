@@ -1,0 +1,383 @@
+"""What ran in which format as a table of at most 79 columns; repeated layers are one row."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Line = tuple[str, bool]
+"""Text, and whether it is a heading."""
+
+WIDTH = 79
+IN_BACKWARD, IN_OPTIMIZER, OUTSIDE = "backward", "optimizer", "outside of modules"
+TABLE, UNLISTED, ASKED, NOTHING = "table", "unlisted", "asked", "-"
+LAYER_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+"""A number that is a part of a path, as the 3 of ``blocks.3.norm``."""
+# In a sentence, a number alone is not a part of a path.
+_NUMBER_INSIDE = re.compile(r"(?<=\.)\d+(?=\.|\b)")
+_SILENT = ("view", "no floats")
+_SUMS = ("calls", "wanted_casts", "casts", "cast_bytes", "duration_s")
+_MOST_ROWS = 60
+_MOST_LISTED = 5
+_OP, _CALLS, _IN, _AS, _OUT, _BY, _BYTES, _TIME = 21, 6, 10, 6, 10, 9, 8, 5
+_UNITS = ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+# ---- rows
+
+
+@dataclass(slots=True, kw_only=True)
+class OpRow:
+    """Calls of one operator with one decision, in one module or in several alike.
+
+    Attributes:
+        op: with the operator around it: ``"einsum > bmm"``.
+        inputs, computes, outputs: formats; ``computes`` is ``""`` if nothing is cast.
+        by: ``"table"``, ``"rule 2"``, ``"unlisted"``, ``"asked"`` for a cast by the script, or ``"-"`` if
+            autocast does not decide.
+        calls, wanted_casts, casts, cast_bytes, duration_s: of one step, all sites together.
+        time_share: of everything that was watched; None if no time was measured.
+    """
+
+    op: str
+    inputs: str
+    computes: str
+    outputs: str
+    by: str
+    calls: float = 0
+    wanted_casts: float = 0
+    casts: float = 0
+    cast_bytes: float = 0
+    duration_s: float = 0.0
+    time_share: float | None = None
+
+    def same(self) -> tuple[str, ...]:
+        """Return what rows that are shown as one share."""
+        return self.op, self.inputs, self.computes, self.outputs, self.by
+
+    def add(self, more: OpRow) -> None:
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+        if more.time_share is not None:
+            self.time_share = (self.time_share or 0.0) + more.time_share
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """A module, or several whose paths differ in numbers alone, with its rows.
+
+    Attributes:
+        name: its path, ``*`` for numbers that differ; the class of the model for the model itself.
+        paths: how many modules.
+        rows: in the order in which they ran first.
+    """
+
+    name: str
+    paths: int
+    rows: list[OpRow] = field(default_factory=list)
+
+
+def grouped(found: Mapping[str, Any], *, every: bool = False) -> list[Group]:
+    """Return the rows of a table.
+
+    Args:
+        found: what ``explained`` returned.
+        every: each site alone, also those that compute nothing; else repeated layers together, and backward
+            and the optimizer as one group each.
+    """
+    sites = [site for site in found["sites"] if every or site["kind"] not in _SILENT]
+    several = has_several_models(found)
+    rules = {rule: f"rule {number}" for number, rule in enumerate(rules_of(sites), start=1)}
+    groups: dict[str, Group] = {}
+    for site in sites:
+        name = _group_name(site, several=several, every=every)
+        group, row = groups.setdefault(name, Group(name=name, paths=1)), _row_of(site, rules)
+        same = [one for one in group.rows if one.same() == row.same() and not every]
+        if same:
+            same[0].add(row)
+        else:
+            group.rows.append(row)
+    if every:
+        return list(groups.values())
+    alike: dict[Any, Group] = {}
+    for group in groups.values():
+        pattern = LAYER_NUMBER.sub("*", group.name), tuple(row.same() for row in group.rows)
+        first = alike.setdefault(pattern, group)
+        if first is not group:
+            first.name, first.paths = pattern[0], first.paths + 1
+            for row, more in zip(first.rows, group.rows, strict=True):
+                row.add(more)
+    return list(alike.values())
+
+
+def has_several_models(found: Mapping[str, Any]) -> bool:
+    """Return whether paths need the class of their model to be told apart."""
+    return len({site["root"] for site in found["sites"] if site["root"]}) > 1
+
+
+def place_name(place: Mapping[str, Any], *, several: bool) -> str:
+    """Return the path of a module, after its model's class if there are ``several``; empty outside."""
+    root, path = place["root"], place["path"]
+    return f"{root}.{path}" if several and path else path or root
+
+
+def rules_of(sites: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the rules that decided about a site, in the order in which they did first."""
+    return list(dict.fromkeys(site["rule"] for site in sites if site["rule"] is not None))
+
+
+def _group_name(site: Mapping[str, Any], *, several: bool, every: bool) -> str:
+    whole, phase = place_name(site, several=several), site["phase"]
+    if phase == "optimizer":
+        return IN_OPTIMIZER
+    if phase == "backward":
+        return f"{IN_BACKWARD} of {whole}" if every and whole else IN_BACKWARD
+    return whole or OUTSIDE
+
+
+def _row_of(site: Mapping[str, Any], rules: Mapping[str, str]) -> OpRow:
+    by = TABLE if site["listed"] else UNLISTED
+    undecided = not site["listed"] and not site["because"].startswith(UNLISTED)
+    if site["rule"] is not None:
+        by = rules[site["rule"]]
+    elif undecided or site["phase"] in ("backward", "optimizer"):
+        by = NOTHING
+    elif site["kind"] == "cast" and not site["listed"]:
+        by = ASKED
+    return OpRow(
+        op=" > ".join([*site["within"][-1:], site["op"]]),
+        inputs="+".join(site["inputs"]) or NOTHING,
+        computes="fp8" if (site["computes"] or "").startswith("fp8") else site["computes"] or "",
+        outputs="+".join(site["outputs"]) or NOTHING,
+        by=by,
+        time_share=site["time_share"],
+        **{name: site[name] for name in _SUMS},
+    )
+
+
+# ---- lines
+
+
+def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Line]:
+    """Return the lines of a table.
+
+    Args:
+        found: what ``explained`` returned.
+        every: each site alone, instead of repeated layers together.
+    """
+    target = " ".join(found["target"])
+    if found["problem"] is not None:
+        return _plain(f"{target}: {found['problem']}.")
+    groups = grouped(found, every=every)
+    left_out = 0 if every else _shorten(groups)
+    lines = [*_head(found, target), ("", False), *_table(groups, left_out)]
+    rules = enumerate(rules_of(found["sites"]), start=1)
+    parts = (
+        [line for number, rule in rules for line in _plain(f"rule {number}: {rule}")],
+        _listed(f"Cast there and back again, a {found['unit']}", round_trips_in_words(found)),
+        _listed(_odd_head(found), odd_shapes_in_words(found)),
+        _unreached(found),
+    )
+    for part in parts:
+        lines += [("", False), *part] if part else []
+    lines.append(("", False))
+    for note in found["notes"]:
+        lines += _plain(f"Note: {note}.")
+    return lines + _plain(_help(found))
+
+
+def _head(found: Mapping[str, Any], target: str) -> Iterator[Line]:
+    totals, unit = found["totals"], found["unit"]
+    where = "this CPU" if found["device"] == "cpu" else found["device"]
+    for line in wrapped(f"{target}: {found['format']} on {where}, by the policy {found['policy']}"):
+        yield line, True
+    yield from _plain(
+        f"Casts: {count_text(totals['casts'])} of {count_text(totals['ops'])} operations a {unit} "
+        f"({percent(totals['cast_share_of_ops'])}), "
+        f"{bytes_text(totals['cast_bytes'])} of {bytes_text(totals['moved_bytes'])} read and written "
+        f"({percent(totals['cast_share_of_bytes'])}), {percent(totals['cast_share_of_time'])} of the time."
+    )
+    narrow = totals["narrow_share_of_product_time"]
+    if narrow is None:
+        yield from _plain(f"Products: none that took time in {_steps(found)}.")
+    else:
+        share = percent(totals["product_share_of_time"])
+        yield from _plain(
+            f"Products: {share} of the time, of which {percent(narrow)} in a format narrower than fp32."
+        )
+
+
+def _table(groups: Sequence[Group], left_out: int) -> Iterator[Line]:
+    yield (
+        f"{'module, operator':<{_OP + 2}}{'calls':>{_CALLS}}  {'in':<{_IN}}{'as':<{_AS}}{'out':<{_OUT}}"
+        f"{'by':<{_BY}}{'casts':>{_BYTES}}{'time':>{_TIME}}",
+        True,
+    )
+    for group in groups:
+        name = f"{group.name}  x {group.paths}" if group.paths > 1 else group.name
+        yield name if len(name) <= WIDTH else f"{name[: WIDTH - 2]}..", False
+        for row in group.rows:
+            size = bytes_text(row.cast_bytes) if row.casts else "-"
+            yield (
+                f"  {_fit(row.op, _OP)}{count_text(row.calls):>{_CALLS}}  {_fit(row.inputs, _IN)}"
+                f"{_fit(row.computes, _AS)}{_fit(row.outputs, _OUT)}{_fit(row.by, _BY)}{size:>{_BYTES}}"
+                f"{percent(row.time_share).removesuffix(' %'):>{_TIME}}",
+                False,
+            )
+    if left_out:
+        yield f"and {left_out} more that took less time: --all", False
+
+
+def _fit(text: str, width: int) -> str:
+    return f"{text:<{width}}" if len(text) < width else f"{text[: width - 3]}.. "
+
+
+def _shorten(groups: list[Group]) -> int:
+    """Leave out the rows that took the least time if there are too many; return how many."""
+    times = sorted((row.duration_s for group in groups for row in group.rows), reverse=True)
+    if len(times) <= _MOST_ROWS:
+        return 0
+    for group in groups:
+        group.rows[:] = [row for row in group.rows if row.duration_s >= times[_MOST_ROWS - 1]]
+    groups[:] = [group for group in groups if group.rows]
+    return len(times) - sum(len(group.rows) for group in groups)
+
+
+def round_trips_in_words(found: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each round trip, repeated layers together, the most bytes first."""
+    several = has_several_models(found)
+
+    def called(place: Mapping[str, str]) -> str:
+        where = place_name(place, several=several)
+        if place["phase"] == "backward":
+            return f"{place['op']} in the backward{f' of {where}' if where else ''}"
+        in_optimizer = place["phase"] == "optimizer"
+        return f"{place['op']} {'in the optimizer' if in_optimizer else f'in {where}' if where else OUTSIDE}"
+
+    def words(trip: Mapping[str, Any]) -> str:
+        return f"{' > '.join(trip['formats'])}: {called(trip['first'])}, then {called(trip['second'])}"
+
+    trips = _merged(found["round_trips"], words, ("count", "moved_bytes"))
+    trips.sort(key=lambda trip: -trip["moved_bytes"])
+    return [
+        f"{trip['words']}: {count_text(trip['count'])} time{'s' * (trip['count'] != 1)}, "
+        f"{bytes_text(trip['moved_bytes'])}"
+        for trip in trips
+    ]
+
+
+def odd_shapes_in_words(found: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each odd shape, repeated layers together, the slowest first."""
+    several = has_several_models(found)
+
+    def words(shape: Mapping[str, Any]) -> str:
+        size, odd = " x ".join(map(str, shape["shape"])), ", ".join(shape["sizes"])
+        where = place_name(shape, several=several) or OUTSIDE
+        return f"{shape['kind']} {size} in {where}: {odd}, not a multiple of {shape['multiple']}"
+
+    shapes = _merged(found["odd_shapes"], words, ("duration_s", "product_time_share"))
+    known = found["totals"]["narrow_share_of_product_time"] is not None
+    shapes.sort(key=lambda shape: -shape["duration_s"])
+    return [
+        f"{percent(shape['product_time_share'] if known else None):>5}  {shape['words']}" for shape in shapes
+    ]
+
+
+def _odd_head(found: Mapping[str, Any]) -> str:
+    shares = [shape["product_time_share"] for shape in found["odd_shapes"]]
+    said = percent(None if None in shares else sum(shares))
+    return f"Sizes that are no multiple of what tensor cores take: {said} of the product time"
+
+
+def _merged(
+    events: Iterable[Mapping[str, Any]], words: Callable[[Mapping[str, Any]], str], sums: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Join events whose ``words`` differ in numbers of paths alone: ``sums`` added up, ``words`` in it."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for event in events:
+        found.setdefault(_NUMBER_INSIDE.sub("*", words(event)), []).append(event)
+    return [
+        {name: sum(event[name] or 0 for event in same) for name in sums}
+        | {"words": pattern if len(same) > 1 else words(same[0])}
+        for pattern, same in found.items()
+    ]
+
+
+def _listed(head: str, sentences: Sequence[str]) -> list[Line]:
+    if not sentences:
+        return []
+    lines = [(head, True), *(line for text in sentences[:_MOST_LISTED] for line in _plain(text, first="  "))]
+    more = len(sentences) - _MOST_LISTED
+    return [*lines, (f"  and {more} more: --json", False)] if more > 0 else lines
+
+
+def _unreached(found: Mapping[str, Any]) -> list[Line]:
+    uncalled = [rule["rule"] for rule in found["unreached"] if rule["reason"].endswith(" was not called")]
+    sentences = [f"{r['rule']}: {r['reason']}" for r in found["unreached"] if r["rule"] not in uncalled]
+    if uncalled:
+        sentences.append(f"their operator was not called: {'; '.join(uncalled)}")
+    lines = [line for text in sentences for line in _plain(text, first="  ")]
+    return [("Rules that no call reached", True), *lines] if lines else []
+
+
+def _help(found: Mapping[str, Any]) -> str:
+    return (
+        f"Of a {found['unit']}, from {_steps(found)}. in, out: formats of the floating-point tensors; "
+        "as: what autocast cast the inputs to, empty: they stay; by: the rule that decided, PyTorch's table, "
+        "unlisted (autocast leaves it alone), asked (a cast by the script), - (autocast does not decide); "
+        "casts: bytes read and written to cast; time: percent of the time of all operations, without Python. "
+        "Watching slows small operations most: narrowcast doctor shows how long a step takes."
+    )
+
+
+def _steps(found: Mapping[str, Any]) -> str:
+    return f"{found['steps']} watched {found['unit']}{'s' * (found['steps'] != 1)}"
+
+
+# ---- words
+
+
+def count_text(count: float) -> str:
+    """Format a number of calls: ``12``, ``1.5``, ``120k``, ``3e8``."""
+    if count >= 1e5:
+        power = len(f"{count:.0f}") - 1
+        return f"{count / 10**power:.0f}e{power}" if power > 5 else f"{count / 1e3:.0f}k"
+    if 0 < count < 0.01:
+        return "<.01"
+    return f"{count:.0f}" if count == int(count) or count >= 100 else f"{count:.2g}"
+
+
+def bytes_text(count: float) -> str:
+    """Format bytes in two digits or more: ``1.2 MiB``."""
+    for factor, unit in _UNITS:
+        if count >= factor:
+            value = count / factor
+            return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def percent(share: float | None) -> str:
+    """Format ``12 %``, ``<1 %``; ``-`` for what is not known."""
+    if share is None:
+        return "-"
+    return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+
+
+def wrapped(text: str, *, first: str = "", then: str | None = None) -> list[str]:
+    """Wrap ``text`` at 79 columns; a number stays with its ``%`` or ``x``."""
+    whole = text.replace(" %", "\u00a0%").replace(" x ", "\u00a0x\u00a0")
+    lines = textwrap.wrap(
+        whole,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=f"{first}  " if then is None else then,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\u00a0", " ") for line in lines]
+
+
+def _plain(text: str, *, first: str = "") -> list[Line]:
+    return [(line, False) for line in wrapped(text, first=first)]
