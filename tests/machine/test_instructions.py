@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from child_processes import output_of
 from narrowcast.errors import DeviceError, UnsupportedError
 from narrowcast.machine import (
     Choice,
@@ -32,9 +33,7 @@ def instructions(monkeypatch):
     """Give this machine other instructions."""
 
     def give(*names):
-        monkeypatch.setattr(
-            "narrowcast.machine._instructions._cpu_capabilities", lambda: dict.fromkeys(names, True)
-        )
+        monkeypatch.setattr("narrowcast.machine._choice.cpu_capabilities", lambda: dict.fromkeys(names, True))
 
     return give
 
@@ -209,3 +208,22 @@ def test_versions_can_be_written_as_json():
     assert type(found["torch"]) is str
     assert found["threads"] == torch.get_num_threads()
     assert found["processor"]
+
+
+def test_settings_are_read_whichever_api_set_them():
+    """torch's older names raise once a script used the newer ones, for as long as the process lives."""
+    program = """
+import json, torch
+from narrowcast.machine import arithmetic_settings
+torch.set_float32_matmul_precision("high")
+print(json.dumps(arithmetic_settings()))
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+print(json.dumps(arithmetic_settings()))
+torch.backends.fp32_precision = "tf32"
+print(json.dumps(arithmetic_settings()))
+"""
+    found = [json.loads(line) for line in output_of([sys.executable, "-c", program]).splitlines()]
+    precisions = [one["float32_matmul_precision"] for one in found]
+    assert precisions[:2] == ["high", "cuda tf32, mkldnn bf16"]
+    assert [one["cuda_matmul_allow_tf32"] for one in found] == [True, True, True]

@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from narrowcast.errors import SettingError
 from narrowcast.machine import Budget, Choice, Examination, arithmetic_settings, examine
-from narrowcast.machine._agreement import agreement
+from narrowcast.machine import _examination as examination
+from narrowcast.machine._choice import agreement
+from narrowcast.machine._examination import CACHE_FORMAT, rates_path, read_rates, write_rates
 from narrowcast.machine._rates import measure_device
-from narrowcast.machine._rates_file import CACHE_FORMAT, rates_path, read_rates, write_rates
-from narrowcast.machine._work import Shape, Work, has_tf32, work_for
+from narrowcast.machine._work import Shape, has_tf32, work_for
 
 SHORT = Budget(device_s=0.4, call_s=0.05)
 NUMBERS = [
@@ -408,7 +409,7 @@ KEY = {"cpu": "a"}
 
 def kept(short):
     device = {"device": "cpu", "device_type": "cpu", "name": "A", "rows": short, "reason": None}
-    return {"measured_at_s": 1.5e9, "wall_s": 1.0, "devices": [device]}
+    return {"measured_at_s": 1.5e9, "wall_s": 1.0, "budget": {"device_s": 1.0}, "devices": [device]}
 
 
 def test_rates_come_back_as_they_were(tmp_path, short):
@@ -435,27 +436,21 @@ def with_row(**values):
     return change
 
 
+BROKEN = "is damaged, or of another version of narrowcast"
 DAMAGED = {
-    "empty": (lambda file: "", "is damaged"),
-    "cut": (lambda file: json.dumps(file)[:-9], "is damaged"),
-    "bytes": (lambda file: b"\xff\xfe", "is damaged"),
-    "deep": (lambda file: "[" * 100_000, "is damaged"),
-    "a list": (lambda file: "[]", "is not a file of rates"),
-    "something else": (lambda file: '{"a": 1}', "is not a file of rates"),
-    "a format that is no number": (changed(cache_format=True), "is not a file of rates"),
-    "newer": (changed(cache_format=CACHE_FORMAT + 1), "is of a newer narrowcast"),
-    "older": (changed(cache_format=CACHE_FORMAT - 1), "is of an older narrowcast"),
+    "empty": (lambda file: "", BROKEN),
+    "cut": (lambda file: json.dumps(file)[:-9], BROKEN),
+    "bytes": (lambda file: b"\xff\xfe", BROKEN),
+    "deep": (lambda file: "[" * 100_000, BROKEN),
+    "a list": (lambda file: "[]", BROKEN),
+    "newer": (changed(cache_format=CACHE_FORMAT + 1), BROKEN),
+    "older": (changed(cache_format=CACHE_FORMAT - 1), BROKEN),
     "foreign": (changed(key={"cpu": "b"}), "is of another machine"),
-    "without rates": (changed(rates=None), "is damaged"),
-    "without devices": (changed(rates={"measured_at_s": 1, "wall_s": 1, "devices": []}), "is damaged"),
-    "nan": (with_row(time_s_median=math.nan), "is damaged"),
-    "too large": (with_row(time_s_median=10**400), "is damaged"),
-    "negative": (with_row(rate_flop_per_s=-1.0), "is damaged"),
-    "a word": (with_row(speed_against_fp32="4"), "is damaged"),
-    "no shape": (with_row(shape=[]), "is damaged"),
-    "a shape of words": (with_row(shape=["64", "64"]), "is damaged"),
-    "no reason": (with_row(time_s_median=None, reason=None), "is damaged"),
-    "a kind that is no word": (with_row(kind=None), "is damaged"),
+    "without rates": (changed(rates=None), BROKEN),
+    "nan": (with_row(time_s_median=math.nan), BROKEN),
+    "negative": (with_row(rate_flop_per_s=-1.0), BROKEN),
+    "a word": (with_row(speed_against_fp32="4"), BROKEN),
+    "no shape": (with_row(shape=[]), BROKEN),
 }
 
 
@@ -477,51 +472,61 @@ def test_a_file_that_cannot_be_read_or_written_is_no_error(tmp_path, short):
     assert list(path.parent.iterdir()) == [path], "nothing half-written is left"
 
 
-def test_rates_are_kept_until_asked_for_anew(tmp_path):
-    told = []
+@pytest.fixture
+def fully_measured(monkeypatch, short):
+    """Devices that were measured, all of them at once and in full."""
+    devices = []
+    whole = [row | {"out_of_time": False} for row in short]
+    monkeypatch.setattr(
+        examination, "measure_device", lambda device, *_, **__: devices.append(device) or list(whole)
+    )
+    return devices
+
+
+def test_rates_are_kept_until_asked_for_anew(tmp_path, fully_measured):
     settings = Examination(cache=tmp_path, budget=SHORT)
-    first = examine(settings, progress=told.append)
+    first = examine(settings)
     assert first["rates"]["source"] == "measured"
     assert first["notes"] == []
-    assert any("matmul" in line for line in told)
-    told.clear()
-    second = examine(settings, progress=told.append)
+    second = examine(settings)
     assert second["rates"]["source"] == "cache"
     assert second["rates"]["devices"] == first["rates"]["devices"]
     assert second["rates"]["file"] == first["rates"]["file"]
-    assert not any("matmul" in line for line in told)
+    count = len(fully_measured)
     fresh = examine(Examination(cache=tmp_path, fresh=True, budget=SHORT))
-    assert fresh["rates"]["source"] == "measured"
+    assert (fresh["rates"]["source"], len(fully_measured)) == ("measured", 2 * count)
     other = examine(Examination(cache=tmp_path, budget=Budget(device_s=0.3)))
     assert other["rates"]["file"] != first["rates"]["file"]
     assert json.loads(json.dumps(first, allow_nan=False)) == first
     assert "choice" not in Path(first["rates"]["file"]).read_text(), "the choice is read from the hardware"
 
 
-def test_a_damaged_file_is_said_and_written_anew(tmp_path):
+def test_incomplete_rates_are_not_kept(tmp_path, monkeypatch, short):
+    late = [short[0] | {"out_of_time": True}, *short[1:]]
+    monkeypatch.setattr(examination, "measure_device", lambda *_, **__: late)
+    found = examine(Examination(cache=tmp_path, budget=SHORT))
+    assert found["rates"]["file"] is None
+    assert "too busy to measure all of them" in found["notes"][0]
+    assert examine(Examination(cache=tmp_path, budget=SHORT))["rates"]["source"] == "measured"
+
+
+def test_a_damaged_file_is_said_and_written_anew(tmp_path, fully_measured):
     settings = Examination(cache=tmp_path, budget=SHORT)
     path = Path(examine(settings)["rates"]["file"])
     path.write_text("{")
     found = examine(settings)
-    assert found["notes"] == [f"{path} is damaged: measured anew"]
+    assert found["notes"] == [f"{path} {BROKEN}: measured anew"]
     assert found["rates"]["source"] == "measured"
     assert examine(settings)["rates"]["source"] == "cache"
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path):
+def test_a_cache_that_cannot_be_written_is_said(tmp_path, fully_measured):
     (tmp_path / "file").write_text("")
     cache = tmp_path / "file" / "cache"
     found = examine(Examination(cache=cache, budget=SHORT))
-    assert found["rates"]["source"] == "measured"
     assert found["rates"]["file"] is None
-    assert found["notes"] == [
-        f"the rates were not kept for the next time ({cache / 'rates'}: {os.strerror(errno.ENOTDIR)}; "
-        "set NARROWCAST_CACHE_DIR to a folder that can be written)"
-    ]
-    nowhere = examine(Examination(budget=SHORT))
-    assert nowhere["notes"] == [
-        "the rates were not kept for the next time (there is no home folder; set NARROWCAST_CACHE_DIR)"
-    ]
+    assert f"{cache / 'rates'}: {os.strerror(errno.ENOTDIR)}; set NARROWCAST_CACHE_DIR" in found["notes"][0]
+    assert "there is no home folder" in examine(Examination(budget=SHORT))["notes"][0]
 
 
 def test_a_gpu_that_fails_is_a_finding(tmp_path):
@@ -542,10 +547,3 @@ def test_a_gpu_that_fails_is_a_finding(tmp_path):
     found = examine(Examination(budget=SHORT), facts=broken)
     assert found["mismatches"][0]["device"] == "cuda:0"
     assert [device["device"] for device in found["rates"]["devices"]] == ["cpu"], "it is not tried"
-
-
-def test_work_is_a_value():
-    assert work_for("cpu") == work_for("cpu")
-    assert Work(kind="add", formats=("fp32",), shapes=SIZES) in {
-        Work(kind="add", formats=("fp32",), shapes=SIZES)
-    }

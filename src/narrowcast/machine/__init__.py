@@ -1,13 +1,17 @@
 """What this machine is, and which formats it computes fast. Nothing is probed at import."""
 
-from narrowcast.machine._devices import check_device, known_device_types
+from narrowcast.machine._choice import Choice, best_format, is_native, slow_format_warning
+from narrowcast.machine._environment import (
+    arithmetic_settings,
+    check_device,
+    known_device_types,
+    require_torch,
+    versions,
+)
 from narrowcast.machine._examination import Examination, examine
 from narrowcast.machine._facts import gather_facts
-from narrowcast.machine._instructions import Choice, best_format, is_native, slow_format_warning
 from narrowcast.machine._mismatches import mismatches
 from narrowcast.machine._rates import Budget
-from narrowcast.machine._settings import arithmetic_settings
-from narrowcast.machine._versions import require_torch, versions
 
 __all__ = [
     "Budget",

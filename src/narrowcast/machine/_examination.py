@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
-from narrowcast.machine._agreement import agreement
+import msgspec
+from msgspec import Meta
+
+from narrowcast._files import replacing
+from narrowcast.machine._choice import agreement, best_format
 from narrowcast.machine._facts import first_line, gather_facts
-from narrowcast.machine._instructions import best_format
 from narrowcast.machine._mismatches import mismatches
 from narrowcast.machine._rates import Budget, measure_device
-from narrowcast.machine._rates_file import rates_key, rates_path, read_rates, write_rates
 from narrowcast.machine._work import has_tf32, work_for
 
 _SCHEMA = 1
+# Raise it whenever rows get another meaning: other shapes, other fields, another way to time.
+CACHE_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +84,23 @@ def _rates(
         if why is not None:
             notes.append(f"{path} {why}: measured anew")
     rates = _measured(examination, facts, wrong, progress)
-    if path is None:
+    return rates | {"source": "measured", "file": _keep(rates, path, key, notes)}, notes
+
+
+def _keep(rates: dict[str, Any], path: Path | None, key: dict[str, Any], notes: list[str]) -> str | None:
+    """Write the rates for the next time and return where, or note why not."""
+    rows = [row for device in rates["devices"] for row in device["rows"]]
+    if any(row["out_of_time"] for row in rows):
+        # What is missing would be missing in every later decision too.
+        why: str | None = "this machine was too busy to measure all of them; try again when it is quiet"
+    elif path is None:
         why = "there is no home folder; set NARROWCAST_CACHE_DIR"
     else:
         why = write_rates(path, key, rates)
-        why = (
-            f"{path.parent}: {why}; set NARROWCAST_CACHE_DIR to a folder that can be written" if why else None
-        )
+        why = why and f"{path.parent}: {why}; set NARROWCAST_CACHE_DIR to a folder that can be written"
     if why is not None:
         notes.append(f"the rates were not kept for the next time ({why})")
-    return rates | {"source": "measured", "file": None if why else str(path)}, notes
+    return None if why else str(path)
 
 
 def _measured(
@@ -126,3 +140,99 @@ def _devices(facts: dict[str, Any]) -> list[dict[str, Any]]:
     if facts["mps"]["available"]:
         found.append({"device": "mps", "device_type": "mps", "name": "Metal", "has_tf32": False})
     return found
+
+
+# ---- rates that are kept in a file, for one machine in one state each
+
+
+def rates_key(facts: dict[str, Any], *, device_s: float, call_s: float) -> dict[str, Any]:
+    """Everything that rates depend on: processors, instructions, threads, torch, driver, and the budget."""
+    torch_facts = facts["torch"]
+    return {
+        "cpu": facts["cpu"],
+        "gpus": facts["gpus"],
+        "mps": facts["mps"]["available"],
+        "driver": facts["nvidia"]["driver"],
+        "platform": facts["platform"],
+        "torch": {
+            name: torch_facts[name] for name in ("version", "build", "cuda", "hip", "cudnn", "cpu_kernels")
+        },
+        "budget": {"device_s": device_s, "call_s": call_s},
+    }
+
+
+def rates_path(folder: Path, key: dict[str, Any]) -> Path:
+    """Where the rates of ``key`` are kept: machines that share a home folder have a file each."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder / "rates" / f"{digest[:16]}.json"
+
+
+def read_rates(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """Return rates that ``write_rates`` kept, or None and why not; both None if there is no file."""
+    try:
+        kept = msgspec.convert(msgspec.json.decode(path.read_bytes()), _File)
+    except (FileNotFoundError, NotADirectoryError):
+        return None, None
+    except OSError as error:
+        return None, f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError):
+        return None, "is damaged, or of another version of narrowcast"
+    rates: Any = kept["rates"]
+    return (rates, None) if kept["key"] == key else (None, "is of another machine")
+
+
+def write_rates(path: Path, key: dict[str, Any], rates: dict[str, Any]) -> str | None:
+    """Keep ``rates``, whole or not at all; return why that failed, or None."""
+    text = json.dumps({"cache_format": CACHE_FORMAT, "key": key, "rates": rates}, allow_nan=False, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+_Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+
+
+class _Row(TypedDict):
+    kind: str
+    size: str
+    shape: Annotated[list[int], Meta(min_length=1)]
+    format: str
+    rounds: int
+    calls_per_round: int | None
+    reason: str | None
+    out_of_time: bool
+    expected_time_s: _Positive | None
+    time_s_median: _Positive | None
+    time_s_low: _Positive | None
+    time_s_high: _Positive | None
+    rate_flop_per_s: _Positive | None
+    rate_element_per_s: _Positive | None
+    rate_byte_per_s: _Positive | None
+    speed_against_fp32: _Positive | None
+    speed_against_fp32_low: _Positive | None
+    speed_against_fp32_high: _Positive | None
+
+
+class _Device(TypedDict):
+    device: str
+    device_type: str
+    name: str
+    reason: str | None
+    rows: list[_Row]
+
+
+class _Rates(TypedDict):
+    measured_at_s: _Positive
+    wall_s: _Positive
+    budget: dict[str, float]
+    devices: Annotated[list[_Device], Meta(min_length=1)]
+
+
+class _File(TypedDict):
+    cache_format: Literal[2]
+    key: Any
+    rates: _Rates

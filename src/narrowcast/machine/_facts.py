@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.machine._instructions import _cpu_capabilities
-from narrowcast.machine._settings import arithmetic_settings
-from narrowcast.machine._versions import _processor
+from narrowcast.machine._choice import cpu_capabilities
+from narrowcast.machine._environment import arithmetic_settings, processor_name
 
 # What decides how fast a format is; keys as in torch.cpu.get_capabilities().
 _X86 = {
@@ -97,7 +96,7 @@ def gather_facts(sources: Sources | None = None) -> dict[str, Any]:
             "python": sys.version.split()[0],
             "platform": platform.platform(),
             "torch": torch_facts(cuda_error),
-            "cpu": cpu_facts(_cpu_capabilities(), architecture=platform.machine()),
+            "cpu": cpu_facts(cpu_capabilities(), architecture=platform.machine()),
             "gpus": gpus,
             "nvidia": nvidia_facts(sources.run),
             "pci": sources.pci(),
@@ -128,7 +127,7 @@ def cpu_facts(capabilities: Mapping[str, Any], *, architecture: str) -> dict[str
     """The processor, its memory, the threads that torch uses, and its instructions: yes, no or null."""
     known = _ARM if architecture.lower() in ("arm64", "aarch64") else _X86
     return {
-        "name": _processor(),
+        "name": processor_name(),
         "architecture": architecture,
         "cores": _usable_cores(),
         "torch_threads": torch.get_num_threads(),

@@ -118,6 +118,7 @@ class _Skipped:
 
     reason: str
     expected_s: float | None = None
+    out_of_time: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +234,8 @@ class _Run:
             torch.accelerator.synchronize(torch.device(self.device))
 
     def _out_of_time(self) -> _Skipped:
-        return _Skipped(f"the time for this device, {_seconds(self.budget.device_s)}, was used up")
+        reason = f"the time for this device, {_seconds(self.budget.device_s)}, was used up"
+        return _Skipped(reason, out_of_time=True)
 
 
 def _row(
@@ -255,6 +257,7 @@ def _row(
         "calls_per_round": calls if measured else None,
         "reason": skipped.reason if skipped else None,
         "expected_time_s": skipped.expected_s if skipped else None,
+        "out_of_time": bool(skipped and skipped.out_of_time),
     }
     low, middle, high = _quartiles(measured)
     row |= {"time_s_median": middle, "time_s_low": low, "time_s_high": high}

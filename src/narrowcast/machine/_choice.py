@@ -1,9 +1,10 @@
-"""Which formats the hardware has instructions for: read from the hardware, never from a stopwatch."""
+"""Which format ``auto`` chooses: by the instructions of the hardware, held against measured rates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -22,6 +23,12 @@ _CPU_INSTRUCTIONS = {
         ("fp16_arith", "Arm FP16"),
     ),
 }
+# Within this, two formats are as fast as each other: the spread of a quiet machine is a few percent.
+_AS_FAST = 1.1
+# How much faster another 16-bit format must be before it is named: the choice is also about range.
+_MUCH_FASTER = 1.25
+# Where the middle half of the ratios spans more than this share of them, something else was running.
+_STEADY = 0.25
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -34,7 +41,7 @@ class Choice:
 
 
 @cache
-def _cpu_capabilities() -> dict[str, bool]:
+def cpu_capabilities() -> dict[str, bool]:
     # torch.cpu.get_capabilities is public from 2.12 on; 2.11 has the same knowledge under private names.
     read = getattr(torch.cpu, "get_capabilities", None)
     if read is not None:
@@ -49,7 +56,7 @@ def _cpu_capabilities() -> dict[str, bool]:
 
 
 def _cpu_instructions(format_name: str) -> str | None:
-    capabilities = _cpu_capabilities()
+    capabilities = cpu_capabilities()
     names = [name for key, name in _CPU_INSTRUCTIONS[format_name] if capabilities.get(key)]
     return " and ".join(names) if names else None
 
@@ -87,3 +94,51 @@ def slow_format_warning(format_name: str, device_type: str) -> str | None:
     instead = best_format(device_type).format
     advice = "fp32 is faster" if instead == "fp32" else f"--policy {instead} is the fast one"
     return f"{format_name} on this CPU has no instructions and is very slow (10 to 900 times); {advice} here"
+
+
+def agreement(choice: Choice, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Hold a choice against rows of ``measure_device``. It stays the choice whatever comes out.
+
+    Judged by the largest matrix product that was measured both in fp32 and in the chosen format, where the
+    arithmetic decides and not the overhead of a call.
+
+    Returns:
+        JSON-ready values: ``format``, ``because``; ``rates_agree``, null where nothing was
+        measured on a quiet machine;
+        ``judged_at`` (the shape); ``speed_against_fp32``; ``faster_format``, another 16-bit format that is
+        faster by a quarter or more, or null.
+    """
+    products = [row for row in rows if row["kind"] == "matmul" and _is_steady(row)]
+    judged = [row for row in products if row["format"] == choice.format]
+    found: dict[str, Any] = {
+        "format": choice.format,
+        "because": choice.because,
+        "rates_agree": None,
+        "judged_at": None,
+        "speed_against_fp32": None,
+        "faster_format": None,
+    }
+    if not judged:
+        return found
+    mine = judged[-1]
+    others = {
+        row["format"]: row["speed_against_fp32"]
+        for row in products
+        if row["shape"] == mine["shape"] and row["format"] in {"bf16", "fp16"} - {choice.format}
+    }
+    best = max(others, key=others.__getitem__, default=None)
+    faster = best if best and others[best] > _MUCH_FASTER * mine["speed_against_fp32"] else None
+    slower_than_fp32 = mine["speed_against_fp32"] * _AS_FAST < 1
+    return found | {
+        "rates_agree": faster is None and not slower_than_fp32,
+        "judged_at": mine["shape"],
+        "speed_against_fp32": mine["speed_against_fp32"],
+        "faster_format": faster,
+    }
+
+
+def _is_steady(row: dict[str, Any]) -> bool:
+    """Whether the speed of a row was measured, and is worth an opinion."""
+    speed = row["speed_against_fp32"]
+    low, high = row.get("speed_against_fp32_low"), row.get("speed_against_fp32_high")
+    return speed is not None and (low is None or high is None or high - low <= _STEADY * speed)

@@ -1,0 +1,112 @@
+"""Versions, types of device, and the settings of torch that change what FP32 computes."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from narrowcast.errors import DeviceError, UnsupportedError, near_names
+
+_OLDEST_TORCH = (2, 11)
+_T = TypeVar("_T")
+_AUTOCAST_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla")
+
+
+def require_torch() -> None:
+    """Refuse a torch older than 2.11 in one line instead of failing somewhere inside.
+
+    Raises:
+        UnsupportedError: with the version found and the command that upgrades it.
+    """
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if found < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        raise UnsupportedError(
+            f"narrowcast needs torch {oldest} or newer and found {torch.__version__}: "
+            f"pip install --upgrade 'torch>={oldest}'"
+        )
+
+
+def versions() -> dict[str, str | int | None]:
+    """Return Python, torch, operating system, processor or GPU, and thread count, as JSON-ready values."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),  # a subclass of str, which compares by parts
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "processor": processor_name(),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def processor_name() -> str:
+    read = getattr(torch.cpu, "get_capabilities", None)
+    name = read().get("cpu_name") if read is not None else None
+    return str(name or platform.processor() or platform.machine())
+
+
+def arithmetic_settings() -> dict[str, str | bool]:
+    """Return how FP32 matmuls are computed now, as JSON-ready values.
+
+    float32_matmul_precision is torch's: ``"highest"`` is FP32, ``"high"`` allows TF32 or three bf16 matmuls,
+    ``"medium"`` one bf16 matmul. The ``allow_tf32`` flags are cuDNN's and cuBLAS's; without a CUDA device
+    they change nothing. A script may set them itself, so ask at its end.
+    """
+    cuda = torch.backends.cuda.matmul
+    mkldnn = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return {
+        # Once a script sets ``fp32_precision``, torch's newer names, the older ones raise RuntimeError:
+        # https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/Context.cpp ("mix of the legacy and
+        # new")
+        "float32_matmul_precision": _either(
+            torch.get_float32_matmul_precision,
+            lambda: f"cuda {cuda.fp32_precision}, mkldnn {mkldnn.fp32_precision}",
+        ),
+        "cuda_matmul_allow_tf32": _either(lambda: cuda.allow_tf32, lambda: cuda.fp32_precision == "tf32"),
+        "cudnn_allow_tf32": _either(
+            lambda: torch.backends.cudnn.allow_tf32,
+            lambda: torch.backends.cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
+        ),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _either(older: Callable[[], _T], newer: Callable[[], _T]) -> _T:
+    try:
+        return older()
+    except RuntimeError:
+        return newer()
+
+
+def known_device_types() -> tuple[str, ...]:
+    """Return the device types with an autocast of their own, an extension's ``privateuse1`` included."""
+    return (*_AUTOCAST_DEVICE_TYPES, torch._C._get_privateuse1_backend_name())
+
+
+def check_device(device_type: str) -> None:
+    """Refuse a device type that torch does not know or that this machine lacks.
+
+    Raises:
+        DeviceError: with near names for an unknown one, with the fix for an absent one.
+    """
+    if device_type not in known_device_types():
+        raise DeviceError(
+            f"unknown device type {device_type!r} (a type such as 'cuda', without an index). "
+            + near_names(device_type, known_device_types())
+        )
+    if device_type == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "torch sees no GPU" if built else "this torch is a CPU build"
+        raise DeviceError(
+            f"device 'cuda' was asked for and {why}. Use device 'cpu', or install a CUDA build of torch "
+            "on a machine with a GPU (python -c 'import torch; print(torch.cuda.is_available())')."
+        )
+    if device_type == "mps" and not torch.backends.mps.is_available():
+        raise DeviceError("device 'mps' was asked for and this machine has none. Use device 'cpu'.")
