@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 settings.register_profile(
-    "gradients-quick", max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW
+    "gradients-quick", max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW
 )
 settings.register_profile(
     "gradients-long", max_examples=12_000, stateful_step_count=40, deadline=None, suppress_health_check=_SLOW

@@ -75,7 +75,7 @@ def test_lbfgs_trains_as_without_a_scaler(search, by_keyword):
     ],
     ids=["SGD", "SGD fused", "AdamW fused", "AdamW foreach"],
 )
-def test_optimizers_that_take_a_closure_train_as_without_a_scaler(make):
+def test_closures_train_as_without_a_scaler(make):
     assert_equal(train(make, nc.GradScaler("cpu")), train(make))
 
 
@@ -167,7 +167,7 @@ def test_a_first_step_that_is_undone_leaves_no_state():
     assert not optimizer.state
 
 
-def test_the_first_loss_may_be_scaled_inside_and_the_scale_not_moved_there():
+def test_update_inside_a_closure_is_refused():
     model, x, y = problem()
     optimizer, scaler = lbfgs(model.parameters()), nc.GradScaler("cpu", 8.0, growth_interval=1)
     moves = False
@@ -230,7 +230,7 @@ def test_what_a_closure_raises_is_handed_on():
         scaler.step(optimizer, closure)
 
 
-def test_without_scaling_a_closure_goes_straight_to_the_optimizer():
+def test_a_disabled_scaler_passes_a_closure_on():
     assert_equal(train(lbfgs, nc.GradScaler("cpu", enabled=False)), train(lbfgs))
 
 

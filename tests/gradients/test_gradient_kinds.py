@@ -21,19 +21,14 @@ def half_and(**switches):
 
 @pytest.mark.parametrize("method", ["step", "unscale_", "clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_fp16_gradients_are_refused_by_name_and_nothing_is_divided(switches, method):
+def test_fp16_gradients_are_refused_by_name(switches, method):
     """torch lets them through where the optimizer is fused."""
     weight, other, optimizer = half_and(**switches)
     scaler = nc.GradScaler("cpu", 8.0)
     scaler.scale(weight.sum() + other.sum()).backward()
     arguments = (1.0,) if method.startswith("clip") else ()
-    with pytest.raises(ScaleError) as error:
+    with pytest.raises(ScaleError, match=r"expected gradients in fp32, got fp16 for layer\.weight"):
         getattr(scaler, method)(optimizer, *arguments)
-    assert str(error.value) == (
-        "expected gradients in fp32, got fp16 for layer.weight: an update smaller than 2**-11 of a weight in "
-        'fp16 is lost. Keep fp32 master weights with nc.Stepper(model, optimizer, policy="O2"), or pass '
-        "allow_fp16_gradients=True to nc.GradScaler to go on in fp16"
-    )
     assert weight.grad.tolist() == [8.0, 8.0]
     assert other.grad.tolist() == [8.0]
 
@@ -63,7 +58,7 @@ def test_fp16_gradients_allowed_are_stepped_as_torch_steps_them(switches, factor
 
 
 @pytest.mark.parametrize("allow", [True, False])
-def test_sparse_gradients_in_fp16_overflow_where_their_parts_are_summed(allow):
+def test_sparse_gradients_in_fp16_overflow_when_summed(allow):
     """Twice 40000 is no fp16 number, each 40000 is."""
     table = torch.nn.Embedding(3, 1, sparse=True, dtype=torch.float16)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
@@ -208,7 +203,7 @@ def test_fused_momentum_after_a_skipped_first_step():
 
 
 @pytest.mark.parametrize("scale", [8.0, 10.0])
-def test_a_grad_scale_of_the_users_own_is_multiplied_in_for_one_step(scale):
+def test_a_grad_scale_of_the_user_counts_for_one_step(scale):
     stepped = []
     for make in (torch.amp.GradScaler, nc.GradScaler):
         weight = torch.nn.Parameter(torch.ones(2))

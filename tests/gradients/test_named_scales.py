@@ -54,7 +54,7 @@ def test_two_losses_with_two_scales_give_the_gradients_of_both(together):
     assert all(torch.equal(p, value) for p, value in zip(narrow, expected, strict=True))
 
 
-def test_gradients_of_several_passes_and_of_autograd_grad_are_true():
+def test_several_passes_and_autograd_grad_are_unscaled():
     parameters = shared()
     plain = torch.autograd.grad(losses(*parameters)[0], parameters[:2])
     scaler = scaler_with(a=2.0**10)
@@ -91,7 +91,7 @@ def test_an_overflow_of_one_loss_lowers_only_its_own_scale(fused):
     assert scaler.get_scale("g") == 4096.0  # though the generator's loss left gradients in the discriminator
 
 
-def test_an_overflow_in_a_shared_parameter_lowers_every_scale_that_reached_it():
+def test_an_overflow_lowers_every_scale_that_reached_it():
     one, two = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([one, two], lr=0.1)
     scaler = scaler_with(a=16.0, b=16.0, c=16.0)
@@ -128,12 +128,8 @@ def test_checkpoints_are_right_or_refused():
 
     scaler.scale(checkpoint(layer, x, use_reentrant=False).sum(), name="a").backward()
     assert torch.equal(weight.grad, layer(x).detach())
-    with pytest.raises(UnsupportedError) as error:
+    with pytest.raises(UnsupportedError, match=r"checkpoint\(\.\.\., use_reentrant=False\)"):
         scaler.scale(checkpoint(layer, x, use_reentrant=True).sum(), name="a")
-    assert str(error.value) == (
-        "the loss 'a' goes through a reentrant checkpoint, whose own backward pass hides from named scales: "
-        "write checkpoint(..., use_reentrant=False), or scale without a name"
-    )
 
 
 def test_every_loss_of_a_scaler_has_a_name_or_none_has():
@@ -159,7 +155,7 @@ def test_every_loss_of_a_scaler_has_a_name_or_none_has():
         scaler.scale(torch.ones(()), name="disc")
 
 
-def test_a_narrow_named_loss_and_a_nesting_of_them_are_scaled_in_fp32():
+def test_narrow_named_losses_are_scaled_in_fp32():
     weight = torch.nn.Parameter(torch.ones(1))
     scaler = nc.GradScaler("cpu", 1024.0)
     scaled = scaler.scale({"one": [weight.half() + 99.0]}, name="a")["one"][0]

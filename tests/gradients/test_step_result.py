@@ -105,7 +105,7 @@ def test_a_step_that_raises_can_be_tried_again():
     assert torch.equal(model.bias, before - 1.0)
 
 
-def test_a_fused_step_that_raises_leaves_nothing_on_the_optimizer():
+def test_a_fused_step_that_raises_leaves_no_attributes():
     for make, left in ((torch.amp.GradScaler, True), (nc.GradScaler, False)):
         scaler, (model, optimizer) = make("cpu", 10.0), model_and(fused=True)
         optimizer.register_step_pre_hook(lambda *_: {}["nothing"])
@@ -115,7 +115,7 @@ def test_a_fused_step_that_raises_leaves_nothing_on_the_optimizer():
         assert hasattr(optimizer, "grad_scale") == hasattr(optimizer, "found_inf") == left
 
 
-def test_one_optimizer_without_gradients_leaves_the_others_to_be_stepped():
+def test_optimizers_without_gradients_do_not_block_others():
     scaler, (model, optimizer), (_, empty) = nc.GradScaler("cpu"), model_and(lr=1.0), model_and()
     before = model.bias.detach().clone()
     backward(scaler, model)
@@ -172,7 +172,7 @@ def test_a_scheduler_is_held_back_without_a_warning_of_torchs(first, fused):
     assert scheduler.last_epoch == (2 if first == 1.0 else 1)
 
 
-def test_a_scheduler_stepped_whatever_happened_raises_no_warning_either():
+def test_a_scheduler_after_a_skipped_first_step_does_not_warn():
     for make, warns in ((torch.amp.GradScaler, True), (nc.GradScaler, False)):
         scaler, (model, optimizer) = make("cpu"), model_and()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -211,7 +211,7 @@ def test_optimizers_step_together_or_not_at_all(fused):
     assert scaler.step_together([]) == ()
 
 
-def test_one_optimizer_of_two_is_skipped_alone_and_the_scale_falls():
+def test_one_optimizer_of_two_is_skipped_alone():
     scaler, (good, steps), (bad, skips) = nc.GradScaler("cpu"), model_and(), model_and()
     backward(scaler, good)
     backward(scaler, bad, factor=math.inf)
@@ -225,7 +225,7 @@ def test_one_optimizer_of_two_is_skipped_alone_and_the_scale_falls():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_patience_ends_with_an_error_that_says_what_and_since_when(fused):
+def test_patience_ends_with_an_error(fused):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.named_parameters(), fused=fused)
     scaler = nc.GradScaler("cpu", patience=3)
@@ -281,7 +281,7 @@ def test_a_result_keeps_no_optimizer_alive():
 
 
 @pytest.mark.parametrize("factor", [1.0, math.inf])
-def test_an_optimizer_that_is_handed_the_scaler_is_counted_like_any_other(factor):
+def test_an_optimizer_that_takes_the_scaler(factor):
     """torch's old contract: its step takes ``grad_scaler`` and unscales by itself."""
 
     class UnscalesItself(torch.optim.SGD):

@@ -86,7 +86,7 @@ def test_masters_follow_a_model_that_is_loaded_alone(dtype):
         assert ((p - q).float().abs() <= 0.0101 + p.float().abs() * torch.finfo(dtype).eps * 2).all()
 
 
-def test_residuals_of_other_numbers_do_not_move_the_low_parameters(dtype):
+def test_other_residuals_do_not_move_low_parameters(dtype):
     one, other = Run(dtype, "kahan").train(3), Run(dtype, "kahan", seed=1)
     before = [p.detach().clone() for p in other.model.parameters()]
     other.handle.load_state_dict(one.save()[2])

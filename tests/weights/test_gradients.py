@@ -185,7 +185,7 @@ def test_torchs_own_scaler_unscales_in_float32_and_skips(updates, fused, unscale
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("make", [torch.amp.GradScaler, nc.GradScaler])
-def test_a_scaler_does_not_step_past_gradients_of_low_parameters(make, fused):
+def test_a_scaler_refuses_gradients_of_low_parameters(make, fused):
     """It would look at those of the others alone, and step on low ones that are still scaled."""
     low = torch.nn.Parameter(torch.full((2,), 0.5, dtype=torch.bfloat16))
     full = torch.nn.Parameter(torch.full((2,), 0.5))
@@ -251,7 +251,7 @@ def test_memory_that_was_shared_with_other_processes_is_theirs(dtype):
     assert torch.empty(0).set_(theirs, 0, (2,), (1,)).tolist() == [3.0, 3.0]
 
 
-def test_gradients_in_memory_that_is_used_again_add_up_and_come_back(dtype):
+def test_gradients_in_reused_memory_add_up_and_come_back(dtype):
     low, optimizer, handle = one(dtype)
     ((_, working),) = handle.parameters
     for value in (1.0, 5.0):

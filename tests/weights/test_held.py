@@ -284,7 +284,7 @@ def test_a_lowered_model_starts_from_its_float32_values(dtype, updates):
         assert torch.equal(handle.full_values()[parameter], values[parameter]), name
 
 
-def test_an_original_that_does_not_round_to_its_parameter_gives_way(dtype):
+def test_an_original_that_does_not_fit_its_parameter(dtype):
     low = torch.nn.Parameter(torch.tensor([1.0, 2.0]).to(dtype))
     handle = hold(torch.optim.SGD([low], lr=0.1), originals={low: torch.tensor([1.0 + 2.0**-14, 3.0])})
     assert handle.full_values()[low].tolist() == [1.0 + 2.0**-14, 2.0]
@@ -318,7 +318,7 @@ def test_what_others_write_is_never_overwritten(dtype, updates, give_gradients):
     assert low.abs().max() <= 0.5
 
 
-def test_weights_that_are_set_through_data_before_the_first_step_count_for_masters(dtype):
+def test_writes_through_data_before_the_first_step_count(dtype):
     """Such a write leaves no trace that could be asked for at every step."""
     low = torch.nn.Parameter(torch.randn(50).to(dtype))
     kept = low.detach().float() * (1 + 2.0**-14)

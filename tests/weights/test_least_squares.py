@@ -61,7 +61,7 @@ def test_float32_reaches_the_noise_floor(losses):
         assert loss - FLOOR == pytest.approx(expected - FLOOR, rel=5 * math.sqrt(2 / (D * PROBLEMS * spans)))
 
 
-def test_nearest_rounding_stops_early_and_a_smaller_rate_makes_it_worse(losses):
+def test_nearest_rounding_stops_early(losses):
     fast, slow = losses["nearest"]
     # A weight of about 50, with a unit of 0.25, stops where lr |e x| stays below 0.125 for thousands of
     # steps. |x| reaches 4 in so many, so e, the error of the prediction, is about 0.125 / (4 lr): 3 at a rate
@@ -77,7 +77,7 @@ UNITS = [((min(2.0**e, 100.0) - 2.0 ** (e - 1)) / 100, 2.0 ** (e - 8)) for e in 
 
 
 @pytest.mark.parametrize("updates", ["kahan", "masters"])
-def test_what_is_kept_loses_nothing_but_the_rounding_of_the_weights_that_are_read(losses, updates):
+def test_kahan_and_masters_lose_only_the_rounding_of_reads(losses, updates):
     # The weight that is read is a neighbour of w*. The gradient pulls until it is w* on average, so that it
     # is the upper neighbour a part f of the time, where f is how far w* is between them: a variance of
     # unit**2 f (1 - f), on average over f a sixth of unit**2.

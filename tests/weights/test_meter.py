@@ -159,7 +159,7 @@ class Counts(torch.optim.SGD):
         super().step(closure)
 
 
-def test_what_an_optimizer_keeps_beside_its_state_is_not_touched():
+def test_attributes_of_an_optimizer_are_not_touched():
     low = quarter()
     optimizer = Counts([low])
     with UpdateMeter(optimizer) as meter:

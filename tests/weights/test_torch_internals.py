@@ -71,7 +71,7 @@ def test_the_outermost_step_is_known_after_one_that_raised_too():
     assert kept is not None
 
 
-def test_an_optimizer_stepped_inside_another_is_outermost_itself():
+def test_an_optimizer_inside_another_is_outermost():
     inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     outer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     seen = []

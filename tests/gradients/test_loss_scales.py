@@ -1,4 +1,4 @@
-"""A scale on a device moves exactly as the frozen value of ``narrowcast.scaling`` that it stands for."""
+"""A scale on a device moves exactly as the frozen value of ``narrowcast.scaling`` that it was made from."""
 
 import itertools
 import math
@@ -33,24 +33,18 @@ def assert_both_go_alike(start, overflows):
 @pytest.mark.parametrize("limits", LIMITS, ids=["free", "limits", "odd limits"])
 @pytest.mark.parametrize("factors", FACTORS, ids=["powers", "odd factors"])
 @pytest.mark.parametrize("rule", RULES)
-def test_every_sequence_of_overflows(rule, factors, limits):
+@pytest.mark.parametrize("length", [5, pytest.param(8, marks=pytest.mark.long)])
+def test_every_sequence_of_overflows(length, rule, factors, limits):
     for hysteresis in (1,) if rule == "torch" else (1, 2, 3):
         start = Dynamic(scale=4.0, growth_interval=2, rule=rule, hysteresis=hysteresis, **factors, **limits)
-        for overflows in itertools.product((False, True), repeat=7):
+        for overflows in itertools.product((False, True), repeat=length):
             assert_both_go_alike(start, overflows)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_every_longer_sequence_with_a_longer_interval(rule):
-    start = Dynamic(scale=4.0, growth_interval=3, rule=rule, hysteresis=1 if rule == "torch" else 2)
-    for overflows in itertools.product((False, True), repeat=10):
-        assert_both_go_alike(start, overflows)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_scale_that_was_read_half_way_goes_on_alike(rule):
     start = Dynamic(scale=4.0, growth_interval=3, rule=rule, hysteresis=1 if rule == "torch" else 2)
-    for overflows in itertools.product((False, True), repeat=6):
+    for overflows in itertools.product((False, True), repeat=5):
         device, again = placed(start), placed(start)
         for overflow in overflows:
             device.move(torch.tensor(float(overflow)))
@@ -117,24 +111,13 @@ def test_the_scale_stays_within_its_limits():
     ]  # fmt: skip
 
 
-def test_the_scale_is_the_fp32_number_that_losses_are_multiplied_by():
+def test_get_scale_is_the_fp32_factor_of_losses():
     scaler = nc.GradScaler("cpu", 1000.1)
     assert scaler.get_scale() == 1000.1
     scaled = scaler.scale(torch.ones(()))
     assert scaler.get_scale() == scaled.item() == scaler.loss_scale().scale == 1000.0999755859375
     scaler.update(3.3)
     assert scaler.get_scale() == scaler.scale(torch.ones(())).item() != 3.3
-
-
-def test_no_step_uses_a_scale_before_its_loss():
-    scaler = nc.GradScaler("cpu", 8.0)
-    scaler.set_growth_factor(3.0)
-    scaler.set_backoff_factor(0.25)
-    scaler.set_growth_interval(1)
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
-        3.0, 0.25, 1
-    )  # fmt: skip
-    assert train(scaler, [1.0, math.inf]) == [24.0, 6.0]
 
 
 def test_an_interval_set_below_the_good_steps_grows_at_the_next():
