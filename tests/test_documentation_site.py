@@ -18,7 +18,7 @@ WIDTHS = (1280, 400)
 ROOMS = sorted(path.stem for path in (ROOT / "docs" / "reference").glob("*.md") if path.stem != "narrowcast")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory):
     pytest.importorskip("mkdocs", reason="docs: mkdocs is not installed")
     folder = tmp_path_factory.mktemp("site")
@@ -79,6 +79,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert re.findall(r"(?:@import|url\()[\s'\"]*(?:https?:)?//[^)]*", text) == []
 
 
+@pytest.mark.long
 def test_pages_fit_any_window_and_fetch_nothing(site):
     sync_api = pytest.importorskip("playwright.sync_api", reason="browser: playwright is not installed")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

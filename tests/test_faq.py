@@ -1,6 +1,7 @@
 """The texts by which docs/faq.md is searched are what torch raises, and what narrowcast says."""
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -146,14 +147,17 @@ def test_torch_says_what_is_quoted(text):
     assert any(text.removeprefix("…") in message for message in messages), messages
 
 
+@functools.cache
 def texts_in_source():
-    """Every text in the package, what an f-string puts in left out."""
+    """Every text in the package; of an f-string the fixed parts."""
+    found = []
     for path in sorted((ROOT / "src" / "narrowcast").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                yield "…".join(part.value for part in node.values if isinstance(part, ast.Constant))
+                found.append("…".join(part.value for part in node.values if isinstance(part, ast.Constant)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
+                found.append(node.value)
+    return found
 
 
 def stands_in(quote, text):
