@@ -15,6 +15,7 @@ PLAIN = [
     EXAMPLES / name
     for name in ("digits.py", "quantized_sine.py", "transformers_digits.py", "transformers_text.py")
 ]
+SCRIPTS = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/main.py")]
 SMALL_DIGITS = ("--epochs", "4", "--width", "16", "--batch-size", "32", "--device", "cpu")
 SMALL_SINE = ("--size", "48", "--hidden", "64", "--epochs", "300", "--device", "cpu")
 # Seeds 0 to 2 come to 0.009 at that size; one colour everywhere gets the target's variance, 0.11.
@@ -37,10 +38,10 @@ def test_says_nothing_of_mixed_precision(script):
     assert re.findall(forbidden, text, re.IGNORECASE) == []
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_docstring_says_how_to_run_it_and_what_to_look_at(script):
-    docstring = script.read_text().split('"""')[1]
-    assert f"    python examples/{script.name}\n" in docstring
+@pytest.mark.parametrize("name", sorted(path.relative_to(EXAMPLES).as_posix() for path in SCRIPTS))
+def test_docstring_says_how_to_run_it_and_what_to_look_at(name):
+    docstring = (EXAMPLES / name).read_text().split('"""')[1]
+    assert f"    python examples/{name}\n" in docstring
     assert "What to look at:" in docstring
 
 
@@ -70,18 +71,11 @@ def test_digits_repeats_itself_and_heeds_its_seed(tmp_path):
     ("script", "options", "message"),
     [
         ("digits.py", ("--batch-size", "899"), "--batch-size 899 is more than the 898 training images\n"),
-        ("digits.py", ("--epochs", "0"), "argument --epochs: expected a whole number from 1 up, not 0\n"),
         (
             "quantized_sine.py",
             ("--frequency", "0", "0"),
             "frequency (0.0, 0.0) is constant on this grid: expected one that varies on it\n",
         ),
-        (
-            "quantized_sine.py",
-            ("--levels", "1"),
-            "argument --levels: expected a whole number from 2 up, not 1\n",
-        ),
-        ("quantized_sine.py", ("--size", "x"), "argument --size: invalid whole number value: 'x'\n"),
     ],
 )
 def test_refuses_what_it_cannot_run(script, options, message, tmp_path):

@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from example_runs import load, refused, run, succeeded
+from example_runs import load, run, succeeded
 from matplotlib.image import imread
 
 
@@ -48,15 +48,3 @@ def test_normal_deviates(exponent, published, tmp_path):
     assert lines[0] == f"normal deviates of size 2**{exponent}: {published:.4f} of them should become zero"
     # Five standard deviations of a share among 2**20, and half a unit of the fourth digit.
     assert table(lines)[0][0] == pytest.approx(published, abs=5 * math.sqrt(0.25 / 2**20) + 1e-4)
-
-
-def test_bad_options_are_refused_in_one_line():
-    assert refused("gradient_histogram.py", "--scale", "3") == (
-        "argument --scale: expected a power of two, not 3"
-    )
-    assert refused("gradient_histogram.py", "--steps", "0") == (
-        "argument --steps: expected a whole number from 1 up, not 0"
-    )
-    assert refused("gradient_histogram.py", "--normal", "200") == (
-        "argument --normal: expected a whole number from -120 to 100, not 200"
-    )

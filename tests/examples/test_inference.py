@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from example_runs import load, refused, run, succeeded
+from example_runs import load, run, succeeded
 from matplotlib.image import imread
 
 SMALL = ("--size", "16", "--hidden", "8", "--epochs", "40", "--passes", "3", "--device", "cpu")
@@ -59,10 +59,3 @@ def test_the_target_has_four_levels(example):
 def test_default_sizes_are_the_full_ones_on_cuda_only(example):
     assert example.parse_arguments(["--device", "cuda"]).size == 512
     assert example.parse_arguments(["--device", "cpu"]).size == 48
-
-
-def test_bad_options_are_refused_in_one_line():
-    assert refused("inference.py", "--passes", "0") == (
-        "argument --passes: expected a whole number from 1 up, not 0"
-    )
-    assert refused("inference.py", "--size", "x") == "argument --size: invalid whole number value: 'x'"

@@ -14,7 +14,7 @@ import re
 
 import pytest
 import torch
-from example_runs import load, refused, run, succeeded
+from example_runs import load, run, succeeded
 
 ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 TWO_LAYERS = 2 * 13
@@ -181,44 +181,3 @@ def test_spellings_end_alike_on_a_gpu(script, tmp_path):
     for policy in ROUNDOFF:
         lines = succeeded(run(script, "--policy", policy, *small, *processes, folder=tmp_path))
         assert_alike(lines, script, policy)
-
-
-@every_script
-def test_options_that_cannot_be_are_refused(script):
-    whole = "expected a whole number from 1 up, not"
-    assert refused(script, "--steps", "0") == f"argument --steps: {whole} 0"
-    assert refused(script, "--width", "-3") == f"argument --width: {whole} -3"
-    assert refused(script, "--overflow-at", "x") == f"argument --overflow-at: {whole} x"
-    assert refused(script, "--policy", "int8").startswith("argument --policy: invalid choice: 'int8'")
-    wanted = "argument --device: invalid choice: 'nowhere'"
-    if script != "ddp.py":
-        wanted = "argument --device: expected a device of this machine, as cpu, not nowhere"
-    assert refused(script, "--device", "nowhere").startswith(wanted)
-
-
-@pytest.mark.parametrize(
-    ("script", "options", "said"),
-    [
-        ("clipping.py", ("--max-norm", "0"), "argument --max-norm: expected a number above 0, not 0"),
-        ("clipping.py", ("--max-value", "nan"), "argument --max-value: expected a number above 0, not nan"),
-        ("gradient_penalty.py", ("--weight", "inf"), "argument --weight: expected a number above 0, not inf"),
-        ("gradient_penalty.py", ("--weight", "w"), "argument --weight: expected a number above 0, not w"),
-        (
-            "accumulation.py",
-            ("--accumulate", "0"),
-            "argument --accumulate: expected a whole number from 1 up, not 0",
-        ),
-        (
-            "ddp.py",
-            ("--processes", "3", "--device", "cpu"),
-            "argument --batch-size: expected a multiple of the 3 processes",
-        ),
-        (
-            "ddp.py",
-            ("--processes", "99", "--device", "cuda"),
-            f"argument --device: expected a GPU for each of 99 processes, not {torch.cuda.device_count()}",
-        ),
-    ],
-)
-def test_options_of_one_example_that_cannot_be_are_refused(script, options, said):
-    assert refused(script, *options) == said

@@ -155,38 +155,7 @@ def test_without_tensorboard_it_says_how_to_install_it(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--epochs", "0"), "argument --epochs: expected a whole number from 1 up, not 0"),
-        (("--size", "30"), "argument --size: expected a multiple of 4 from 4 up, not 30"),
-        (("--batch-size", "900"), "argument --batch-size: expected at most the 512 training images"),
-        (("--policy", "bf61"),
-            "argument --policy: unknown policy 'bf61'. Did you mean \"bf16\"? Known: auto, bf16, fp16, fp32, "
-            "safe, O0, O1, O2, O3."),
-        (
-            ("--policy", "O2"),
-            "argument --policy: O2 holds the weights in a low format, which validation in fp32 could not "
-            "use: "
-            "expected a policy that leaves them in fp32, as auto, bf16 or fp16",
-        ),
-        (("--scenario", "../x"), "argument --scenario: expected letters, digits, '_', '-' and '.', for it "
-         "names a folder, not '../x'"),
-        (("--device", "gpu"), "argument --device: expected cpu or cuda, not gpu"),
-    ],
-)  # fmt: skip
-def test_bad_options_are_one_line(options, message):
-    assert refused(MAIN, "--device", "cpu", *options) == message
-
-
 def test_a_batch_that_ranks_cannot_share_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = refused(MAIN, "--batch-size", "3")
     assert said == "argument --batch-size: expected a multiple of the 2 ranks"
-
-
-def test_docstring_says_how_to_run_it_and_what_to_look_at():
-    docstring = (EXAMPLES / MAIN).read_text().split('"""')[1]
-    assert f"    python examples/{MAIN}\n" in docstring
-    assert f"    torchrun --nproc-per-node 2 examples/{MAIN}\n" in docstring
-    assert "What to look at:" in docstring

@@ -91,48 +91,6 @@ def test_digits_learns_to_read(tmp_path, offline):
     assert float(re.fullmatch(LAST_LINE["transformers_digits.py"], last)[1]) > 0.6
 
 
-# One process for all of them, since importing transformers takes seconds.
-REFUSED = """
-import runpy, sys
-
-parse = runpy.run_path(sys.argv[1])["parse_arguments"]
-for options in sys.argv[2:]:
-    try:
-        parse(options.split())
-    except SystemExit as ended:
-        print(ended.code)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("script", "messages"),
-    [
-        (
-            "transformers_text.py",
-            {
-                "--hidden 65": "argument --hidden: expected a multiple of 64, not 65",
-                "--steps 0": "argument --steps: expected a whole number from 1 up, not 0",
-            },
-        ),
-        (
-            "transformers_digits.py",
-            {
-                "--hidden 8": "argument --hidden: expected a multiple of 16, not 8",
-                "--layers x": "argument --layers: expected a whole number from 1 up, not x",
-                "--device nowhere": "argument --device: expected a device such as cpu or cuda, not nowhere",
-            },
-        ),
-    ],
-)
-def test_refuses_what_it_cannot_run(script, messages, tmp_path):
-    done = finished([sys.executable, "-c", REFUSED, EXAMPLES / script, *messages], cwd=tmp_path)
-    assert done.stdout.split() == ["2"] * len(messages), done.stderr
-    said = re.findall(r"error: (.*)", done.stderr)
-    assert said == list(messages.values())
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     "script", [pytest.param(s, marks=[pytest.mark.long] * n) for n, s in enumerate(SMALL)]
 )
