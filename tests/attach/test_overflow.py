@@ -243,7 +243,7 @@ def test_a_scheduler_after_a_skip_raises_no_warning():
         scheduler.step()
 
 
-def test_hopeless_training_ends_with_an_error_that_names_the_parameters():
+def test_too_many_skips_name_the_parameters():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 

@@ -610,7 +610,7 @@ def test_a_step_on_a_stored_weight_is_refused():
     optimizer.step()
 
 
-def test_gradients_of_inputs_and_fp32_weights_are_those_of_apply():
+def test_gradients_of_inputs_are_those_of_apply():
     model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
     reference = copy.deepcopy(model)
     nc.apply(reference, "bf16")

@@ -147,7 +147,7 @@ def test_parameters_in_another_order_are_refused(path):
     assert "has groups of [1, 1, 1, 1] parameters, and the checkpoint of [4]" in refused(path, model, two)
 
 
-def test_a_part_that_is_left_out_is_refused_unless_only_the_model_is_wanted(path):
+def test_a_missing_part_is_refused_unless_the_model_is_alone(path):
     model = net(4, 2)
     optimizer = loop(model)
     scheduler, scaler = lr_scheduler.StepLR(optimizer, 1), nc.GradScaler()

@@ -68,7 +68,7 @@ def check_bits(saved, resumed, case):
 @pytest.mark.long
 @pytest.mark.parametrize("count", [None, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_another_number_of_ranks_has_the_same_weights_and_states(resumed, case, count):
+def test_another_number_of_ranks_loads_the_same_states(resumed, case, count):
     found = resumed[count][case]
     assert found["exact"] == [True] * (count or 1)
     here = "4 ranks" if count else "1 rank"

@@ -22,13 +22,6 @@ CLIPPING = 4 * 5 * 2 * 2.0**-24
 EXACT = 1000 * 2.0**-53  # fewer than a thousand roundings of fp64 one after the other
 # A gradient through two layers is off by at most 7 roundoffs of the format that they compute in.
 REGION = {"fp32": CLIPPING, "bf16": 7 * 2.0**-8, "fp16": 7 * 2.0**-11}
-# One process rounds the same rows in the same places, but for the gradients of weights: each rank
-# rounds its own. That is a roundoff here and one there; one more a layer, where a weight is near the
-# middle of two numbers of the format and its cast goes the other way; and the steps that follow double it.
-OTHER_SUMS = {"bf16": 2 * (2 + 2) * 2.0**-8, "fp16": 2 * (2 + 2) * 2.0**-11}
-# Against fp64 six roundings of the forward pass, which the residual brings along, and seven of the backward
-# pass; doubled too.
-TWENTY_STEPS = {"bf16": 2 * 13 * 2.0**-8, "fp16": 2 * 13 * 2.0**-11}
 
 
 class Few(int):
@@ -170,7 +163,7 @@ def test_every_order_of_the_norm_is_that_of_all_parts(world):
 
 
 @long_sizes
-def test_several_optimizers_of_sharded_parameters_clip_by_one_norm(world):
+def test_several_sharded_optimizers_clip_by_one_norm(world):
     ranks = ranks_of(world, "several optimizers")
     assert_copies("several optimizers", ranks)
     for facts in ranks:
@@ -179,7 +172,7 @@ def test_several_optimizers_of_sharded_parameters_clip_by_one_norm(world):
 
 
 @long_sizes
-def test_parts_of_one_model_are_clipped_by_the_norm_of_all_parts(world):
+def test_parts_of_a_model_are_clipped_by_one_norm(world):
     for case, ranks in cases_of(world, "parts"):
         for rank, facts in enumerate(ranks):
             assert facts["norm_off"] < CLIPPING, case
@@ -190,7 +183,7 @@ def test_parts_of_one_model_are_clipped_by_the_norm_of_all_parts(world):
 
 
 @long_sizes
-def test_ranks_clip_alike_where_a_norm_of_finite_gradients_overflows(world):
+def test_ranks_clip_alike_if_the_norm_overflows(world):
     for facts in ranks_of(world, "large norms"):
         assert facts["norm_off"] < CLIPPING
         assert not facts["skipped"]
@@ -237,7 +230,7 @@ def test_flush_steps_on_the_mean_of_what_there_is(world):
 
 
 @every_size
-def test_flush_averages_over_all_ranks_whatever_is_in_their_windows(world):
+def test_flush_averages_over_uneven_ranks(world):
     ranks = ranks_of(world, "uneven flush")
     assert_copies("uneven flush", ranks)
     for facts in ranks:
@@ -253,7 +246,7 @@ def test_flush_leaves_alone_what_ddp_was_told_to_ignore(world):
 
 
 @long_sizes
-def test_master_weights_are_the_same_on_all_ranks_and_train_as_in_one_process(world):
+def test_masters_train_as_in_one_process(world):
     ranks = ranks_of(world, "masters")
     for facts in ranks:
         assert facts["unlowered"] == (
@@ -282,7 +275,7 @@ def test_training_resumes_to_the_bit(kind, world):
 
 
 @every_size
-def test_optimizers_that_step_together_skip_together_on_all_ranks(world):
+def test_optimizers_skip_together_on_all_ranks(world):
     ranks = ranks_of(world, "together")
     assert_copies("together", ranks)
     for rank, facts in enumerate(ranks):
@@ -294,7 +287,7 @@ def test_optimizers_that_step_together_skip_together_on_all_ranks(world):
 
 
 @long_sizes
-def test_losses_with_scales_of_their_own_add_up_as_in_one_process(world):
+def test_named_losses_add_up_as_in_one_process(world):
     cases = cases_of(world, "named losses")
     assert len(cases) == 17
     for case, ranks in cases:
@@ -315,25 +308,10 @@ def test_a_named_loss_that_overflows_on_one_rank_skips_on_all(world):
         assert facts["scales"] == [1024.0, 512.0, 512.0]
 
 
-@long_sizes
-def test_after_twenty_steps_and_an_overflow_ranks_hold_the_weights_of_one_process(world):
-    cases = cases_of(world, "twenty steps")
-    assert len(cases) == 8
-    for case, ranks in cases:
-        assert_copies(case, ranks)
-        for facts in ranks:
-            # 1024, doubled by five good steps, halved by the overflow, doubled twice by the twelve after it.
-            told = {"skipped": [7], "unchanged": True, "scale": 4096.0}
-            assert {name: facts[name] for name in told} == told, case
-            assert facts["one_process"] == told, case
-            assert 0 < facts["off_one_process"] < OTHER_SUMS[case[:4]], case
-            assert 0 < facts["off_fp64"] < TWENTY_STEPS[case[:4]], case
-
-
 @every_size
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
     facts, ending = launch(world, isinstance(world, Few))
-    assert len(facts) == (len(FEW) if isinstance(world, Few) else 25), ending
+    assert len(facts) == (len(FEW) if isinstance(world, Few) else 24), ending
     assert ending.startswith("exit code 0\n"), ending
 
 

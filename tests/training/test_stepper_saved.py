@@ -10,7 +10,6 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast import weights
-from narrowcast.errors import PolicyError
 from narrowcast.scaling import Dynamic
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,19 +111,7 @@ def test_resuming_is_bit_exact(policy, optimizer):
     assert_same(resumed.state_dict(), stepper.state_dict())
 
 
-def test_the_optimizers_state_is_part_of_it():
-    """A resume that forgot the moments would pass the test above if they made no difference: they do."""
-    model, _, stepper = make("bf16")
-    train(model, stepper, 4, seed=1)
-    saved = copy.deepcopy({"model": model.state_dict(), "stepper": stepper.state_dict()})
-    again, _, resumed = make("bf16")
-    again.load_state_dict(saved["model"])
-    train(model, stepper, 1, seed=2)
-    train(again, resumed, 1, seed=2)
-    assert not torch.equal(model.head.weight, again.head.weight)
-
-
-def test_loading_in_the_middle_of_a_window_throws_it_away_and_keeps_what_was_loaded():
+def test_loading_discards_an_unfinished_accumulation():
     model, _, stepper = make("bf16")
     train(model, stepper, 2, seed=1)
     saved = copy.deepcopy({"model": model.state_dict(), "stepper": stepper.state_dict()})
@@ -143,7 +130,7 @@ def test_loading_in_the_middle_of_a_window_throws_it_away_and_keeps_what_was_loa
 
 
 @pytest.mark.parametrize(("saved", "into"), [("bf16", "fp16"), ("fp16", "bf16")])
-def test_a_state_of_another_format_leaves_the_scale_alone_and_says_so(saved, into):
+def test_a_state_of_another_format_leaves_the_scale_alone(saved, into):
     """A state without a loss scale must not turn scaling off."""
     models = [nn.Linear(4, 1) for _ in range(2)]
     steppers = [
@@ -160,7 +147,7 @@ def test_a_state_of_another_format_leaves_the_scale_alone_and_says_so(saved, int
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_o2_lowers_the_weights_and_keeps_batch_norms_and_masters_in_fp32(dtype):
+def test_o2_keeps_batch_norms_and_masters_in_fp32(dtype):
     torch.manual_seed(0)
     model = Small()
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -177,7 +164,7 @@ def test_o2_lowers_the_weights_and_keeps_batch_norms_and_masters_in_fp32(dtype):
     assert all(p.dtype == torch.float32 for group in optimizer.param_groups for p in group["params"])
 
 
-def test_o2_of_a_model_that_is_in_a_low_format_keeps_that_format():
+def test_o2_keeps_the_format_of_a_low_model():
     for dtype in LOW.values():
         model = nn.Linear(4, 1).to(dtype)
         stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "O2")
@@ -256,20 +243,3 @@ def test_a_state_with_masters_does_not_load_without():
     _, _, o2 = make(O2_IN["bf16"])
     with pytest.raises(ValueError, match="expected a state with 1 masters, as this Stepper has, got 0"):
         o2.load_state_dict(plain.state_dict())
-
-
-def test_float16_weights_with_fp32_weights_are_refused_with_the_two_ways_out():
-    model = nn.Linear(4, 1).half()
-    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "fp16")
-    with stepper.autocast():
-        loss = model(torch.ones(2, 4)).float().mean()
-    with pytest.raises(
-        ValueError, match=r'got fp16 for weight, bias: .*policy="O2".*allow_fp16_gradients=True'
-    ):
-        stepper.step(loss)
-    stepper.zero_grad()
-
-
-def test_master_weights_elsewhere():
-    with pytest.raises(PolicyError, match=r"which only nc\.Stepper does"):
-        nc.autocast("cpu", policy="O2")

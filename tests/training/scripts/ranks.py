@@ -14,7 +14,6 @@ import ranks_losses
 import ranks_sharded
 import ranks_skips
 import ranks_training
-import ranks_twenty_steps
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
@@ -25,7 +24,6 @@ SCENARIOS = {
     **ranks_sharded.SCENARIOS,
     **ranks_agreement.SCENARIOS,
     **ranks_losses.SCENARIOS,
-    **ranks_twenty_steps.SCENARIOS,
 }
 
 

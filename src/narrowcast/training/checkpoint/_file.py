@@ -110,7 +110,8 @@ def _sha256(file: IO[bytes], length: int) -> str:
 def load_without_code(path: Path) -> Any:
     """``torch.load`` with ``weights_only``, on the CPU, with the errors of a checkpoint."""
     try:
-        with warnings.catch_warnings():
+        # Protocol 2 of pickle writes b"" as a call of bytes.
+        with warnings.catch_warnings(), torch.serialization.safe_globals([bytes]):
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
