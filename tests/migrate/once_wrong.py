@@ -1,6 +1,7 @@
 """Programs that were once rewritten to train on other numbers than before, by what was wrong with each.
 
-Of each it is said whether it is rewritten today or left alone. In one iteration the gradients overflow.
+``REWRITTEN`` are rewritten today, and train alike; ``LEFT`` are refused. In one iteration the gradients
+overflow.
 """
 
 import textwrap
@@ -30,13 +31,19 @@ def limit(net):
         p.grad.clamp_(-0.01, 0.01)
 
 
+"""
+STEP_OF = """
 def step_of(optimizer):
     optimizer.step()
 
 
+"""
+BACKWARD_OF = """
 def backward_of(loss, optimizer):
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
+
+
 """
 TAIL = """
 weights = [model.weight.detach(), other.weight.detach()]
@@ -69,6 +76,8 @@ def program(body, before="", after=""):
     """A program that trains ``model``, or both, in a loop with this body."""
     initialize = BOTH if "two]" in body or "two" in body else ONE
     loop = "for i, x in data():\n" + textwrap.indent(body, "    ")
+    before += STEP_OF if "step_of(" in body else ""
+    before += BACKWARD_OF if "backward_of(" in body else ""
     return HEAD + before + (initialize if "amp.initialize" not in before else "") + loop + after + TAIL
 
 
@@ -151,6 +160,12 @@ REWRITTEN = {
         """
     )
     + TAIL,
+    "a generator that looks": after_backward(
+        "next(looking)\n",
+        "def look():\n    while True:\n        limit(model)\n        yield\n\n\nlooking = look()\n",
+    ),
+}
+LEFT = {
     "a look between two helpers": program(
         "one.zero_grad()\n" + LOSS + "backward_of(loss, one)\nlimit(model)\nstep_of(one)\n"
     ),
@@ -216,8 +231,6 @@ REWRITTEN = {
         """
     )
     + TAIL,
-}
-LEFT = {
     "a plain step of one of two": program(
         CLEAR + LOSSES + BLOCK_OF_BOTH + "for o in [one]:\n    o.step()\ntwo.step()\n", BOTH + "alias = two\n"
     ),
@@ -282,10 +295,6 @@ LEFT = {
         "one.zero_grad()\n" + LOSS + "with Around():\n" + textwrap.indent(BLOCK, "    ") + "one.step()\n",
         "class Around:\n    def __enter__(self):\n        pass\n\n    def __exit__(self, *a):\n"
         "        limit(model)\n\n\n",
-    ),
-    "a generator that looks": after_backward(
-        "next(looking)\n",
-        "def look():\n    while True:\n        limit(model)\n        yield\n\n\nlooking = look()\n",
     ),
     "a loss that is computed in the call": program(
         "one.zero_grad()\n" + BLOCK.replace("loss,", "model(x).float().sum() / 256,") + "one.step()\n"

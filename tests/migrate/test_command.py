@@ -1,11 +1,10 @@
-"""``narrowcast migrate`` as a person calls it."""
+"""``narrowcast migrate`` on the command line."""
 
 import json
 import os
 import stat
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,14 +13,6 @@ from narrowcast.cli import main
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
-
-
-def process(*words, cwd, code=None):
-    """The command in a process of its own, or what ``code`` makes of it."""
-    settings = {k: v for k, v in os.environ.items() if not k.startswith("NARROWCAST_")} | {"COLUMNS": "10000"}
-    start = ["-m", "narrowcast"] if code is None else ["-c", code]
-    done = finished([sys.executable, *start, "migrate", *words], cwd=cwd, env=settings, text=False)
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
 @pytest.fixture
@@ -44,26 +35,32 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_diff_by_default_and_nothing_is_written(folder):
-    code, out, err = process("train.py", cwd=folder)
-    assert code == 0
-    assert out == (
+def test_a_diff_by_default_without_torch(folder):
+    code = (
+        "import sys\nfrom narrowcast.cli import main\ncode = main(sys.argv[1:])\n"
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    settings = {k: v for k, v in os.environ.items() if not k.startswith("NARROWCAST_")} | {"COLUMNS": "10000"}
+    done = finished([sys.executable, "-c", code, "migrate", "train.py"], cwd=folder, env=settings)
+    assert done.returncode == 0
+    assert done.stdout == (
         "--- train.py\n+++ train.py\n@@ -1,2 +1,2 @@\n import torch\n-scaler = torch.cuda.amp.GradScaler()\n"
         '+scaler = torch.amp.GradScaler("cuda")\n'
     )
-    assert "narrowcast: train.py:2: deprecated-amp: changed: torch.cuda.amp.GradScaler is deprecated" in err
-    assert err.endswith(
+    told = "narrowcast: train.py:2: deprecated-amp: changed: torch.cuda.amp.GradScaler is deprecated"
+    assert told in done.stderr
+    assert done.stderr.endswith(
         "rule             changed  left alone\ndeprecated-amp         1           0\n1 file, 1 to change\n"
     )
     assert (folder / "train.py").read_text() == OLD
 
 
-def test_write_then_nothing_is_left_to_do(folder):
-    assert process("--write", ".", cwd=folder)[:2] == (0, "train.py\n")
+def test_write_then_nothing_is_left_to_do(folder, narrowcast):
+    assert narrowcast("--write", ".", cwd=folder)[:2] == (0, "train.py\n")
     assert (folder / "train.py").read_text() == NEW
     assert os.listdir(folder) == ["train.py"]
-    assert process("--write", ".", cwd=folder)[:2] == (0, "")
-    assert process("--check", ".", cwd=folder)[0] == 0
+    assert narrowcast("--write", ".", cwd=folder)[:2] == (0, "")
+    assert narrowcast("--check", ".", cwd=folder)[0] == 0
 
 
 def test_check_says_which_files_would_change_by_its_exit_code(folder, narrowcast):
@@ -129,7 +126,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_goes_on(folder, narrow
     ("error", "told"),
     [
         (KeyError("none such"), "KeyError('none such')"),
-        (SyntaxError("in what was made"), "RuntimeError('broken.py: what the migration made does not parse;"),
+        (SyntaxError("in what was made"), "RuntimeError('broken.py: the migrated text does not parse;"),
     ],
 )
 def test_a_fault_of_narrowcast_names_the_file_and_the_rest_goes_on(
@@ -140,9 +137,9 @@ def test_a_fault_of_narrowcast_names_the_file_and_the_rest_goes_on(
     def stage(source, settings):
         if source.path == "broken.py":
             raise error
-        return cuda_amp(source, settings)
+        return renamed(source, settings)
 
-    cuda_amp = _driver.cuda_amp
+    renamed = _driver.deprecated_names
     monkeypatch.setattr(_driver, "_STAGES", (stage,))
     (folder / "broken.py").write_text(OLD)
     code, out, err = narrowcast("--write", ".", cwd=folder)
@@ -165,7 +162,7 @@ def test_a_file_deeper_than_python_parses(folder, narrowcast):
          "write its cells to one (jupyter nbconvert --to script train.ipynb), and migrate that"),
         (["train.py", "--write", "--check"], "one of them at a time"),
         (["train.py", "--to", "jax"], "Invalid value for '--to': 'jax' is not one of 'torch', 'narrowcast'"),
-        (["-"], "expected files and folders, and - is none: to see a diff of stdin, /dev/stdin"),
+        (["-"], "expected files and folders, got -: to see a diff of stdin, give /dev/stdin"),
         ([], "Missing argument"),
     ],
 )  # fmt: skip
@@ -177,16 +174,14 @@ def test_wrong_use_is_one_sentence_and_2(folder, narrowcast, words, message):
     assert (folder / "train.py").read_text() == OLD
 
 
-def test_a_file_that_cannot_be_written_is_2_and_stays(folder):
-    # Root may write everywhere: a folder in the place of the new file cannot be renamed to.
-    code = (
-        "import os, sys\n"
-        "def no(*_):\n    raise PermissionError(13, 'Permission denied')\n"
-        "os.replace = no\nfrom narrowcast.cli import main\nsys.exit(main(sys.argv[1:]))"
-    )
-    done = process("--write", "train.py", cwd=folder, code=code)
-    assert done[0] == 2
-    assert "cannot write train.py: Permission denied" in done[2]
+def test_a_file_that_cannot_be_written_is_2_and_stays(folder, narrowcast, monkeypatch):
+    def no(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", no)  # root may write everywhere
+    code, _, err = narrowcast("--write", "train.py", cwd=folder)
+    assert code == 2
+    assert "cannot write train.py: Permission denied" in err
     assert os.listdir(folder) == ["train.py"]
     assert (folder / "train.py").read_text() == OLD
 
@@ -203,25 +198,6 @@ def test_what_a_file_is_stays(folder, narrowcast):
     )
     assert stat.S_IMODE(path.stat().st_mode) == 0o754
     assert (folder / "link.py").is_symlink()
-
-
-@pytest.mark.parametrize(("uid", "gid"), [(0, 1), (1, 0), (0, 0)])
-def test_owner_and_group_stay(folder, narrowcast, monkeypatch, uid, gid):
-    """As in a folder whose group differs from that of its user."""
-
-    def of(path, *args, **kwargs):
-        found = stat_of(path, *args, **kwargs)
-        if Path(os.fspath(path)).name.startswith(".train.py."):
-            return SimpleNamespace(st_uid=found.st_uid + uid, st_gid=found.st_gid + gid)
-        return found
-
-    stat_of, given = os.stat, []
-    before = stat_of(folder / "train.py")
-    with monkeypatch.context() as there:
-        there.setattr(os, "stat", of)
-        there.setattr(os, "chown", lambda path, *ids: given.append(ids))
-        assert narrowcast("--write", "train.py", cwd=folder)[0] == 0
-    assert given == ([(before.st_uid, before.st_gid)] if uid or gid else [])
 
 
 def test_a_link_in_a_folder_is_passed_over_and_a_link_that_is_named_is_not(folder, narrowcast):
@@ -327,7 +303,7 @@ def test_files_that_still_import_apex_are_counted_with_what_runs_them(folder, na
 def test_a_comment_that_switches_no_rule_off_is_told(folder, narrowcast):
     (folder / "train.py").write_text(
         'import torch\nshown = "# narrowcast: ignore[clip]"\n'
-        'scaler = torch.amp.GradScaler("cuda")  # narrowcast: ignore[host-sync, clip-before-unscal]\n'
+        'scaler = torch.amp.GradScaler("cuda")  # narrowcast: ignore[half-weights, clip-before-unscal]\n'
         "with torch.cuda.amp.autocast():  # narrowcast: ignore[deprecated-amp]\n    pass\n"
     )
     told = [line for line in narrowcast("train.py", cwd=folder)[2].splitlines() if ": ignore: " in line]
@@ -337,27 +313,6 @@ def test_a_comment_that_switches_no_rule_off_is_told(folder, narrowcast):
         "narrowcast: train.py:4: ignore: left alone: deprecated-amp is no mistake, and a comment does not "
         "switch it off"
     ]
-
-
-def test_without_libcst_it_is_one_line(folder):
-    code = (
-        "import sys\nsys.modules['libcst'] = None\n"
-        "from narrowcast.cli import main\nsys.exit(main(sys.argv[1:]))"
-    )
-    assert process("train.py", cwd=folder, code=code) == (
-        2,
-        "",
-        "narrowcast: expected LibCST, which migrate rewrites with, and it is not installed: "
-        "pip install 'narrowcast[migrate]'\n",
-    )
-
-
-def test_torch_is_not_imported(folder):
-    code = (
-        "import sys\nfrom narrowcast.cli import main\ncode = main(sys.argv[1:])\n"
-        "sys.exit(9 if 'torch' in sys.modules else code)"
-    )
-    assert process("train.py", cwd=folder, code=code)[0] == 0
 
 
 def test_tables_and_lines_fit_eighty_columns(folder, narrowcast):
@@ -374,71 +329,6 @@ def test_no_end_of_line_at_the_end_of_a_file(folder, narrowcast):
     patched = finished(["git", "apply", "-"], given=out.encode(), cwd=folder, text=False)
     assert patched.returncode == 0, patched.stderr
     assert (folder / "train.py").read_text() == NEW.rstrip("\n")
-
-
-APEX = """\
-def train{}(model, optimizer, loader):
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = model(x).sub(y).mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-
-"""
-OLD_FUNCTION = """\
-def evaluate{}(net, batch):
-    with torch.cuda.amp.autocast():
-        return net(batch)
-
-
-"""
-ORDINARY = """\
-def count{}(values):
-    \"\"\"The total of values.
-
-    Values are numbers, or what can be added to them. Where there are none
-    the total is 0, and where one is NaN so is the total.
-    \"\"\"
-    # Each is added to the total of those before it, which is exact for
-    # integers; of floats the last digits depend on their order.
-    total = 0
-    for value in values:
-        total = total + value
-
-    return total
-
-
-"""
-
-
-def test_fifty_thousand_lines(folder, narrowcast):
-    parts = [
-        part.format(number)
-        for number in range(3_100)
-        for part in ((APEX, OLD_FUNCTION, ORDINARY) if number % 10 == 0 else (ORDINARY,))
-    ]
-    text = "import torch\nfrom apex import amp\n\n\n" + "".join(parts)
-    assert text.count("\n") > 50_000
-    (folder / "train.py").write_text(text)
-    assert narrowcast("--write", "train.py", cwd=folder)[:2] == (0, "train.py\n")
-    made = (folder / "train.py").read_text()
-    assert "apex" not in made
-    assert "torch.cuda.amp" not in made
-    assert all(ORDINARY.format(number) in made for number in range(0, 3_100, 100))
-    changed = [
-        '    scaler = torch.amp.GradScaler("cuda")\n',
-        '        with torch.autocast("cuda", dtype=torch.float16, enabled=scaler.is_enabled()):\n'
-        "            loss = model(x).sub(y).mean()\n        scaler.scale(loss).backward()\n",
-        "        scaler.unscale_(optimizer)\n"
-        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "        scaler.step(optimizer)\n        scaler.update()\n",
-        '    with torch.amp.autocast("cuda"):\n        return net(batch)\n',
-    ]
-    assert [made.count(lines) for lines in changed] == [310] * 4
 
 
 def test_paths_are_files_and_folders_each_once(folder, narrowcast):

@@ -1,4 +1,4 @@
-"""``narrowcast migrate``: scripts of apex and of deprecated names rewritten, and mistakes found."""
+"""``narrowcast migrate``: rewrites scripts from apex and deprecated names, and reports mistakes."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def migrate(
     ] = "torch",
     as_json: JsonOption = False,
 ) -> int:
-    """Rewrite apex and deprecated names of torch.amp, and find mistakes in mixed precision.
+    """Rewrite apex and deprecated names of torch.amp, and report mistakes in mixed precision.
 
-    A diff on stdout; on stderr what was changed and why, and what was left alone and why. Everything else
-    in a file stays byte for byte. Running it again changes nothing.
+    Prints a diff on stdout, and on stderr what was changed or left alone and why. Everything else in a file
+    stays byte for byte. Running it again changes nothing.
 
-    Exit code 1: with --check, a file would change. 2: a path that is missing, or a file that cannot be
-    written; 3: one that cannot be read or does not parse; it is named, and the others are done.
+    Exit code 1: with --check, a file would change. 2: a path is missing, or a file cannot be written. 3: a
+    file cannot be read or does not parse; the others are migrated.
     """
     if write and check:
         raise typer.BadParameter("one of them at a time", param_hint="'--write' or '--check'")
@@ -87,7 +87,7 @@ def migrate(
 
 
 def _write(changed: Sequence[FileOutcome]) -> list[FileOutcome]:
-    """Write what changes; those that could not be written, each told."""
+    """Write the changed files; returns those that could not be written, each with a message."""
     from narrowcast.errors import FileError
     from narrowcast.migrate import write
 

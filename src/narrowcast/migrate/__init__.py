@@ -1,7 +1,6 @@
-"""Scripts rewritten: apex and deprecated names to ``torch.amp`` or narrowcast, and mistakes found."""
+"""Rewrite scripts from apex and deprecated names to ``torch.amp`` or narrowcast, and report mistakes."""
 
-from narrowcast.migrate._changes import Finding, Outcome
-from narrowcast.migrate._files import FileOutcome, migrate_file, migrate_files, migrate_text, write
+from narrowcast.migrate._driver import migrate_file, migrate_files, migrate_text
 from narrowcast.migrate._report import (
     apex_left_text,
     as_json,
@@ -10,7 +9,8 @@ from narrowcast.migrate._report import (
     passed_over_text,
     summary_text,
 )
-from narrowcast.migrate._settings import Settings, Target
+from narrowcast.migrate.source._edits import Finding, Outcome, Settings, Target
+from narrowcast.migrate.source._files import FileOutcome, write
 
 __all__ = [
     "FileOutcome",

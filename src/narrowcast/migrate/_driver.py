@@ -1,95 +1,101 @@
-"""The stages of a migration, one after the other, until nothing changes any more.
+"""Run the stages of a migration, one after the other, until nothing changes any more.
 
-A stage is a function ``stage(source: Source, settings: Settings) -> Changes``: it looks at one parsed file
-and says which pieces of text it wants replaced (``Changes.replace``, ``.insert``), and what a person should
-know (``Changes.tell(offset, rule, message, fixed=...)``; offsets are those of ``source.text``). A stage
-sees the text as the stages before it left it; lines in findings are those of the file as it was read.
-
-How ``mistakes`` plugs in: ``_mistakes.py`` has ``mistakes(source, settings) -> Changes``, which comes after
-the rewriting of apex and of the deprecated names, so that it meets ``torch.amp`` (and ``narrowcast``)
-alone. A fix is ``changes.replace(source.span(node), "...")`` and ``changes.tell(source.start(node), rule,
-message, fixed=True)``. ``source.names.full(node)`` is the full name of an imported thing
-(``"torch.amp.GradScaler"``), by scope; ``source.calls()`` walks the calls of imported things. Rules have
-names in kebab case. All stages run again on what they made: a stage must find nothing to change in its own
-output.
+A stage is a function ``stage(source: Source, settings: Settings) -> Changes``. It gets one parsed file as the
+stages before it left it, and returns the edits of its text and the findings. A stage must find nothing to
+change in its own output. Lines in findings are those of the file as it was read.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from narrowcast.migrate._apex import apex
-from narrowcast.migrate._apex_branches import apex_branches
-from narrowcast.migrate._changes import Applied, Changes, Finding, Outcome, origin
-from narrowcast.migrate._cuda_amp import cuda_amp
-from narrowcast.migrate._mistakes import mistakes
-from narrowcast.migrate._settings import Settings
-from narrowcast.migrate._source import Source
-from narrowcast.migrate._to_narrowcast import to_narrowcast
+from narrowcast.migrate._torch_names import deprecated_names, to_narrowcast
+from narrowcast.migrate.apex._branches import apex_branches
+from narrowcast.migrate.apex._file import apex
+from narrowcast.migrate.lint._scan import lint
+from narrowcast.migrate.source._edits import Applied, Changes, Finding, Outcome, Settings, origin
+from narrowcast.migrate.source._files import WORDS, FileOutcome, decoded, python_files
+from narrowcast.migrate.source._tree import Source
 
 Stage = Callable[[Source, Settings], Changes]
-_STAGES: tuple[Stage, ...] = (apex_branches, apex, cuda_amp, mistakes, to_narrowcast)
+_STAGES: tuple[Stage, ...] = (apex_branches, apex, deprecated_names, lint, to_narrowcast)
 # Each round follows from the one before; more would be a stage that undoes another.
 _ROUNDS = 6
 
 
+def migrate_files(
+    paths: Iterable[Path], settings: Settings, *, progress: Callable[[str], None] = lambda _: None
+) -> list[FileOutcome]:
+    """Migrate each file of ``paths``, without writing it.
+
+    Raises:
+        FileError: a path is missing, or is a notebook.
+    """
+    files = python_files(paths)
+    outcomes = []
+    for number, path in enumerate(files, 1):
+        progress(f"{number} of {len(files)}: {path}")
+        outcomes.append(migrate_file(path, settings))
+    return outcomes
+
+
+def migrate_file(path: Path, settings: Settings) -> FileOutcome:
+    """Migrate one file, without writing it. Why it cannot be read or parsed is in ``problem``."""
+    try:
+        data = path.read_bytes()
+        if not WORDS.search(data):
+            return FileOutcome(path=str(path))
+        text = decoded(data)[0]
+    except OSError as error:
+        return FileOutcome(path=str(path), problem=f"cannot be read: {error.strerror}")
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        return FileOutcome(path=str(path), problem=f"cannot be decoded: {error}")
+    try:
+        outcome = migrate_text(text, settings, str(path))
+    except SyntaxError as error:
+        line = f" (line {error.lineno})" if error.lineno else ""
+        return FileOutcome(path=str(path), problem=f"does not parse: {error.msg}{line}")
+    except Exception as error:  # a bug here; the other files go on
+        return FileOutcome(path=str(path), problem=f"narrowcast failed on it, please report: {error!r}")
+    return FileOutcome(path=str(path), before=text, after=outcome.text, findings=outcome.findings)
+
+
 def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome:
-    """Rewrite the text of one file.
+    """Migrate the text of one file.
 
     Raises:
         SyntaxError: it does not parse.
     """
-    with _no_collection():
-        return _migrate(text, settings, path)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's collector of cycles, which went through all syntax trees again and again.
-
-    No cycle is left behind: trees hold none, and what is kept with a file does not refer to it.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _migrate(text: str, settings: Settings, path: str) -> Outcome:
     first = source = Source(path, text)
     trail: list[Applied] = []
-    fixed: list[tuple[int, str, str, bool]] = []
-    # What a stage found nothing to change in: it need not look again.
-    seen: dict[Stage, tuple[Source, Changes]] = {}
+    changed: list[tuple[int, str, str, bool]] = []
+    # The stages that found nothing to change in the text as it is.
+    done: dict[Stage, tuple[Source, Changes]] = {}
     for _ in range(_ROUNDS):
         left: list[tuple[int, str, str, bool]] = []
-        before = source.text
+        before = source
         for stage in _STAGES:
-            looked, changes = seen.get(stage, (None, Changes()))
-            if looked is not source:
-                changes = _changes(stage, source, settings)
-                seen[stage] = source, changes
-            told = [(origin(trail, at), rule, message, mends) for at, rule, message, mends in changes.found]
-            fixed += [one for one in told if one[3]]
-            left += [one for one in told if not one[3]]
+            seen, changes = done.get(stage, (None, Changes()))
+            if seen is not source:
+                changes = _checked(stage, source, settings)
+                done[stage] = source, changes
+            found = [(origin(trail, at), *rest) for at, *rest in changes.found]
+            changed += [one for one in found if one[3]]  # type: ignore[misc]
+            left += [one for one in found if not one[3]]  # type: ignore[misc]
             if changes.edits:
                 trail.append(Applied(source.text, changes.edits))
-                source = changes.made or _parsed(path, trail[-1].text)
-        if source.text == before:
+                source = _parsed(path, trail[-1].text)
+        if source is before:
             break
     else:
         raise RuntimeError(f"{path}: the migration does not come to an end; nothing was changed")
-    told = sorted({*fixed, *left}, key=lambda one: (one[0], not one[3], one[1:3]))
-    return Outcome(text=source.text, findings=tuple(_finding(first, one) for one in told))
+    found_in_order = sorted({*changed, *left}, key=lambda one: (one[0], not one[3], one[1:3]))
+    return Outcome(text=source.text, findings=tuple(_finding(first, one) for one in found_in_order))
 
 
-def _changes(stage: Stage, source: Source, settings: Settings) -> Changes:
-    """What a stage wants. A SyntaxError in it is about what it made, and no fault of the file."""
+def _checked(stage: Stage, source: Source, settings: Settings) -> Changes:
+    # A SyntaxError here is about the output of a stage; that of the file itself was raised before.
     try:
         return stage(source, settings)
     except SyntaxError as error:
@@ -104,10 +110,10 @@ def _parsed(path: str, text: str) -> Source:
 
 
 def _broken(path: str) -> RuntimeError:
-    return RuntimeError(f"{path}: what the migration made does not parse; nothing was changed")
+    return RuntimeError(f"{path}: the migrated text does not parse; nothing was changed")
 
 
-def _finding(source: Source, told: tuple[int, str, str, bool]) -> Finding:
-    at, rule, message, fixed = told
+def _finding(source: Source, found: tuple[int, str, str, bool]) -> Finding:
+    at, rule, message, fixed = found
     line, column = source.line_of(at)
     return Finding(path=source.path, line=line, column=column, rule=rule, message=message, fixed=fixed)

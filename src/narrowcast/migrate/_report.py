@@ -1,20 +1,18 @@
-"""What a migration says: a diff, findings line by line, a table of their numbers, JSON."""
+"""The output of a migration: a diff, findings line by line, a table of their counts, JSON."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
 import narrowcast.apex
-from narrowcast.migrate._apex_plan import is_apex
-from narrowcast.migrate._changes import Finding
-from narrowcast.migrate._diff import unified_diff
-from narrowcast.migrate._files import FileOutcome, folders_without_python, notebooks
-from narrowcast.migrate._settings import Settings
-from narrowcast.migrate._source import Imported, Source
+from narrowcast.migrate.source._edits import Finding, Settings
+from narrowcast.migrate.source._files import FileOutcome, folders_without_python, notebooks
+from narrowcast.migrate.source._tree import Imported, Source
 
 _SCHEMA = 1
 _NAMED = 3
@@ -23,10 +21,10 @@ _COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
 
 
 def diff_of(outcome: FileOutcome, *, color: bool = False) -> str:
-    """The change of one file as a unified diff; empty where nothing changes."""
+    """Return the change of one file as a unified diff; an empty string if nothing changes."""
     before, after = _LINE.findall(outcome.before), _LINE.findall(outcome.after)
     lines = []
-    for line in unified_diff(before, after, outcome.path):
+    for line in unified_diff(before, after, outcome.path, outcome.path):
         ended = line.endswith(("\n", "\r"))
         text = line if ended else f"{line}\n\\ No newline at end of file\n"
         lines.append(_colored(text) if color else text)
@@ -40,33 +38,34 @@ def _colored(line: str) -> str:
 
 
 def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
-    """A line for each thing that is told of a file, with all the lines where it is."""
-    told = []
+    """Return a line for each distinct finding of a file, with all its line numbers."""
+    lines = []
     for outcome in outcomes:
         if outcome.problem is not None:
-            told.append(f"{outcome.path}: {outcome.problem}")
+            lines.append(f"{outcome.path}: {outcome.problem}")
         places: dict[tuple[str, bool, str], list[Finding]] = defaultdict(list)
         for finding in outcome.findings:
             places[finding.rule, finding.fixed, finding.message].append(finding)
         for (rule, fixed, message), found in places.items():
-            lines = ",".join(dict.fromkeys(str(one.line) for one in found))
-            told.append(f"{outcome.path}:{lines}: {rule}: {'changed' if fixed else 'left alone'}: {message}")
-    return told
+            numbers = ",".join(dict.fromkeys(str(one.line) for one in found))
+            state = "changed" if fixed else "left alone"
+            lines.append(f"{outcome.path}:{numbers}: {rule}: {state}: {message}")
+    return lines
 
 
 def passed_over_text(paths: Sequence[Path]) -> list[str]:
-    """A line for each folder among ``paths`` without a Python file, and one for their notebooks."""
-    told = [f"no Python file in {folder}" for folder in folders_without_python(paths)]
+    """Return a line for each folder of ``paths`` without Python files, and one for all notebooks."""
+    lines = [f"no Python file in {folder}" for folder in folders_without_python(paths)]
     if found := notebooks(paths):
         names = ", ".join(map(str, found[:_NAMED]))
         more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        told.append(f"{_counted(len(found), 'notebook')} not looked at: {names}{more}")
-    return told
+        lines.append(f"{_counted(len(found), 'notebook')} not looked at: {names}{more}")
+    return lines
 
 
 def apex_left_text(outcomes: Sequence[FileOutcome], settings: Settings) -> str | None:
-    """How many files still import of apex what narrowcast answers for, and what runs them; None for none."""
-    count = sum(any(_is_answered(one.full) for one in _imports(outcome)) for outcome in outcomes)
+    """Return how many files still import parts of apex that ``narrowcast.apex`` has; None for none."""
+    count = sum(any(_is_provided(one.full) for one in _imports(outcome)) for outcome in outcomes)
     if not count:
         return None
     left = f"{_counted(count, 'file')} still {'imports' if count == 1 else 'import'} apex"
@@ -78,9 +77,10 @@ def _imports(outcome: FileOutcome) -> list[Imported]:
     return Source(outcome.path, outcome.after).imports if "apex" in outcome.after else []
 
 
-def _is_answered(full: str) -> bool:
-    part = full.split(".")[1:2]
-    return is_apex(full) and (part in ([], ["*"]) or part[0] in narrowcast.apex.__all__)
+def _is_provided(full: str) -> bool:
+    package, _, rest = full.partition(".")
+    part = rest.partition(".")[0]
+    return package == "apex" and (part in ("", "*") or part in narrowcast.apex.__all__)
 
 
 def _counted(count: int, thing: str) -> str:
@@ -88,9 +88,9 @@ def _counted(count: int, thing: str) -> str:
 
 
 def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept: int = 0) -> str:
-    """A table of the rules, with how often each was found, and how many files that concerns.
+    """Return a table of the rules with their counts, and the number of files.
 
-    ``written``: the files were changed but for ``kept`` of them; otherwise they would be.
+    ``written``: the files were written, but for ``kept`` of them; otherwise they would be.
     """
     counts: dict[str, Counter[bool]] = defaultdict(Counter)
     for outcome in outcomes:
@@ -115,19 +115,19 @@ def as_json(
     *,
     written: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """All of it; of files only those of which there is something to tell.
+    """Return all of it for JSON; of the files only those with changes, findings or problems.
 
     Args:
         outcomes, settings: of a run.
-        paths: that it was given.
-        written: the files that were, in a run that writes.
+        paths: that the run was given.
+        written: the files that were written, in a run that writes.
     """
-    told = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
-    did = {} if written is None else {one.path: {"written": one.path in written} for one in told}
+    shown = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
+    state = {} if written is None else {one.path: {"written": one.path in written} for one in shown}
     return {
         "schema": _SCHEMA,
         "target": settings.target,
         "files_looked_at": len(outcomes),
         "notebooks_not_looked_at": [str(one) for one in notebooks(paths)],
-        "files": [one.as_dict() | {"diff": diff_of(one)} | did.get(one.path, {}) for one in told],
+        "files": [one.as_dict() | {"diff": diff_of(one)} | state.get(one.path, {}) for one in shown],
     }

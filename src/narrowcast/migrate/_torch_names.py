@@ -1,0 +1,311 @@
+"""Rename ``torch.cuda.amp`` and ``torch.cpu.amp`` to ``torch.amp``, and that to narrowcast on request."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+
+from narrowcast.migrate.source._edits import Changes, Settings, import_line, reaches
+from narrowcast.migrate.source._imports import GONE, argument_spans, move_imports, open_bracket
+from narrowcast.migrate.source._names import walk
+from narrowcast.migrate.source._tree import Reference, Source, argument, is_constant, method_of, receiver_of
+
+DEPRECATED = "deprecated-amp"
+TO_NARROWCAST = "to-narrowcast"
+_DEVICES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+# Modules in which the names are defined; some scripts import them from there.
+_INSIDE = (".autocast_mode", ".grad_scaler")
+_NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
+_AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
+# What the old regions compute in by default; the new ones use the dtype that is set for the device.
+_DEFAULTS = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
+_SETTERS = ("torch.set_autocast_dtype", "torch.set_autocast_gpu_dtype", "torch.set_autocast_cpu_dtype")
+_NEW = {
+    "torch.autocast": "autocast",
+    "torch.amp.autocast": "autocast",
+    "torch.amp.autocast_mode.autocast": "autocast",
+    "torch.amp.GradScaler": "GradScaler",
+    "torch.amp.grad_scaler.GradScaler": "GradScaler",
+    "torch.amp.custom_fwd": "custom_fwd",
+    "torch.amp.custom_bwd": "custom_bwd",
+}
+_CLIPS = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
+
+
+def deprecated_names(source: Source, settings: Settings) -> Changes:
+    """Replace ``torch.cuda.amp`` and ``torch.cpu.amp`` by ``torch.amp``, and name the device."""
+    changes = Changes()
+    by_import: dict[str, list[tuple[Reference, str, str]]] = defaultdict(list)
+    for reference in source.references:
+        if (split := _split(reference.full)) is not None:
+            by_import[reference.name].append((reference, *split))
+    used = [one for uses in by_import.values() for one in uses]
+    # One class for both devices cannot tell which of the two a scaler is for.
+    asked = {device for reference, device, _ in used if _is_type_test(source, reference.node)}
+    dtypes = _chosen_dtypes(source) if by_import else set()
+    moved = set()
+    for name, uses in by_import.items():
+        wanted = Changes()
+        # Other files call what is exported with the old arguments.
+        stays = len(asked) > 1 or name in source.exported
+        problems = [one for one in uses if stays or not _rewrite(source, wanted, dtypes, *one)]
+        for reference, _, attribute in problems:
+            told = (
+                f"{reference.full} is deprecated, and what should replace it here is not clear: write "
+                f"torch.amp.{attribute or 'autocast'} with the device by hand"
+            )
+            changes.tell(source.start(reference.node), DEPRECATED, told, fixed=False)
+        if problems and uses[0][0].name != "torch":
+            continue  # the name is imported once: all of its uses move, or none
+        changes.add(wanted)
+        if not problems:
+            moved.add(name)
+    move_imports(source, changes, moved, _new_home)
+    _report_unused(source, changes)
+    return changes
+
+
+def _report_unused(source: Source, changes: Changes) -> None:
+    """Report imports of old names without a use that could be rewritten."""
+    used = {one.name for one in source.references}
+    for one in source.imports:
+        if _split(one.full) is None or one.name == "torch" or one.name in used:
+            continue
+        only = source.names.is_only(one.name)
+        why = "not used here" if only else "bound to something else too"
+        if one.name == "*":
+            why = "a star import does not show which of its names are used: import them by name"
+        changes.tell(
+            source.start(one.statement), DEPRECATED, f"{one.full} is deprecated, and {why}", fixed=False
+        )
+
+
+def _split(full: str) -> tuple[str, str] | None:
+    """Split ``torch.cuda.amp.autocast`` into device and name; None for other names."""
+    for module, device in _DEVICES.items():
+        if full == module or full.startswith(module + "."):
+            rest = full[len(module) :]
+            for inside in _INSIDE:
+                rest = rest.removeprefix(inside)
+            return device, rest.removeprefix(".")
+    return None
+
+
+def _new_home(full: str) -> str | None:
+    """Return the full name that replaces ``full`` in an import."""
+    split = _split(full)
+    if split is None:
+        return None
+    inside = next((one for one in _INSIDE if full.endswith(one)), "")
+    return f"torch.amp.{split[1]}" if split[1] else f"torch.amp{inside}"
+
+
+def _rewrite(
+    source: Source, changes: Changes, dtypes: set[str | None], reference: Reference, device: str, name: str
+) -> bool:
+    """Rewrite one use; False where the replacement is not certain."""
+    node = reference.node
+    parent = source.parents[node]
+    call = parent if isinstance(parent, ast.Call) and parent.func is node else None
+    whole = reference.name == "torch"
+    if name not in _NAMES or _is_for_old_torch(source, node):
+        return False
+    if not whole and isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+        return False  # as cuda.amp.autocast, after "from torch import cuda"
+    if call is None and not _means_the_same(source, node, name):
+        return False
+    if call is not None and not _name_device(source, changes, dtypes, call, device, name):
+        return False
+    if call is None and name.startswith("custom_"):
+        changes.insert(source.span(node)[1], f'(device_type="{device}")')
+    if whole:
+        changes.replace(source.span(node), f"torch.amp.{name}")
+    told = f"torch.{device}.amp.{name} is deprecated: torch.amp.{name} with {device!r}"
+    changes.tell(source.start(node), DEPRECATED, told, fixed=True)
+    return True
+
+
+def _is_for_old_torch(source: Source, node: ast.expr) -> bool:
+    """Return whether a use is the fallback for a torch without ``torch.amp``, or inside an f-string."""
+    inner: ast.AST = node
+    for outer in source.around(node):
+        if isinstance(outer, ast.JoinedStr):
+            return True  # quotes of the device may end the string
+        if isinstance(outer, ast.If | ast.IfExp) and inner is not outer.test:
+            words = {getattr(one, "attr", getattr(one, "id", "")) for one in walk(outer.test)}
+            asks = any(word == "hasattr" or "version" in word.lower() for word in words)
+            if asks and _uses_new_names(source, outer):
+                return True
+        elif isinstance(outer, ast.Try) and inner in outer.handlers and _uses_new_names(source, *outer.body):
+            return True
+        inner = outer
+    return False
+
+
+def _uses_new_names(source: Source, *nodes: ast.AST) -> bool:
+    names = (source.names.full(one) or "" for node in nodes for one in walk(node))
+    return any(f"{name}.".startswith(("torch.amp.", "torch.autocast.")) for name in names)
+
+
+def _means_the_same(source: Source, node: ast.expr, name: str) -> bool:
+    """Return whether a use that is no call means the same with the new name."""
+    if name.startswith("custom_"):
+        return node in getattr(source.parents[node], "decorator_list", ())
+    inner: ast.AST = node
+    for outer in source.around(node):
+        if inner in (getattr(outer, "annotation", None), getattr(outer, "returns", None)):
+            return True
+        inner = outer
+        if isinstance(outer, ast.stmt):
+            break
+    return _is_type_test(source, node)
+
+
+def _is_type_test(source: Source, node: ast.expr) -> bool:
+    """Return whether ``node`` is the class of an ``isinstance``, ``type(x) is ...`` or class pattern."""
+    parent = source.parents[node]
+    if isinstance(parent, ast.Compare):
+        sides = [parent.left, *parent.comparators]
+        return any(isinstance(one, ast.Call) and getattr(one.func, "id", "") == "type" for one in sides)
+    outer = source.parents[parent] if isinstance(parent, ast.Tuple | ast.BinOp) else parent
+    asked = isinstance(outer, ast.Call) and getattr(outer.func, "id", "") in ("isinstance", "issubclass")
+    return asked or (isinstance(parent, ast.MatchClass) and parent.cls is node)
+
+
+def _name_device(
+    source: Source, changes: Changes, dtypes: set[str | None], call: ast.Call, device: str, name: str
+) -> bool:
+    """Add the device to a call, and names before arguments whose position changes."""
+    given = {keyword.arg for keyword in call.keywords}
+    first = call.args[0] if call.args else None
+    if "device_type" in given or "device" in given:
+        return False
+    if isinstance(first, ast.Constant) and isinstance(first.value, str):
+        return False  # a device where another argument belongs
+    spans = argument_spans(source, call)
+    opened = open_bracket(source, call)
+    if name.startswith("custom_"):
+        added = f'device_type="{device}"'
+        changes.insert(spans[-1][2] if spans else opened, f", {added}" if spans else added)
+        return True
+    is_region = name == "autocast"
+    if is_region and (any(isinstance(one, ast.Starred) for one in call.args) or len(call.args) > 3):
+        return False
+    # Inside a region of another dtype, the new region would keep that dtype.
+    names_dtype = is_region and bool(dtypes - {_DEFAULTS[device]}) and _uses_default_dtype(call)
+    if names_dtype and (None in given or not reaches(source, "torch", "torch")):
+        return False
+    changes.insert(spans[0][1] if spans else opened, f'"{device}"{", " if spans else ""}')
+    if is_region:
+        for word, (_, at, _) in zip(_AUTOCAST_ORDER[: len(call.args)], spans, strict=False):
+            changes.insert(at, f"{word}=")
+    if names_dtype:
+        changes.insert(spans[-1][2] if spans else opened, f", dtype={_DEFAULTS[device]}")
+    return True
+
+
+def _chosen_dtypes(source: Source) -> set[str | None]:
+    """Return the dtypes that regions of the file name, with None for one that is computed."""
+    found: set[str | None] = set()
+    for call in source.all_calls:
+        full = source.names.full(call.func) or ""
+        dtype = argument(call, 1, "dtype") if full.endswith(".autocast") else None
+        if dtype is not None:
+            chosen = source.names.full(dtype)
+            found.add("torch.float16" if chosen == "torch.half" else chosen)
+        elif full in _SETTERS:
+            found.add(None)
+    return found
+
+
+def _uses_default_dtype(call: ast.Call) -> bool:
+    return not is_constant(argument(call, 0, "enabled"), False) and argument(call, 1, "dtype") is None
+
+
+def to_narrowcast(source: Source, settings: Settings) -> Changes:
+    """Replace torch's names by ``nc.autocast``, ``nc.GradScaler``, ``nc.custom_fwd``, ``nc.custom_bwd``."""
+    changes = Changes()
+    if settings.target != "narrowcast":
+        return changes
+    here = narrowcast_name(source)
+    kept: set[str] = set()
+    moved: set[str] = set()
+    for reference in source.references:
+        stays = reference.full not in _NEW or _is_class_of_torch(source, reference)
+        if stays or reference.name in source.exported:
+            kept.add(reference.name)
+        if not stays:
+            moved.add(reference.name)
+            name = f"{here}.{_NEW[reference.full]}"
+            changes.replace(source.span(reference.node), name)
+            told = f"{reference.full} as {name}, which takes the same arguments"
+            changes.tell(source.start(reference.node), TO_NARROWCAST, told, fixed=True)
+    if changes.edits:
+        home = dict.fromkeys((*_NEW, "torch.amp"), GONE)
+        move_imports(source, changes, moved - kept, home.get)
+        if not reaches(source, here, "narrowcast"):
+            line = "import narrowcast" if here == "narrowcast" else f"import narrowcast as {here}"
+            changes.edits.insert(0, import_line(source, line))
+    elif reaches(source, here, "narrowcast"):
+        _merge_unscale_and_clip(source, changes, f"{here}.GradScaler")
+    return changes
+
+
+def narrowcast_name(source: Source) -> str:
+    """Return what narrowcast is called in a file: ``nc``, unless that is taken."""
+    taken = source.names.taken()
+    for one in source.imports:
+        if one.full == "narrowcast" and one.statement in source.tree.body and source.names.is_only(one.name):
+            return one.name
+    return next(name for name in ("nc", "narrowcast", "nc_", "narrowcast_") if name not in taken)
+
+
+def _is_class_of_torch(source: Source, reference: Reference) -> bool:
+    """Return whether a class is a base or is asked for: a ``nc.GradScaler`` is one of torch's too."""
+    parent = source.parents[reference.node]
+    asked = _is_type_test(source, reference.node) and _NEW.get(reference.full) == "GradScaler"
+    return asked or (isinstance(parent, ast.ClassDef) and reference.node in parent.bases)
+
+
+def _merge_unscale_and_clip(source: Source, changes: Changes, scaler: str) -> None:
+    """Merge ``unscale_`` and ``clip_grad_norm_`` before ``step``: nc's scaler does both in one pass.
+
+    Only where the optimizer was made of exactly the parameters that are clipped, and the file reads no
+    gradient: with a fused optimizer ``p.grad`` stays scaled.
+    """
+    if any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in source.nodes):
+        return
+    made: dict[str, ast.expr] = {}
+    for node in source.nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made.update(dict.fromkeys(map(source.code, node.targets), node.value))
+    for unscale in source.all_calls:
+        statement = source.parents[unscale]
+        if method_of(unscale) != "unscale_" or not isinstance(statement, ast.Expr) or len(unscale.args) != 1:
+            continue
+        suite = source.suite(statement)
+        at = suite.index(statement)
+        follow = [getattr(one, "value", None) for one in suite[at + 1 : at + 3]]
+        if len(follow) < 2 or not all(source.stands_alone(one) for one in suite[at : at + 2]):
+            continue
+        clip, step = follow
+        name, optimizer = source.code(receiver_of(unscale)), source.code(unscale.args[0])
+        maker, holder = made.get(name), made.get(optimizer)
+        if (
+            not isinstance(clip, ast.Call)
+            or not isinstance(maker, ast.Call)
+            or not isinstance(holder, ast.Call)
+        ):
+            continue
+        steps = step is not None and source.code(step) == f"{name}.step({optimizer})"
+        clips = source.names.full(clip.func) in _CLIPS and len(clip.args) == 2 and not clip.keywords
+        if not steps or not clips or source.code(maker.func) != scaler or not holder.args:
+            continue
+        parameters = source.code(clip.args[0])
+        if parameters == source.code(holder.args[0]) and parameters.endswith(".parameters()"):
+            changes.replace((source.lines(statement)[0], source.lines(statement)[1]), "")
+            changes.replace(
+                source.span(clip), f"{name}.clip_grad_norm_({optimizer}, {source.code(clip.args[1])})"
+            )
+            told = "unscale_ and clip_grad_norm_ are one call of nc.GradScaler, in one read of the gradients"
+            changes.tell(source.start(clip), TO_NARROWCAST, told, fixed=True)

@@ -1,0 +1,299 @@
+"""Rewrite the apex part of one file as a whole, or leave it alone.
+
+A file that is left alone keeps apex: for torch with the reasons, for narrowcast with ``narrowcast.apex``
+imported in place of apex.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import PurePath
+
+from narrowcast.migrate._torch_names import narrowcast_name
+from narrowcast.migrate.apex._around import write_around, write_lists, write_master_params, write_states
+from narrowcast.migrate.apex._gradients import Gradients
+from narrowcast.migrate.apex._kept import FP16_UTILS, keep_with_narrowcast
+from narrowcast.migrate.apex._plan import RULE, Plan, device_type, is_apex, names_cuda
+from narrowcast.migrate.apex._regions import Regions
+from narrowcast.migrate.apex._setup import Scaler, Setup, is_reached, place_scaler, read_setup, write_setup
+from narrowcast.migrate.apex._training import Run, Training
+from narrowcast.migrate.lint._scan import mistakes
+from narrowcast.migrate.source._edits import (
+    Applied,
+    Changes,
+    Settings,
+    after_imports,
+    import_line,
+    insert_after,
+    is_one_line,
+    reaches,
+    remove,
+    unwrap,
+)
+from narrowcast.migrate.source._imports import GONE, move_imports
+from narrowcast.migrate.source._tree import Imported, Source, argument, is_constant, receiver_of
+
+_UNKNOWN = {
+    "half_function": "cast its inputs inside, or torch.amp.custom_fwd for a Function",
+    "float_function": "cast its inputs to float32 inside a region with enabled=False",
+    "promote_function": "cast its inputs to the widest type among them",
+    "register_half_function": "cast explicitly where it is called",
+    "register_float_function": "call it in a region with enabled=False, on inputs cast to float32",
+    "register_promote_function": "cast explicitly where it is called",
+}
+_BY_HAND = 'keep the weights in fp32 and use a GradScaler, or nc.Stepper(model, optimizer, "O2")'
+_OF_TRAINING = {f"apex.amp.{name}" for name in ("state_dict", "load_state_dict", "master_params")}
+_IN_ONE = (
+    "an overflow in the gradients of one of these optimizers leaves out its step alone, where apex left out "
+    "those of all; nc.GradScaler.step_together does as apex"
+)
+_NO_SETUP = (
+    "amp.initialize is not in this file, so that it is not known what the scaler belongs to: move both into "
+    "one file"
+)
+_OR_NARROWCAST = ", or migrate --to narrowcast, which keeps the calls"
+_ELSEWHERE = "amp.scale_loss is not in this file: the backward pass is elsewhere, or does not scale"
+
+
+def apex(source: Source, settings: Settings) -> Changes:
+    """Rewrite what ``source`` does with apex."""
+    if not any(is_apex(one.full) for one in source.imports):
+        return Changes()
+    plan = Plan(source, settings.target, device=device_type(source))
+    _rewrite(plan)
+    if not plan.refused:
+        _check(plan)
+    if not plan.refused:
+        return plan.changes
+    left = Changes()
+    if settings.target == "narrowcast":
+        keep_with_narrowcast(source, left)
+    kept = bool(left.edits)
+    for at, reason in dict.fromkeys(plan.refused):
+        left.tell(at, RULE, f"kept, with narrowcast.apex: {reason}" if kept else reason, fixed=kept)
+    return left
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what the linter finds in the new text and not in the old, as a last guard."""
+    if plan.changes.edits:
+        made = Source(plan.source.path, Applied(plan.source.text, plan.changes.edits).text)
+        before = {rule for rule, _, _ in mistakes(plan.source)}
+        for rule, _, _ in mistakes(made):
+            if rule not in before:
+                plan.refuse(plan.source.tree.body[0], f"the rewriting would train wrongly ({rule})")
+
+
+def _rewrite(plan: Plan) -> None:
+    source = plan.source
+    homes = write_around(plan)
+    rules = write_lists(plan)
+    setups = [one for ref in plan.references("amp.initialize") if (one := read_setup(plan, ref)) is not None]
+    training = Training(plan, setups)
+    states = plan.references("amp.state_dict", "amp.load_state_dict")
+    users: list[ast.AST] = [block.statement for block in training.blocks]
+    users = users or [one.node for one in states]
+    if users and not setups and not plan.refused:
+        plan.refuse(users[0], _NO_SETUP + (_OR_NARROWCAST if plan.target == "torch" else ""))
+    for other in setups[1:]:
+        plan.refuse(other.call, "a second call of amp.initialize: pass all models and optimizers to one call")
+    if not plan.refused and setups:
+        _write_training(plan, setups[0], training, rules)
+    refused = bool(plan.refused)
+    for reference in source.references:
+        if not is_apex(reference.full) or id(reference.node) in plan.done:
+            continue
+        if refused and reference.full in _OF_TRAINING:
+            continue  # left for the reasons that were found
+        if not (reference.full == "apex.amp" and _is_presence_check(plan, reference.node)):
+            plan.refuse(reference.node, _why(reference.full))
+    _move_imports(plan, homes)
+    if not plan.refused:
+        remove(source, plan.changes, plan.gone)
+
+
+def _why(full: str) -> str:
+    name = full.rpartition(".")[2]
+    if full.startswith("apex.amp.") and name in _UNKNOWN:
+        return f"amp.{name} has no equivalent: {_UNKNOWN[name]}"
+    if full == "apex.amp":
+        return "apex.amp itself is handed on or compared: call its functions here"
+    advice = f": {_BY_HAND}" if full.startswith("apex.fp16_utils.") else ""
+    return f"{full} has no equivalent that computes the same{advice}"
+
+
+def _is_presence_check(plan: Plan, node: ast.expr) -> bool:
+    """Remove ``if amp is None: raise ...``, with further conditions of its test."""
+    asked = plan.source.parents[node]
+    test, around = asked, plan.source.parents[asked]
+    if isinstance(around, ast.BoolOp) and isinstance(around.op, ast.And):
+        test, around = around, plan.source.parents[around]
+    if not isinstance(asked, ast.Compare) or not isinstance(around, ast.If) or around.test is not test:
+        return False
+    is_none = isinstance(asked.ops[0], ast.Is) and getattr(asked.comparators[0], "value", 0) is None
+    if is_none and not around.orelse and all(isinstance(one, ast.Raise) for one in around.body):
+        plan.gone.append(around)
+        return True
+    return False
+
+
+# The training step
+
+
+def _write_training(plan: Plan, setup: Setup, training: Training, rules: list[str]) -> None:
+    source = plan.source
+    gradients = Gradients(training)
+    gradients.check()
+    if not training.blocks and setup.optimizers:
+        plan.refuse(setup.call, _ELSEWHERE)
+    regions = Regions(plan, training)
+    if not regions.has_forward and not plan.refused:
+        plan.refuse(setup.call, "no call of the model is in this file, around which a region could stand")
+    if plan.refused:
+        return
+    lines = [_policy(plan, rules)] if rules else []
+    lines += _device_line(plan, setup)
+    states = plan.references("amp.state_dict", "amp.load_state_dict")
+    always = is_reached(source, setup, [first for first, _ in regions.spans])
+    if not always and not setup.optimizers:
+        plan.refuse(setup.call, "amp.initialize without an optimizer, which may not be reached: give it one")
+        return
+    users: list[ast.AST] = [one.node for one in states]
+    for run in training.runs:
+        users += run.steps
+        users += [level.statement for _, levels in run.blocks for level in levels]
+    if users and not always:
+        users += [first for first, _ in regions.spans]
+    scaler = place_scaler(plan, setup, users) if users else None
+    lines += write_setup(plan, setup, scaler)
+    if scaler is not None:
+        for run in training.runs:
+            _write_run(plan, run, scaler)
+        gradients.unscale(scaler)
+        write_states(plan, states, scaler)
+        write_master_params(plan, gradients)
+    regions.write(scaler, always=always)
+    plan.needs_torch = True
+    if lines:
+        _write_lines(plan, lines)
+
+
+def _write_run(plan: Plan, run: Run, scaler: Scaler) -> None:
+    """Scale each loss, step by the scaler, and update it once."""
+    source, changes = plan.source, plan.changes
+    for step in run.steps:
+        statement, name = source.statement(step), scaler.at(source, step)
+        changes.replace(source.span(step), f"{name}.step({source.code(receiver_of(step))})")
+        if step is run.steps[-1]:
+            insert_after(source, changes, statement, f"{name}.update()")
+    for block, _ in run.blocks:
+        statement, call = block.statement, block.statement.body[0].value  # type: ignore[attr-defined]
+        scaled = f"{scaler.at(source, statement)}.scale({source.code(block.loss)})"
+        changes.replace(source.span(receiver_of(call)), scaled)
+        if is_one_line(statement):
+            changes.replace((source.start(statement), source.start(statement.body[0])), "")
+        else:
+            unwrap(source, changes, statement, statement.body)
+        plan.note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
+        if argument(block.call, 4, "delay_unscale") is not None:
+            plan.note(block.call, "delay_unscale goes: the step unscales once")
+        if argument(block.call, 2, "loss_id") is not None:
+            plan.note(block.call, "loss_id goes: one scaler serves all losses")
+        if len(block.optimizers) > 1:
+            plan.note(block.call, _IN_ONE)
+
+
+def _device_line(plan: Plan, setup: Setup) -> list[str]:
+    """Return the module's line that names the device, where the script asks for it."""
+    if plan.device == '"cuda"' and not names_cuda(plan.source):
+        plan.note(setup.call, 'no device is named in this file: it is taken to be "cuda", as for apex')
+    if "torch.cuda" not in plan.device:
+        return []
+    name = next(word for word in ("amp_device", "device_of_amp") if word not in plan.source.names.taken())
+    line = f"{name} = {plan.device}"
+    plan.device = name
+    return [line]
+
+
+def _policy(plan: Plan, rules: list[str]) -> str:
+    plan.policy = "amp_policy"
+    newline = plan.source.newline
+    lines = "".join(f"    {rule},{newline}" for rule in rules)
+    return f'{plan.policy} = nc.Policy.preset("fp16").with_rules({newline}{lines})'
+
+
+def _write_lines(plan: Plan, lines: list[str]) -> None:
+    """Insert lines behind the module's imports."""
+    source = plan.source
+    at = after_imports(source, tried=True)
+    before = source.text[source.starts[max(source.line_of(at)[0] - 2, 0)] : at]
+    blank = source.newline if before.strip() else ""
+    after = source.newline if source.text[at : at + 200].lstrip(" \t")[:1] not in ("\r", "\n") else ""
+    plan.changes.insert(at, blank + "".join(line + source.newline for line in lines) + after)
+
+
+# Imports
+
+
+def _move_imports(plan: Plan, homes: dict[str, str]) -> None:
+    """Remove the imports of apex, or move them to torch; refuse what other files may import from here."""
+    source = plan.source
+    ours = [one for one in source.imports if is_apex(one.full)]
+    moved = {one.name for one in ours}
+    for one in ours:
+        if PurePath(source.path).name == "__init__.py" or one.name in source.exported:
+            plan.refuse(one.statement, "what is imported here from apex may be imported from this file")
+        elif one.full.endswith(".*"):
+            _check_star(plan, one)
+        elif not source.names.is_only(one.name):
+            plan.refuse(
+                one.statement, f"{one.name} is bound to something else too: which one is used is not known"
+            )
+    used = {one.name for one in source.references}
+    kept = {one.full for one in ours if one.full in homes and one.name in used}
+
+    def home(full: str) -> str | None:
+        return homes[full] if full in kept else (GONE if is_apex(full) else None)
+
+    move_imports(source, plan.changes, moved, home, plan.gone)
+    _remove_tries(plan)
+    wanted = [("torch", "torch")] if plan.needs_torch else []
+    if plan.target == "narrowcast" and any("nc." in one.text for one in plan.changes.edits):
+        wanted.append(("nc", "narrowcast"))
+        if narrowcast_name(source) != "nc":
+            plan.refuse(source.tree.body[0], "nc is the name of something else in this file: rename it first")
+    for name, module in wanted:
+        if not reaches(source, name, module):
+            line = f"import {module}" if name == module else f"import {module} as {name}"
+            plan.changes.edits.insert(0, import_line(source, line))
+
+
+def _check_star(plan: Plan, one: Imported) -> None:
+    """Refuse a star import, unless no name that it brings is used in the file."""
+    nodes = (node for node in plan.source.nodes if id(node) not in plan.done)
+    used = sorted({node.id for node in nodes if isinstance(node, ast.Name)} & FP16_UTILS)
+    if one.full != "apex.fp16_utils.*":
+        plan.refuse(one.statement, "a star import of apex: import what is used by name")
+    elif used:
+        plan.refuse(one.statement, f"a star import of apex, of which {', '.join(used)} may be used")
+
+
+def _remove_tries(plan: Plan) -> None:
+    """Remove a ``try`` that holds only imports of apex, whose handlers raise, print or set names to None."""
+    gone = {id(one) for one in plan.gone}
+    for node in plan.source.nodes:
+        if not isinstance(node, ast.Try) or not any(id(one) in gone for one in node.body):
+            continue
+        harmless = (ast.Raise, ast.Pass)
+        for one in (statement for handler in node.handlers for statement in handler.body):
+            calls = isinstance(one, ast.Expr) and isinstance(one.value, ast.Call | ast.Constant)
+            clears = isinstance(one, ast.Assign) and is_constant(one.value, None)
+            if not isinstance(one, harmless) and not calls and not clears:
+                plan.refuse(
+                    node, "this asks whether apex is there: import it plainly, and set the flag to True"
+                )
+        if all(id(one) in gone for one in node.body) and not node.orelse and not node.finalbody:
+            plan.gone = [one for one in plan.gone if one not in node.body]
+            plan.gone.append(node)
+        elif not all(isinstance(one, ast.Import | ast.ImportFrom) for one in (*node.body, *node.orelse)):
+            plan.refuse(node, "apex is imported in a try with other statements: import it on its own first")

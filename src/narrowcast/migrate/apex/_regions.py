@@ -1,0 +1,172 @@
+"""The autocast regions: around the forward pass and the loss, wherever a model of apex is called.
+
+apex casts wherever a listed function is called; a region has a beginning and an end. It goes from the first
+statement that calls a model to the last that computes the loss, and never across a backward pass or a step.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from narrowcast.migrate.apex._plan import Plan
+from narrowcast.migrate.apex._setup import Scaler
+from narrowcast.migrate.apex._training import Level, Training
+from narrowcast.migrate.source._edits import wrap
+from narrowcast.migrate.source._names import walk
+from narrowcast.migrate.source._tree import suites_of
+
+Span = tuple[ast.stmt, ast.stmt]
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+_BCE = (
+    "binary cross entropy of probabilities, which autocast refuses on CUDA: use BCEWithLogitsLoss on logits"
+)
+_BCE_NAMES = ("BCELoss", "binary_cross_entropy")
+# What takes a number out of a tensor: statements with one of these compute no loss.
+_READS = {"item", "cpu", "numpy", "detach", "tolist", "data"}
+
+
+class Regions:
+    """The regions of one file, each as its first and its last statement."""
+
+    def __init__(self, plan: Plan, training: Training) -> None:
+        self.plan = plan
+        self.source = plan.source
+        self.spans: list[Span] = []
+        self.has_forward = False
+        self._barriers = self._find_barriers()
+        self._covered: set[int] = set()
+        for run in training.runs:
+            losses = {name for block, _ in run.blocks for name in _names(block.loss)}
+            for _, levels in run.blocks:
+                self._add_training(losses, levels)
+        self._add_others()
+        self._refuse_cross_entropy()
+
+    def _find_barriers(self) -> set[int]:
+        """Return the ids of statements that no region may hold: backward passes, steps, setups."""
+        found = set()
+        for call in self.source.all_calls:
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            alone = isinstance(self.source.parents[call], ast.Expr)
+            if name in ("scale_loss", "initialize") or (name in ("backward", "step") and alone):
+                found |= {id(one) for one in self.source.around(call)}
+        return found
+
+    def _add_training(self, losses: set[str], levels: list[Level]) -> None:
+        """Add the region of the forward pass before a block, in the innermost suite that has one."""
+        for level in levels:
+            before = level.suite[: level.suite.index(level.statement)]
+            start = max((i + 1 for i, one in enumerate(before) if id(one) in self._barriers), default=0)
+            run = before[start:]
+            last = max((i for i, one in enumerate(run) if self._stores(one) & losses), default=-1)
+            forward = [i for i, one in enumerate(run) if self._is_forward(one, losses)]
+            if last < 0 and forward:
+                last = forward[-1]
+            computed = [i for i, one in enumerate(run[: last + 1]) if self._computes(one, losses)]
+            first = min(forward + computed, default=None)
+            if first is not None and first <= last:
+                self._add(run[first], run[last])
+                self.has_forward = self.has_forward or bool(forward)
+                if forward:
+                    return
+
+    def _is_forward(self, statement: ast.stmt, losses: set[str]) -> bool:
+        """Return whether a statement calls a model, or hands one to a function that computes the loss."""
+        if self.plan.calls_model(statement):
+            return True
+        return bool(self._stores(statement) & losses) and any(
+            isinstance(node, ast.Call) and any(self.plan.is_model(one) for one in node.args)
+            for node in walk(statement)
+        )
+
+    def _computes(self, statement: ast.stmt, losses: set[str]) -> bool:
+        calls = any(isinstance(node, ast.Call) for node in walk(statement))
+        return calls and bool(self._stores(statement) & losses)
+
+    def _add_others(self) -> None:
+        """Add a region for each other call of a model, as in validation, with the loss right behind it."""
+        for node in walk(self.source.tree):
+            for suite in suites_of(node):
+                at = 0
+                while at < len(suite):
+                    first = suite[at]
+                    at += 1
+                    if not self._is_plain_forward(first):
+                        continue
+                    made = self._stores(first)
+                    while at < len(suite) and self._goes_on(suite[at], made):
+                        made |= self._stores(suite[at])
+                        at += 1
+                    self._add(first, suite[at - 1])
+                    self.has_forward = True
+
+    def _is_plain_forward(self, statement: ast.stmt) -> bool:
+        if id(statement) in self._covered or id(statement) in self._barriers:
+            return False
+        return isinstance(statement, _SIMPLE) and self.plan.calls_model(statement)
+
+    def _goes_on(self, statement: ast.stmt, made: set[str]) -> bool:
+        """Return whether a statement computes with the outputs of the model."""
+        if id(statement) in self._covered or id(statement) in self._barriers:
+            return False
+        value = getattr(statement, "value", None)
+        if not isinstance(statement, ast.Assign | ast.Return) or not isinstance(value, ast.Call):
+            return False
+        attributes = {node.attr for node in walk(value) if isinstance(node, ast.Attribute)}
+        return bool(_names(value) & made) and not attributes & _READS
+
+    def _add(self, first: ast.stmt, last: ast.stmt) -> None:
+        suite = self.source.suite(first)
+        between = suite[suite.index(first) : suite.index(last) + 1]
+        for statement in between:
+            if not self.source.stands_alone(statement):
+                self.plan.refuse(statement, "the forward pass shares its line with another statement")
+            for node in walk(statement):
+                self._covered.add(id(node))
+                if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await):
+                    self.plan.refuse(
+                        node, "the forward pass waits here for other code, which would be cast too"
+                    )
+        self.spans.append((first, last))
+
+    def _stores(self, statement: ast.stmt) -> set[str]:
+        return {
+            name
+            for node in walk(statement)
+            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
+            for name in _names(node)
+        } | {
+            name
+            for node in walk(statement)
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+            for name in _names(node.value)
+        }
+
+    def _refuse_cross_entropy(self) -> None:
+        if self.plan.device == '"cpu"' or not self.spans:
+            return
+        for reference in self.source.references:
+            if reference.full.rpartition(".")[2] in _BCE_NAMES:
+                self.plan.refuse(reference.node, _BCE)
+
+    def write(self, scaler: Scaler | None, *, always: bool) -> None:
+        """Wrap each region in ``with autocast(...)``; ``always``: mixed precision is on there."""
+        for first, last in self.spans:
+            how = [self.plan.device, "dtype=torch.float16"]
+            if self.plan.policy is not None:
+                how[1] = f"policy={self.plan.policy}"
+            if scaler is not None and not always:
+                how.append(f"enabled={scaler.at(self.source, first)}.is_enabled()")
+            wrap(self.source, self.plan.changes, first, last, f"with {self.plan.autocast}({', '.join(how)}):")
+            self.plan.note(first, "the region in which operators are cast: the forward pass and the loss")
+
+
+def _names(node: ast.AST) -> set[str]:
+    """Return the variables in an expression; ``self.x`` counts as one."""
+    found = set()
+    for one in walk(node):
+        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self":
+            found.add(f"self.{one.attr}")
+        elif isinstance(one, ast.Name) and one.id != "self":
+            found.add(one.id)
+    return found

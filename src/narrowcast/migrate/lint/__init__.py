@@ -1,0 +1,1 @@
+"""Report mistakes in hand-written mixed precision."""

@@ -1,0 +1,355 @@
+"""Find mistakes in hand-written mixed precision, by what follows what in one function.
+
+A mistake is reported where it holds whichever way a condition goes. Where a call of this file, another
+function that gets the scaler, or a branch decides, nothing is reported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+
+from narrowcast.migrate.lint._rules import RULES, ignored, without_effect
+from narrowcast.migrate.source._edits import Changes, Settings
+from narrowcast.migrate.source._names import children, walk
+from narrowcast.migrate.source._tree import (
+    Function,
+    Source,
+    argument,
+    is_constant,
+    method_of,
+    receiver_of,
+    suites_of,
+)
+
+IGNORE = "ignore"
+_TELLING = re.compile(r"GradScaler|autocast|unscale_|\.scale\(")
+_OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
+_SCALER = re.compile(r"scaler$", re.IGNORECASE)
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+# What is not linear in the gradient: it means something else for a scaled one.
+_MEASURES = ("norm", "vector_norm", "get_total_norm", "clamp", "clamp_", "pow")
+_REGIONS = ("torch.autocast", "torch.amp.autocast", "narrowcast.autocast")
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+Mistake = tuple[str, ast.expr, str]
+"""The name of a rule, where it is broken, and the message."""
+
+
+def lint(source: Source, settings: Settings) -> Changes:
+    """Report the mistakes of one file."""
+    changes = Changes()
+    if not _TELLING.search(source.text):
+        return changes
+    strings = [source.span(node) for node in source.nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
+    for at, message in without_effect(source.text):
+        if not any(start <= at < end for start, end in strings):
+            changes.tell(at, IGNORE, message, fixed=False)
+    for rule, node, message in mistakes(source):
+        begin, end = source.lines(node)
+        if not any(ignored(rule, line) for line in source.text[begin:end].splitlines()):
+            changes.tell(source.start(node), rule, message, fixed=False)
+    return changes
+
+
+def mistakes(source: Source) -> list[Mistake]:
+    """Return the mistakes of one file, one for each line and rule, those too that a comment switches off."""
+    if not _TELLING.search(source.text):
+        return []
+    scan = _Scan(source)
+    first: dict[tuple[int, str], Mistake] = {}
+    for rule, node, scaler, code in sorted(scan.found(), key=lambda one: source.start(one[1])):
+        told = RULES[rule].mended.format(scaler=scaler, optimizer=scan.optimizer_after(node), code=code)
+        first.setdefault((node.lineno, rule), (rule, node, f"{RULES[rule].reason}; write {told}"))
+    return list(first.values())
+
+
+Found = tuple[str, ast.expr, str, str]
+
+
+@dataclass(slots=True)
+class _State:
+    """What is certain about the gradients at one point of a function.
+
+    Attributes:
+        scaled: the scaler of the last scaled backward pass since the last step; None if that is not certain.
+        plain: whether a backward pass was not scaled; None if that is not certain.
+        unscaled: whether the gradients may have been unscaled since.
+        stepped: whether the scaler stepped since the last backward pass.
+        updated: the update since that step.
+    """
+
+    scaled: str | None = None
+    plain: bool | None = False
+    unscaled: bool = False
+    stepped: bool = False
+    updated: ast.expr | None = None
+
+    def forget(self) -> None:
+        """Set all to what is not certain."""
+        self.scaled, self.plain, self.unscaled, self.stepped, self.updated = None, None, True, False, None
+
+
+class _Scan:
+    """The mistakes of one file."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._functions = {node.name for node in source.nodes if isinstance(node, Function)}
+        self._made: dict[str, list[ast.expr]] = {}
+        for node in source.nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._made.setdefault(source.code(target), []).append(node.value)
+        self._scalers = self._find_scalers()
+        self._scaled_names = self._find_scaled_names()
+        self._reported: list[Found] = []
+
+    def found(self) -> list[Found]:
+        """Return every mistake: its rule, its place, the scaler, and the text to write."""
+        bodies: list[ast.AST] = [self.source.tree]
+        bodies += [node for node in self.source.nodes if isinstance(node, Function)]
+        for body in bodies if self._scalers else ():
+            if not self._divides_by_hand(body):
+                self._visit(body.body, _State())  # type: ignore[attr-defined]
+        return [*self._reported, *self._updates_missing(), *self._in_regions(), *self._half_weights()]
+
+    def _divides_by_hand(self, body: ast.AST) -> bool:
+        """Return whether a function, or the module itself, computes with the value of the loss scale."""
+        names = set()
+        for call in self.source.all_calls:
+            if method_of(call) != "get_scale" or (self.source.function(call) or self.source.tree) is not body:
+                continue
+            parent = self.source.parents[call]
+            if isinstance(parent, ast.BinOp | ast.AugAssign):
+                return True
+            names |= {self.source.code(one) for one in getattr(parent, "targets", ())}
+        computed = (node for node in walk(body) if isinstance(node, ast.BinOp | ast.AugAssign) and names)
+        return any(
+            isinstance(one, ast.Name) and one.id in names for node in computed for one in children(node)
+        )
+
+    # Scalers and optimizers
+
+    def _find_scalers(self) -> set[str]:
+        """Return the texts of scalers: made as one and not disabled, or used as only a scaler is."""
+        found = set()
+        for text, values in self._made.items():
+            if any(self._makes_scaler(value) for value in values):
+                found.add(text)
+        for call in self.source.all_calls:
+            name = method_of(call)
+            if name not in ("scale", "unscale_") or len(call.args) != 1:
+                continue
+            text = self.source.code(receiver_of(call))
+            if text not in self._made and _SCALER.search(text):
+                found.add(text)
+        return found
+
+    def _makes_scaler(self, value: ast.expr) -> bool:
+        if not isinstance(value, ast.Call):
+            return False
+        name = self.source.names.full(value.func) or self.source.code(value.func)
+        package = name.partition(".")[0]
+        known = package in ("torch", "narrowcast", "apex") or name == "GradScaler"
+        off = is_constant(argument(value, 5, "enabled"), False)
+        return known and name.endswith("GradScaler") and not off
+
+    def _find_scaled_names(self) -> dict[str, str]:
+        """Return the names of scaled losses, each with its scaler: ``scaled = scaler.scale(loss)``."""
+        found = {}
+        for node in self.source.nodes:
+            value = (
+                getattr(node, "value", None) if isinstance(node, ast.Assign) else getattr(node, "iter", None)
+            )
+            if isinstance(value, ast.Call) and (scaler := self._scaler_of(value, "scale")):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[union-attr]
+                found.update({self.source.code(target): scaler for target in targets})
+        return found
+
+    def _scaler_of(self, node: ast.AST, *methods: str) -> str | None:
+        """Return the scaler on which one of these methods is called."""
+        if method_of(node) not in methods:
+            return None
+        text = self.source.code(receiver_of(node))  # type: ignore[arg-type]
+        return text if text in self._scalers else None
+
+    def _is_optimizer(self, node: ast.expr) -> bool:
+        code = self.source.code(node)
+        made = [one.func for one in self._made.get(code, []) if isinstance(one, ast.Call)]
+        if made:
+            names = [self.source.names.full(one) or "" for one in made]
+            return all(name.startswith("torch.optim.") and "lr_scheduler" not in name for name in names)
+        return bool(_OPTIMIZER.search(code)) and "sched" not in code.lower()
+
+    def optimizer_after(self, node: ast.AST) -> str:
+        """Return the optimizer that steps next after ``node``, for the mended line."""
+        if method_of(node) == "step" and self._scaler_of(node, "step") is None:
+            return self.source.code(receiver_of(node))  # type: ignore[arg-type]
+        begin = self.source.start(node)
+        for call in self.source.all_calls:
+            if self._scaler_of(call, "step") and call.args and self.source.start(call) > begin:
+                return self.source.code(call.args[0])
+        return "optimizer"
+
+    # What follows what
+
+    def _visit(self, suite: list[ast.stmt], state: _State) -> None:
+        """Follow the statements of a suite, changing ``state``."""
+        for statement in suite:
+            if isinstance(statement, _DEFINES):
+                continue
+            for node in self._own_nodes(statement):
+                self._event(node, state)
+            for inner in suites_of(statement):
+                if isinstance(statement, ast.If | ast.Try | ast.Match | ast.ExceptHandler | ast.match_case):
+                    branch = copy(state)
+                    self._visit(inner, branch)
+                    if branch != state:
+                        state.forget()
+                else:
+                    self._visit(inner, state)
+
+    def _own_nodes(self, statement: ast.stmt) -> Iterator[ast.AST]:
+        """Yield the expressions of a statement itself, innermost calls first."""
+        for child in children(statement):
+            if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                inner = [one for one in walk(child) if isinstance(one, ast.Call | ast.Attribute)]
+                yield from reversed(inner)
+
+    def _event(self, node: ast.AST, state: _State) -> None:
+        if isinstance(node, ast.Attribute):
+            parent = self.source.parents[node]
+            clears = isinstance(parent, ast.Assign) and is_constant(parent.value, None)
+            if node.attr == "grad" and not isinstance(node.ctx, ast.Load) and not clears:
+                state.plain = None
+        elif isinstance(node, ast.Call):
+            self._call(node, method_of(node), state)
+
+    def _call(self, node: ast.Call, name: str, state: _State) -> None:
+        if name == "backward":
+            self._backward(node, state)
+        elif self._scaler_of(node, "unscale_", "clip_grad_norm_", "clip_grad_value_"):
+            state.unscaled = True
+        elif (scaler := self._scaler_of(node, "step", "step_together")) is not None:
+            if state.plain and not state.scaled:
+                self._reported.append(("scale-missing", node, scaler, ""))
+            if state.updated is not None:
+                self._reported.append(("update-between-steps", state.updated, scaler, ""))
+            state.scaled, state.plain, state.unscaled, state.stepped = None, False, False, True
+        elif self._scaler_of(node, "update"):
+            state.updated = node if state.stepped else None
+        elif self._is_clip(node) or self._measures(node):
+            rule = "clip-before-unscale" if self._is_clip(node) else "grad-before-unscale"
+            if state.scaled and not state.unscaled and state.plain is False:
+                self._reported.append((rule, node, state.scaled, ""))
+        elif name == "step" and not node.args and self._is_optimizer(receiver_of(node)):
+            if state.scaled and state.plain is False:
+                self._reported.append(("step-without-scaler", node, state.scaled, ""))
+            state.scaled, state.plain = None, False
+        elif self._may_decide(node):
+            state.forget()
+
+    def _backward(self, node: ast.Call, state: _State) -> None:
+        loss = receiver_of(node)
+        scaler = self._scaler_of(loss, "scale") or self._scaled_names.get(self.source.code(loss))
+        state.stepped, state.updated = False, None
+        if scaler is None:
+            state.plain = True if state.plain is False else state.plain
+        else:
+            state.scaled, state.unscaled = scaler, False
+
+    def _is_clip(self, call: ast.Call) -> bool:
+        name = (self.source.names.full(call.func) or self.source.code(call.func)).rpartition(".")[2]
+        uses_scaler = any(f"{scaler}." in self.source.code(call) for scaler in self._scalers)
+        return name in _CLIPS and not uses_scaler
+
+    def _measures(self, call: ast.Call) -> bool:
+        """Return whether a call computes a norm or a limit of a gradient."""
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        parts = [*call.args, *([receiver_of(call)] if isinstance(call.func, ast.Attribute) else [])]
+        grads = (one for part in parts for one in walk(part) if isinstance(one, ast.Attribute))
+        return name in _MEASURES and any(one.attr == "grad" for one in grads)
+
+    def _may_decide(self, call: ast.Call) -> bool:
+        """Return whether a call may scale, unscale or step out of sight."""
+        func = call.func
+        name = getattr(func, "attr", getattr(func, "id", ""))
+        if name in self._functions or (
+            isinstance(func, ast.Attribute) and self.source.code(func.value) == "self"
+        ):
+            return not self._scaler_of(call, name)
+        given = [self.source.code(one) for one in [*call.args, *(one.value for one in call.keywords)]]
+        return any(one in self._scalers for one in given)
+
+    # What shows by where it stands
+
+    def _updates_missing(self) -> Iterator[Found]:
+        """Report scalers of this file that step, and that nothing updates by any name."""
+        updated = {
+            self.source.code(receiver_of(call)).rpartition(".")[2]
+            for call in self.source.all_calls
+            if method_of(call) == "update"
+        }
+        given = {self.source.code(one) for call in self.source.all_calls for one in call.args}
+        for text in sorted(self._scalers & self._made.keys() - given):
+            steps = [call for call in self.source.all_calls if self._scaler_of(call, "step") == text]
+            scales = [call for call in self.source.all_calls if self._scaler_of(call, "scale") == text]
+            in_reach = "." not in text or any(
+                self.source.function(one) is self.source.function(step) for one in scales for step in steps
+            )
+            if steps and scales and in_reach and text.rpartition(".")[2] not in updated:
+                yield "update-missing", steps[-1], text, ""
+
+    def _in_regions(self) -> Iterator[Found]:
+        """Report the first backward pass in each region."""
+        seen: set[int] = set()
+        for call in self.source.all_calls:
+            region = self._region_around(call) if method_of(call) == "backward" else None
+            if region is not None and id(region) not in seen:
+                seen.add(id(region))
+                code = self.source.code(self.source.statement(call)).splitlines()[0]
+                yield "backward-in-region", call, "scaler", code
+
+    def _region_around(self, call: ast.AST) -> ast.AST | None:
+        for outer in self.source.around(call):
+            opened: list[ast.expr] = []
+            if isinstance(outer, ast.With):
+                opened = [item.context_expr for item in outer.items]
+            elif isinstance(outer, Function):
+                opened = outer.decorator_list
+            for one in opened:
+                full = self.source.names.full(one.func) if isinstance(one, ast.Call) else None
+                if isinstance(one, ast.Call) and full in _REGIONS:
+                    return None if is_constant(argument(one, 2, "enabled"), False) else outer
+            if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
+                return None
+        return None
+
+    def _half_weights(self) -> Iterator[Found]:
+        """Report ``model.half()`` before training, of a model whose parameters an optimizer gets."""
+        trained = {
+            self.source.code(receiver_of(one))
+            for call in self.source.all_calls
+            for one in call.args[:1]
+            if isinstance(one, ast.Call) and method_of(one) == "parameters"
+        }
+        begins = [call.lineno for call in self.source.all_calls if method_of(call) == "backward"]
+        for call in self.source.all_calls:
+            if not self._is_half(call) or call.lineno > min(begins, default=call.lineno):
+                continue
+            model: ast.expr = receiver_of(call)
+            while isinstance(model, ast.Call) and method_of(model) in ("to", "cuda", "train"):
+                model = receiver_of(model)
+            inside = any(isinstance(one, ast.If | ast.IfExp) for one in self.source.around(call))
+            if self.source.code(model) in trained and not inside:
+                yield "half-weights", call, "scaler", self.source.code(receiver_of(call))
+
+    def _is_half(self, call: ast.Call) -> bool:
+        if method_of(call) == "half":
+            return not call.args
+        values = [*call.args, *(one.value for one in call.keywords)] if method_of(call) == "to" else []
+        return any(self.source.names.full(one) in ("torch.float16", "torch.half") for one in values)

@@ -1,0 +1,146 @@
+"""Find Python files, read them, and write them atomically."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import io
+import os
+import re
+import stat
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowcast._files import replacing
+from narrowcast.errors import FileError
+from narrowcast.migrate.source._edits import Finding
+
+_SKIPPED = {"__pycache__", "node_modules", "site-packages"}
+# A file without any of these has nothing that a stage looks for.
+WORDS = re.compile(
+    rb"\bapex\b|\bamp\b|autocast|GradScaler|custom_fwd|custom_bwd|unscale_|\.scale\(|\bStepper\b"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOutcome:
+    """What a migration makes of one file.
+
+    Attributes:
+        path: as it was found.
+        before, after: its text, with its own line ends and without a byte order mark.
+        findings: in the order of their lines.
+        problem: why the file could not be migrated, for example that it does not parse; None if it was.
+    """
+
+    path: str
+    before: str = ""
+    after: str = ""
+    findings: tuple[Finding, ...] = ()
+    problem: str | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the migration changes the file."""
+        return self.before != self.after
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it but the text, for JSON."""
+        return {
+            "path": self.path,
+            "changes": self.changes,
+            "problem": self.problem,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def python_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files in ``paths`` and the ``*.py`` in folders of ``paths``, each once, sorted by folder.
+
+    Hidden folders, environments, caches and symbolic links inside a folder are skipped; all of these can be
+    given as a path of their own.
+
+    Raises:
+        FileError: a path is missing, or is a notebook.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        if path.is_dir():
+            inside = _walk(path)
+        elif path.suffix == ".ipynb":
+            raise FileError(
+                f"{path} is a notebook, and only Python files can be migrated: write its cells to one "
+                f"(jupyter nbconvert --to script {path}), and migrate that"
+            )
+        elif path.exists():
+            inside = iter([path])
+        elif str(path) == "-":
+            raise FileError("expected files and folders, got -: to see a diff of stdin, give /dev/stdin")
+        else:
+            raise FileError(f"expected files and folders, and {path} does not exist")
+        for file in inside:
+            found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+def folders_without_python(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders among ``paths`` that hold no Python file to migrate."""
+    return [path for path in paths if path.is_dir() and next(_walk(path), None) is None]
+
+
+def notebooks(paths: Iterable[Path]) -> list[Path]:
+    """Return the notebooks in folders of ``paths`` that contain one of the words a migration looks for."""
+    found: dict[str, Path] = {}
+    for file in (file for path in paths if path.is_dir() for file in _walk(path, ".ipynb")):
+        with contextlib.suppress(OSError):
+            if WORDS.search(file.read_bytes()):
+                found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+def _walk(folder: Path, ending: str = ".py") -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name[0] != "." and name not in _SKIPPED and not Path(root, name, "pyvenv.cfg").exists()
+        )
+        inside = (Path(root, name) for name in sorted(files) if name.endswith(ending))
+        yield from (path for path in inside if path.is_file() and not path.is_symlink())
+
+
+def decoded(data: bytes) -> tuple[str, str, bytes]:
+    """Return the text of a file, its encoding and its byte order mark.
+
+    Raises:
+        SyntaxError, UnicodeDecodeError, LookupError: an unknown encoding, or bytes that are not in it.
+    """
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    mark = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
+    encoding = "utf-8" if mark else encoding
+    return data[len(mark) :].decode(encoding), encoding, mark
+
+
+def write(outcome: FileOutcome) -> None:
+    """Write the new text atomically. Encoding, byte order mark, owner and permissions stay.
+
+    The target of a symbolic link is replaced, not the link.
+
+    Raises:
+        FileError: the file cannot be written, or has changed since it was read; it stays as it is.
+    """
+    path = Path(outcome.path).resolve()
+    try:
+        text, encoding, mark = decoded(path.read_bytes())
+        if text != outcome.before:
+            raise FileError(f"{outcome.path} has changed since it was read: migrate it again")
+        if not path.stat().st_mode & stat.S_IWUSR:  # a rename does not ask for permission
+            raise PermissionError(errno.EACCES, "it is read-only")
+        with replacing(path) as file:
+            file.write(mark + outcome.after.encode(encoding))
+    except OSError as error:
+        raise FileError(f"cannot write {outcome.path}: {error.strerror}") from error

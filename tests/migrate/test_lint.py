@@ -1,0 +1,685 @@
+"""Mistakes in hand-written mixed precision: wrong code is reported with the mended line, right code is not.
+
+Nothing is changed. What the mended programs are worth is tried at the end: they train as without a scaler.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.migrate import Settings, migrate_text
+from narrowcast.migrate.lint._rules import RULES
+
+ROOT = Path(__file__).parents[2]
+HEAD = """\
+import contextlib
+import torch
+import narrowcast as nc
+from torch.amp import GradScaler, autocast
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+second = torch.optim.SGD(other.parameters(), 0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+scaler = GradScaler(device)
+
+"""
+LINES = HEAD.count("\n")
+
+
+def found(text):
+    """The rule, the line after HEAD and the message of each mistake; nothing is changed."""
+    outcome = migrate_text(text, Settings())
+    assert outcome.text == text
+    return [(one.rule, one.line - LINES, one.message) for one in outcome.findings if one.rule in RULES]
+
+
+# The rule, the line, the program, and the end of the message: what to write.
+WRONG = {
+    "clipped between backward and step": (
+        "clip-before-unscale", 3,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    clip_grad_norm_(model.parameters(), 1.0)  # keep it small
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        "on the line before: scaler.unscale_(optimizer)",
+    ),
+    "clipped by value, in the accumulating branch": (
+        "clip-before-unscale", 4,
+        """\
+for i, x in enumerate(loader):
+    scaler.scale(model(x).sum() / 4).backward()
+    if (i + 1) % 4 == 0:
+        norm = clip_grad_value_(
+            model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+        "scaler.unscale_(optimizer)",
+    ),
+    "clipped and only then unscaled": (
+        "clip-before-unscale", 2,
+        """\
+scaler.scale(model(x).sum()).backward()
+clip_grad_norm_(model.parameters(), 1.0)
+scaler.unscale_(optimizer)
+scaler.step(optimizer)
+scaler.update()
+""",
+        "scaler.unscale_(optimizer)",
+    ),
+    "clipped after a loop over micro-batches": (
+        "clip-before-unscale", 4,
+        """\
+for x in loader:
+    for chunk in x.chunk(2):
+        scaler.scale(model(chunk).sum()).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        "scaler.unscale_(optimizer)",
+    ),
+    "clipped by a sharded model": (
+        "clip-before-unscale", 2,
+        """\
+scaler.scale(model(x).sum()).backward()
+model.clip_grad_norm_(1.0)
+scaler.step(optimizer)
+scaler.update()
+""",
+        "scaler.unscale_(optimizer)",
+    ),
+    "clipped, and perhaps left out": (
+        "clip-before-unscale", 3,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    if not norm.isfinite():
+        continue
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        "scaler.unscale_(optimizer)",
+    ),
+    "a scaler that came as an argument": (
+        "clip-before-unscale", 3,
+        """\
+def train_step(loss, net, opt, grad_scaler):
+    grad_scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    grad_scaler.step(opt)
+    grad_scaler.update()
+""",
+        "grad_scaler.unscale_(opt)",
+    ),
+    "the scale shown, which divides nothing": (
+        "clip-before-unscale", 3,
+        """\
+old = scaler.get_scale()
+scaler.scale(model(x).sum()).backward()
+clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+scaler.update()
+print(scaler.get_scale(), scaler.get_scale() < old)
+""",
+        "scaler.unscale_(optimizer)",
+    ),
+    "backward at the end of the region": (
+        "backward-in-region", 5,
+        """\
+with autocast(device, torch.float16):
+    loss = model(x).sum()
+
+    # now back
+    scaler.scale(loss).backward()
+    if loss.isfinite:
+        print(
+            "went back")
+    # and done
+scaler.step(optimizer)
+scaler.update()
+""",
+        "scaler.scale(loss).backward() behind the region",
+    ),
+    "backward in the middle of the region": (
+        "backward-in-region", 3,
+        """\
+with autocast(device, torch.float16):
+    loss = model(x).sum()
+    scaler.scale(loss).backward()
+    fake = other(x)
+scaler.step(optimizer)
+scaler.update()
+""",
+        "scaler.scale(loss).backward() behind the region",
+    ),
+    "backward in a decorated function": (
+        "backward-in-region", 3,
+        """\
+@autocast(device, torch.float16)
+def train_step(x):
+    model(x).sum().backward()
+""",
+        "model(x).sum().backward() behind the region",
+    ),
+    "no update at all": (
+        "update-missing", 3,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+""",
+        "after the last step: scaler.update()",
+    ),
+    "no update in sight of a scaler that others may reach": (
+        "update-missing", 7,
+        """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+""",
+        "self.scaler.update()",
+    ),
+    "update between the steps of one backward": (
+        "update-between-steps", 3,
+        """\
+scaler.scale(model(x).sum() + other(x).sum()).backward()
+scaler.step(optimizer)
+scaler.update()
+scaler.step(second)
+scaler.update()
+""",
+        "scaler.update() once, after the last step",
+    ),
+    "the optimizer steps by itself": (
+        "step-without-scaler", 3,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    optimizer.step()  # go
+    scaler.update()
+""",
+        "scaler.step(optimizer)",
+    ),
+    "one of two optimizers steps by itself": (
+        "step-without-scaler", 2,
+        """\
+scaler.scale(model(x).sum() + other(x).sum()).backward()
+second.step()
+scaler.step(optimizer)
+scaler.update()
+""",
+        "scaler.step(second)",
+    ),
+    "unscaled by hand, and the optimizer steps by itself": (
+        "step-without-scaler", 3,
+        """\
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+optimizer.step()
+scaler.update()
+""",
+        "scaler.step(optimizer)",
+    ),
+    "nothing is scaled": (
+        "scale-missing", 2,
+        """\
+model(x).sum().backward()
+scaler.step(optimizer)
+scaler.update()
+""",
+        "scaler.scale(loss).backward()",
+    ),
+    "a norm of scaled gradients": (
+        "grad-before-unscale", 2,
+        """\
+scaler.scale(model(x).sum()).backward()
+norm = sum(p.grad.norm() ** 2 for p in model.parameters())
+scaler.step(optimizer)
+scaler.update()
+""",
+        "scaler.unscale_(optimizer)",
+    ),
+    "a model in fp16": (
+        "half-weights", 1,
+        """\
+model = model.to(device).half()
+model.train()
+with autocast(device, torch.float16):
+    loss = model(x).sum()
+""",
+        "write model.to(device)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_reported_with_the_mended_line(name):
+    rule, line, wrong, mended = WRONG[name]
+    ((told, at, message),) = found(HEAD + wrong)
+    assert (told, at) == (rule, line)
+    assert message.startswith(RULES[rule].reason)
+    assert mended in message
+
+
+def test_every_rule_has_a_wrong_program():
+    assert {case[0] for case in WRONG.values()} == set(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_comment_on_the_line_switches_its_rule_off(rule):
+    line, wrong = next((case[1], case[2]) for case in WRONG.values() if case[0] == rule)
+    lines = wrong.splitlines(keepends=True)
+    code = lines[line - 1].rstrip("\n")
+    for comment, silent in ((f"ignore[{rule}]", True), ("ignore", True), ("ignore[half-weight]", False)):
+        lines[line - 1] = f"{code}  # narrowcast: {comment}\n"
+        assert (found(HEAD + "".join(lines)) == []) is silent
+
+
+@pytest.mark.parametrize(
+    "imported",
+    [
+        "from torch.amp import GradScaler",
+        "from narrowcast import GradScaler",
+        "from apex.transformer.amp import GradScaler",
+    ],
+)
+def test_scalers_are_known_by_their_full_names(imported):
+    text = f"{imported}\nimport torch\ngrads = GradScaler()\n" + (
+        "def step(loss, net, opt):\n"
+        "    grads.scale(loss).backward()\n"
+        "    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n"
+        "    grads.step(opt)\n"
+        "    grads.update()\n"
+    )
+    target = "narrowcast" if "narrowcast" in imported else "torch"
+    rules = [one.rule for one in migrate_text(text, Settings(target=target)).findings]
+    assert "clip-before-unscale" in rules
+
+
+# Shapes that training scripts have, in which nothing is wrong.
+RIGHT = {
+    "accumulation": """\
+for i, x in enumerate(loader):
+    with autocast(device, enabled=amp):
+        loss = model(x).sum() / n
+    scaler.scale(loss).backward()
+    if (i + 1) % n == 0:
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+""",
+    "accumulation, asked twice": """\
+for i, x in enumerate(loader):
+    stepping = (i + 1) % n == 0
+    scaler.scale(model(x).sum() / n).backward()
+    if stepping:
+        scaler.unscale_(optimizer)
+    if stepping and max_norm > 0:
+        clip_grad_norm_(model.parameters(), max_norm)
+    if stepping:
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    "two optimizers and one update": """\
+for x in loader:
+    loss = model(x).sum() + other(x).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(second)
+    clip_grad_norm_(model.parameters(), 1.0)
+    clip_grad_norm_(other.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.step(second)
+    scaler.update()
+""",
+    "two backwards, each with its step and its update": """\
+for x in loader:
+    second.zero_grad()
+    scaler.scale(other(x).sum()).backward()
+    scaler.step(second)
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "a other model in fp32 beside": """\
+for x in loader:
+    other(x).sum().backward()
+    clip_grad_norm_(other.parameters(), 1.0)
+    scaler.scale(model(x).sum()).backward()
+    second.step()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "with or without a scaler": """\
+def train_step(x, scaler=None):
+    loss = model(x).sum()
+    if scaler is None:
+        loss.backward()
+    else:
+        scaler.scale(loss).backward()
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+""",
+    "a limit multiplied by the scale": """\
+scaler.scale(model(x).sum()).backward()
+clip_grad_norm_(model.parameters(), 1.0 * scaler.get_scale())
+scaler.step(optimizer)
+scaler.update()
+""",
+    "unscaled by a function of this file": """\
+def finish(opt):
+    scaler.unscale_(opt)
+    clip_grad_norm_(model.parameters(), 1.0)
+
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    finish(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "unscaled by a function of another file": """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    prepare(scaler, optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "a trainer whose base class may unscale": """\
+class Trainer(Base):
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def train_step(self, x):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.before_step()
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+    "two optimizers, one unscaled before the other's backward": """\
+scaler.scale(other(x).sum()).backward()
+scaler.unscale_(second)
+scaler.scale(model(x).sum()).backward()
+scaler.unscale_(optimizer)
+scaler.step(second)
+scaler.step(optimizer)
+scaler.update()
+""",
+    "update in a method": """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def train_step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.finish()
+
+    def finish(self):
+        self.scaler.update()
+""",
+    "clipping by narrowcast's scaler": """\
+own = nc.GradScaler(device)
+for x in loader:
+    own.scale(model(x).sum()).backward()
+    own.clip_grad_norm_(optimizer, 1.0)
+    own.step(optimizer)
+    own.update()
+""",
+    "a region that is off around the backward": """\
+with autocast(device):
+    loss = model(x).sum()
+    with autocast(device, enabled=False):
+        scaler.scale(loss.float()).backward()
+""",
+    "a region that is kept for a function": """\
+with autocast(device):
+    def closure():
+        loss = model(x).sum()
+        scaler.scale(loss).backward()
+        return loss
+""",
+    "fp16 weights on another way than amp": """\
+model.train()
+if args.half:
+    model.half()
+with autocast(device, enabled=args.amp):
+    loss = model(x).sum()
+""",
+    "a scaler that is off for good": """\
+off = GradScaler(device, enabled=False)
+off.scale(model(x).sum()).backward()
+clip_grad_norm_(model.parameters(), 1.0)
+off.step(optimizer)
+""",
+    "gradients averaged and their zeros looked at": """\
+scaler.scale(model(x).sum()).backward()
+for p in model.parameters():
+    torch.distributed.all_reduce(p.grad)
+    p.grad /= 2
+    finite = p.grad is not None and torch.isfinite(p.grad).all()
+scaler.step(optimizer)
+scaler.update()
+""",
+    "out of memory, caught": """\
+for x in loader:
+    try:
+        scaler.scale(model(x).sum()).backward()
+        scaler.unscale_(optimizer)
+    except RuntimeError:
+        optimizer.zero_grad()
+        continue
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "a scaler each": """\
+first, last = GradScaler(device), GradScaler(device)
+for x in loader:
+    first.scale(model(x).sum()).backward()
+    last.scale(other(x).sum()).backward()
+    first.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    first.step(optimizer)
+    last.step(second)
+    first.update()
+    last.update()
+""",
+    "several losses in a loop": """\
+for x in loader:
+    losses = [model(x).sum(), other(x).sum()]
+    for loss in scaler.scale(losses):
+        loss.backward(retain_graph=True)
+    scaler.step(optimizer)
+    scaler.step(second)
+    scaler.update()
+""",
+    "unscaled by hand, one gradient after the other": """\
+scaler.scale(model(x).sum()).backward()
+inverse = 1.0 / scaler.get_scale()
+for p in model.parameters():
+    p.grad.mul_(inverse)
+optimizer.step()
+""",
+    "a loss scaler of its own": """\
+class LossScaler:
+    def scale(self, loss):
+        return loss * 1024
+    def unscale_(self, parameters):
+        for p in parameters:
+            p.grad /= 1024
+
+from mylib import DynamicLossScaler
+scalers = LossScaler()
+dynamic = DynamicLossScaler()
+scalers.scale(model(x).sum()).backward()
+scalers.unscale_(model.parameters())
+clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+dynamic.scale(model(x).sum()).backward()
+dynamic.unscale_grads(model)
+clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+""",
+    "a gradient set by hand beside": """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    other.weight.grad = torch.autograd.grad(other(x).sum(), other.weight)[0]
+    second.step()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+    "classes that others build on": """\
+class Steps:
+    def __init__(self):
+        self.grads = GradScaler(device)
+
+    def finish(self):
+        self.grads.step(self.optimizer)
+        self.grads.update()
+
+class Scales:
+    def __init__(self):
+        self.amp = GradScaler(device)
+
+    def backward(self, loss):
+        self.amp.scale(loss).backward()
+
+    def optimizer_step(self, one):
+        self.amp.step(one)
+""",
+    "exported in fp16 after training": """\
+model.train()
+for x in loader:
+    with autocast(device):
+        loss = model(x).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+model.half()
+torch.save(model.state_dict(), "model.pt")
+""",
+    "a step by itself on gradients that are new": """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def train_step(self, loss):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.penalty()
+        self.optimizer.step()
+
+    def again(self, loss, other):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        other.backward()
+        self.optimizer.step()
+""",
+    "match": """\
+for x in loader:
+    match mode:
+        case "amp":
+            scaler.scale(model(x).sum()).backward()
+            scaler.unscale_(optimizer)
+        case _:
+            model(x).sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_reported_in_right_code(name):
+    assert found(HEAD + RIGHT[name]) == []
+
+
+def test_nothing_is_reported_in_the_trainer_of_transformers():
+    """A large library, with its own layers above torch.amp."""
+    spec = find_spec("transformers")
+    text = (Path(spec.origin).parent / "trainer.py").read_text(encoding="utf-8")
+    assert found(text) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.name)
+def test_nothing_is_reported_in_the_examples(path):
+    assert found(path.read_text(encoding="utf-8")) == []
+
+
+def trained(text):
+    """The weights after a few steps of a program that is run as it is."""
+    torch.manual_seed(0)
+    scope = {"device": "cpu", "loader": [torch.randn(3, 2) for _ in range(4)]}
+    exec(text, scope)
+    return torch.cat([p.detach().flatten() for name in ("model", "other") for p in scope[name].parameters()])
+
+
+LOOP = """\
+for x in loader:
+    (model(x).sum() + other(x).sum()).backward()
+    CLIP
+    optimizer.step()
+    second.step()
+    optimizer.zero_grad()
+    second.zero_grad()
+"""
+SCALED = (
+    LOOP.replace("(model(x).sum() + other(x).sum())", "scaler.scale(model(x).sum() + other(x).sum())")
+    .replace("optimizer.step()", "scaler.step(optimizer)")
+    .replace("second.step()", "scaler.step(second)\n    scaler.update()")
+)
+CLIPPED = "clip_grad_norm_(model.parameters(), 1.0)"
+# What is clipped, and what the wrong program has in place of what is in the right one.
+WORTH = {
+    "clip-before-unscale": (CLIPPED, "scaler.unscale_(optimizer)\n    ", ""),
+    "update-between-steps": ("pass", "scaler.step(second)", "scaler.update()\n    scaler.step(second)"),
+    "step-without-scaler": ("pass", "scaler.step(optimizer)", "optimizer.step()"),
+}
+
+
+@pytest.mark.parametrize("rule", WORTH)
+def test_the_mended_program_trains_as_without_a_scaler(rule):
+    """The loss scale is a power of two and all is fp32: scaling and unscaling are exact."""
+    clip, right, wrong = WORTH[rule]
+    head = HEAD.replace("GradScaler(device)", "GradScaler(device, init_scale=1024.0, growth_interval=1)")
+    unscaled = "scaler.unscale_(optimizer)\n    " if clip == CLIPPED else ""
+    mended = head + SCALED.replace("CLIP", unscaled + clip)
+    mistaken = mended.replace(right, wrong)
+    assert rule in [one for one, _, _ in found(mistaken)]
+    assert found(mended) == []
+    expected = trained(head + LOOP.replace("CLIP", clip))
+    assert torch.equal(trained(mended), expected)
+    assert not torch.equal(trained(mistaken), expected)

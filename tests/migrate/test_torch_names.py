@@ -1,0 +1,456 @@
+"""``torch.cuda.amp`` and ``torch.cpu.amp`` become ``torch.amp``, and that narrowcast on request."""
+
+import contextlib
+import importlib
+import io
+import textwrap
+import warnings
+
+import pytest
+import torch
+from rewriting import left_alone, migrated
+
+from narrowcast.migrate.apex._kept import OFFERED
+
+GOLDEN = {
+    "a full name": (
+        "import torch\nwith torch.cuda.amp.autocast():\n    pass\n",
+        'import torch\nwith torch.amp.autocast("cuda"):\n    pass\n',
+    ),
+    "arguments by place get names": (
+        "import torch\nwith torch.cuda.amp.autocast(flag, torch.bfloat16, False):  # why\n    pass\n",
+        "import torch\n"
+        'with torch.amp.autocast("cuda", enabled=flag, dtype=torch.bfloat16, cache_enabled=False):  # why\n'
+        "    pass\n",
+    ),
+    "brackets and comments stay": (
+        "import torch\nr = torch.cuda.amp.autocast(\n    (flag),  # one, two\n    dtype = torch.half,\n)\n",
+        'import torch\nr = torch.amp.autocast(\n    "cuda", enabled=(flag),  # one, two\n'
+        "    dtype = torch.half,\n)\n",
+    ),
+    "keywords from a dictionary": (
+        "import torch\nr = torch.cuda.amp.autocast(**how)\n",
+        'import torch\nr = torch.amp.autocast("cuda", **how)\n',
+    ),
+    "the CPU": (
+        "import torch\nwith torch.cpu.amp.autocast(True), torch.cpu.amp.autocast():\n    pass\n",
+        'import torch\nwith torch.amp.autocast("cpu", enabled=True), torch.amp.autocast("cpu"):\n    pass\n',
+    ),
+    "a scaler's arguments keep their places": (
+        "from torch.cuda.amp import GradScaler\ns = GradScaler(2.0, enabled=on)\nt = GradScaler()\n",
+        'from torch.amp import GradScaler\ns = GradScaler("cuda", 2.0, enabled=on)\nt = GradScaler("cuda")\n',
+    ),
+    "an alias": (
+        "from torch.cuda.amp import autocast as ac\n\n\n@ac()\ndef f():\n    pass\n",
+        'from torch.amp import autocast as ac\n\n\n@ac("cuda")\ndef f():\n    pass\n',
+    ),
+    "the module by another name": (
+        "from torch.cuda import amp, device  # both\nwith amp.autocast():\n    pass\n",
+        "from torch.cuda import device\nfrom torch import amp  # both\n"
+        'with amp.autocast("cuda"):\n    pass\n',
+    ),
+    "import as": (
+        "import torch.cuda.amp as amp\ns = amp.GradScaler()\n",
+        'import torch.amp as amp\ns = amp.GradScaler("cuda")\n',
+    ),
+    "import of the module, torch imported too": (
+        "import torch\nimport torch.cuda.amp\ns = torch.cuda.amp.GradScaler()\n",
+        'import torch\ns = torch.amp.GradScaler("cuda")\n',
+    ),
+    "import of the module alone": (
+        "import torch.cuda.amp\ns = torch.cuda.amp.GradScaler()\n",
+        'import torch\ns = torch.amp.GradScaler("cuda")\n',
+    ),
+    "names in brackets": (
+        "from torch.cuda.amp import (\n    GradScaler,  # scales\n    autocast,\n)\n"
+        "s = GradScaler()\na = autocast()\n",
+        "from torch.amp import (\n    GradScaler,  # scales\n    autocast,\n)\n"
+        's = GradScaler("cuda")\na = autocast("cuda")\n',
+    ),
+    "in a function, with tabs and Windows line ends": (
+        "def f():\r\n\tfrom torch.cuda.amp import autocast\r\n\twith autocast():\r\n\t\tpass\r\n",
+        'def f():\r\n\tfrom torch.amp import autocast\r\n\twith autocast("cuda"):\r\n\t\tpass\r\n',
+    ),
+    "custom functions": (
+        "from torch.cuda.amp import custom_bwd, custom_fwd\n@custom_fwd\ndef f(): pass\n"
+        "@custom_fwd(cast_inputs=half)\ndef g(): pass\n@custom_bwd\ndef b(): pass\nh = custom_fwd(f)\n",
+        'from torch.amp import custom_bwd, custom_fwd\n@custom_fwd(device_type="cuda")\ndef f(): pass\n'
+        '@custom_fwd(cast_inputs=half, device_type="cuda")\ndef g(): pass\n@custom_bwd(device_type="cuda")\n'
+        'def b(): pass\nh = custom_fwd(f, device_type="cuda")\n',
+    ),
+    "annotations and questions": (
+        "import torch\ndef f(s: torch.cuda.amp.GradScaler):\n"
+        "    return isinstance(s, torch.cuda.amp.GradScaler)\n",
+        "import torch\ndef f(s: torch.amp.GradScaler):\n    return isinstance(s, torch.amp.GradScaler)\n",
+    ),
+    "the module in which it is defined": (
+        "from torch.cuda.amp.grad_scaler import GradScaler\ns = GradScaler()\n",
+        'from torch.amp import GradScaler\ns = GradScaler("cuda")\n',
+    ),
+    "letters beyond ASCII before it": (
+        'import torch\nx = "äöü"; s = torch.cuda.amp.GradScaler(); y = "ß"\n',
+        'import torch\nx = "äöü"; s = torch.amp.GradScaler("cuda"); y = "ß"\n',
+    ),
+    "brackets around what is called, with one in a comment": (
+        "import torch\na = (torch.cuda.amp.autocast  # ( why\n     )(True)\n",
+        'import torch\na = (torch.amp.autocast  # ( why\n     )("cuda", enabled=True)\n',
+    ),
+    "the modules inside by their names": (
+        "from torch.cuda.amp import autocast_mode\nimport torch.cuda.amp.grad_scaler as gs\n"
+        "a, s = autocast_mode.autocast(), gs.GradScaler()\n",
+        "from torch.amp import autocast_mode\nimport torch.amp.grad_scaler as gs\n"
+        'a, s = autocast_mode.autocast("cuda"), gs.GradScaler("cuda")\n',
+    ),
+    "parts of annotations, and types asked for": (
+        "from torch.cuda.amp import GradScaler\ndef f(s: Optional[GradScaler], t: GradScaler | None):\n"
+        "    return type(s) is GradScaler\n",
+        "from torch.amp import GradScaler\ndef f(s: Optional[GradScaler], t: GradScaler | None):\n"
+        "    return type(s) is GradScaler\n",
+    ),
+    "a region in one of another format keeps its own": (
+        "import torch\nwith torch.autocast('cuda', torch.bfloat16), torch.cuda.amp.autocast(on, ):\n"
+        "    with torch.cuda.amp.autocast():\n        pass\n",
+        "import torch\nwith torch.autocast('cuda', torch.bfloat16), "
+        'torch.amp.autocast("cuda", enabled=on, dtype=torch.float16, ):\n'
+        '    with torch.amp.autocast("cuda", dtype=torch.float16):\n'
+        "        pass\n",
+    ),
+    "two statements in a line": (
+        "from torch.cuda.amp import GradScaler, common; s = GradScaler()\n",
+        'from torch.cuda.amp import common; from torch.amp import GradScaler; s = GradScaler("cuda")\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_deprecated_names_become_torch_amp(name):
+    before, after = GOLDEN[name]
+    assert migrated(before).text == after
+
+
+UNTOUCHED = {
+    "another name that is called so": "def f(autocast):\n    with autocast():\n        pass\n",
+    "a local variable hides the import": (
+        "from torch.amp import autocast\ndef f(GradScaler):\n    return GradScaler(), autocast('cuda')\n"
+    ),
+    "torch.amp already": "import torch\ns = torch.amp.GradScaler('cuda')\n",
+    "words in strings and comments": "# torch.cuda.amp.autocast()\nx = 'torch.cuda.amp.GradScaler()'\n",
+}
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_other_names_are_left_without_a_finding(name):
+    outcome = migrated(UNTOUCHED[name])
+    assert outcome.text == UNTOUCHED[name]
+    assert outcome.findings == ()
+
+
+UNCLEAR = {
+    "a value": "from torch.cuda.amp import autocast\nregion = autocast if on else other\n",
+    "a base class": "import torch\nclass S(torch.cuda.amp.GradScaler):\n    pass\n",
+    "arguments from a list": "from torch.cuda.amp import autocast\nwith autocast(*how):\n    pass\n",
+    "an import that only others may use": "from torch.cuda.amp import autocast\n",
+    "one of two uses": "from torch.cuda.amp import autocast\nx = autocast\nwith autocast():\n    pass\n",
+    "something else of the module": "import torch\nx = torch.cuda.amp.amp_definitely_not_available()\n",
+    "a star": "from torch.cuda.amp import *\ns = GradScaler()\n",
+    "in an f-string, with its quotes": 'import torch\nprint(f"{torch.cuda.amp.GradScaler()}")\n',
+    "what other files call by its old arguments": (
+        "from torch.cuda.amp import GradScaler\n__all__ = ['GradScaler']\ns = GradScaler()\n"
+    ),
+    "what is handed on by its own name": (
+        "from torch.cuda.amp import GradScaler as GradScaler\ns = GradScaler()\n"
+    ),
+    "a class that others call": "import torch\nclass T:\n    made = torch.cuda.amp.GradScaler\n",
+    "a class with its first argument": (
+        "import functools, torch\nmake = functools.partial(torch.cuda.amp.GradScaler, 2.0)\n"
+    ),
+    "a device where the scale belongs": "import torch\ns = torch.cuda.amp.GradScaler('cuda')\n",
+    "which device it is for": (
+        "import torch\nx = isinstance(s, torch.cuda.amp.GradScaler)\n"
+        "y = isinstance(s, torch.cpu.amp.GradScaler)\n"
+    ),
+    "a region in one of another format, whose own cannot be named": (
+        "import torch as th\nth.set_autocast_gpu_dtype(th.bfloat16)\nwith th.cuda.amp.autocast():\n    pass\n"
+    ),
+    "for a torch that has no torch.amp": (
+        "import torch\nif hasattr(torch.amp, 'GradScaler'):\n    s = torch.amp.GradScaler('cuda')\n"
+        "else:\n    s = torch.cuda.amp.GradScaler()\n"
+    ),
+    "for a torch of an older version": (
+        "import torch\ns = torch.amp.GradScaler('cuda') if version.parse(torch.__version__) >= V "
+        "else torch.cuda.amp.GradScaler()\n"
+    ),
+    "for a torch that raises": (
+        "import torch\ntry:\n    s = torch.amp.GradScaler('cuda')\nexcept AttributeError:\n"
+        "    s = torch.cuda.amp.GradScaler()\n"
+    ),
+    "two things it may be": (
+        "try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    from mine import autocast\n"
+        "with autocast():\n    pass\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_an_unclear_use_is_left_and_reported(name):
+    outcome = migrated(UNCLEAR[name])
+    assert outcome.text == UNCLEAR[name]
+    assert [message for _, message in left_alone(outcome) if "is deprecated, and" in message]
+
+
+def test_uses_by_full_name_are_decided_one_by_one():
+    outcome = migrated("import torch\nx = torch.cuda.amp.autocast\ns = torch.cuda.amp.GradScaler()\n")
+    assert outcome.text == 'import torch\nx = torch.cuda.amp.autocast\ns = torch.amp.GradScaler("cuda")\n'
+    assert [line for line, _ in left_alone(outcome)] == [2]
+
+
+def test_findings_have_the_line_of_the_original_file():
+    text = textwrap.dedent(
+        """\
+        import torch
+        import torch.cuda.amp
+        from torch.cuda.amp import (
+            GradScaler,
+        )
+        a = GradScaler()
+        b = torch.cuda.amp.autocast
+        """
+    )
+    outcome = migrated(text)
+    assert [(finding.line, finding.column, finding.fixed) for finding in outcome.findings] == [
+        (6, 5, True),
+        (7, 5, False),
+    ]
+
+
+def test_a_region_inside_another_dtype_keeps_its_dtype():
+    """Why its dtype is written out: torch's new regions keep the dtype that is set, the old ones do not."""
+    text = """\
+import torch
+with torch.autocast("cpu", torch.float16):
+    with torch.cpu.amp.autocast():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+"""
+    products = []
+    for one in (text, migrated(text).text, text.replace("cpu.amp.autocast()", 'amp.autocast("cpu")')):
+        scope = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            exec(one, scope)
+        products.append(scope["product"].dtype)
+    assert products == [torch.bfloat16, torch.bfloat16, torch.float16]
+
+
+NATIVE = """\
+import torch
+from torch.cpu.amp import autocast, GradScaler
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler(2.0 ** 8, enabled=True)
+x = torch.randn(16, 8)
+for step in range(4):
+    optimizer.zero_grad()
+    with autocast(True, torch.bfloat16):
+        loss = torch.nn.functional.mse_loss(model(x), x[:, :1])
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item(), norm.item())
+"""
+
+
+def printed(text):
+    """The numbers that a script prints, run in this process; a warning is an error."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(text, "script.py", "exec"), {"__name__": "__main__"})
+    return [float(word) for word in out.getvalue().split()]
+
+
+def test_a_migrated_script_trains_alike_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the deprecated names
+        before = printed(NATIVE)
+    assert printed(migrated(NATIVE).text) == before
+    # nc.GradScaler clips in one pass, to 1e-6.
+    assert printed(migrated(NATIVE, "narrowcast").text) == pytest.approx(before, rel=1e-5)
+
+
+UNSCALED = """\
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # at most 1
+    scaler.step(optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "merged"),
+    [
+        (("", ""), True),
+        (("SGD(model", "SGD(model.head"), False),
+        (("scaler.step", "print(norm)\n    scaler.step"), False),
+        ((", 1.0)", ", 1.0, norm_type=1.0)"), False),
+        (("import torch\n", "import torch\nprint(weight.grad)\n"), False),
+    ],
+)
+def test_unscale_and_clip_merge_for_narrowcast(change, merged):
+    text = (
+        "import torch\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "scaler = torch.amp.GradScaler('cuda')\nfor x in loader:\n    scaler.scale(model(x)).backward()\n"
+    ) + UNSCALED
+    after = migrated(text.replace(*change) if change[0] else text, "narrowcast").text
+    assert ("    scaler.clip_grad_norm_(optimizer, 1.0)  # at most 1\n" in after) is merged
+    assert ("unscale_" in after) is not merged
+
+
+TO_NARROWCAST = {
+    "full names": (
+        "import torch\ns = torch.amp.GradScaler('cuda', enabled=on)\n"
+        "with torch.autocast('cuda', torch.half):  # r\n    pass\n",
+        "import torch\nimport narrowcast as nc\ns = nc.GradScaler('cuda', enabled=on)\n"
+        "with nc.autocast('cuda', torch.half):  # r\n    pass\n",
+    ),
+    "imported names": (
+        "'''Text.'''\nfrom torch.amp import GradScaler, autocast\n\ns = GradScaler()\na = autocast('cpu')\n",
+        "'''Text.'''\nimport narrowcast as nc\n\ns = nc.GradScaler()\na = nc.autocast('cpu')\n",
+    ),
+    "one of the imported names": (
+        "from torch import autocast, nn\na = autocast('cpu')\nn = nn.Linear(1, 1)\n",
+        "from torch import nn\nimport narrowcast as nc\na = nc.autocast('cpu')\nn = nn.Linear(1, 1)\n",
+    ),
+    "deprecated ones": (
+        "import torch\ns = torch.cuda.amp.GradScaler()\n",
+        'import torch\nimport narrowcast as nc\ns = nc.GradScaler("cuda")\n',
+    ),
+    "custom functions": (
+        "from torch import amp\n@amp.custom_fwd(device_type='cuda')\ndef f(): pass\n",
+        "import narrowcast as nc\n@nc.custom_fwd(device_type='cuda')\ndef f(): pass\n",
+    ),
+    "a question keeps torch's class, of which narrowcast's is one": (
+        "from torch.amp import GradScaler\ns = GradScaler()\nassert isinstance(s, GradScaler)\n",
+        "from torch.amp import GradScaler\nimport narrowcast as nc\ns = nc.GradScaler()\n"
+        "assert isinstance(s, GradScaler)\n",
+    ),
+    "narrowcast by its name here": (
+        "import torch\nimport narrowcast as n\na = torch.autocast('cpu')\n",
+        "import torch\nimport narrowcast as n\na = n.autocast('cpu')\n",
+    ),
+    "nc is taken": (
+        "import torch\nnc = 5\na = torch.autocast('cpu')\n",
+        "import torch\nimport narrowcast\nnc = 5\na = narrowcast.autocast('cpu')\n",
+    ),
+    "nc and narrowcast are taken": (
+        "import torch\ndef f(nc, narrowcast):\n    return torch.autocast('cpu')\n",
+        "import torch\nimport narrowcast as nc_\ndef f(nc, narrowcast):\n    return nc_.autocast('cpu')\n",
+    ),
+    "a name that hides narrowcast in a function": (
+        "import torch\nimport narrowcast as nc\ndef f(nc):\n    return torch.autocast('cpu')\n",
+        "import torch\nimport narrowcast as nc\nimport narrowcast\n"
+        "def f(nc):\n    return narrowcast.autocast('cpu')\n",
+    ),
+    "a name that other files import from here": (
+        "from torch.amp import GradScaler, autocast\n__all__ = ['GradScaler']\n"
+        "s, a = GradScaler(), autocast('cpu')\n",
+        "from torch.amp import GradScaler\nimport narrowcast as nc\n__all__ = ['GradScaler']\n"
+        "s, a = nc.GradScaler(), nc.autocast('cpu')\n",
+    ),
+    "a use in the line of an import": (
+        "import torch; a = torch.autocast('cpu')\n",
+        "import narrowcast as nc\nimport torch; a = nc.autocast('cpu')\n",
+    ),
+    "a question after a region, which is no region of torch's": (
+        "import torch\nassert isinstance(torch.autocast('cpu'), torch.autocast)\n",
+        "import torch\nimport narrowcast as nc\nassert isinstance(nc.autocast('cpu'), nc.autocast)\n",
+    ),
+    "after the imports of the future": (
+        "#!/usr/bin/env python\nfrom __future__ import annotations\nimport torch\n"
+        "a = torch.autocast('cpu')\n",
+        "#!/usr/bin/env python\nfrom __future__ import annotations\nimport torch\nimport narrowcast as nc\n"
+        "a = nc.autocast('cpu')\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TO_NARROWCAST)
+def test_torch_names_become_narrowcast(name):
+    before, after = TO_NARROWCAST[name]
+    assert migrated(before, "narrowcast").text == after
+
+
+def test_torch_names_stay_without_a_request():
+    text = TO_NARROWCAST["full names"][0]
+    assert migrated(text).text == text
+
+
+KEPT = {
+    "a module that it has not": (
+        "from apex.normalization import FusedLayerNorm as LN\n",
+        "from apex.normalization import FusedLayerNorm as LN\n",
+        "narrowcast.apex has no",
+    ),
+    "one name of several": (
+        "from apex.parallel import Reducer as R, LARC\n",
+        "from apex.parallel import LARC\nfrom narrowcast.apex.parallel import Reducer as R\n",
+        "narrowcast.apex has no",
+    ),
+    "a module of several": (
+        "from apex import amp as a, mlp\n",
+        "from apex import mlp\nfrom narrowcast.apex import amp as a\n",
+        "narrowcast.apex has no",
+    ),
+    "a file of a module that it has": (
+        "from apex.parallel.distributed import DistributedDataParallel\n",
+        "from narrowcast.apex.parallel import DistributedDataParallel\n",
+        None,
+    ),
+    "what a file of apex has for itself": (
+        "from apex.parallel.distributed import flat_dist_call\n",
+        "from apex.parallel.distributed import flat_dist_call\n",
+        "parallel.distributed.flat_dist_call",
+    ),
+    "a plain import": (
+        "import os, apex.contrib.xentropy as xe, apex.amp as a\n",
+        "import os, apex.contrib.xentropy as xe\nimport narrowcast.apex.amp as a\n",
+        "contrib.xentropy",
+    ),
+    "what is taken of apex as a whole": (
+        "import apex\nn = apex.normalization.FusedLayerNorm\nopt = apex.amp.state_dict()\n",
+        "import apex\nn = apex.normalization.FusedLayerNorm\nopt = apex.amp.state_dict()\n",
+        "narrowcast.apex has no",
+    ),
+    "lists and the state, which are modules": (
+        "from apex.amp.lists import torch_overrides\nfrom apex.amp.lists.torch_overrides import CASTS\n"
+        "from apex.amp._amp_state import _amp_state, warn_or_err\n",
+        "from narrowcast.apex.amp.lists import torch_overrides\n"
+        "from narrowcast.apex.amp.lists.torch_overrides import CASTS\n"
+        "from narrowcast.apex.amp._amp_state import _amp_state, warn_or_err\n",
+        None,
+    ),
+}
+
+
+USED = (
+    "LN", "LARC", "a", "R", "mlp", "DistributedDataParallel", "flat_dist_call", "xe", "torch_overrides",
+    "CASTS", "_amp_state", "warn_or_err",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_narrowcast_apex_is_imported_for_what_it_has(name):
+    before, after, instead = KEPT[name]
+    rest = "from apex import amp\nm = amp.initialize(m, opt_level='O3')\n"
+    rest += f"use({', '.join(name for name in USED if name in before)})\n"
+    outcome = migrated(before + rest, "narrowcast")
+    assert outcome.text == after + rest.replace("from apex", "from narrowcast.apex")
+    left = [message for _, message in left_alone(outcome)]
+    assert not left if instead is None else any(instead in message for message in left)
+
+
+@pytest.mark.parametrize("module", OFFERED)
+def test_narrowcast_apex_has_the_listed_names(module):
+    there = importlib.import_module(f"narrowcast.{module}")
+    assert not OFFERED[module] or set(there.__all__) == OFFERED[module]
