@@ -13,6 +13,7 @@ from narrowcast.errors import NarrowcastError, near_names
 
 if TYPE_CHECKING:
     from narrowcast import apex, errors, formats, observe, scaling, training, weights
+    from narrowcast.attach import attached
     from narrowcast.casting import apply, autocast, bake, compile, custom_bwd, custom_fwd, drop_casts
     from narrowcast.gradients import GradScaler, StepResult
     from narrowcast.policy import Policy, rule
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "apex",
     "apply",
+    "attached",
     "autocast",
     "bake",
     "certify",
@@ -57,6 +59,7 @@ _HOME_OF = {
     "StepResult": "gradients",
     "Stepper": "training",
     "apply": "casting",
+    "attached": "attach",
     "autocast": "casting",
     "bake": "casting",
     "certify": "verify",

@@ -12,6 +12,7 @@ from scenarios import data, network
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import narrowcast as nc
 from narrowcast.attach import Attachment
 from narrowcast.casting import autocast
 from narrowcast.errors import OrderError, UnsupportedError
@@ -505,3 +506,16 @@ def test_a_checkpoint_in_a_region_that_is_off_recomputes_with_it_off():
     with Attachment("bf16"):
         model(torch.randn(2, 4)).sum().backward()
     assert model.inner[0].dtypes == [torch.float32, torch.float32]
+
+
+def test_nc_attached_does_what_run_does():
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with nc.attached("fp16") as run:
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert (run.facts["steps"], run.left_alone) == (1, None)
+    with nc.attached("bf16") as run, torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    assert run.left_alone == "the script uses autocast itself"
+    assert run.notes == [f"{run.left_alone}, so narrowcast added nothing"]

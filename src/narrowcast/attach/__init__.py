@@ -1,6 +1,6 @@
 """Observe an unmodified script, and run it in mixed precision. Public: ``narrowcast.attached``."""
 
-from narrowcast.attach._attachment import Attachment, run_attached
+from narrowcast.attach._attachment import Attachment, attached, run_attached
 from narrowcast.attach._files import READ_OF_AN_EARLIER_RUN, FilesSeen, FileWatch, read_files
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import NAMED_NOTHING
@@ -15,6 +15,7 @@ __all__ = [
     "FilesSeen",
     "Observer",
     "Script",
+    "attached",
     "call_site",
     "read_files",
     "run_attached",

@@ -143,6 +143,11 @@ class Attachment:
         return self.recorder.left_alone
 
     @property
+    def notes(self) -> list[str]:
+        """Sentences on what was unusual, as ``narrowcast run`` prints them at the end."""
+        return list(self.recorder.notes)
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that were made since entering and still exist."""
         return list(self._steps.optimizers)
@@ -206,6 +211,28 @@ class Attachment:
             recorder.steps or recorder.skipped_steps or self._stopping.traced_steps
         ):
             recorder.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
+
+
+def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None) -> Attachment:
+    """Return a context manager that runs the code inside it as ``narrowcast run`` runs a script::
+
+        with nc.attached("bf16") as run:
+            train(model)  # plain FP32 code
+        print(run.facts["steps"], run.notes)
+
+    Use it in a notebook, or for training code of a library that you cannot edit. The code inside must not
+    use autocast or a ``GradScaler`` itself; if it does, nothing is added and ``run.left_alone`` says why.
+
+    Args:
+        policy: a ``Policy`` or the name of a preset.
+        loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
+
+    Raises:
+        OrderError: on entering, if another is in force.
+        UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
+        ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
+    """
+    return Attachment(policy, loss_scale)
 
 
 # ---- a whole script
