@@ -160,7 +160,7 @@ def test_where_mixed_precision_stays_in_fp32_nothing_is_compared(workplace, caps
     from narrowcast.machine import Choice
 
     old = Choice(format="fp32", because="this CPU is old")
-    monkeypatch.setattr("narrowcast.verify._compare.best_format", lambda device_type: old)
+    monkeypatch.setattr("narrowcast.verify.compare._comparison.best_format", lambda device_type: old)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["compare", "--policy", policy, "--json", "good.py"]) == 0
     said = capsys.readouterr()

@@ -9,7 +9,7 @@ import pytest
 
 from narrowcast.cli import main
 from narrowcast.observe.capture import read_capture, read_comparison
-from narrowcast.verify._child import RunSettings
+from narrowcast.verify.compare._runs import RunSettings
 
 # A script that saves and never reads what it saved; its order of draws is that of torch alone.
 TRAINS = """\

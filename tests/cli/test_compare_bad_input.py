@@ -222,7 +222,7 @@ def test_a_script_that_does_its_own_mixed_precision_is_left_to_it(compare, works
     code, out, err = compare("--json", "own.py")
     assert (code, out) == (2, "")
     assert re.fullmatch(
-        r"narrowcast: .*autocast.* left to it: its FP32 and its mixed run would be the same\. .*\n", err
+        r"narrowcast: .*autocast.* so its FP32 and its mixed run would be the same\. .*\n", err
     )
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from narrowcast.verify import Certificate, ParameterResult
-from narrowcast.verify import _certificate_verdict as limits
-from narrowcast.verify._certificate_sums import CertificateSums
-from narrowcast.verify._gradient_sums import compared
+from narrowcast.verify.certificate import CertificateSums, compared
+from narrowcast.verify.certificate import _verdict as limits
 
 FINISH = {"policy": "bf16", "format": "bf16", "at_step": 0, "loss_scale": None, "cannot_tell": None}
 
@@ -22,7 +21,13 @@ def finished(*parameters, **changed):
     second_batch = changed.pop("second_batch", None)
     for name, fp32, other, mixed, perturbed in parameters:
         shape = next((g.shape for g in (fp32, other, mixed, perturbed) if g is not None), (1,))
-        sums.add(name, shape, fp32, other, mixed, perturbed, second_batch=second_batch)
+        sums.add(
+            name,
+            shape,
+            error=compared(fp32, mixed),
+            noise=compared(fp32, other) if second_batch or other is not None else None,
+            rounding=None if perturbed is None else compared(fp32, perturbed),
+        )
     return sums.finish(**FINISH | changed)
 
 
@@ -79,7 +84,7 @@ def test_sums_are_those_of_float64(dtype):
 def test_large_gradients_are_summed_in_pieces(monkeypatch):
     a, b = torch.randn(1000), torch.randn(1000)
     whole = compared(a, b)
-    monkeypatch.setattr("narrowcast.verify._gradient_sums._CHUNK", 7)
+    monkeypatch.setattr("narrowcast.verify.certificate._sums._CHUNK", 7)
     pieces = compared(a, b)
     for name in ("first", "second", "product", "difference"):
         assert getattr(pieces, name) == pytest.approx(getattr(whole, name), rel=1e-13)

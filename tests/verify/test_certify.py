@@ -12,7 +12,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.errors import OrderError, PolicyError, ScaleError, SettingError, UnsupportedError
 from narrowcast.verify import _certify
-from narrowcast.verify._fp32_draws import Fp32Draws
+from narrowcast.verify._dispatch_modes import Fp32Draws
 from narrowcast.verify._model_state import last_bit_moved
 
 CLASSES = 5

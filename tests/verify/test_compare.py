@@ -8,9 +8,9 @@ import pytest
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.observe.capture import read_comparison
 from narrowcast.report import summary
-from narrowcast.verify import ComparisonSettings, compare, stays_in_fp32
-from narrowcast.verify._child import RunSettings
-from narrowcast.verify._compare import by_turns
+from narrowcast.verify.compare import ComparisonSettings, compare, stays_in_fp32
+from narrowcast.verify.compare._comparison import by_turns
+from narrowcast.verify.compare._runs import RunSettings
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_a_script_with_its_own_mixed_precision_is_refused(tmp_path):
     settings = ComparisonSettings(
         target=(script_of(tmp_path, text),), policy="bf16", folder=tmp_path / "kept"
     )
-    with pytest.raises(UnsupportedError, match="autocast itself, and is left to it"):
+    with pytest.raises(UnsupportedError, match="autocast itself, so its FP32"):
         compare(settings)
 
 
@@ -240,7 +240,9 @@ def test_what_would_stay_in_fp32(monkeypatch):
     here = best_format("cpu")
     assert stays_in_fp32("auto") == (here.because if here.format == "fp32" else None)
     for choice in Choice(format="fp32", because="it is old"), Choice(format="bf16", because="it is new"):
-        monkeypatch.setattr("narrowcast.verify._compare.best_format", lambda _, choice=choice: choice)
+        monkeypatch.setattr(
+            "narrowcast.verify.compare._comparison.best_format", lambda _, choice=choice: choice
+        )
         assert stays_in_fp32("auto") == ("it is old" if choice.format == "fp32" else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert stays_in_fp32("auto") is None

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from narrowcast.report import summary
-from narrowcast.verify import ComparisonSettings, compare
+from narrowcast.verify.compare import ComparisonSettings, compare
 
 pytestmark = pytest.mark.gpu
 

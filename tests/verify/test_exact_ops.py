@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from narrowcast.verify._exact_ops import ExactOps
+from narrowcast.verify._dispatch_modes import ExactOps
 
 ULP = 2.0**-23
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from child_processes import output_of
-from narrowcast.errors import ScriptError
-from narrowcast.verify._certify_script import certify_script
-from narrowcast.verify._from_probes import output_from_probes
-from narrowcast.verify._probes import TENSORS, fingerprint, read_result, tensors_in, write_result
-from narrowcast.verify._script_runs import ScriptRuns
+from narrowcast.errors import ScriptError, UnsupportedError
+from narrowcast.verify.compare._probes import TENSORS, fingerprint, read_result, tensors_in, write_result
+from narrowcast.verify.compare._results import certify_script, output_from_probes
+from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +26,9 @@ def runs(tmp_path):
     def make(text, *arguments, policy="bf16", loss_scale=None, **more):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(text), encoding="utf-8")
-        settings = {"is_module": False, "policy": policy, "loss_scale": loss_scale, "seed": 0}
-        return ScriptRuns(target=(str(script), *arguments), folder=tmp_path / "runs", **settings | more)
+        target = (str(script), *arguments)
+        settings = ScriptSettings(target=target, policy=policy, folder=tmp_path / "runs", **more)
+        return ScriptRuns(settings, loss_scale=loss_scale)
 
     return make
 
@@ -375,7 +375,8 @@ def test_a_script_that_reads_what_an_earlier_probe_wrote_is_refused(runs, tmp_pa
     """
     os.environ["STATE"] = str(tmp_path / "state.pt")
     try:
-        with pytest.raises(ScriptError, match=r"run gradients-mixed read .*state.pt, which run gradients-r"):
+        match = "run gradients-mixed read .*state.pt, which run gradients-r"
+        with pytest.raises(UnsupportedError, match=match):
             certify_script(runs(text), format="bf16")
     finally:
         del os.environ["STATE"]

@@ -4,8 +4,8 @@ import textwrap
 
 import pytest
 
-from narrowcast.verify._certify_script import certify_script
-from narrowcast.verify._script_runs import ScriptRuns
+from narrowcast.verify.compare._results import certify_script
+from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
 
 # A loss of 1e-8 times the usual one, as a weight on an auxiliary loss may make it: gradients of 1e-9.
 TINY = """
@@ -142,14 +142,8 @@ def certify(tmp_path):
     def run(text, policy="bf16", loss_scale=None):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(text), encoding="utf-8")
-        runs = ScriptRuns(
-            target=(str(script),),
-            is_module=False,
-            policy=policy,
-            loss_scale=loss_scale,
-            seed=0,
-            folder=tmp_path / "runs",
-        )
+        settings = ScriptSettings(target=(str(script),), policy=policy, folder=tmp_path / "runs")
+        runs = ScriptRuns(settings, loss_scale=loss_scale)
         return certify_script(runs, format=policy)
 
     return run

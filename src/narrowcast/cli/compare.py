@@ -24,7 +24,7 @@ from narrowcast.cli.run import (
 from narrowcast.scaling import parse
 
 if TYPE_CHECKING:
-    from narrowcast.verify import ComparisonSettings
+    from narrowcast.verify.compare import ComparisonSettings
 
 CHECK_FAILED = 1
 SCRIPT_FAILED = 3
@@ -88,7 +88,7 @@ def compare(
     from narrowcast.attach import Script
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import make_run_folder
-    from narrowcast.verify import ComparisonSettings, stays_in_fp32
+    from narrowcast.verify.compare import ComparisonSettings, stays_in_fp32
 
     require_torch()
     found = (Script.from_module if module else Script.from_path)(script, arguments or [])
@@ -138,7 +138,7 @@ def _words(given: dict[str, Any], *, module: bool) -> tuple[str, ...]:
 def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:
     from narrowcast.errors import ScriptError
     from narrowcast.report import comparison_table, summary, write_page
-    from narrowcast.verify import compare as run_both
+    from narrowcast.verify.compare import compare as run_both
 
     _delete_stale_page(settings.folder)
     try:

@@ -1,4 +1,4 @@
-"""``nc.certify``: what mixed precision does to a gradient, in units of what another minibatch does to it."""
+"""``nc.certify``: the error of mixed-precision gradients in units of minibatch noise."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from narrowcast.casting import Applied, cast_floating, region_in
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
 from narrowcast.policy import PRESETS, Policy, as_policy, format_name, policy_name, resolve
 from narrowcast.scaling import Static
-from narrowcast.verify._certificate import Certificate
-from narrowcast.verify._certificate_sums import CertificateSums
-from narrowcast.verify._exact_ops import ExactOps
-from narrowcast.verify._fp32_draws import Fp32Draws
-from narrowcast.verify._gradient_sums import Sums, compared
+from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
 from narrowcast.verify._model_state import (
     Buffers,
     RandomState,
@@ -28,6 +24,7 @@ from narrowcast.verify._model_state import (
     last_bit_moved,
     widened,
 )
+from narrowcast.verify.certificate import Certificate, CertificateSums, Sums, compared
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]
@@ -47,7 +44,7 @@ def certify(
     *,
     loss_scale: float | None = None,
 ) -> Certificate:
-    """Measure how far mixed precision moves a gradient, in units of what another minibatch does to it::
+    """Measure how far mixed precision moves a gradient, in units of the change that another minibatch makes::
 
         def loss_fn(model, batch):
             images, labels = batch
@@ -56,39 +53,38 @@ def certify(
         print(nc.certify(model, loss_fn, batches[0], batches[1], "bf16"))
 
     Error over noise is |g_mixed(b) - g_32(b)| / |g_32(b) - g_32(b')|, at the same weights, with the same
-    random numbers; below 0.05 passes. ``loss_fn`` is called four times: in FP32 on ``batch``, again with
-    every weight moved by its last bit and every op rounded once only (which tells rounding noise from a
-    gradient), on ``other_batch``, and on ``batch`` in mixed precision; in fp16 once more for each halving of
-    the loss scale. No optimizer steps.
-    Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and numpy are as
-    before, also when ``loss_fn`` raises.
+    random numbers; below 0.05 passes. ``loss_fn`` is called four times: in FP32 on ``batch``, again with the
+    last bit of every weight changed and every op rounded only once (which measures rounding noise), on
+    ``other_batch``, and on ``batch`` in mixed precision; in fp16 once more for each halving of the loss
+    scale. No optimizer steps. Afterwards weights, ``.grad``, buffers, modes and the random states of torch,
+    Python and NumPy are as before, also when ``loss_fn`` raises.
 
     Args:
-        model: in the mode (training, as a rule) in which it is to be judged; on any device.
-        loss_fn: takes ``model`` and a batch and returns a tensor of one element; the same each time it is
-            called. It is called inside the region, without opening one, and calls no ``backward``.
-        batch: whatever ``loss_fn`` takes. Left as it is.
+        model: in the mode (usually training) in which it is to be judged; on any device.
+        loss_fn: takes ``model`` and a batch and returns a tensor of one element; deterministic. It is called
+            inside the region; it opens none and calls no ``backward``.
+        batch: whatever ``loss_fn`` takes. Not changed.
         other_batch: another of the same kind; None: no noise is measured, and only an error of the size of
             rounding passes.
         policy: the name of a preset, a ``Policy``, or the path of one.
-        loss_scale: that the loss is multiplied by in the mixed pass. By default in fp16 what a dynamic scale
-            comes to, the first of 2**16, 2**15 ... whose gradients are finite, and none in other formats.
+        loss_scale: of the mixed pass. Default: in fp16 the first of 2**16, 2**15 ... whose gradients are
+            finite, as a dynamic scale finds it; none in other formats.
 
     Returns:
         The numbers of each parameter and of all together, and a verdict: ``"pass"``, ``"fail"``, or
-        ``"cannot tell"`` where the comparison would not be of like with like. A parameter that occurs twice
-        is one row, one that needs no gradient none. A model whose weights are in bf16 or fp16 is compared
-        with the same weights, and batch, cast to FP32.
+        ``"cannot tell"`` if the comparison would not be of like with like. A shared parameter is one row; a
+        frozen one is left out. A model with bf16 or fp16 weights is compared with the same weights, and
+        batch, cast to FP32.
 
     Raises:
-        SettingError: ``model`` is no module, has nothing to train or lazy weights that are not yet made; the
-            loss is no tensor of one element, or has no graph.
+        SettingError: ``model`` is not a module, has nothing to train, or has lazy weights; the loss is not a
+            tensor of one element, or has no graph.
         OrderError: inside an autocast region.
         PolicyError: no such policy, or one that keeps master weights.
-        ScaleError: ``loss_scale`` is no scale.
+        ScaleError: ``loss_scale`` is not a scale.
         UnsupportedError: the model is wrapped for several processes.
 
-    torch refuses activation checkpoints with ``use_reentrant=True`` here, and says so.
+    torch refuses activation checkpoints with ``use_reentrant=True`` here.
     """
     _check(model)
     if isinstance(other_batch, Policy) or (isinstance(other_batch, str) and other_batch in PRESETS):
@@ -168,7 +164,7 @@ class _Passes:
             )
         sums = CertificateSums()
         for name, parameter in self._parameters.items():
-            sums.add_measured(
+            sums.add(
                 name,
                 parameter.shape,
                 error=error[name],

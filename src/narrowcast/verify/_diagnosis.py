@@ -9,11 +9,9 @@ from typing import Any
 
 from narrowcast.errors import FileError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
-from narrowcast.verify._child import PROFILE
-from narrowcast.verify._compare import stays_in_fp32
-from narrowcast.verify._probes import read_result
-from narrowcast.verify._processes import run_process
-from narrowcast.verify._settings import ScriptSettings
+from narrowcast.verify.compare._comparison import stays_in_fp32
+from narrowcast.verify.compare._probes import read_result
+from narrowcast.verify.compare._runs import PROFILE, ScriptSettings, run_process
 
 _SCHEMA = 1
 _SIZES = 6

@@ -13,9 +13,7 @@ from narrowcast.attach import NAMED_NOTHING
 from narrowcast.errors import FileError
 from narrowcast.observe.capture import EXPLANATION, RUN, discard_captures, make_run_folder, read_capture
 from narrowcast.observe.explanation import explained, read_explanation
-from narrowcast.verify._child import EXPLAIN
-from narrowcast.verify._processes import run_process
-from narrowcast.verify._settings import ScriptSettings
+from narrowcast.verify.compare._runs import EXPLAIN, ScriptSettings, run_process
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
 

@@ -1,4 +1,4 @@
-"""Everything that a look at a model's gradients could leave changed, kept and put back to the bit."""
+"""State of a model and of random generators, saved and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class RandomState:
-    """Where all random numbers of the process are: torch's on the CPU and on CUDA, Python's and numpy's."""
+    """The state of torch's generators on CPU and CUDA, Python's and NumPy's."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -32,7 +32,7 @@ class RandomState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def differs_from(self, other: RandomState) -> str | None:
-        """Whose numbers are not where they are in ``other``; None where all are."""
+        """Return the name of a library whose state differs; None if none does."""
         pairs = zip([self._torch, *self._cuda], [other._torch, *other._cuda], strict=False)
         if not all(torch.equal(mine, theirs) for mine, theirs in pairs):
             return "torch"
@@ -48,7 +48,7 @@ def _plain(state: Any) -> Any:
 
 
 def _each_once(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without the repeats of ``expand``: a view of the same memory that torch lets one write."""
+    """Return ``tensor`` without the repeats of ``expand``: a view that torch can write to."""
     if tensor.layout != torch.strided:
         return tensor
     for dimension, stride in enumerate(tensor.stride()):
@@ -58,7 +58,7 @@ def _each_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Buffers:
-    """The buffers of a model, and which tensors they are: a forward may write one or put another in place."""
+    """The buffers of a model and their values: a forward may write to one or replace it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._kept = [
@@ -77,7 +77,7 @@ class Buffers:
 
 @contextmanager
 def as_before(model: torch.nn.Module) -> Iterator[None]:
-    """After the block gradients, buffers, modes and all random states are what they were, however it ends."""
+    """Restore gradients, buffers, modes and all random states after the block, however it ends."""
     buffers, random_state = Buffers(model), RandomState()
     modes = [(module, module.training) for module in model.modules()]
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
@@ -97,10 +97,9 @@ def as_before(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def last_bit_moved(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block each weight that is not zero is the number next to it, up or down at random.
+    """Change each weight that is not zero to the next number, up or down at random, within the block.
 
-    In fp32 that is a relative change of 2**-24 to 2**-23. The weights are put back to the bit, and no random
-    state of the process is touched.
+    In fp32 that is a relative change of 2**-24 to 2**-23. No random state of the process changes.
     """
     places = [_each_once(parameter.data) for parameter in model.parameters()]
     kept = [(place, place.clone()) for place in places]
@@ -123,13 +122,13 @@ def last_bit_moved(model: torch.nn.Module) -> Iterator[None]:
 
 
 def is_held_narrow(model: torch.nn.Module) -> bool:
-    """Whether any parameter is in bf16 or fp16."""
+    """Return whether any parameter is in bf16 or fp16."""
     return any(parameter.dtype in _NARROW for parameter in model.parameters())
 
 
 @contextmanager
 def widened(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block narrow parameters and buffers are in fp32, with the same values."""
+    """Hold bf16 and fp16 parameters and buffers in fp32 within the block."""
     parameters = [(p, p.data) for p in model.parameters() if p.dtype in _NARROW]
     entries = [
         (module, name, buffer)

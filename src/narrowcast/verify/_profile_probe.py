@@ -15,7 +15,7 @@ import torch
 from narrowcast.attach import Attachment, Observer, call_site
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling import HostReads, StepProfiler, read_rows, seconds_between, stamp, summarize
-from narrowcast.verify._probes import write_result
+from narrowcast.verify.compare._probes import write_result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""The verdict on a certificate's numbers, and the limits it goes by."""
+"""The limits, the verdict on the numbers of all parameters, and the certificate made of both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from narrowcast.observe.capture import (
     PARAMETER_LIMIT,
@@ -12,12 +12,13 @@ from narrowcast.observe.capture import (
     parameter_error,
     parameter_limit,
 )
-from narrowcast.verify._certificate import (
+from narrowcast.verify.certificate._certificate import (
     CANNOT_TELL,
     FAIL,
     MISSING_FP32,
     MISSING_MIXED,
     NO_GRADIENT,
+    NO_SECOND_BATCH,
     NOT_FINITE_FP32,
     NOT_FINITE_MIXED,
     NOT_FINITE_OTHER,
@@ -25,10 +26,12 @@ from narrowcast.verify._certificate import (
     ROUNDING_NOISE,
     ZERO_FP32,
     ZERO_GRADIENT,
+    Certificate,
     ParameterResult,
+    number,
+    worst_first,
 )
-from narrowcast.verify._certificate_text import number
-from narrowcast.verify._gradient_sums import Totals
+from narrowcast.verify.certificate._sums import Sums, Totals
 
 # Relative error that passes whatever the noise: two and a half roundoffs of bf16 (2**-8), as products and
 # sums of rounded factors have it. Large batches have little noise, and full ones none.
@@ -56,13 +59,13 @@ def verdict_on(
     cannot_tell: str | None,
     rounding_unknown: str | None,
 ) -> tuple[str, str]:
-    """The verdict, and the reason for it in full sentences.
+    """Return the verdict, and the reason for it in full sentences.
 
     Args:
         parameters: all of them.
-        totals: of those that are judged.
-        by_noise: of those of them for which there was a second batch; None: there was none.
-        without: of the rest of them.
+        totals: of the judged ones.
+        by_noise: of the judged ones with a second batch; None: there are none.
+        without: of the judged ones without a second batch.
         cannot_tell: why these numbers do not compare like with like.
         rounding_unknown: why FP32's own rounding was not measured.
     """
@@ -78,7 +81,7 @@ def verdict_on(
 
 
 def _void(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> tuple[str, str] | None:
-    """What settles it before any ratio is looked at."""
+    """Return the verdict if it does not depend on any ratio."""
     in_fp32 = [p.name for p in parameters if p.reason == NOT_FINITE_FP32]
     in_mixed = [p.name for p in parameters if p.reason == NOT_FINITE_MIXED]
     of_second = [p.name for p in parameters if p.reason == NOT_FINITE_OTHER]
@@ -105,7 +108,7 @@ def _nothing_judged(parameters: Sequence[ParameterResult]) -> str:
 
 
 def _by_parameter(parameters: Sequence[ParameterResult], *, has_noise: bool) -> tuple[str, str] | None:
-    """A single layer whose gradient is lost, which the total of a large model would not show."""
+    """Fail a single layer whose gradient is lost, which the total of a large model would not show."""
     lost = []
     for parameter in parameters:
         error = parameter_error(parameter.error_norm, parameter.noise_norm, parameter.gradient_norm)
@@ -175,7 +178,7 @@ def _with_noise(ratio: float, relative: float | None) -> tuple[str, str]:
 
 
 def _without_noise(relative: float | None) -> tuple[str, str]:
-    """Both batches are the same; not both of gradient and noise are zero, so there is a relative error."""
+    """Judge by the relative error, which exists because gradient and noise are not both zero."""
     assert relative is not None
     limits = ((SAME_BATCH_LIMIT, PASS), (PARAMETER_LIMIT, CANNOT_TELL), (math.inf, FAIL))
     return next(verdict for limit, verdict in limits if relative <= limit), (
@@ -201,7 +204,7 @@ def _without_second_batch(relative: float | None) -> tuple[str, str]:
 
 
 def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> list[str]:
-    """What a reader should know beside the verdict; ``without`` a second batch, where others had one."""
+    """Return sentences to add to the reason; ``without``: totals of parameters without a second batch."""
     notes = []
     alone = [p.name for p in parameters if p.judged and p.noise_norm is None and p.reason != NOT_FINITE_OTHER]
     if alone and without is not None:
@@ -230,3 +233,139 @@ def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> lis
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMES])
     return shown if len(names) <= _NAMES else f"{shown} and {len(names) - _NAMES} more"
+
+
+# ---- a certificate
+
+_Measured = tuple[Sums, Sums | None, Sums | None]
+
+
+class CertificateSums:
+    """Collect the sums of each parameter, then make the certificate."""
+
+    def __init__(self) -> None:
+        self._members: list[tuple[str, tuple[int, ...], _Measured]] = []
+
+    def add(
+        self, name: str, shape: Iterable[int], *, error: Sums, noise: Sums | None, rounding: Sums | None
+    ) -> None:
+        """Add a parameter, given ``compared`` of its FP32 gradient with each of the others.
+
+        Args:
+            name: of the parameter.
+            shape: of the parameter.
+            error: against the mixed gradient of the same batch.
+            noise: against the FP32 gradient of another batch; None: there was none, so that only the
+                relative error counts.
+            rounding: against an FP32 gradient that rounds differently; None: not measured.
+        """
+        self._members.append((name, tuple(shape), (error, noise, rounding)))
+
+    def finish(
+        self,
+        *,
+        policy: str,
+        format: str,
+        at_step: int = 0,
+        loss_scale: float | None = None,
+        cannot_tell: str | None = None,
+        note: str | None = None,
+        rounding_unknown: str | None = None,
+    ) -> Certificate:
+        """Return the certificate of all parameters that were added.
+
+        Args:
+            policy: as it was asked for.
+            format: what was computed in.
+            at_step: after how many optimizer steps.
+            loss_scale: of the mixed gradients.
+            cannot_tell: why these numbers do not compare like with like, as a sentence; None: they do.
+            note: a sentence to add to the reason.
+            rounding_unknown: why FP32's own rounding was not measured, as a sentence; None: it was. If it
+                was not, a single parameter cannot fail: its gradient may be rounding noise.
+        """
+        parameters = tuple(_result(name, shape, *sums) for name, shape, sums in self._members)
+        judged = [sums for (_, _, sums), p in zip(self._members, parameters, strict=True) if p.judged]
+        totals = Totals.of(judged)
+        by_noise = Totals.of(sums for sums in judged if sums[1] is not None)
+        without = Totals.of(sums for sums in judged if sums[1] is None)
+        second_batch = any(noise is not None for _, noise, _ in judged)
+        verdict, reason = verdict_on(
+            parameters,
+            totals,
+            by_noise if second_batch else None,
+            without,
+            cannot_tell=cannot_tell,
+            rounding_unknown=rounding_unknown,
+        )
+        worst = next((parameter for parameter in worst_first(parameters) if parameter.judged), None)
+        return Certificate(
+            policy=policy,
+            format=format,
+            at_step=at_step,
+            loss_scale=loss_scale,
+            error_over_noise=by_noise.error_over_noise if second_batch else None,
+            relative_error=totals.relative_error,
+            cosine=totals.cosine,
+            worst_parameter=worst,
+            parameters=parameters,
+            verdict=verdict,
+            reason=reason if note is None else f"{reason} {note}",
+        )
+
+
+def _result(
+    name: str, shape: tuple[int, ...], error: Sums, noise: Sums | None, rounding: Sums | None
+) -> ParameterResult:
+    if not math.isfinite(error.first):
+        return _unjudged(name, shape, NOT_FINITE_FP32)
+    if error.missing == "both":
+        return _unjudged(name, shape, NO_GRADIENT)
+    if rounding is not None and not math.isfinite(rounding.second):
+        rounding = None
+    totals = Totals.of([(error, noise, rounding)])
+    finite = math.isfinite(error.second)
+    judged, reason = _whether_judged(totals, error, noise, rounding)
+    return ParameterResult(
+        name=name,
+        shape=shape,
+        gradient_norm=totals.gradient,
+        error_norm=totals.error,
+        noise_norm=None if noise is None or math.isinf(totals.noise) else totals.noise,
+        rounding_norm=None if rounding is None else totals.rounding,
+        error_over_noise=None if noise is None else totals.error_over_noise,
+        relative_error=totals.relative_error if finite else math.inf,
+        cosine=totals.cosine,
+        judged=judged,
+        reason=reason,
+    )
+
+
+def _whether_judged(
+    totals: Totals, error: Sums, noise: Sums | None, rounding: Sums | None
+) -> tuple[bool, str | None]:
+    """Return whether a parameter is judged, and the first reason that applies."""
+    is_rounding = rounding is not None and 0 < totals.rounding >= ROUNDING_SHARE * totals.gradient
+    no_gradient = totals.gradient == 0 and not totals.noise > 0
+    is_zero = totals.gradient == 0 == totals.error
+    cases = (
+        (not math.isfinite(error.second), True, NOT_FINITE_MIXED),
+        (is_rounding, False, ROUNDING_NOISE),
+        (math.isinf(totals.noise), True, NOT_FINITE_OTHER),
+        (is_zero, False, ZERO_GRADIENT if no_gradient else ZERO_FP32),
+        (error.missing == "second", True, MISSING_MIXED),
+        (error.missing == "first", True, MISSING_FP32),
+        (no_gradient, True, "its gradient is zero in FP32 and not in mixed precision"),
+        (noise is None, True, NO_SECOND_BATCH),
+        (totals.no_noise, True, "both batches give it the same gradient: no noise to divide by"),
+        (totals.gradient == 0, True, "its FP32 gradient is zero for this batch"),
+        (totals.mixed == 0, True, "its gradient is zero in mixed precision"),
+    )
+    return next(((judged, reason) for holds, judged, reason in cases if holds), (True, None))
+
+
+def _unjudged(name: str, shape: tuple[int, ...], reason: str) -> ParameterResult:
+    return ParameterResult(
+        name=name, shape=shape, gradient_norm=None, error_norm=None, noise_norm=None, rounding_norm=None,
+        error_over_noise=None, relative_error=None, cosine=None, judged=False, reason=reason,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``compare``: one script in FP32 and in mixed precision, by turns, each run in a fresh process."""
+"""``compare``: run a script in FP32 and in mixed precision by turns, and compare."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from narrowcast.errors import (
-    FileError,
-    ScaleCollapseError,
-    ScriptError,
-    UnsupportedError,
-)
+from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
 from narrowcast.machine import best_format
 from narrowcast.observe.capture import (
     COMPARISON,
@@ -33,20 +29,24 @@ from narrowcast.observe.capture import (
     start_event,
 )
 from narrowcast.policy import as_policy
-from narrowcast.verify._certificate import CANNOT_TELL, FAIL
-from narrowcast.verify._certify_script import certify_script, no_certificate
-from narrowcast.verify._child import MEMORY, OUTPUTS, SETTINGS, TIMED, RunSettings
-from narrowcast.verify._from_probes import output_from_probes
-from narrowcast.verify._probes import TENSORS, read_result
-from narrowcast.verify._processes import in_short
-from narrowcast.verify._script_runs import ScriptRuns
-from narrowcast.verify._settings import ScriptSettings
+from narrowcast.verify.certificate import FAIL
+from narrowcast.verify.compare._probes import TENSORS, read_result
+from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
+from narrowcast.verify.compare._runs import (
+    MEMORY,
+    SETTINGS,
+    TIMED,
+    RunSettings,
+    ScriptRuns,
+    ScriptSettings,
+    in_short,
+)
 
 _FILES_NAMED = 5
-# The optimizer's state is there from the first step on, and the next backward meets it.
+# The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
-OF_A_RUN = re.compile(r"(fp32|mixed)-\d+|(memory|outputs)-(fp32|mixed)|gradients-(reference|mixed|exact)")
-"""What the folder of a run is called."""
+_OF_A_RUN = re.compile(r"(fp32|mixed)-\d+|(memory|outputs)-(fp32|mixed)|gradients-(reference|mixed|exact)")
+"""Names of folders of runs."""
 
 _CUT_SHORT = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was cut short"}
 
@@ -56,11 +56,11 @@ class ComparisonSettings(ScriptSettings):
     """What to compare.
 
     Attributes:
-        loss_scale: of the mixed runs in a command line's words; None: as ``run`` decides.
+        loss_scale: of the mixed runs, as on the command line; None: as ``run`` decides.
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
-        repeats: seeds, each run in both formats.
+        repeats: number of seeds, each run in both formats.
         at_step: optimizer steps in mixed precision before gradients are compared.
-        options: the words that asked for all this, for the page to show.
+        options: the command-line options, shown on the page.
     """
 
     loss_scale: str | None = None
@@ -71,7 +71,7 @@ class ComparisonSettings(ScriptSettings):
 
 
 def stays_in_fp32(policy: str) -> str | None:
-    """Why ``policy`` would change nothing on this machine, so that there is nothing to compare; else None."""
+    """Return why ``policy`` changes nothing on this machine; None if it does."""
     wanted = as_policy(policy)
     if wanted.compute == "fp32" and wanted.is_plain:
         return "the policy is fp32"
@@ -86,38 +86,30 @@ def compare(
 ) -> ComparisonCapture:
     """Run the script in FP32 and in mixed precision by turns, and compare gradients or outputs.
 
-    Everything is written to ``settings.folder`` as it happens. What an earlier comparison left there is
+    Everything is written to ``settings.folder`` as it happens. Results of an earlier comparison there are
     deleted first, so that two are never mixed.
 
     Args:
         settings: what to run, and how.
-        progress: told now and then, in a few words, what is going on.
+        progress: called with short messages now and then.
 
     Raises:
-        ScriptError: the script failed; the message has the last lines that it wrote to stderr.
-        ScriptError: a run read what an earlier one had written.
-        UnsupportedError: the script does its own mixed precision, so both runs would be the same.
+        ScriptError: the script failed; the message has its last lines on stderr.
+        UnsupportedError: a run read what an earlier one had written, or the script uses mixed precision
+            itself, so that both runs would be the same.
         FileError: the folder cannot be written.
     """
     folder = make_run_folder("compare", asked=settings.folder)
     _discard_earlier(folder)
     with CaptureWriter(folder / COMPARISON) as writer:
-        runs = ScriptRuns(
-            target=settings.target,
-            is_module=settings.is_module,
-            policy=settings.policy,
-            loss_scale=settings.loss_scale,
-            seed=settings.seed,
-            folder=folder,
-            progress=progress,
-        )
+        runs = ScriptRuns(settings, loss_scale=settings.loss_scale, progress=progress)
         _Comparison(settings, runs, writer).run()
     return read_comparison(folder)
 
 
 @dataclass(slots=True)
 class _Comparison:
-    """One comparison on its way."""
+    """One comparison while it runs."""
 
     settings: ComparisonSettings
     runs: ScriptRuns
@@ -143,27 +135,27 @@ class _Comparison:
         try:
             self._measure()
         except ScaleCollapseError as error:
-            # Training that cannot go on in mixed precision is an answer, and no failure of the comparison.
+            # Training that cannot go on in mixed precision is a result of the comparison.
             why = f"Training in mixed precision came to a stop. {error}"
             failed = no_certificate(settings.policy, self._format(), settings.at_step, why)
             self.writer.write({"event": "certificate", **failed, "verdict": FAIL})
         finally:
             self._drop_tensors()
-            self._say_what_was_written()
+            self._note_written_files()
         self.writer.write({"event": "finished", "wall_s": time.perf_counter() - started})
 
     def _measure(self) -> None:
         for format_, repeat in by_turns(self.settings.repeats):
             self._time(format_, repeat)
-        self._say_how_runs_ended()
+        self._note_how_runs_ended()
         self._count_tensors()
         if self._trains():
             self._certify()
         else:
-            self._compare_outputs()
+            self.writer.write({"event": "output", **compare_outputs(self.runs)})
 
-    def _say_what_was_written(self) -> None:
-        """A script writes in a comparison whatever it writes in a run of its own, over what was there."""
+    def _note_written_files(self) -> None:
+        """Note files that the script wrote outside of its run's folder, as it does in a run of its own."""
         written = sorted(path for path in self.runs.earlier if os.path.exists(path))
         if written:
             more = f" and {len(written) - _FILES_NAMED} more" if len(written) > _FILES_NAMED else ""
@@ -185,15 +177,15 @@ class _Comparison:
                 raise
             raise ScaleCollapseError(collapsed) from None
         try:
-            path = _that_trained(ended.folder)
+            path = _trained_capture(ended.folder)
             capture = read_capture(path)
         except FileError as error:
             raise ScriptError(f"{name} left no capture, so there is nothing to compare: {error}") from error
         aside = capture.totals()["aside"]
         if aside is not None:
             raise UnsupportedError(
-                f"{aside}, and is left to it: its FP32 and its mixed run would be the same. Compare it "
-                "without that (most scripts have an option for it), or trust its own"
+                f"{aside}, so its FP32 and its mixed run would be the same. Compare it without that (most "
+                "scripts have an option for it), or trust its own"
             )
         if not any(map(capture.of, ("forward", "loss", "step", "device"))):
             raise UnsupportedError(
@@ -215,7 +207,7 @@ class _Comparison:
             }
         )
 
-    def _say_how_runs_ended(self) -> None:
+    def _note_how_runs_ended(self) -> None:
         first = self.captures["fp32"][0][1].totals()
         if first["stopped"]:
             what = "optimizer steps" if first["steps"] else "calls of its modules"
@@ -230,7 +222,7 @@ class _Comparison:
     # ---- tensor memory
 
     def _count_tensors(self) -> None:
-        """On CUDA the allocator told it in every run; elsewhere a short run of each format counts."""
+        """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
         known = [c.totals()["peak_tensor_bytes"] for runs in self.captures.values() for _, c in runs]
         if any(peak is not None for peak in known):
             return
@@ -268,35 +260,19 @@ class _Comparison:
         devices = [d["format"] for _, capture in self.captures["mixed"] for d in capture.of("device")]
         return ", ".join(dict.fromkeys(devices)) or self.settings.policy
 
-    # ---- outputs
-
-    def _compare_outputs(self) -> None:
-        try:
-            folders = [
-                self.runs.start(f"outputs-{format_}", format_, OUTPUTS, steps=0).folder
-                for format_ in ("fp32", "mixed")
-            ]
-        except ScriptError as error:
-            reason = f"a run that keeps outputs failed: {in_short(error)}"
-            output: dict[str, Any] = {"relative_error": None, "sqnr_db": None, "calls": 0}
-            output |= {"verdict": CANNOT_TELL, "reason": reason}
-        else:
-            output = output_from_probes(*folders)
-        self.writer.write({"event": "output", **output})
-
     def _note(self, text: str) -> None:
         self.writer.write({"event": "note", "text": text})
 
     def _drop_tensors(self) -> None:
-        """What probes kept has been compared, and may be as large as the model."""
+        """Delete the tensors of probes, which may be as large as the model."""
         for run in self.runs.folders:
             shutil.rmtree(run / TENSORS, ignore_errors=True)
 
 
 def by_turns(repeats: int) -> Iterator[tuple[str, int]]:
-    """Format and repeat of each timed run, so that a machine that gets slower hurts both formats alike.
+    """Yield format and repeat of each timed run, so that a machine that gets slower slows both formats alike.
 
-    FP32, mixed, mixed, FP32 of one seed; with more seeds a pair for each, the order turned round each time.
+    FP32, mixed, mixed, FP32 for one seed; with more seeds a pair for each, in alternating order.
     """
     for repeat in range(max(repeats, 2)):
         pair = ("fp32", "mixed") if repeat % 2 == 0 else ("mixed", "fp32")
@@ -304,8 +280,8 @@ def by_turns(repeats: int) -> Iterator[tuple[str, int]]:
             yield format_, repeat if repeats > 1 else 0
 
 
-def _that_trained(folder: Path) -> Path:
-    """The run's capture, or that of the first process it spawned which took a step if it took none itself."""
+def _trained_capture(folder: Path) -> Path:
+    """Return the capture of the run, or of its first spawned process that took a step if it took none."""
     own = folder / RUN
     if read_capture(own).of("step"):
         return own
@@ -314,11 +290,11 @@ def _that_trained(folder: Path) -> Path:
 
 
 def _discard_earlier(folder: Path) -> None:
-    """Delete the runs of a comparison that was asked to go to ``folder`` before, and nothing else in it."""
+    """Delete the runs of an earlier comparison in ``folder``, and nothing else in it."""
     discard_captures(folder)
     for settings in folder.glob(f"*/{SETTINGS}"):
         run = settings.parent
-        if not OF_A_RUN.fullmatch(run.name) or run.is_symlink() or not RunSettings.is_in(settings):
+        if not _OF_A_RUN.fullmatch(run.name) or run.is_symlink() or not _is_settings(settings):
             continue
         try:
             shutil.rmtree(run)
@@ -326,3 +302,11 @@ def _discard_earlier(folder: Path) -> None:
             raise FileError(
                 f"cannot delete what an earlier comparison left, {run}: {error.strerror}"
             ) from error
+
+
+def _is_settings(path: Path) -> bool:
+    try:
+        RunSettings.read(path)
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return True

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import torch
 
 _CHUNK = 1 << 22
-# Where no rounding was measured: FP32 sums over a batch in another order differ by 1e-7 to 1e-6 of the whole.
+# Used if no rounding was measured: FP32 sums in another order differ by 1e-7 to 1e-6 of the whole.
 _SAME = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Sums over the elements of two gradients, in float64: of squares of each, of products, of differences².
+    """Sums over the elements of two gradients: of the squares of each, products, and squared differences.
 
     Attributes:
-        missing: ``"first"``, ``"second"`` or ``"both"``: a gradient that was None, and counts as zeros.
+        missing: ``"first"``, ``"second"`` or ``"both"``: which gradient was None; it counts as zeros.
     """
 
     first: float
@@ -35,8 +35,8 @@ def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: 
         first: floating or complex, dense or sparse, any shape and device; None counts as zeros.
         second: like ``first``; divided by ``scale``, in float64, first.
 
-    Memory beyond the two: 64 MiB, and dense copies where only one of them is sparse. A sum is NaN or infinite
-    where an element is.
+    Needs 64 MiB more, and dense copies if only one of them is sparse. A sum is NaN or infinite if an element
+    is.
     """
     if first is None or second is None:
         present = first if second is None else second
@@ -59,7 +59,7 @@ def _compared_sparse(first: torch.Tensor, second: torch.Tensor, scale: float) ->
     b = b / scale
     square, other = _sums(a.values(), None)[0], _sums(b.values(), None)[0]
     difference = _sums((a - b).coalesce().values(), None)[0]
-    product = (square + other - difference) / 2  # exact enough in float64, and no union of indices is built
+    product = (square + other - difference) / 2  # exact enough in float64, without a union of indices
     return Sums(first=square, second=other, product=product, difference=difference)
 
 
@@ -93,7 +93,7 @@ def _sums(a: torch.Tensor, b: torch.Tensor | None, scale: float = 1.0) -> list[f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Norms over several parameters, and what follows from them."""
+    """Norms over several parameters, and their ratios."""
 
     gradient: float
     mixed: float
@@ -130,7 +130,7 @@ class Totals:
 
     @property
     def no_noise(self) -> bool:
-        """Whether the batches differ by no more than FP32 rounds: a shuffled full batch is no other one."""
+        """Whether the batches differ by no more than FP32's rounding, as a shuffled full batch does."""
         return not self.noise > max(2 * self.rounding, _SAME * self.gradient) or math.isinf(self.noise)
 
 

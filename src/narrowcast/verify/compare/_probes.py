@@ -1,7 +1,6 @@
-"""What is measured inside a script's own process: gradients at weights that stay, outputs, tensor memory.
+"""Observers in the process of a run that keep gradients at unchanged weights, outputs, or tensor memory.
 
-Each probe looks over the script's shoulder for a few steps, keeps what it saw in the run's folder, and ends
-the script.
+Each observes a few steps, writes what it saw into the run's folder, and ends the script.
 """
 
 from __future__ import annotations
@@ -20,26 +19,27 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from narrowcast._files import replacing
 from narrowcast.attach import Attachment, Observer
-from narrowcast.verify._exact_ops import ExactOps
-from narrowcast.verify._fp32_draws import Fp32Draws
+from narrowcast.gradients import nonfinite_flags
+from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
 
 RESULT = "result.json"
 TENSORS = "narrowcast-tensors"
-"""Folder, within that of the run, of what is compared and then deleted."""
+"""Folder, in that of the run, of tensors that are compared and then deleted."""
 
 REFERENCE, EXACT, MIXED = "reference", "exact", "mixed"
 
-# Of one optimizer; another that is made and seldom steps should not keep a probe going.
+# Steps of one optimizer: another one that seldom steps should not keep the probe going.
 _MOST_STEPS = 64
-# Fewer than the skipped steps in a row after which a scale has collapsed: the probe is to tell, not to fail.
+# Fewer than the skipped steps in a row after which ScaleCollapseError is raised: a probe must not fail.
 _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 _OUTPUTS = 3
 
 
 class MemoryProbe(Observer):
-    """Sees whether a script computes in the thread whose tensors are counted."""
+    """Detect computation in other threads than the one whose tensors are counted."""
 
     def __init__(self) -> None:
         self._counted = threading.get_ident()
@@ -53,14 +53,14 @@ class MemoryProbe(Observer):
 
 
 class GradientProbe(Observer):
-    """Holds updates back, and keeps the gradients that each optimizer would have used.
+    """Hold updates back, and keep the gradients that each optimizer would have used.
 
-    The reference is computed in FP32, for two batches; the exact one in FP32 by ops that round only their
-    result, for the first; the mixed one as the policy says, for the first. The reference's weights are
-    loaded into the others, so that all are compared at the same ones to the bit.
+    The reference run computes in FP32, for two batches; the exact run in FP32 by ops that round only their
+    result, for the first batch; the mixed run under the policy, for the first batch. The reference's weights
+    are loaded into the others, so that all are compared at the same weights.
 
     Args:
-        folder: where to keep what was seen.
+        folder: of the results.
         role: ``REFERENCE``, ``EXACT`` or ``MIXED``.
         reference: folder of the reference; its own for the reference itself.
         at_step: optimizer steps to take, in mixed precision, before updates are held back.
@@ -81,7 +81,7 @@ class GradientProbe(Observer):
         self._armed = False
         self._first: torch.optim.Optimizer | None = None
         self._draws: Fp32Draws | None = None
-        self._met: list[torch.nn.Module] = []
+        self._modules: list[torch.nn.Module] = []
         self._tensors: dict[int, torch.Tensor] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._seen: list[torch.optim.Optimizer] = []
@@ -97,9 +97,9 @@ class GradientProbe(Observer):
             self._arm()
 
     def _arm(self) -> None:
-        """Hold updates back from now on, and forget gradients that were made before."""
+        """Hold updates back from now on, and drop earlier gradients."""
         self._armed = True
-        # A compiled graph would hide the draws of random numbers.
+        # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
         for optimizer in self._attachment.optimizers:
             for group in optimizer.param_groups:
@@ -120,21 +120,21 @@ class GradientProbe(Observer):
                 _enter_for_good(ExactOps())
         if self._facts["batch"] is None:
             self._facts["batch"] = fingerprint([args, kwargs])
-        if not any(known is module for known in self._met):
-            self._meet(module)
+        if not any(known is module for known in self._modules):
+            self._first_call(module)
         self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
             self._problem = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
             self.finish()
             self._attachment.stop()
 
-    def _meet(self, module: torch.nn.Module) -> None:
-        """Give a module that is called for the first time the reference's weights, and keep its buffers.
+    def _first_call(self, module: torch.nn.Module) -> None:
+        """Load the reference's weights into a module that is called for the first time; keep its buffers.
 
-        Tensors that another module has as well were met with that one, and may be in use.
+        Tensors that it shares with an earlier module stay: they were loaded then, and may be in use.
         """
-        file = self._reference / TENSORS / f"weights-{len(self._met)}.pt"
-        self._met.append(module)
+        file = self._reference / TENSORS / f"weights-{len(self._modules)}.pt"
+        self._modules.append(module)
         buffers = dict(module.named_buffers())
         state = {
             name: tensor
@@ -165,7 +165,7 @@ class GradientProbe(Observer):
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._seen and self._first is not None and optimizer is not self._first:
-            return  # part of an iteration that began before updates were held back
+            return  # belongs to an iteration that began before updates were held back
         place = next((n for n, known in enumerate(self._seen) if known is optimizer), None)
         if place is None:
             place = len(self._seen)
@@ -184,8 +184,11 @@ class GradientProbe(Observer):
         self.finish()
 
     def _see_overflow(self, optimizer: torch.optim.Optimizer, place: int) -> None:
-        """Learn the first scale at which every optimizer's gradients are finite again."""
-        if not _are_finite(optimizer):
+        """Find the first scale at which every optimizer's gradients are finite again."""
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        if any(nonfinite_flags(gradients).read()):
             if self._counts[place] == 1:
                 self._overflowed.add(place)
         elif place in self._overflowed:
@@ -227,7 +230,7 @@ class GradientProbe(Observer):
         return most >= _MOST_STEPS or (bool(self._seen) and not self._waiting_for())
 
     def _waiting_for(self) -> int:
-        """How many optimizers there are that have not stepped as often as is needed."""
+        """Return how many optimizers have not stepped as often as needed."""
         batches = 2 if self._role == REFERENCE else 1
         expected = [o for o in self._attachment.optimizers if any(g["params"] for g in o.param_groups)]
         stepped = {id(o): count for o, count in zip(self._seen, self._counts, strict=True)}
@@ -238,7 +241,7 @@ class GradientProbe(Observer):
         return bool(scales) and self._attachment.loss_scale not in (None, scales[0])
 
     def finish(self) -> None:
-        """Write what is known so far: the script may end at any moment, and a fork of it before."""
+        """Write what is known so far, since the script may end at any moment."""
         if os.getpid() != self._process:
             return
         undecidable = self._draws.undecidable if self._draws is not None else None
@@ -255,7 +258,7 @@ class GradientProbe(Observer):
 
 
 class OutputProbe(Observer):
-    """Keeps the floating outputs of the first outermost calls, each with a fingerprint of its inputs."""
+    """Keep the floating outputs of the first outermost calls, each with a fingerprint of its inputs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -282,13 +285,13 @@ class OutputProbe(Observer):
 
 
 def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` where it differs, unseen by autograd: a backward may still want the same numbers."""
+    """Write ``value`` if it differs, hidden from autograd, since a backward may still need the numbers."""
     if not torch.equal(tensor.detach(), value):
         tensor.data.copy_(value)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several elements share their memory, as in an expanded tensor; nothing can be written there."""
+    """Return whether elements share memory, as in an expanded tensor, which cannot be written to."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -298,14 +301,13 @@ def _enter_for_good(mode: AbstractContextManager[Any]) -> None:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Write ``result.json`` whole or not at all."""
-    unfinished = folder / f"{RESULT}.new"
-    unfinished.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(unfinished, folder / RESULT)
+    """Write ``result.json`` atomically."""
+    with replacing(folder / RESULT) as file:
+        file.write(json.dumps(result).encode())
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """What a probe wrote there; None: it saw nothing, or was killed before."""
+    """Read what a probe wrote there; None: it saw nothing, or was killed."""
     try:
         result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -313,17 +315,8 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return all(bool(torch.isfinite(_values(gradient)).all()) for gradient in gradients)
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
 def fingerprint(value: Any) -> str:
-    """A hash of the bits of every tensor in ``value``, with shapes and dtypes."""
+    """Return a hash of the bits of every tensor in ``value``, with shapes and dtypes."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors_in(value):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -334,7 +327,7 @@ def fingerprint(value: Any) -> str:
 
 
 def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, mappings and objects' attributes, in order."""
+    """Yield every tensor in nested lists, tuples, mappings and attributes of objects, in order."""
     seen = set() if _seen is None else _seen
     if isinstance(value, torch.Tensor):
         yield value
@@ -353,7 +346,7 @@ def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tens
 
 
 def random_state() -> str:
-    """A hash of the state of every random number generator that a script shares with torch."""
+    """Return a hash of the states of torch's, Python's and NumPy's global generators."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(torch.get_rng_state().numpy().tobytes())
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

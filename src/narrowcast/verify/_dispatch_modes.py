@@ -1,14 +1,8 @@
-"""Random numbers drawn in fp32 and then cast, so that a narrow format sees the masks and samples of fp32.
-
-torch draws a bf16 normal from other random bits than an fp32 one: the samples differ, and so does the state
-of the generator afterwards, with everything that is drawn later. A comparison of two formats would compare
-two masks. And the order in which a tensor is filled follows its strides, which a convolution in bf16 may
-choose differently from one in fp32; so every draw here fills contiguous memory, which is then copied over.
-"""
+"""Dispatch modes that make formats comparable: random numbers drawn in fp32, and FP32 without rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,27 +10,28 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NARROW = frozenset({torch.bfloat16, torch.float16})
-# Carry the tag of ops that draw, and draw nothing: a choice among kernels, and masks made from a given seed.
+# Tagged as ops that draw, but they choose a kernel, or make masks from a given seed.
 _DRAW_NOTHING = frozenset({"_fused_sdp_choice", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"})
 _BELOW_AN_END = frozenset({"rand", "rand_like", "uniform", "uniform_"})
 _POSITIVE = frozenset({"exponential", "exponential_", "log_normal", "log_normal_"})
 
 
 class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it every random op whose tensors are bf16 or fp16 draws in fp32 and casts what it drew.
+    """Make random ops on bf16 and fp16 tensors draw in fp32 and cast the result.
 
-    fp32 tensors get the numbers that torch gives them where they are contiguous; others get those of a
-    contiguous tensor. Samples, masks and the state of the generator afterwards are then the same in all three
-    formats. fp64 and integer tensors are left as they are. Gradients are those of the op itself.
+    torch draws a bf16 normal from other random bits than an fp32 one: samples and masks differ, and so does
+    everything that is drawn later. The order in which a tensor is filled follows its strides, which may
+    differ between formats too, so every draw fills contiguous memory, which is then copied. Samples, masks
+    and the state of the generator are then the same in fp32, bf16 and fp16. fp64 and integer tensors are
+    drawn as ever. Gradients are those of the op itself.
 
-    A cast rounds to nearest even, with two exceptions that keep what an op promises: a uniform number never
-    reaches the open end of its interval, and what is positive in fp32 never becomes zero. Beyond 65504 a
-    sample in fp16 is infinite.
+    Casts round to nearest even, with two exceptions: a uniform number never reaches the open end of its
+    interval, and a positive number never becomes zero. Samples beyond 65504 are infinite in fp16.
 
     Attributes:
-        undecidable: None, or a sentence on random numbers that were drawn where they cannot be had in fp32:
-            inside a fused kernel of attention or of a recurrent layer on CUDA.
-        in_attention: whether that was attention, which torch can compute without a fused kernel.
+        undecidable: None, or a sentence on random numbers that cannot be drawn in fp32: inside a fused kernel
+            of attention or of a recurrent layer on CUDA.
+        in_attention: whether that was attention, which torch can also compute without a fused kernel.
         made_narrow: whether any op returned a bf16 or fp16 tensor.
     """
 
@@ -48,7 +43,7 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def rewind_generators(self) -> None:
-        """Put every generator that was handed to an op back to where it was when first seen."""
+        """Restore every generator that was passed to an op to its state when first seen."""
         for generator, state in self._generators.values():
             generator.set_state(state)
 
@@ -61,7 +56,7 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with self:  # only in inference mode do ops that are made of others come down here whole
+        with self:  # only in inference mode do composite ops arrive here
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -122,7 +117,7 @@ def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
-    """Contiguous and fp32 in place of narrow; other formats than these three as they are."""
+    """Return a contiguous fp32 tensor; tensors of other formats than these three as they are."""
     if value.dtype not in _NARROW and value.dtype != torch.float32:
         return value
     return value.to(torch.float32).contiguous()
@@ -131,7 +126,7 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 def _as_asked(
     func: Any, given: dict[str, Any], drawn: torch.Tensor, dtype: torch.dtype, template: torch.Tensor | None
 ) -> torch.Tensor:
-    """What was drawn, in the format and with the strides that the op would have given it."""
+    """Return ``drawn`` with the format and the strides that the op would have given it."""
     if drawn.dtype == torch.float32 and dtype in _NARROW:
         drawn = _cast(func, given, drawn, dtype)
     if template is not None and template.shape == drawn.shape and not template.is_contiguous():
@@ -176,7 +171,7 @@ def _draws(func: Any) -> bool:
 
 @cache
 def _name(func: Any) -> str:
-    """``"bernoulli_"`` of ``aten::bernoulli_.float``."""
+    """Return ``"bernoulli_"`` for ``aten::bernoulli_.float``."""
     name: str = func._schema.name
     return name.partition("::")[2]
 
@@ -192,3 +187,67 @@ def _is_narrow(result: Any) -> bool:
     if isinstance(result, torch.Tensor):
         return result.dtype in _NARROW
     return isinstance(result, tuple | list) and any(map(_is_narrow, result))
+
+
+# ---- FP32 without the rounding inside its ops
+
+_NO_DOUBLE = ("mps", "meta")
+
+
+class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Make ops on fp32 tensors compute in float64 and round the result to fp32 once.
+
+    What differs from plain FP32 is then FP32's own rounding noise. A bias before a batch norm has a gradient
+    of exactly zero, and FP32 computes 1e-6 or so, depending on the order of its sums. Changing the last bit
+    of the weights changes only 1 % of such a gradient (measured); sums without rounding change 100 % of it,
+    and 1e-5 of a meaningful gradient.
+
+    Ops that return views, write in place, draw random numbers or have no float64 kernel run as ever; running
+    statistics of a normalization are not updated. Slow: for one step, not for training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors: list[torch.Tensor] = []
+        _mapped([*args, *kwargs.values()], tensors.append)
+        if not _can_be_exact(func, tensors) or kwargs.get("dtype") is not None:
+            return func(*args, **kwargs)
+        wide_args = _mapped(list(args), _widened)
+        wide_kwargs = {name: _mapped(value, _widened) for name, value in kwargs.items()}
+        try:
+            return _mapped(func(*wide_args, **wide_kwargs), _rounded)
+        except (RuntimeError, TypeError):  # no kernel for float64; torch raises NotImplementedError or these
+            return func(*args, **kwargs)
+
+
+def _can_be_exact(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    schema = func._schema
+    aliases = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
+    if func.namespace != "aten" or aliases or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if any(t.device.type in _NO_DOUBLE or t.layout != torch.strided for t in tensors):
+        return False
+    floating = {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
+    return floating == {torch.float32}
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.dtype == torch.float32 else tensor
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [_mapped(item, change) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

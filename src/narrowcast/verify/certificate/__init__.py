@@ -1,0 +1,22 @@
+"""The gradient certificate: sums over gradients, limits, verdict, and how it is shown."""
+
+from narrowcast.verify.certificate._certificate import (
+    CANNOT_TELL,
+    FAIL,
+    PASS,
+    Certificate,
+    ParameterResult,
+)
+from narrowcast.verify.certificate._sums import Sums, compared
+from narrowcast.verify.certificate._verdict import CertificateSums
+
+__all__ = [
+    "CANNOT_TELL",
+    "FAIL",
+    "PASS",
+    "Certificate",
+    "CertificateSums",
+    "ParameterResult",
+    "Sums",
+    "compared",
+]

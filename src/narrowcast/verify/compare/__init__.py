@@ -1,0 +1,5 @@
+"""Runs of a script in FP32 and in mixed precision, compared."""
+
+from narrowcast.verify.compare._comparison import ComparisonSettings, compare, stays_in_fp32
+
+__all__ = ["ComparisonSettings", "compare", "stays_in_fp32"]

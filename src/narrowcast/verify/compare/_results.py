@@ -1,0 +1,239 @@
+"""The certificate of a script, and the error of its outputs, from what the probes of its runs kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from narrowcast.errors import ScriptError
+from narrowcast.observe.capture import OUTPUT_LIMIT
+from narrowcast.verify.certificate import CANNOT_TELL, FAIL, PASS, CertificateSums, compared
+from narrowcast.verify.compare._probes import EXACT, MIXED, REFERENCE, TENSORS, read_result
+from narrowcast.verify.compare._runs import GRADIENTS, OUTPUTS, ScriptRuns, in_short
+
+_MOST_TRIES = 8
+
+
+def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[str, Any]:
+    """Return ``Certificate.to_dict`` for a script.
+
+    The script runs three times with the same seed: in FP32 for the gradients of two batches, in mixed
+    precision for those of the first, and in FP32 by ops that round only their results, which measures FP32's
+    own rounding. Updates are held back, so that all are at the same weights. If a dynamic loss scale still
+    overflows, the mixed run is made again with the scale that it reached.
+
+    Args:
+        runs: of the script.
+        format: of the mixed run.
+        at_step: optimizer steps in mixed precision before updates are held back.
+
+    Raises:
+        UnsupportedError: a run read what an earlier one had written.
+    """
+    policy = runs.settings.policy
+    try:
+        reference = _run_probe(runs, REFERENCE, at_step)
+        mixed = _run_mixed(runs, at_step)
+    except ScriptError as error:
+        reason = f"A run whose updates were held back failed: {in_short(error)}."
+        return no_certificate(policy, format, at_step, reason)
+    exact: Path | None = None
+    fp32, low = read_result(reference) or {}, read_result(mixed) or {}
+    try:
+        exact = _run_probe(runs, EXACT, at_step)
+        rounding_unknown = _difference(fp32, read_result(exact) or {}, at_step)
+    except ScriptError as error:
+        rounding_unknown = f"{in_short(error)}."
+    cannot_tell = _difference(fp32, low, at_step)
+    sums = CertificateSums()
+    for place in range(fp32.get("optimizers", 0)):
+        problem = _add_optimizer(sums, place, reference, None if rounding_unknown else exact, mixed)
+        cannot_tell = cannot_tell or problem
+    waiting = fp32.get("never_stepped", 0)
+    return sums.finish(
+        policy=policy,
+        format=format,
+        at_step=at_step,
+        loss_scale=(low.get("scales") or [None])[0],
+        cannot_tell=cannot_tell,
+        rounding_unknown=rounding_unknown
+        and f"FP32's own rounding could not be measured: {rounding_unknown}",
+        note=f"{waiting} of the optimizers did not step in time and was left out." if waiting else None,
+    ).to_dict()
+
+
+def no_certificate(policy: str, format: str, at_step: int, reason: str) -> dict[str, Any]:
+    """Return ``Certificate.to_dict`` for a script whose gradients could not be compared."""
+    nothing = CertificateSums().finish(policy=policy, format=format, at_step=at_step, cannot_tell=reason)
+    return nothing.to_dict()
+
+
+def _run_mixed(runs: ScriptRuns, at_step: int) -> Path:
+    """Make the mixed run, again while its first batch overflows, as it does at a dynamic scale's start."""
+    scale: float | None = None
+    for tried in range(_MOST_TRIES):
+        folder = _run_probe(runs, MIXED, at_step, start_scale=scale)
+        good_scale = (read_result(folder) or {}).get("good_scale")
+        if good_scale is None:
+            break
+        # It suits later batches; if the first one needs a lower scale, go down faster each time.
+        scale = good_scale / 4.0**tried
+    return folder
+
+
+def _run_probe(runs: ScriptRuns, role: str, at_step: int, *, start_scale: float | None = None) -> Path:
+    return runs.start(
+        f"gradients-{role}",
+        "mixed",
+        GRADIENTS,
+        steps=0,
+        role=role,
+        reference=str(runs.settings.folder / f"gradients-{REFERENCE}"),
+        at_step=at_step,
+        start_scale=start_scale,
+    ).folder
+
+
+def _add_optimizer(
+    sums: CertificateSums, place: int, reference: Path, exact: Path | None, mixed: Path
+) -> str | None:
+    """Add the parameters of one optimizer; return why they cannot be compared, if so."""
+    file = f"{TENSORS}/gradients-{place}"
+    first, low = _load(reference / f"{file}-0.pt"), _load(mixed / f"{file}-0.pt")
+    if first is None or low is None:
+        return "The gradients of a run cannot be read."
+    if (first["names"], first["shapes"]) != (low["names"], low["shapes"]):
+        return "The optimizers of the FP32 and of the mixed run do not have the same parameters."
+    other = _load(reference / f"{file}-1.pt")
+    rounded_once = None if exact is None else _load(exact / f"{file}-0.pt")
+    for number, (name, shape) in enumerate(zip(first["names"], first["shapes"], strict=True)):
+        gradients = [_gradient(kept, number) for kept in (first, low, other, rounded_once)]
+        fp32, narrow, second, exactly = gradients
+        sums.add(
+            name,
+            shape,
+            error=compared(fp32, narrow),
+            noise=None if other is None else compared(fp32, second),
+            rounding=None if exactly is None else compared(fp32, exactly),
+        )
+    return None
+
+
+def _load(path: Path) -> Any:
+    """Load what a probe kept; None if it is missing, truncated, or holds more than plain tensors."""
+    for mapped in (True, False):  # sparse tensors cannot be mapped
+        with suppress(OSError, RuntimeError, ValueError, EOFError, UnpicklingError):
+            return torch.load(path, weights_only=True, mmap=mapped)
+    return None
+
+
+def _gradient(kept: dict[str, Any] | None, number: int) -> torch.Tensor | None:
+    if kept is None or number >= len(kept["gradients"]):
+        return None
+    gradient: torch.Tensor | None = kept["gradients"][number]
+    return gradient
+
+
+def _difference(fp32: dict[str, Any], mixed: dict[str, Any], at_step: int) -> str | None:
+    """Return why two runs did not see the same batch at the same weights; None: they did."""
+    taken = min(facts.get("steps_before", 0) for facts in (fp32, mixed))
+    if taken < at_step:
+        return f"The script ended after {taken} steps, before step {at_step}."
+    if not fp32.get("optimizers") or not mixed.get("optimizers"):
+        return "No torch.optim.Optimizer stepped in the runs that keep gradients: updates are made by hand."
+    problem: str | None = fp32["problem"] or mixed["problem"]
+    must_agree = {
+        "optimizers": "Two runs did not step the same optimizers.",
+        "batch": "Two runs did not see the same batch, though they started with the same seed: the script "
+        "draws it from numbers that no seed fixes.",
+        "random": "Two runs drew different random numbers (as masks of dropout), so the difference of their "
+        "gradients is not that of the formats.",
+    }
+    differing = (reason for key, reason in must_agree.items() if fp32[key] != mixed[key])
+    return problem or next(differing, None)
+
+
+# ---- outputs
+
+
+def compare_outputs(runs: ScriptRuns) -> dict[str, Any]:
+    """Return the ``output`` event: the error of outputs of calls with the same inputs."""
+    try:
+        folders = [
+            runs.start(f"outputs-{format_}", format_, OUTPUTS, steps=0).folder
+            for format_ in ("fp32", "mixed")
+        ]
+    except ScriptError as error:
+        return _output(None, 0, CANNOT_TELL, f"a run that keeps outputs failed: {in_short(error)}")
+    return output_from_probes(*folders)
+
+
+def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
+    """Compare the outputs that two runs kept, where FP32 is finite.
+
+    Outputs in the same place of several calls are taken together, and the worst place decides: a large
+    output must not hide a small one.
+    """
+    facts = [read_result(folder) or {"inputs": [], "problem": None} for folder in (fp32, mixed)]
+    same = [n for n, (a, b) in enumerate(zip(*(f["inputs"] for f in facts), strict=False)) if a == b]
+    problem = facts[0]["problem"] or facts[1]["problem"]
+    sums: dict[int, tuple[float, float]] = {}
+    for number in same:
+        outputs = [_load(folder / TENSORS / f"outputs-{number}.pt") for folder in (fp32, mixed)]
+        if outputs[0] is None or outputs[1] is None:
+            problem = problem or "the outputs of a run cannot be read"
+        elif [t.shape for t in outputs[0]] != [t.shape for t in outputs[1]]:
+            problem = problem or "outputs of the same inputs have other shapes in mixed precision"
+        else:
+            for place, (wide, narrow) in enumerate(zip(*outputs, strict=True)):
+                error, signal = _error_and_signal(wide.double(), narrow.double())
+                before = sums.get(place, (0.0, 0.0))
+                sums[place] = (before[0] + error, before[1] + signal)
+    judged = {place: math.sqrt(e / s) for place, (e, s) in sums.items() if s > 0 and math.isfinite(s)}
+    if problem or not judged:
+        return _output(None, len(same), CANNOT_TELL, problem or _why_no_output(same, sums))
+    worst = max(judged, key=judged.__getitem__)
+    relative = judged[worst]
+    calls = f"{len(same)} call{'s' * (len(same) != 1)} with the same inputs"
+    which = f", worst in output {worst + 1} of {len(sums)}" if len(sums) > 1 else ""
+    if relative < OUTPUT_LIMIT:
+        return _output(relative, len(same), PASS, f"below {OUTPUT_LIMIT:g} over {calls}{which}")
+    if not math.isfinite(relative):
+        return _output(relative, len(same), FAIL, f"finite in FP32 and not in mixed precision{which}")
+    return _output(relative, len(same), FAIL, f"{OUTPUT_LIMIT:g} or more over {calls}{which}")
+
+
+def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, float]:
+    """Return the squared norms of the error and of the FP32 output, where that is finite."""
+    finite = torch.isfinite(wide)
+    signal = float(torch.where(finite, wide, 0.0).square().sum())
+    error = torch.where(finite, narrow - wide, 0.0)
+    if not bool(torch.isfinite(error).all()):
+        return math.inf, signal
+    return float(error.square().sum()), signal
+
+
+def _why_no_output(same: Sequence[int], sums: Mapping[int, Any]) -> str:
+    if not same:
+        return "no two calls had the same inputs: they depend on numbers that no seed fixes"
+    return "the outputs are all zero or not finite in FP32 itself" if sums else "no output is floating"
+
+
+def _output(relative_error: float | None, calls: int, verdict: str, reason: str) -> dict[str, Any]:
+    sqnr_db = None
+    if relative_error is not None:
+        sqnr_db = -20 * math.log10(relative_error) if 0 < relative_error < math.inf else math.inf
+        sqnr_db = -math.inf if relative_error == math.inf else sqnr_db
+    return {
+        "relative_error": relative_error,
+        "sqnr_db": sqnr_db,
+        "calls": calls,
+        "verdict": verdict,
+        "reason": reason,
+    }
