@@ -80,7 +80,7 @@ def _open_regions() -> tuple[int, ...]:
     if regions is None:
         return (0, 0, 0)
     process = regions._process
-    return len(process.caching), process.audible_regions, process.travelling_regions
+    return len(process.caching), process.warning_regions, process.propagating_regions
 
 
 def _autocast_nesting() -> int:
@@ -118,9 +118,9 @@ def _seeded():
 @pytest.fixture(autouse=True)
 def _warnings_come_again():
     """What is said once a process is said to each test, whatever tests came before."""
-    guards = sys.modules.get("narrowcast.casting._guards")
-    if guards is not None:
-        guards.forget_warnings()
+    weight_casts = sys.modules.get("narrowcast.casting._weight_casts")
+    if weight_casts is not None:
+        weight_casts.forget_warnings()
 
 
 def pytest_addoption(parser):

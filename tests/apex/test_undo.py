@@ -10,7 +10,7 @@ import torch
 from dispatch_table import kernels, whole_table
 
 from narrowcast.apex import amp
-from narrowcast.casting import _kernels, _lasting
+from narrowcast.casting import _autocast, _kernels
 from narrowcast.errors import NarrowcastError, OrderError
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -37,7 +37,7 @@ def whole_state(optimizer):
         "optimizer": set(vars(optimizer)) - {"_opt_called"},  # torch's own mark for its schedulers
         "groups": [[id(p) for p in group["params"]] for group in optimizer.param_groups],
         "state": (amp._amp_state.opt_properties, amp._amp_state.handle, amp._amp_state.loss_scalers),
-        "policies": dict(_lasting._process.policies),
+        "policies": list(_autocast._process.rules),
     }
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.casting import forget_warnings
+from narrowcast.casting._weight_casts import forget_warnings
 
 LINE = (
     "backward was called inside an nc.autocast region, where its own operations may be cast as well; "

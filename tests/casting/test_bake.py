@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from child_processes import finished
-from narrowcast.casting import baked
+from narrowcast.casting._bake import baked
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
 
 BF16, FP32 = torch.bfloat16, torch.float32

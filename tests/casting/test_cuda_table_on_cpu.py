@@ -28,7 +28,7 @@ from op_lists import (
 )
 
 import narrowcast as nc
-from narrowcast.casting import _actions, watch_ops
+from narrowcast.casting import _operators, watch_ops
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import FP32_APPEND_DTYPE, TABLES, native_table
 
@@ -317,4 +317,4 @@ def test_every_operator_of_the_table_was_called():
 
 def test_every_norm_of_a_table_has_an_overload_with_dtype():
     norms = {op for table in TABLES.values() for op, kind in table.items() if kind == FP32_APPEND_DTYPE}
-    assert norms == set(_actions._APPENDED)
+    assert norms == set(_operators._APPENDED)

@@ -9,6 +9,7 @@ from dispatch_table import everywhere, kernels, whole_table
 
 import narrowcast as nc
 from narrowcast.casting import region_in
+from narrowcast.casting._kernels import root_place
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -85,7 +86,7 @@ def test_each_kernel_goes_while_others_stay():
     with nc.autocast("cpu", policy=policy):
         pass
     fronts = kernels("FuncTorchDynamicLayerFrontMode")
-    nc.casting.root_place(policy, "cuda", BF16)
+    root_place(policy, "cuda", BF16)
     del policy
     gc.collect()
     assert "aten::digamma" in fronts
@@ -193,7 +194,7 @@ def test_policies_come_and_go_in_two_threads(before):
 def test_the_kernels_of_the_cuda_key_on_a_machine_without_cuda(before):
     """What ``attach`` and ``explain`` ask about another device needs none."""
     policy = nc.Policy(compute="bf16").with_rules(nc.rule.op("softmax", compute="fp16"))
-    nc.casting.root_place(policy, "cuda", BF16)
+    root_place(policy, "cuda", BF16)
     assert "aten::softmax.int" in kernels("AutocastCUDA")
     del policy
     gc.collect()

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 
 import narrowcast as nc
 from child_processes import finished
-from narrowcast.casting._fp8 import apply_fp8
-from narrowcast.casting._fp8_linear import Fp8Linear
+from narrowcast.casting.fp8._convert import apply_fp8
+from narrowcast.casting.fp8._linear import Fp8Linear
 from narrowcast.errors import MissingModuleError, PolicyError
 from narrowcast.policy import rule
 
@@ -448,7 +448,7 @@ def test_a_model_that_has_fp8_layers():
 
 APPLY = (
     "import torch, narrowcast as nc\n"
-    "from narrowcast.casting._fp8 import apply_fp8\n"
+    "from narrowcast.casting.fp8._convert import apply_fp8\n"
     "policy = nc.Policy(compute='bf16', rules=(nc.rule.op('linear', compute='fp8_rowwise'),))\n"
     "layer = torch.nn.Linear(16, 16)\n"
 )

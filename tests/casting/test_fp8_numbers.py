@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import narrowcast as nc
-from narrowcast.casting._fp8 import apply_fp8
+from narrowcast.casting._weight_casts import forget_warnings
+from narrowcast.casting.fp8._convert import apply_fp8
 from narrowcast.errors import UnsupportedError
 from narrowcast.formats import FLOAT32, OCP_E4M3, OCP_E5M2, round_to
 
@@ -164,7 +165,7 @@ def test_a_rule_for_the_product_inside_does_not_reach_it(recipe):
         y = layer(x)
         with pytest.warns(UserWarning, match="backward was called inside"):
             y.sum().backward()
-    nc.casting.forget_warnings()
+    forget_warnings()
     assert torch.equal(y, expected)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.casting import LastingRegion, _guards, _lasting, places_here
+from narrowcast.casting import Applied, LastingRegion, _autocast, _weight_casts, places_here
 from narrowcast.casting import _torch_internals as internals
 from narrowcast.errors import OrderError
 
@@ -88,7 +88,7 @@ def test_weights_that_are_loaded_take_effect(region):
     assert not torch.equal(before, layer(torch.ones(1, 2)))
     with nc.autocast("cpu", torch.bfloat16):
         layer(torch.ones(1, 2))
-    layer.load_state_dict({"weight": torch.full((2, 2), 1.0)})  # the audible region has ended meanwhile
+    layer.load_state_dict({"weight": torch.full((2, 2), 1.0)})  # the region that watches has ended meanwhile
     assert layer(torch.ones(1, 2)).tolist() == [[2.0, 2.0]]
 
 
@@ -104,8 +104,8 @@ def test_nothing_is_left_of_one_that_cannot_open():
     with pytest.raises(nc.NarrowcastError):
         LastingRegion(POLICY, {"cpu": torch.bfloat16, "no such device": torch.bfloat16})
     assert product() == torch.float32
-    assert not _lasting._process.rules
-    assert _guards._process.loading_users == 0
+    assert not _autocast._process.rules
+    assert _weight_casts._process.loading_users == 0
 
 
 def test_a_thread_that_ended_leaves_no_region_behind():
@@ -119,7 +119,7 @@ def test_a_thread_that_ended_leaves_no_region_behind():
 
 def test_a_model_is_asked_whether_it_opens_its_region():
     model, admitted = torch.nn.Linear(2, 2), [True]
-    with nc.casting.Applied(model, POLICY, admits=lambda called: admitted[0] and called is model):
+    with Applied(model, POLICY, admits=lambda called: admitted[0] and called is model):
         assert model(torch.ones(1, 2)).dtype == torch.bfloat16
         admitted[0] = False
         assert model(torch.ones(1, 2)).dtype == torch.float32

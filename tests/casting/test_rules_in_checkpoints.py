@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
+from narrowcast.casting._weight_casts import forget_warnings
 from narrowcast.errors import OrderError
 
 rule = nc.rule
@@ -82,7 +83,7 @@ def gradients(use_reentrant, policy, backward):
         assert handle.policy == policy
         loss = block(x).float().square().sum()
         if backward == "inside another region":
-            nc.casting.forget_warnings()
+            forget_warnings()
             region.enter_context(nc.autocast("cpu", FP16))
             with pytest.warns(UserWarning, match="backward was called inside"):
                 loss.backward()
@@ -118,7 +119,7 @@ def test_a_region_of_rules_around_a_checkpoint(way, policy, inside):
         block = Block(use_reentrant)
         x = torch.linspace(-2, 2, 96).reshape(2, 3, 16).requires_grad_()
         torch.manual_seed(1)
-        nc.casting.forget_warnings()
+        forget_warnings()
         with nc.autocast("cpu", policy=POLICIES[policy]):
             loss = block(x).float().square().sum()
             if inside:

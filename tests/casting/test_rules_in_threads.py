@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import _regions
+from narrowcast.casting import _places
+from narrowcast.casting._kernels import root_place
 from narrowcast.casting._places import places_here
 
 rule = nc.rule
@@ -31,7 +32,7 @@ def is_outside():
     return (
         not torch.is_autocast_enabled("cpu")
         and not places_here()
-        and not _regions._here.frames
+        and not _places.thread.regions
         and not any(torch.is_autocast_enabled(device) for device in ("ipu", "maia"))
     )
 
@@ -110,7 +111,7 @@ def test_one_region_object_in_itself_and_as_a_decorator():
 def test_regions_of_two_devices():
     """Rules on one type of device are none on another."""
     with nc.autocast("cpu", policy=AS_FP16), torch.autocast("cpu", BF16):
-        nc.casting.root_place(AS_FP32, "cuda", FP16)
+        root_place(AS_FP32, "cuda", FP16)
         assert formats() == (FP16, BF16)
 
 

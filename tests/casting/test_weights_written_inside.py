@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import _torch_internals, forget_warnings
+from narrowcast.casting import _torch_internals
+from narrowcast.casting._weight_casts import forget_warnings
 
 OPTIMIZER_FILE = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the name
 OPTIMIZERS = [
@@ -98,7 +99,7 @@ def test_the_hook_is_registered_once():
         with nc.autocast("cpu"):
             pass
     hooks = OPTIMIZER_FILE._global_optimizer_post_hooks.values()
-    assert [hook.__module__ for hook in hooks].count("narrowcast.casting._guards") == 1
+    assert [hook.__module__ for hook in hooks].count("narrowcast.casting._weight_casts") == 1
 
 
 def loads(autocast, **how):

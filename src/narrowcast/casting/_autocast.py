@@ -1,26 +1,38 @@
-"""``nc.autocast``: the region that a person opens."""
+"""Regions: ``nc.autocast``, those that other packages open, and functions whose backward follows them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from narrowcast.casting import _modules, _regions, _torch_internals, _traced, _travel
+from narrowcast.casting import _apply, _places, _regions, _torch_internals, _weight_casts
 from narrowcast.casting._kernels import region_of, root_place
-from narrowcast.casting._places import place_on
-from narrowcast.errors import DeviceError, PolicyError, near_names
-from narrowcast.policy import FP8_RECIPES, Policy, Scope, as_policy, resolve
+from narrowcast.casting._places import place_on, thread
+from narrowcast.casting._regions import traced_region
+from narrowcast.casting._torch_internals import (
+    current_engine,
+    nesting,
+    replace_engine,
+    unseen_by_the_compiler,
+    without_autocast,
+)
+from narrowcast.casting._tree import cast_where
+from narrowcast.casting._weight_casts import drop_casts
+from narrowcast.errors import DeviceError, OrderError, PolicyError, UnsupportedError, near_names
+from narrowcast.policy import FP8_RECIPES, Policy, Rule, Scope, as_policy, resolve
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # The devices that torch has an autocast table for; which of them a build knows is asked when one is named.
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
-_regions.ask_to_bind(install=_travel.install, remove=_travel.remove)
 
 
 class autocast:  # noqa: N801 (torch's spelling)
@@ -59,13 +71,13 @@ class autocast:  # noqa: N801 (torch's spelling)
         OrderError: on leaving, if it is not the innermost region of this thread.
     """
 
-    _audible = True
+    _warns = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """In code that is traced, what its tracer can follow; nothing new otherwise."""
         if torch.compiler.is_compiling():
-            kwargs = {name: value for name, value in kwargs.items() if name not in ("place", "audible")}
-            return _traced.region(*_settle(*args, **kwargs), kwargs.get("policy"))
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("place", "warns")}
+            return _traced(*_checked(*args, **kwargs), kwargs.get("policy"))
         return object.__new__(cls)
 
     def __init__(
@@ -85,10 +97,9 @@ class autocast:  # noqa: N801 (torch's spelling)
             self._policy = as_policy(policy)
             dtype, self._rules = region_of(self._policy, device_type)
         # The names that torch.autocast gives them, which other libraries read.
-        self.device, self.fast_dtype, self._enabled, self._cache_enabled = _settle(
+        self.device, self.fast_dtype, self._enabled, self._cache_enabled = _checked(
             device_type, dtype, enabled, cache_enabled
         )
-        self._watch: list[Any] | None = None
         self._traced: list[Any] | None = None
 
     def __enter__(self) -> autocast:
@@ -96,15 +107,14 @@ class autocast:  # noqa: N801 (torch's spelling)
             self._traced = [*(self._traced or ()), self._again()]
             self._traced[-1].__enter__()
         else:
-            place = self._place()
             _regions.enter(
                 self,
                 self.device,
                 self.fast_dtype,
                 self._enabled,
                 self._cache_enabled,
-                audible=self._audible,
-                place=place,
+                place=self._place(),
+                warns=self._warns,
             )
         return self
 
@@ -114,16 +124,13 @@ class autocast:  # noqa: N801 (torch's spelling)
         if policy is None:
             return place_on(self.device)
         place = self._rules
-        if place is not None and place.resolved.names_modules and self._enabled:
-            if not _modules.is_applied(policy):
-                by_module = next(
-                    one for one in policy.rules if one.is_for_modules or one.compute in FP8_RECIPES
-                )
-                raise PolicyError(
-                    f"the policy has a rule for modules ({by_module}), which a region alone cannot find: "
-                    "call nc.apply(model, policy) first, which opens the region too"
-                )
-            self._watch = [*(self._watch or ()), _modules.refuse_other_models(policy)]
+        needs_hooks = place is not None and place.resolved.names_modules and self._enabled
+        if needs_hooks and not _apply.is_applied(policy):
+            by_module = next(one for one in policy.rules if one.is_for_modules or one.compute in FP8_RECIPES)
+            raise PolicyError(
+                f"the policy has a rule for modules ({by_module}), which a region alone cannot find: "
+                "call nc.apply(model, policy) first, which opens the region too"
+            )
         return place
 
     def __exit__(
@@ -132,8 +139,6 @@ class autocast:  # noqa: N801 (torch's spelling)
         if self._traced:
             self._traced.pop().__exit__(exc_type, exc, trace)
             return
-        if self._watch:
-            self._watch.pop().remove()
         _regions.leave(self)
 
     def __call__(self, func: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -169,7 +174,7 @@ def _decorate(region: autocast, func: Callable[_P, _R]) -> Callable[_P, _R]:
     return decorate_autocast
 
 
-def _settle(
+def _checked(
     device_type: str,
     dtype: torch.dtype | None = None,
     enabled: bool = True,
@@ -246,7 +251,7 @@ def _check_dtype(device_type: str, dtype: Any) -> None:
 class PlacedRegion(autocast):
     """A region of which the place is known, for code that opens it for others.
 
-    A backward inside it is no mistake, unless it is ``audible``.
+    A backward pass inside it is no mistake, unless it ``warns``.
     """
 
     def __init__(
@@ -257,21 +262,285 @@ class PlacedRegion(autocast):
         cache_enabled: bool | None = None,
         *,
         place: Scope | None = None,
-        audible: bool = False,
+        warns: bool = False,
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
-        self._audible = audible
+        self._warns = warns
         self._given = place
 
     def _place(self) -> Scope | None:
         return self._given
 
 
-def region_in(policy: Policy, device_type: str, dtype: torch.dtype, *, audible: bool = False) -> PlacedRegion:
+def region_in(policy: Policy, device_type: str, dtype: torch.dtype, *, warns: bool = False) -> PlacedRegion:
     """A region of ``policy`` in ``dtype`` for code that saw to its rules for modules itself.
 
     In fp32 it is off, unless there are rules.
     """
     place = None if policy.is_plain else root_place(policy, device_type, dtype)
     enabled = dtype != torch.float32 or place is not None
-    return PlacedRegion(device_type, dtype, enabled, place=place, audible=audible)
+    return PlacedRegion(device_type, dtype, enabled, place=place, warns=warns)
+
+
+def _traced(
+    device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, policy: Policy | str | None = None
+) -> Any:
+    """Return a region that Dynamo and ``torch.export`` follow without a graph break.
+
+    Raises:
+        UnsupportedError: for a policy with rules, which a graph could not keep.
+    """
+    if policy is not None and not as_policy(policy).is_plain:
+        if torch.compiler.is_exporting():
+            raise UnsupportedError(
+                "a region whose policy has rules was opened in code that torch.export traces, and a program "
+                "keeps no rules: leave it out"
+            )
+        raise UnsupportedError(
+            "a region whose policy has rules was opened in code that torch.compile traces: open it around "
+            "the compiled function, or use nc.compile(model, policy)"
+        )
+    if torch.compiler.is_exporting():
+        if enabled and dtype == torch.float32:
+            raise UnsupportedError(
+                "expected a region in float16 or bfloat16 for torch.export, got torch.float32, which an "
+                "exported program cannot keep; leave the region out and cast the half inputs of its layers "
+                "with .float()"
+            )
+        # torch.export writes the setting into the graph, where it should say what the script did.
+        return torch.autocast(device, dtype, enabled, cache_enabled)
+    return traced_region(device, dtype, enabled)
+
+
+# ---- custom functions
+
+
+@overload
+def custom_fwd(fwd: _F, *, device_type: str, cast_inputs: torch.dtype | None = None) -> _F: ...
+@overload
+def custom_fwd(
+    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
+) -> Callable[[_F], _F]: ...
+def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
+    """Decorator of the ``forward(ctx, ...)`` of a ``torch.autograd.Function``; drop-in for ``torch.amp``'s.
+
+    Records on ``ctx`` the region that ``forward`` runs in, under the names that ``torch.amp`` uses, so that
+    either library's ``custom_bwd`` can bring it back.
+
+    Args:
+        fwd: the function; without it, the decorator is returned.
+        device_type: type of device whose region and tensors are meant.
+        cast_inputs: without it ``forward`` runs in the region as it is. With it, and inside a region, the
+            floating tensors of that device, fp64 aside, are cast to this format wherever they are in the
+            arguments (lists, dicts, sets, named and other tuples, dataclasses: see ``cast_floating``), and
+            ``forward`` runs with casting off. Outside a region it has no effect.
+
+    Casts are not seen by autograd, which is off in a forward: gradients come back in the format of the
+    inputs. Overflow and NaN are as in ``Tensor.to``. Source:
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html, "Functions with multiple inputs".
+
+    Raises:
+        ValueError: ``device_type`` is not a str.
+        DeviceError: torch has no autocast for the device.
+        PolicyError: ``cast_inputs`` is not a floating format.
+    """
+    check_device(device_type, enabled=False)
+    if cast_inputs is not None and not (
+        isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point
+    ):
+        raise PolicyError(f"expected cast_inputs to be a floating torch.dtype or None, got {cast_inputs!r}")
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    def wants(tensor: torch.Tensor) -> bool:
+        its = tensor.dtype
+        castable = its.is_floating_point and its not in (torch.float64, cast_inputs)
+        return castable and tensor.device.type == device_type
+
+    @functools.wraps(fwd)
+    def decorate_fwd(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = torch.is_autocast_enabled(device_type)
+        ctx._dtype = torch.get_autocast_dtype(device_type)
+        ctx._fwd_used_autocast = inside and cast_inputs is None
+        if not torch.compiler.is_compiling():
+            ctx._narrowcast_place = place_on(device_type)
+        if cast_inputs is None or not inside:
+            return fwd(ctx, *args, **kwargs)
+        with PlacedRegion(device_type, ctx._dtype, enabled=False):
+            return fwd(ctx, *cast_where(args, cast_inputs, wants), **cast_where(kwargs, cast_inputs, wants))
+
+    return decorate_fwd
+
+
+@overload
+def custom_bwd(bwd: _F, *, device_type: str) -> _F: ...
+@overload
+def custom_bwd(bwd: None = None, *, device_type: str) -> Callable[[_F], _F]: ...
+def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
+    """Decorator of the ``backward(ctx, ...)``: runs it in the forward's region; drop-in for ``torch.amp``'s.
+
+    The forward is decorated with ``custom_fwd``, of this library or of ``torch.amp``. A region in
+    ``torch.float32`` is brought back too. Works in whatever thread runs the backward.
+
+    Args:
+        bwd: the function; without it, the decorator is returned.
+        device_type: type of device whose region is meant, as given to ``custom_fwd``.
+
+    Raises:
+        ValueError: ``device_type`` is not a str.
+        DeviceError: torch has no autocast for the device.
+        OrderError: in the backward, if the forward recorded no region.
+    """
+    check_device(device_type, enabled=False)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def decorate_bwd(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(ctx, "_fwd_used_autocast"):
+            raise OrderError(
+                f"expected the forward of {type(ctx).__name__.removesuffix('Backward')} to be decorated with "
+                f"custom_fwd, got one that recorded no region; decorate it with "
+                f'@nc.custom_fwd(device_type="{device_type}")'
+            )
+        # A forward of torch.amp's custom_fwd recorded no rules, and runs backward by PyTorch's own table.
+        place = getattr(ctx, "_narrowcast_place", None)
+        with PlacedRegion(device_type, ctx._dtype, ctx._fwd_used_autocast, place=place):
+            return bwd(ctx, *args, **kwargs)
+
+    return decorate_bwd
+
+
+# ---- regions that outlast the code that opened them
+
+
+def places_here() -> Mapping[str, Scope]:
+    """Type of device -> the place of this thread's calls, where a policy with rules casts there now."""
+    return {
+        device: place for device, place in _places.places_here().items() if torch.is_autocast_enabled(device)
+    }
+
+
+def is_region_open_here() -> bool:
+    """Whether any region, of ours or of ``torch.autocast``, is open in this thread."""
+    return nesting() > 0
+
+
+class LastingRegion:
+    """A region of ``policy`` on some types of device, open in the calling thread until ``close()``.
+
+    Args:
+        policy: rules for operators only.
+        dtypes: type of device -> the region's format there.
+        cache_enabled: whether casts of weights are kept.
+
+    Raises:
+        OrderError: another region is open in this thread, which would close in the wrong order.
+    """
+
+    def __init__(
+        self, policy: Policy, dtypes: Mapping[str, torch.dtype], *, cache_enabled: bool = True
+    ) -> None:
+        if is_region_open_here():
+            raise OrderError(
+                "expected no open region of autocast where one is to begin that lasts, got one: leave its "
+                "with statement first"
+            )
+        self._thread = threading.current_thread()
+        with ExitStack() as opened:
+            for device, dtype in dtypes.items():
+                place = root_place(policy, device, dtype)
+                opened.enter_context(PlacedRegion(device, dtype, True, cache_enabled, place=place))
+            self._open_regions = list(thread.regions)
+            self._regions = opened.pop_all()
+        with ExitStack() as watching:
+            watching.enter_context(_weight_casts.loading_watched())
+            watching.enter_context(backward_outside(policy))
+            self._watching = watching.pop_all()
+        _weight_casts.watch_optimizers()
+        self._depth = len(dtypes)
+        self.devices = tuple(dtypes)
+
+    def check_closable(self) -> None:
+        """Refuse where ``close`` would leave the thread in a wrong state.
+
+        Raises:
+            OrderError: this is another thread, or a region was opened since and is still open.
+        """
+        if not self._thread.is_alive():
+            return
+        if threading.current_thread() is not self._thread:
+            raise OrderError(
+                f"expected the thread that opened a lasting region to close it, {self._thread.name!r}, got "
+                f"{threading.current_thread().name!r}: close it there"
+            )
+        if nesting() != self._depth:
+            raise OrderError(
+                "expected no region of autocast that was opened since, got one that is still open: leave its "
+                "with statement first"
+            )
+
+    def close(self) -> None:
+        """End it; without effect the second time.
+
+        Raises:
+            OrderError: as ``check_closable``; it goes on then.
+        """
+        if not self._depth:
+            return
+        self.check_closable()
+        self._depth = 0
+        self._watching.close()
+        if self._thread.is_alive():
+            self._regions.close()
+        else:
+            self._regions.pop_all()
+            _regions.give_up(self._open_regions)
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.rules: list[tuple[Rule, ...]] = []  # of the policies whose regions are open
+        self.ours: Any = None
+
+
+_process = _Process()
+
+
+@contextmanager
+def backward_outside(policy: Policy) -> Iterator[None]:
+    """While this is open, backward passes begun in a region of ``policy`` cast nothing, in any thread."""
+    with _process.lock:
+        _process.rules.append(policy.rules)
+        if _process.ours is None:
+            _process.ours = _outside(current_engine())
+            replace_engine(_process.ours)
+    try:
+        yield
+    finally:
+        with _process.lock:
+            _process.rules.remove(policy.rules)
+            if not _process.rules:
+                # Whoever replaced it since goes on calling ours, which hands everything on.
+                if current_engine() is _process.ours:
+                    replace_engine(_process.ours.__wrapped__)
+                _process.ours = None
+
+
+def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
+    """The start of autograd's engine with autocast off for the thread, which the engine's threads follow."""
+
+    @unseen_by_the_compiler
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not any(place.resolved.rules in _process.rules for place in _places.places_here().values()):
+            return below(*args, **kwargs)
+        drop_casts()  # so that the pass frees each as it goes
+        try:
+            with without_autocast():
+                return below(*args, **kwargs)
+        finally:
+            drop_casts()  # of what was computed again meanwhile
+
+    run.__wrapped__ = below  # type: ignore[attr-defined]
+    return run

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from narrowcast.casting import _regions
-from narrowcast.casting._fp8 import Fp8Handle, apply_fp8
-from narrowcast.casting._fp8_linear import Fp8Linear, turn_back
+from narrowcast.casting._apply import CompiledHooks, applied_to, check_rules, refuse_new_fp8
 from narrowcast.casting._kernels import root_place
 from narrowcast.casting._module_hooks import device_types
-from narrowcast.casting._modules import CompiledHooks, applied_to, check_rules, refuse_new_fp8
-from narrowcast.casting._structure import Structure
+from narrowcast.casting._paths import Structure
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
+from narrowcast.casting.fp8 import Fp8Handle, Fp8Linear, apply_fp8, turn_back
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
 from narrowcast.policy import FP8_RECIPES, Policy, resolve, with_fp32_weights
@@ -166,7 +165,7 @@ def _region(owner: object, policy: Policy, module: torch.nn.Module | None, value
             on = dtype != torch.float32 or place is not None
             check_device(device)
             caches = torch.is_autocast_cache_enabled()
-            _regions.enter(owner, device, dtype, on, caches, audible=False, place=place)
+            _regions.enter(owner, device, dtype, on, caches, place=place)
             entered += 1
         yield
     finally:

@@ -23,10 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch.compiler import is_exporting
 
-from narrowcast.casting import _actions
-from narrowcast.casting._calls import pass_by
-from narrowcast.casting._layers import Front
-from narrowcast.casting._native import native_kernel
+from narrowcast.casting import _operators
+from narrowcast.casting._functorch import Front
+from narrowcast.casting._operators import native_kernel, pass_by
 from narrowcast.casting._places import place_on
 from narrowcast.casting._regions import once_none_is_open
 from narrowcast.casting._torch_internals import make_library, unseen_by_the_compiler
@@ -238,8 +237,10 @@ def _refuse_export(op: str, place: Scope) -> None:
     )
 
 
-def _prepare(op: str, place: Scope) -> _actions.Action | None:
+def _prepare(op: str, place: Scope) -> _operators.Action | None:
     decision = place.decide(op)
-    action: _actions.Action | None = None if decision is None else _actions.action_for(op, decision, place)
+    action: _operators.Action | None = (
+        None if decision is None else _operators.action_for(op, decision, place)
+    )
     place.actions[op] = action
     return action

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowcast.casting import _regions
-from narrowcast.casting._actions import CASTABLE, compute_dtype, widest
 from narrowcast.casting._kernels import root_place
+from narrowcast.casting._operators import CASTABLE, compute_dtype, widest
 from narrowcast.casting._places import place_on, places_here, state_of, thread
 from narrowcast.casting._torch_internals import (
     constant_while_tracing,
@@ -260,9 +260,7 @@ class Hook:
         if region is not None:
             caches = torch.is_autocast_cache_enabled()
             device, dtype, enabled, place = region
-            _regions.enter(
-                call, device, dtype, enabled, caches, audible=False, place=place, caller=call.caller
-            )
+            _regions.enter(call, device, dtype, enabled, caches, place=place, caller=call.caller)
             call.regions += 1
 
     def _close(self, call: OpenCall) -> None:

@@ -1,4 +1,4 @@
-"""Paths of modules as a person writes them: without what wrappers put in between."""
+"""Which modules a model is made of: their paths, without what wrappers add, and whether that changed."""
 
 from __future__ import annotations
 
@@ -15,33 +15,21 @@ _MOST_PATHS = 64  # of one module; shared parts inside shared parts have a path 
 
 
 def named_places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Every module inside ``model`` with its path, itself under ``""``; a shared one under its first path.
+    """Return every module inside ``model`` with its first path, itself under ``""``.
 
     Wrappers have the path of what they wrap, and come before it.
     """
-    found: dict[int, tuple[str, torch.nn.Module]] = {}
-    _find_places("", model, found)
-    return list(found.values())
-
-
-# Not inside the other: a function that calls itself there would hold the model until Python looks for cycles.
-def _find_places(path: str, module: torch.nn.Module, found: dict[int, tuple[str, torch.nn.Module]]) -> None:
-    if id(module) in found:
-        return
-    found[id(module)] = (path, module)
-    wraps = is_wrapper(module)
-    for name, child in module.named_children():
-        inner = path if wraps and name in _WRAPPED else f"{path}.{name}" if path else name
-        _find_places(inner, child, found)
+    return [(paths[0], module) for paths, module in all_paths(model)]
 
 
 def all_paths(model: torch.nn.Module) -> list[tuple[tuple[str, ...], torch.nn.Module]]:
-    """As ``named_places``, with every path of a module that stands at several places of the model."""
+    """Return every module inside ``model`` with every path by which it is reached."""
     found: dict[int, tuple[list[str], torch.nn.Module]] = {}
     _find_paths("", model, found, ())
     return [(tuple(paths), module) for paths, module in found.values()]
 
 
+# Not inside the other: a function that calls itself there would hold the model until Python looks for cycles.
 def _find_paths(
     path: str,
     module: torch.nn.Module,
@@ -53,21 +41,32 @@ def _find_paths(
         return
     paths.append(path)
     wraps = is_wrapper(module)
-    for name, child in _children(module):
-        inner = path if wraps and name in _WRAPPED else f"{path}.{name}" if path else name
-        _find_paths(inner, child, found, (*above, id(module)))
-
-
-def _children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Every child under each of its names, which ``named_children`` gives once."""
-    return [(name, child) for name, child in module._modules.items() if child is not None]
+    for name, child in module._modules.items():  # named_children() gives a shared one once
+        if child is not None:
+            inner = path if wraps and name in _WRAPPED else f"{path}.{name}" if path else name
+            _find_paths(inner, child, found, (*above, id(module)))
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
-    """Whether ``module`` only hands calls on to one inside it."""
+    """Return whether ``module`` only hands calls on to one inside it."""
     return any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__)
 
 
 def clean_path(path: str) -> str:
-    """A dotted path as tracers give it, without the names that ``torch.compile`` and DDP put in."""
+    """Return a dotted path as tracers give it, without the names that ``torch.compile`` and DDP put in."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPED[1:])
+
+
+class Structure:
+    """The modules inside ``model`` as they are now.
+
+    It costs some 50 nanoseconds a module to ask whether they still are, and holds them.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._children = [part._modules for part in model.modules()]
+        self._as_they_were = [dict(children) for children in self._children]
+
+    def holds(self) -> bool:
+        """Return whether no module was added, replaced or taken away."""
+        return self._children == self._as_they_were

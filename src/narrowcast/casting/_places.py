@@ -1,4 +1,4 @@
-"""Which rules are in force in a thread: the place in a model that its calls are made from.
+"""What is in force in a thread: its open regions, and the place in a model that its calls are made from.
 
 The place is kept in torch's own autocast state, which ``torch.compile`` guards and traces. No tensor is ever
 on an IPU, so while rules are in force for the CPU, the autocast format of IPUs stands for the place, and
@@ -42,13 +42,59 @@ class _Process:
     beyond = False  # whether the second device type of a pair is used at all
 
 
+class OpenRegion:
+    """One entered region, and the state that leaving it restores.
+
+    Attributes:
+        owner: who opened it and is to leave it.
+        warns: whether a backward pass inside is worth a warning.
+        propagates: whether checkpoints have to restore it, since PyTorch does not.
+        caller: the ``id`` of the frame with which the region ends, where nobody may be there to leave it.
+        place: which rules are in force inside; held here, since the autocast state holds no reference.
+        caching: whether casts of weights are kept.
+        moved: whether the place inside is another than outside.
+    """
+
+    __slots__ = (
+        "cache_before", "caching", "caller", "device", "dtype", "dtype_before", "enabled_before", "moved",
+        "owner", "place", "place_before", "propagates", "thread", "warns",
+    )  # fmt: skip
+
+    def __init__(
+        self, owner: object, device: str, dtype: torch.dtype, warns: bool, place: Scope | None, enabled: bool
+    ) -> None:
+        self.owner = owner
+        self.thread = thread.regions
+        self.device = device
+        self.dtype = dtype
+        self.warns = warns and enabled
+        self.propagates = place is not None or (enabled and dtype == torch.float32)
+        self.caller: int | None = None
+        self.place = place
+        self.caching = False
+        self.moved = False
+        self.enabled_before = torch.is_autocast_enabled(device)
+        self.dtype_before = torch.get_autocast_dtype(device)
+        self.cache_before = torch.is_autocast_cache_enabled()
+        self.place_before = place_on(device)
+
+
 class _Thread(threading.local):
+    """What a thread knows.
+
+    Attributes:
+        regions: its open regions, outermost first.
+        casting_rule: the rule for a module whose inputs or outputs it is casting.
+    """
+
     casting_rule: Rule | None = None
+
+    def __init__(self) -> None:
+        self.regions: list[OpenRegion] = []
 
 
 _process = _Process()
 thread = _Thread()
-"""``thread.casting_rule``: the rule for a module whose inputs or outputs this thread is casting."""
 
 
 def rule_that_casts() -> Rule | None:

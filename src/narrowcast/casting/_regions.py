@@ -1,4 +1,4 @@
-"""The autocast state of torch, entered and left: what was there before is kept on a stack of the thread.
+"""Enter and leave the autocast state of torch, and restore it where a forward pass is computed again.
 
 torch keeps casts of weights in one cache for the whole process, whose key is the weight alone. Two rules keep
 a cast of one format out of a region of another. Inside a thread, the cache is dropped whenever the format in
@@ -6,64 +6,29 @@ force changes. Between threads, a region may use the cache only while no other t
 it for another format; otherwise it runs with the cache off, casts its weights at each use, and is right.
 A region in float32 neither reads nor writes the cache, since only casts of fp32 weights are kept there.
 Regions that torch.autocast itself opened in other threads are not seen.
+
+Activation checkpointing restores PyTorch's own autocast state, but neither rules nor a region in float32 on a
+CPU. So while such a region is open, a function that is checkpointed is bound to the state of that moment.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from narrowcast.casting import _guards, _weight_casts
-from narrowcast.casting._places import move_to, place_on
+from narrowcast.casting import _torch_internals, _weight_casts
+from narrowcast.casting._places import OpenRegion, move_to, place_on, places_here, thread
 from narrowcast.casting._torch_internals import unseen_by_the_compiler
 from narrowcast.errors import OrderError
 from narrowcast.policy import Scope
-
-
-class _Frame:
-    """One entered region, and the state that leaving it brings back."""
-
-    __slots__ = (
-        "audible", "cache_before", "caching", "caller", "device", "dtype", "dtype_before", "enabled_before",
-        "moved", "owner", "place", "place_before", "thread", "travels",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        owner: object,
-        thread: list[_Frame],
-        device: str,
-        dtype: torch.dtype,
-        audible: bool,
-        travels: bool,
-        caller: int | None,
-        place: Scope | None,
-    ) -> None:
-        self.owner = owner
-        self.thread = thread
-        self.device = device
-        self.dtype = dtype
-        self.audible = audible
-        self.travels = travels
-        self.caller = caller
-        self.caching = False
-        self.moved = False
-        self.enabled_before = torch.is_autocast_enabled(device)
-        self.dtype_before = torch.get_autocast_dtype(device)
-        self.cache_before = torch.is_autocast_cache_enabled()
-        self.place_before = place_on(device)
-        self.place = place
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.frames: list[_Frame] = []
 
 
 class _Process:
@@ -71,51 +36,43 @@ class _Process:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.caching: set[_Frame] = set()
+        self.caching: set[OpenRegion] = set()
         self.format_of_casts: torch.dtype | None = None
         self.regions = 0
-        self.audible_regions = 0
-        self.travelling_regions = 0
-        # Set by the file that knows of checkpointing, which this one cannot import.
-        self.install_binding: Callable[[], object] = bool
-        self.remove_binding: Callable[[], object] = bool
+        self.warning_regions = 0
+        self.propagating_regions = 0
         self.afterwards: Callable[[], object] | None = None
 
-    def open(self, frame: _Frame, *, cache: bool) -> None:
+    def open(self, region: OpenRegion, *, cache: bool) -> None:
         with self.lock:
             self.regions += 1
-            if frame.enabled_before and frame.cache_before:  # perhaps by torch.autocast, which has no frame
-                self.hold_casts_of(frame.dtype_before)
-            if cache and self.may_cache(frame):
-                frame.caching = True
-                self.caching.add(frame)
-                self.hold_casts_of(frame.dtype)
-            if frame.audible:
-                self.audible_regions += 1
-                if self.audible_regions == 1:
-                    _guards.install()
-            if frame.travels:
-                self.travelling_regions += 1
-                if self.travelling_regions == 1:
-                    self.install_binding()
+            if region.enabled_before and region.cache_before:  # perhaps by torch.autocast
+                self.hold_casts_of(region.dtype_before)
+            if cache and self.may_cache(region):
+                region.caching = True
+                self.caching.add(region)
+                self.hold_casts_of(region.dtype)
+            self.warning_regions += region.warns
+            if region.warns and self.warning_regions == 1:
+                _weight_casts.watch_writes()
+            self.propagating_regions += region.propagates
+            if region.propagates and self.propagating_regions == 1:
+                _checkpoints.bind()
 
-    def close(self, frame: _Frame, *, drop: bool) -> None:
+    def close(self, region: OpenRegion, *, drop: bool) -> None:
         with self.lock:
-            if frame.caching:
-                self.caching.discard(frame)
-            if frame.audible:
-                self.audible_regions -= 1
-                if self.audible_regions == 0:
-                    _guards.remove()
-            if frame.travels:
-                self.travelling_regions -= 1
-                if self.travelling_regions == 0:
-                    self.remove_binding()
+            self.caching.discard(region)
+            self.warning_regions -= region.warns
+            if region.warns and self.warning_regions == 0:
+                _weight_casts.stop_watching_writes()
+            self.propagating_regions -= region.propagates
+            if region.propagates and self.propagating_regions == 0:
+                _checkpoints.unbind()
             if drop:
                 torch.clear_autocast_cache()
                 self.format_of_casts = None
-            elif frame.enabled_before and frame.cache_before:
-                self.hold_casts_of(frame.dtype_before)
+            elif region.enabled_before and region.cache_before:
+                self.hold_casts_of(region.dtype_before)
             self.regions -= 1
         if self.afterwards is not None:
             self.catch_up()
@@ -127,11 +84,9 @@ class _Process:
             if work is not None:
                 work()
 
-    def may_cache(self, frame: _Frame) -> bool:
-        for other in self.caching:
-            if other.dtype != frame.dtype and other.thread is not frame.thread:
-                return False
-        return True
+    def may_cache(self, region: OpenRegion) -> bool:
+        others = (one for one in self.caching if one.thread is not region.thread)
+        return all(one.dtype == region.dtype for one in others)
 
     def hold_casts_of(self, dtype: torch.dtype) -> None:
         if dtype in (self.format_of_casts, torch.float32):
@@ -142,13 +97,12 @@ class _Process:
     def after_fork(self) -> None:
         """The child has this thread alone, and the lock may have been held by another."""
         self.lock = threading.Lock()
-        self.caching = {frame for frame in self.caching if frame.thread is _here.frames}
-        self.regions = len(_here.frames)
-        self.audible_regions = sum(frame.audible for frame in _here.frames)
-        self.travelling_regions = sum(frame.travels for frame in _here.frames)
+        self.caching = {region for region in self.caching if region.thread is thread.regions}
+        self.regions = len(thread.regions)
+        self.warning_regions = sum(region.warns for region in thread.regions)
+        self.propagating_regions = sum(region.propagates for region in thread.regions)
 
 
-_here = _Thread()
 _process = _Process()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_process.after_fork)
@@ -162,34 +116,29 @@ def enter(
     enabled: bool,
     cache_enabled: bool,
     *,
-    audible: bool,
     place: Scope | None,
+    warns: bool = False,
     caller: int | None = None,
 ) -> None:
-    """Open a region in this thread; ``leave(owner)`` closes it.
-
-    ``audible``: a backward inside it is worth a warning. Not where a backward pass itself opens the region.
-    ``place``: which rules are in force inside.
-    ``caller``: the ``id`` of the frame with which the region ends, where nobody may be there to leave it.
-    """
-    frames = _here.frames
-    if frames and frames[-1].caller is not None:
+    """Open a region in this thread; ``leave(owner)`` closes it. See ``OpenRegion`` for the arguments."""
+    regions = thread.regions
+    if regions and regions[-1].caller is not None:
         close_abandoned()
-    travels = place is not None or (enabled and dtype == torch.float32)
-    frame = _Frame(owner, frames, device, dtype, audible and enabled, travels, caller, place)
+    region = OpenRegion(owner, device, dtype, warns, place, enabled)
+    region.caller = caller
     torch.set_autocast_enabled(device, enabled)
-    if dtype is not frame.dtype_before:  # each setting is a twentieth of the time of a region
+    if dtype is not region.dtype_before:  # each setting is a twentieth of the time of a region
         torch.set_autocast_dtype(device, dtype)
     torch.autocast_increment_nesting()
     wants_cache = enabled and cache_enabled and dtype != torch.float32
-    _process.open(frame, cache=wants_cache)
-    caches = frame.caching if wants_cache else cache_enabled
-    if caches is not frame.cache_before:
+    _process.open(region, cache=wants_cache)
+    caches = region.caching if wants_cache else cache_enabled
+    if caches is not region.cache_before:
         torch.set_autocast_cache_enabled(caches)
-    if place is not frame.place_before:
+    if place is not region.place_before:
         move_to(place, device)
-        frame.moved = True
-    frames.append(frame)
+        region.moved = True
+    regions.append(region)
 
 
 @contextmanager
@@ -222,48 +171,43 @@ def leave(owner: object) -> None:
     Raises:
         OrderError: it is not the innermost one, or ``owner`` opened none here. The state is right after it.
     """
-    frames = _here.frames
-    if frames and frames[-1].caller is not None and frames[-1].owner is not owner:
+    regions = thread.regions
+    if regions and regions[-1].caller is not None and regions[-1].owner is not owner:
         close_abandoned()
-    if frames and frames[-1].owner is owner:
-        _bring_back(frames.pop())
+    if regions and regions[-1].owner is owner:
+        _restore(regions.pop())
         return
-    owned = [index for index, frame in enumerate(frames) if frame.owner is owner]
+    owned = [index for index, region in enumerate(regions) if region.owner is owner]
     if not owned:
         raise OrderError(
             "expected a region that this thread entered, got one that it did not enter or has left already; "
             "leave a region in the thread that entered it, as a with statement does"
         )
-    frame, above = frames.pop(owned[-1]), frames[owned[-1] :]
-    _take_from_below(frame, above)
+    region, above = regions.pop(owned[-1]), regions[owned[-1] :]
+    _take_from_below(region, above)
     raise OrderError(
-        f"expected the innermost region to be left first, got the {frame.device} region in {frame.dtype} "
+        f"expected the innermost region to be left first, got the {region.device} region in {region.dtype} "
         f"with {len(above)} still open inside it; a generator or a coroutine that stops inside a region does "
         f"this: open the region around each of its steps"
     )
 
 
-def _bring_back(frame: _Frame) -> None:
-    torch.set_autocast_enabled(frame.device, frame.enabled_before)
-    torch.set_autocast_dtype(frame.device, frame.dtype_before)
-    torch.set_autocast_cache_enabled(frame.cache_before)
-    if frame.moved:
-        move_to(frame.place_before, frame.device)
+def _restore(region: OpenRegion) -> None:
+    torch.set_autocast_enabled(region.device, region.enabled_before)
+    torch.set_autocast_dtype(region.device, region.dtype_before)
+    torch.set_autocast_cache_enabled(region.cache_before)
+    if region.moved:
+        move_to(region.place_before, region.device)
     outermost = torch.autocast_decrement_nesting() == 0
     if outermost:
         _weight_casts.forget_here()
-    _process.close(frame, drop=outermost)
+    _process.close(region, drop=outermost)
 
 
-def frames_here() -> list[_Frame]:
-    """The open regions of this thread, outermost first."""
-    return list(_here.frames)
-
-
-def give_up(frames: list[_Frame]) -> None:
+def give_up(regions: list[OpenRegion]) -> None:
     """Forget regions that were left open by a thread that has ended, and its state with it."""
-    for frame in reversed(frames):
-        _process.close(frame, drop=True)
+    for region in reversed(regions):
+        _process.close(region, drop=True)
 
 
 def close_abandoned() -> None:
@@ -271,9 +215,9 @@ def close_abandoned() -> None:
 
     PyTorch calls the hooks of a module after an ``Exception``, but not after a ``KeyboardInterrupt``.
     """
-    frames = _here.frames
-    while frames and frames[-1].caller is not None and not is_running(frames[-1].caller):
-        _bring_back(frames.pop())
+    regions = thread.regions
+    while regions and regions[-1].caller is not None and not is_running(regions[-1].caller):
+        _restore(regions.pop())
 
 
 def is_running(caller: int) -> bool:
@@ -284,41 +228,21 @@ def is_running(caller: int) -> bool:
     return frame is not None
 
 
-def _take_from_below(frame: _Frame, above: list[_Frame]) -> None:
-    """Close a region under others, which are to bring back later what it would have brought back."""
-    above[0].cache_before = frame.cache_before
-    heirs = [other for other in above if other.device == frame.device]
+def _take_from_below(region: OpenRegion, above: list[OpenRegion]) -> None:
+    """Close a region under others, which are to restore later what it would have restored."""
+    above[0].cache_before = region.cache_before
+    heirs = [other for other in above if other.device == region.device]
     if heirs:
-        heirs[0].enabled_before, heirs[0].dtype_before = frame.enabled_before, frame.dtype_before
-        heirs[0].place_before = frame.place_before
-        heirs[0].moved |= frame.moved
+        heirs[0].enabled_before, heirs[0].dtype_before = region.enabled_before, region.dtype_before
+        heirs[0].place_before = region.place_before
+        heirs[0].moved |= region.moved
     else:
-        move_to(frame.place_before, frame.device)
-        torch.set_autocast_enabled(frame.device, frame.enabled_before)
-        torch.set_autocast_dtype(frame.device, frame.dtype_before)
+        move_to(region.place_before, region.device)
+        torch.set_autocast_enabled(region.device, region.enabled_before)
+        torch.set_autocast_dtype(region.device, region.dtype_before)
     torch.autocast_decrement_nesting()
     _weight_casts.forget_here()
-    _process.close(frame, drop=True)
-
-
-def owners() -> list[object]:
-    """Who opened the regions of this thread, outermost first."""
-    return [frame.owner for frame in _here.frames]
-
-
-def devices_on() -> set[str]:
-    """The device types on which a region of ours is open in this thread."""
-    return {frame.device for frame in _here.frames}
-
-
-def needs_to_travel() -> bool:
-    """Whether this thread is in a region that PyTorch alone would not bring back."""
-    return any(frame.travels for frame in _here.frames)
-
-
-def ask_to_bind(*, install: Callable[[], object], remove: Callable[[], object]) -> None:
-    """Hand over what is called as the first region that travels opens, and as the last one closes."""
-    _process.install_binding, _process.remove_binding = install, remove
+    _process.close(region, drop=True)
 
 
 def once_none_is_open(work: Callable[[], object]) -> None:
@@ -330,20 +254,121 @@ def once_none_is_open(work: Callable[[], object]) -> None:
     _process.catch_up()
 
 
-def is_open_here() -> bool:
-    """Whether this thread is in an audible region."""
-    return any(frame.audible for frame in _here.frames)
+# ---- recomputation
 
 
-def is_on_here() -> bool:
-    """Whether casting is on, too."""
-    return any(frame.audible and torch.is_autocast_enabled(frame.device) for frame in _here.frames)
+@runtime_checkable
+class Owner(Protocol):
+    """Who opened a region and may say that it cannot be opened again."""
+
+    def check_recomputation(self) -> None: ...
 
 
-def is_in_region() -> bool:
-    """Whether this thread is in a region of ours, audible or not."""
-    return bool(_here.frames)
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` in the autocast state of this moment, whenever and in whatever thread it is called.
+
+    Raises:
+        OrderError: in a call, where a model was computed in it by hooks that are gone.
+    """
+    owners = [region.owner for region in thread.regions if isinstance(region.owner, Owner)]
+    cache = torch.is_autocast_cache_enabled()
+    devices = sorted({*places_here(), *(region.device for region in thread.regions)})
+    states = {d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices}
+    places = {d: place_on(d) for d in devices}
+
+    @functools.wraps(function)
+    def in_that_state(*args: Any, **kwargs: Any) -> Any:
+        for one in owners:
+            one.check_recomputation()
+        absent = {d: (torch.get_autocast_dtype(d), False) for d in places_here() if d not in states}
+        owner = object()
+        entered = 0
+        try:
+            for device, (dtype, enabled) in (absent | states).items():
+                enter(owner, device, dtype, enabled, cache, place=places.get(device))
+                entered += 1
+            return function(*args, **kwargs)
+        finally:
+            for _ in range(entered):
+                leave(owner)
+
+    return in_that_state
 
 
-_weight_casts.ask(is_in_region=is_in_region)
-_guards.ask(is_open_here=is_open_here, is_on_here=is_on_here)
+def _bound_where_needed(function: Callable[..., Any]) -> Callable[..., Any]:
+    needed = any(region.propagates for region in thread.regions)
+    return bound(function) if needed and not torch.compiler.is_compiling() else function
+
+
+class _Checkpoints:
+    """What stands in modules of torch for parts of checkpointing while a region is open that it loses."""
+
+    def __init__(self) -> None:
+        self._composable: bool | None = None
+        # The dict of each module, the name in it, what was there, and ours.
+        self._replacements: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def bind(self) -> None:
+        """Bind what is checkpointed from now on."""
+        composable = _torch_internals.COMPOSABLE_CHECKPOINT in sys.modules
+        if composable is not self._composable:  # made once, since regions open often
+            self._composable = composable
+            self._replacements = [
+                (module.__dict__, name, module.__dict__[name], make(module.__dict__[name]))
+                for module in _torch_internals.checkpoint_modules()
+                for name, make in _REPLACEMENTS.items()
+                if hasattr(module, name)
+            ]
+        for names, name, original, ours in self._replacements:
+            if names[name] is original:  # else somebody else has replaced it since
+                names[name] = ours
+
+    def unbind(self) -> None:
+        for names, name, original, ours in self._replacements:
+            if names[name] is ours:
+                names[name] = original
+
+
+_checkpoints = _Checkpoints()
+
+
+class _BindingFunction:
+    """Stands for ``CheckpointFunction``, of which ``checkpoint`` calls ``apply`` alone."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def apply(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._original.apply(_bound_where_needed(function), *args, **kwargs)
+
+
+def _binding_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(_bound_where_needed(function), *args, **kwargs)
+
+    return generator
+
+
+def _quiet_kwargs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``checkpoint`` brings back itself; not a region in float32, of which it would warn on a CPU."""
+
+    @functools.wraps(original)
+    def kwargs_of_regions(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        for one in found:
+            if one is not None and one.get("dtype") == torch.float32:
+                one.update(enabled=False, dtype=torch.bfloat16)
+        return found
+
+    return kwargs_of_regions
+
+
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
+    "CheckpointFunction": _BindingFunction,
+    "_checkpoint_without_reentrant_generator": _binding_generator,
+    "_get_autocast_kwargs": _quiet_kwargs,
+}

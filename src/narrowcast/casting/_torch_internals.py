@@ -1,4 +1,4 @@
-"""The names of torch without a promise of stability that this room uses, in one place.
+"""The names of torch without a promise of stability that this package uses, in one place.
 
 ``Module.load_state_dict`` has no hook that sees every module. Replacing the method for the length of each
 region would empty Python's method caches of every module class each time (measured: 7 microseconds a region
@@ -237,40 +237,6 @@ def guard_hooks_of_modules() -> None:
     if dynamo is not None and dynamo.config.skip_nnmodule_hook_guards:
         dynamo.config.skip_nnmodule_hook_guards = False
         dynamo.reset_code_caches()
-
-
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """What tells the memory of ``tensor`` from any other that is there; None where it has none of its own."""
-    try:
-        identity: int = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
-        return None
-    return identity
-
-
-def autocast_outside(device_type: str) -> bool:
-    """Inside a ``TorchDispatchMode``, where autocast is off: whether it was on where Python made the call."""
-    of_torch: Any = torch._C
-    with of_torch._RestorePythonTLSSnapshot():
-        return torch.is_autocast_enabled(device_type)
-
-
-def is_composite(op: Any) -> bool:
-    """Whether ``op`` is taken apart before autograd sees it; in inference mode that is below every mode."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-
-
-def call_with_autocast_inside(op: Any, device_type: str, args: Any, kwargs: Any) -> Any:
-    """Call the kernel of ``op`` below autocast, with autocast on for the operators that it calls itself."""
-    of_torch: Any = torch._C
-    autocast = getattr(torch._C.DispatchKey, autocast_key(device_type))
-    excluded = of_torch._dispatch_tls_local_exclude_set().remove(autocast)
-    device = getattr(torch._C.DispatchKey, of_torch._dispatch_key_for_device(device_type))
-    with of_torch._ForceDispatchKeyGuard(of_torch._dispatch_tls_local_include_set(), excluded):
-        if is_composite(op):
-            # Not decompose(), which has other code for some, in Python.
-            return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-        return op.redispatch(torch._C.DispatchKeySet(device), *args, **kwargs)
 
 
 def one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

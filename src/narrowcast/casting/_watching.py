@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting import _actions, _kernels
-from narrowcast.casting._calls import pass_by
-from narrowcast.casting._native import native_kernel
+from narrowcast.casting import _kernels, _operators
+from narrowcast.casting._operators import native_kernel, pass_by
 from narrowcast.casting._places import lower_dtype, place_on
 from narrowcast.casting._torch_internals import has_kernel, make_library, unseen_by_the_compiler
 from narrowcast.policy import (
@@ -201,13 +200,13 @@ def _watched(
             _thread.taken_apart.pop()
         if inside_a_kernel and compute is None:
             return result
-        inputs = _actions.tensors_in((*args, *kwargs.values()))
+        inputs = _operators.tensors_in((*args, *kwargs.values()))
         listener(
             OpCall(
                 op=op,
                 device_type=device_type,
                 inputs=tuple(inputs),
-                outputs=tuple(_actions.tensors_in(result)),
+                outputs=tuple(_operators.tensors_in(result)),
                 dtype=_cast_to(compute, inputs, device_type),
                 rule=rule,
                 because=because,
@@ -241,5 +240,5 @@ def _cast_to(compute: str | None, inputs: list[torch.Tensor], device_type: str) 
     if compute in _WIDE:
         return torch.float32
     if compute == PROMOTE:
-        return _actions.widest(inputs, device_type)
+        return _operators.widest(inputs, device_type)
     return dtype_of(compute) if compute in ("bf16", "fp16") else None

@@ -1,20 +1,38 @@
-"""Casts of weights that kernels of ours made, kept until the outermost region of the thread ends.
+"""Casts of weights: kept until the outermost region of the thread ends, and dropped when weights are written.
 
-PyTorch keeps those of its own kernels by weight alone. Here each thread keeps its own, by weight, format and
-whether its gradients are recorded, in regions of ours, whose end it knows of. A cast whose weight was written
-since is not used, but for writes through ``.data``, which leave no trace.
+PyTorch keeps those of its own kernels by weight alone, until the outermost region ends. With the training
+loop inside the region, the optimizer would write the weights, and the model would go on computing with the
+old casts. So a step of any optimizer, ``Module.load_state_dict`` and a backward pass inside a region drop the
+casts; the backward pass for code that writes weights outside of a step, as SAM and updates by hand, or
+between the calls of a closure, as LBFGS. Other writes inside a region (an average of weights that is copied
+in, say) are not seen: call ``nc.drop_casts()`` after them.
+
+Kernels of ours keep casts by thread, weight, format and whether gradients are recorded. A cast whose weight
+was written since is not used, but for writes through ``.data``, which leave no trace.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from narrowcast.casting import _torch_internals
+from narrowcast.casting._places import thread
 from narrowcast.casting._torch_internals import is_proxy_tracing, is_tracing, is_transforming
 
+_autograd: Any = torch.autograd  # the module, of which mypy would not let us replace a function
+BACKWARD_INSIDE = (
+    "backward was called inside an nc.autocast region, where its own operations may be cast as well; "
+    "end the region after the loss and call backward after it"
+)
 _Key = tuple[int, torch.dtype, bool]
 
 
@@ -24,23 +42,25 @@ class _Thread(threading.local):
         self.generation = 0
 
 
+class _Process:
+    def __init__(self) -> None:
+        self.generation = 0  # raised by whatever writes weights: the casts of a thread are of one
+        self.optimizers_hooked = False
+        self.loading_users = 0
+        self.backward_warned = False
+        self.our_backward: Any = None
+        self.last_backward: Any = None  # made for what it stands in front of, which rarely changes
+
+
 _here = _Thread()
-# Whether the calling thread is in a region of ours; set by the file of regions, which this one cannot import.
-_is_in_region: list[Callable[[], bool]] = [bool]
-# Raised by whatever writes weights, in any thread: a thread's casts are of one generation.
-_generation = [0]
-
-
-def ask(*, is_in_region: Callable[[], bool]) -> None:
-    """Hand over who knows whether the calling thread is in a region, at whose end its casts are forgotten."""
-    _is_in_region[0] = is_in_region
+_process = _Process()
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``weight`` in ``dtype``: the cast of it that is there, or a new one that is kept."""
-    if _here.generation != _generation[0]:
+    """Return ``weight`` in ``dtype``: the cast of it that is there, or a new one that is kept."""
+    if _here.generation != _process.generation:
         _here.casts.clear()
-        _here.generation = _generation[0]
+        _here.generation = _process.generation
     key = (id(weight), dtype, weight.requires_grad and torch.is_grad_enabled())
     found = _here.casts.get(key)
     if found is not None and found[0]() is weight and found[1] == weight._version:
@@ -53,10 +73,10 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def may_be_kept(tensor: torch.nn.Parameter) -> bool:
-    """Whether a cast of ``tensor``, a parameter, may be used again: it can be told to be old."""
+    """Return whether a cast of ``tensor``, a parameter, may be used again: it can be told to be old."""
     return (
         tensor.is_leaf
-        and _is_in_region[0]()
+        and bool(thread.regions)
         and not tensor.is_inference()
         and not torch.is_inference_mode_enabled()
         and torch.is_autocast_cache_enabled()
@@ -76,9 +96,99 @@ def forget_here() -> None:
 def drop_casts() -> None:
     """Forget every cast of a weight, PyTorch's own too, in every thread; the next use casts it anew.
 
-    For writes to weights that leave no trace: through ``.data``, and inside an open region those that no
-    optimizer and no ``load_state_dict`` makes.
+    Call it after writes to weights that leave no trace: through ``.data``, and inside an open region those
+    that no optimizer and no ``load_state_dict`` makes.
     """
-    _generation[0] += 1
+    _process.generation += 1
     forget_here()  # other threads let go of theirs at their next use
     torch.clear_autocast_cache()
+
+
+# ---- what drops them
+
+
+def watch_writes() -> None:
+    """Called when the first region of the process opens in which a backward pass is worth a warning."""
+    watch_optimizers()
+    _watch_loading(1)
+    below = _autograd.backward
+    if _process.last_backward is None or _process.last_backward.__wrapped__ is not below:
+        _process.last_backward = _watched_backward(below)
+    _process.our_backward = _autograd.backward = _process.last_backward
+
+
+def stop_watching_writes() -> None:
+    """Called when the last such region closes."""
+    _watch_loading(-1)
+    ours = _process.our_backward
+    # Whoever replaced it since goes on calling ours, which outside a region hands everything on.
+    if ours is not None and _autograd.backward is ours:
+        _autograd.backward = ours.__wrapped__
+    _process.our_backward = None
+
+
+def watch_optimizers() -> None:
+    """Drop the casts after each step of any optimizer, from now on."""
+    if not _process.optimizers_hooked:
+        register_optimizer_step_post_hook(_drop_after_step)
+        _process.optimizers_hooked = True
+
+
+@contextmanager
+def loading_watched() -> Iterator[None]:
+    """Inside, drop the casts after each ``load_state_dict``, in any thread."""
+    _watch_loading(1)
+    try:
+        yield
+    finally:
+        _watch_loading(-1)
+
+
+def forget_warnings() -> None:
+    """Let the next backward pass inside a region warn again, as in a fresh process."""
+    _process.backward_warned = False
+
+
+def _watch_loading(users: int) -> None:
+    _process.loading_users += users
+    if _process.loading_users:
+        _torch_internals.replace_loaded_keys(_DroppingKeys)
+    elif _torch_internals.current_loaded_keys() is _DroppingKeys:
+        _torch_internals.replace_loaded_keys(_torch_internals.LoadedKeys)
+
+
+def _drop_after_step(*_: object) -> None:
+    drop_casts()
+
+
+class _DroppingKeys(_torch_internals.LoadedKeys):  # type: ignore[misc]
+    """Made by ``Module.load_state_dict`` when it has written a module's weights."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        drop_casts()
+        return _torch_internals.LoadedKeys(*args, **kwargs)
+
+
+def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        warning = [region for region in thread.regions if region.warns]
+        if not warning:
+            return below(*args, **kwargs)
+        if not _process.backward_warned and any(torch.is_autocast_enabled(one.device) for one in warning):
+            _process.backward_warned = True
+            warnings.warn(BACKWARD_INSIDE, UserWarning, stacklevel=_frames_to_the_caller())
+        try:
+            return below(*args, **kwargs)
+        finally:
+            drop_casts()
+
+    backward.__wrapped__ = below  # type: ignore[attr-defined]
+    return backward
+
+
+def _frames_to_the_caller() -> int:
+    """``stacklevel`` that names the user's line, ``loss.backward()`` as well as ``torch.autograd``."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -131,7 +131,7 @@ class Stepper:
                 if any(group.accumulate > 1 for group in groups):
                     self._casts.keep()
             for device_type, dtype in self._formats.items():
-                regions.enter_context(region_in(self._policy, device_type, dtype, audible=True))
+                regions.enter_context(region_in(self._policy, device_type, dtype, warns=True))
             self._regions_open += 1
             try:
                 yield

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._fp8 import apply_fp8, unconverted
 from narrowcast.casting._module_hooks import Hook, Shared, calls_under_way, hooks_on
-from narrowcast.casting._paths import all_paths, is_wrapper
-from narrowcast.casting._places import places_here
-from narrowcast.casting._structure import Structure
+from narrowcast.casting._paths import Structure, all_paths, is_wrapper
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
+from narrowcast.casting.fp8 import apply_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names
 from narrowcast.policy import (
     FP8_RECIPES,
@@ -75,27 +73,6 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
 def is_applied(policy: Policy) -> bool:
     """Whether some model has the rules of ``policy`` for modules."""
     return any(one.policy is policy or one.policy == policy for one in _applied.values())
-
-
-def refuse_other_models(policy: Policy) -> Any:
-    """See that a region of ``policy`` calls only models to which it was applied; returns a handle."""
-    covered: set[int] = set()
-
-    def check(module: torch.nn.Module, _args: Any) -> None:
-        if not any(weight is not None for weight in module._parameters.values()) or id(module) in covered:
-            return
-        if not any(place.resolved.rules == policy.rules for place in places_here().values()):
-            return  # another thread, or a region of another policy
-        covered.update(
-            id(part) for model, one in _applied.items() if one.policy == policy for part in model.modules()
-        )
-        if id(module) not in covered and not calls_under_way(policy) and not hooks_on(module):
-            raise PolicyError(
-                f"{type(module).__name__} was called in a region whose policy has rules for modules, which "
-                "were not applied to it: call nc.apply(model, policy) on the whole model first"
-            )
-
-    return torch.nn.modules.module.register_module_forward_pre_hook(check)
 
 
 class Applied:

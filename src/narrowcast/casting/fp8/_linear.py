@@ -141,7 +141,7 @@ def load() -> None:
         return
     try:
         with _without_notices():
-            from narrowcast.casting import _torchao as found
+            from narrowcast.casting.fp8 import _torchao as found
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and sys.modules.get("torchao") is None:
             raise MissingModuleError(

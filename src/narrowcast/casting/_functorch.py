@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting import _actions
-from narrowcast.casting._native import without_waiting
+from narrowcast.casting import _operators
+from narrowcast.casting._operators import without_waiting
 from narrowcast.casting._places import places_here
 from narrowcast.casting._torch_internals import (
     call_composite,
@@ -105,10 +105,10 @@ class Front:
 
         return kernel
 
-    def _prepare(self, op: str, place: Scope, of_its_own: bool) -> _actions.Action | None:
+    def _prepare(self, op: str, place: Scope, of_its_own: bool) -> _operators.Action | None:
         decision = place.decide(op)
         if decision is not None and decision.compute != UNLISTED:
-            return _actions.action_for(op, decision, place)
+            return _operators.action_for(op, decision, place)
         native = self._native_of(op, place.resolved.device_type) if decision is None else None
         if native is not None:
             return lambda keyset, args, kwargs: native(keyset, *args, **kwargs)
@@ -142,4 +142,4 @@ def _qualified(op: str) -> str:
 
 def _is_on(device: str, args: Any, kwargs: Any) -> bool:
     """Whether some tensor is on a device of that type."""
-    return any(one.device.type == device for one in _actions.tensors_in((*args, *kwargs.values())))
+    return any(one.device.type == device for one in _operators.tensors_in((*args, *kwargs.values())))

@@ -1,8 +1,9 @@
-"""What a rule does with a call of an operator: casts of its inputs, the call itself, casts of its outputs.
+"""What a kernel of ours does with a call of an operator.
 
 An action is prepared once for each place and operator. It casts the eligible tensors among the arguments
 (fp16, bf16 and fp32, on the region's device), in lists too, and calls the operator with autocast off, as the
-kernels of PyTorch's own table do. Casts are recorded by autograd.
+kernels of PyTorch's own table do. Casts are recorded by autograd. Where no rule is in force, a kernel does
+what PyTorch's own table does.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._calls import pass_by, plain_call
 from narrowcast.casting._places import lower_dtype
-from narrowcast.casting._torch_internals import without_key
+from narrowcast.casting._torch_internals import (
+    after_autocast,
+    boxed_redispatch,
+    call_of,
+    has_kernel,
+    is_of_pytorch,
+    is_proxy_tracing,
+    is_tracing,
+    is_transforming,
+    takes_numbers_for_tensors,
+    without_key,
+)
 from narrowcast.casting._weight_casts import cast_weight, may_be_kept
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
@@ -27,9 +38,89 @@ from narrowcast.policy import (
     UNLISTED,
     Decision,
     Scope,
+    autocast_key,
     dtype_of,
+    native_table,
     operator,
 )
+
+
+def pass_by(op: Any, device_type: str) -> Callable[..., Any]:
+    """What PyTorch does with an operator that autocast has no kernel for; to be called with a keyset first.
+
+    It goes on to what comes after autocast, and what it calls itself is cast as usual: a composite is made of
+    such calls, and so are kernels like that of a sparse product. Arithmetic calls nothing; it goes on with
+    autocast off instead, since a redispatch takes no numbers for tensors.
+    """
+    if takes_numbers_for_tensors(op):
+        off, call = without_key(device_type), call_of(op)
+
+        def with_autocast_off(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            with off():
+                return call(*args, **kwargs)
+
+        return with_autocast_off
+    redispatch, after = boxed_redispatch(op), after_autocast(device_type)
+    if may_get_numbers(op):
+
+        def with_tensors(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            return redispatch(keyset & after, *tensors_for_numbers(op, args), **kwargs)
+
+        return with_tensors
+
+    def go_on(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & after, *args, **kwargs)
+
+    return go_on
+
+
+def plain_call(op: Any) -> Callable[..., Any]:
+    """What ``op(...)`` of an ``OpOverload`` comes down to, with as few steps in Python as can be."""
+    call = call_of(op)
+    if takes_numbers_for_tensors(op) or not may_get_numbers(op):
+        return call
+    return lambda *args, **kwargs: call(*tensors_for_numbers(op, args), **kwargs)
+
+
+# ---- numbers where an operator takes tensors
+
+
+def may_get_numbers(op: Any) -> bool:
+    """Whether C++ calls ``op`` with a number that it made a tensor of, and Python is given the number."""
+    kinds = [str(argument.type) for argument in op._schema.arguments]
+    return torch.Tag.pointwise in op.tags and kinds.count("Tensor") > 1
+
+
+def tensors_for_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` of ``op`` with a tensor of no dimension for each number that stands for one."""
+    places = [at for at, one in enumerate(op._schema.arguments[: len(args)]) if str(one.type) == "Tensor"]
+    if all(isinstance(args[at], torch.Tensor) for at in places):
+        return args
+    tensors = [args[at] for at in places if isinstance(args[at], torch.Tensor)]
+    made = {at: _tensor_of(args[at], tensors) for at in places if not isinstance(args[at], torch.Tensor)}
+    return tuple(made.get(at, value) for at, value in enumerate(args))
+
+
+def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor that decides as little about the format of a result as the number would."""
+    exact = torch.tensor(number, dtype=_EXACT[type(number)])
+    if any(_rank(one.dtype) >= _rank(exact.dtype) for one in beside):
+        if any(one.dim() for one in beside):
+            return exact  # without dimensions, it gives way to what has any
+        wanted = beside[0].dtype
+        for one in beside[1:]:
+            wanted = torch.promote_types(wanted, one.dtype)
+        return exact.to(wanted)
+    return torch.tensor(number)
+
+
+_EXACT = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def _rank(dtype: torch.dtype) -> int:
+    """Where ``dtype`` stands among bool, integers, floating and complex formats."""
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype is not torch.bool)
+
 
 Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """What a kernel calls: with its keyset, and the arguments of the operator."""
@@ -229,3 +320,67 @@ def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
         return appended(keyset, (*(given[name] for name in takes),), {"dtype": torch.float32})
 
     return append_dtype
+
+
+_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Others, as those of fp8, PyTorch's kernels cast as they do these.
+_FORMATS = frozenset({
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+})  # fmt: skip
+
+
+def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
+    """The kernel that is on the autocast key now, to be called with a keyset first; None: there is none."""
+    qualified, key = op if "::" in op else f"aten::{op}", autocast_key(device_type)
+    if not has_kernel(qualified, key):
+        return None
+    fetched = torch.library.get_kernel(qualified, key)
+    call: Callable[..., Any] = fetched.call_boxed
+    kind = native_table(device_type).get(op)
+    if kind not in (LOWER, FP32, FP32_SET_DTYPE) or not is_of_pytorch(fetched):
+        return call
+    action = native_action(op, kind, device_type)
+
+    call = without_waiting(call)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
+        if plain and not is_transforming() and not _is_traced():
+            return action(keyset, args, kwargs)
+        return call(keyset, *args, **kwargs)
+
+    return kernel
+
+
+def without_waiting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A fetched kernel that neither reads nor writes PyTorch's cache, whose lock others may hold.
+
+    Tracers, of which there is one at a time, keep it: a weight is cast once in what they record.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        caches = torch.is_autocast_cache_enabled()
+        if not caches or _is_traced():
+            return call(*args, **kwargs)
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+
+    return kernel
+
+
+def _is_traced() -> bool:
+    return is_proxy_tracing() or is_tracing() or torch.compiler.is_compiling()
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if type(value) not in _CLASSES or value.dtype not in _FORMATS:
+                return False
+        elif isinstance(value, list | tuple) and not _are_plain(value):
+            return False
+    return True
