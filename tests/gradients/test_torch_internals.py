@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import warnings
 
 import pytest
 import torch
@@ -42,15 +41,6 @@ def test_multiplying_checks_what_was_there_before(dtype, bad):
     internals.multiply_and_check(large, found, torch.tensor(4.0))
     assert large[0].isinf()
     assert found.item() == 0.0  # so that below a scale of 1 it must be asked again
-
-
-def test_the_transition_of_torchs_scale():
-    scale, good = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
-    seen = []
-    for found in (0.0, 0.0, 1.0, 2.0, 0.0):
-        internals.move_as_torch(scale, good, torch.tensor(found), 4.0, 0.5, 2)
-        seen.append((scale.item(), good.item()))
-    assert seen == [(8.0, 1), (32.0, 0), (16.0, 0), (8.0, 0), (8.0, 1)]
 
 
 def test_foreach_norms_products_and_clamps():
@@ -97,43 +87,6 @@ def test_fused_optimizers_divide_and_skip_by_two_attributes(kind):
         optimizer.step()
         assert weight.grad.tolist() == ([1.0, 1.0] if found == 0.0 else [8.0, 8.0])
         assert bool((weight == 1.0).all()) == (found == 1.0)
-
-
-def test_optimizers_of_the_old_contract_are_told_apart():
-    class Old(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure=None, *, grad_scaler=None):
-            return super().step(closure)
-
-    assert internals.wants_the_scaler(Old([torch.ones(1, requires_grad=True)]))
-
-
-def test_a_scheduler_asks_whether_its_optimizer_has_stepped():
-    for marks in (False, True):
-        optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        if marks:
-            internals.mark_as_stepped(optimizer)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            scheduler.step()
-        assert len(seen) == (0 if marks else 1)
-
-
-def test_a_method_can_be_hidden_from_the_compiler():
-    class Thing:
-        @internals.untraced
-        def method(self, x):
-            """What it says."""
-            return torch.compiler.is_compiling(), x + 1
-
-    assert Thing.method.__doc__ == "What it says."
-    assert Thing().method(1) == (False, 2)
-
-
-def test_states_of_an_optimizer_have_torchs_names():
-    assert [state.name for state in internals.OptState] == ["READY", "UNSCALED", "STEPPED"]
 
 
 def test_what_other_libraries_read_of_torchs_scaler():

@@ -31,17 +31,6 @@ def test_micro_batches_add_up_in_float32(dtype):
     assert working.tolist() == [1.0 - 0.5 * (1.0 + 2 * small)] * 2
 
 
-def test_taking_twice_is_taking_once(dtype):
-    low, _, handle = one(dtype)
-    ((_, working),) = handle.parameters
-    handle.take_gradients()
-    assert working.grad is None
-    low.grad = torch.full_like(low, 3.0)
-    handle.take_gradients()
-    handle.take_gradients()
-    assert working.grad.tolist() == [3.0, 3.0]
-
-
 def test_what_was_unscaled_in_float32_is_what_the_step_uses(dtype):
     low, optimizer, handle = one(dtype)
     low.grad = torch.full_like(low, 1024.0)

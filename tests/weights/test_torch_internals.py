@@ -5,18 +5,6 @@ import torch
 from narrowcast.weights import _torch_internals as internals
 
 
-def test_copies_round_and_sums_keep_the_format_of_the_target():
-    low = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float16)]
-    internals.copy_all(low, [torch.tensor([1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8]), torch.tensor([1e6])])
-    assert low[0].tolist() == [1.0, 1.0 + 2.0**-6]
-    assert low[1].item() == float("inf")
-    wide = [torch.tensor([1.0])]
-    internals.add_all(wide, [torch.tensor([2.0**-16], dtype=torch.bfloat16)])
-    assert wide[0].item() == 1.0 + 2.0**-16
-    internals.copy_all([], [])
-    internals.add_all([], [])
-
-
 def test_a_version_counts_writes_in_place():
     tensor = torch.zeros(2)
     before = internals.version_of(tensor)
@@ -92,15 +80,3 @@ def test_the_step_without_hooks_calls_none_and_does_the_rest():
         internals.step_without_hooks(optimizer)(optimizer)
         assert called == []
         assert parameter.item() == 0.5
-
-
-def test_every_table_of_hooks_is_known():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    tables = {name for name in vars(optimizer) if internals.is_hook_table(name)}
-    for name in ("step_pre", "step_post", "state_dict_pre", "load_state_dict_post"):
-        assert f"_optimizer_{name}_hooks" in tables
-
-
-def test_a_plain_tensor_is_its_own_local_part():
-    tensor = torch.nn.Parameter(torch.ones(2))
-    assert internals.local(tensor) is tensor
