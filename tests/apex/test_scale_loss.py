@@ -292,21 +292,13 @@ def test_reading_masters_inside_the_block_is_said(level, capsys):
     assert capsys.readouterr().err.count("clip after the block") == 1
 
 
-CLEARED = {
-    "None": lambda model: model.zero_grad(),
-    "zeros": lambda model: model.zero_grad(set_to_none=False),
-    "by hand": lambda model: model.weight.grad.mul_(0),
-}
-
-
 @LEVELS
-@pytest.mark.parametrize("how", CLEARED)
 @pytest.mark.parametrize("stepped", [True, False], ids=["step", "no step"])
-def test_gradients_that_the_script_throws_away_are_gone(level, settings, how, stepped):
+def test_gradients_that_the_script_throws_away_are_gone(level, settings, stepped):
     model, optimizer = start(level, **settings)
     before = model.weight.detach().clone()
     backward(model, optimizer)
-    CLEARED[how](model)
+    model.zero_grad()
     if stepped:
         optimizer.step()
         assert torch.equal(model.weight, before)
@@ -425,11 +417,6 @@ def test_closures_that_cannot_be_followed_are_refused():
     model, optimizer = start("O2")
     with pytest.raises(AmpError, match=r"SGD.step\(closure\) cannot work on float32 masters"):
         optimizer.step(lambda: loss_of(model))
-    amp.shutdown()
-    model, optimizer = start("O1")
-    backward(model, optimizer, bad=math.inf)
-    with pytest.raises(AmpError, match="overflowed outside of the closure"):
-        optimizer.step(closure=lambda: loss_of(model))
 
 
 # ---- misuse
@@ -672,21 +659,12 @@ def test_what_scripts_reach_into(capsys):
     assert capsys.readouterr().err == "said\n"
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_scripts_reach_into_on_an_optimizer(level):
-    model, optimizer = start(level)
-    later = torch.nn.Linear(4, 1, bias=False).to(model.weight.dtype)
+def test_masters_are_made_when_a_script_asks_for_them():
+    _, optimizer = start("O2")
+    later = torch.nn.Linear(4, 1, bias=False).half()
     optimizer.add_param_group({"params": later.parameters()})
     optimizer._amp_lazy_init()
-    masters = list(amp.master_params(optimizer))
-    stash = optimizer._amp_stash
-    if level == "O1":
-        assert stash.all_fp16_params == stash.all_fp32_from_fp16_params == []
-        return
-    weights = [model.weight, later.weight]
-    assert [id(one) for one in stash.all_fp16_params] == [id(one) for one in weights]
-    assert [id(one) for one in stash.all_fp32_from_fp16_params] == [id(one) for one in masters]
-    assert {one.dtype for one in masters} == {torch.float32}
+    assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")

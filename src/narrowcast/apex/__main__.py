@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from narrowcast.apex._stand_in import OFFERED, install, say_on_first_rank
@@ -59,15 +57,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _wrong_use(text: str) -> int:
-    width = shutil.get_terminal_size((80, 24)).columns
-    lines = textwrap.wrap(
-        f"narrowcast: {text}",
-        width,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.write(f"narrowcast: {text}\n")
     return _WRONG_USE
 
 

@@ -10,7 +10,6 @@ import torch.distributed.nn  # before there is a group, which its functions' def
 
 from narrowcast.apex.parallel import (
     DistributedDataParallel,
-    Reducer,
     convert_syncbn_model,
     create_syncbn_process_group,
 )
@@ -21,9 +20,7 @@ OPTIONS = {
     "defaults": {},
     "delayed": {"delay_allreduce": True},
     "small buckets": {"message_size": 1},
-    "summed": {"gradient_average": False},
     "predivided": {"gradient_predivide_factor": 4.0},
-    "summed and predivided": {"gradient_average": False, "gradient_predivide_factor": 4.0},
     "in fp32": {"allreduce_always_fp32": True},
     "when, not what": {"num_allreduce_streams": 3, "allreduce_trigger_params": [], "prof": True},
 }
@@ -88,29 +85,6 @@ def buffer_of(rank):
     return model.seen.item()
 
 
-def halves(options, rank):
-    """The sum of half gradients overflows half, and their mean does not."""
-    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float16)
-    wrapped = DistributedDataParallel(model, **options)
-    wrapped(torch.full((1, 1), 40000.0, dtype=torch.float16)).sum().backward()
-    return model.weight.grad.item()
-
-
-def reduced(rank):
-    model = model_of(rank)
-    reducer = Reducer(model)
-    for parameter in model.first.parameters():
-        parameter.grad = torch.full_like(parameter, rank + 1.0)
-    reducer.reduce()
-    listed = torch.full((2,), float(rank))
-    Reducer([listed]).reduce()
-    return {
-        "parameters": [p.tolist() for p in model.parameters()],
-        "gradients": numbers(model),
-        "list": listed.tolist(),
-    }
-
-
 def refused(call):
     try:
         call()
@@ -128,19 +102,9 @@ def main(rank, store):
                 "unused": unused(rank),
                 "accumulated": accumulated(rank),
                 "buffer": buffer_of(rank),
-                "halves": [
-                    halves(options, rank)
-                    for options in (
-                        {},
-                        {"gradient_predivide_factor": 0.5},
-                        {"gradient_predivide_factor": 0.5, "allreduce_always_fp32": True},
-                    )
-                ],
-                "reduced": reduced(rank),
                 "syncbn": refused(lambda: convert_syncbn_model(torch.nn.BatchNorm1d(3))),
                 "groups": [create_syncbn_process_group(1).size(), create_syncbn_process_group(2).size()],
                 "group of all": create_syncbn_process_group(0),
-                "bad group": refused(lambda: create_syncbn_process_group(3)),
             }
         )
     )

@@ -25,12 +25,10 @@ class _LowGradient(NamedTuple):
     gradient: torch.Tensor
     version: int
 
-    def flag(self) -> torch.Tensor:
-        """Return whether a gradient in its place has other bits, or whether it is not zero itself."""
+    def was_replaced(self) -> torch.Tensor:
+        """Return whether the weight has another gradient now, with other bits; 0-dim, bool."""
         found = self.low.grad
         assert found is not None
-        if found is self.gradient:
-            return found.detach().any()
         # Compared as integers, because NaN is not equal to itself.
         return (found.detach().view(torch.int16) != self.gradient.detach().view(torch.int16)).any()
 
@@ -41,7 +39,7 @@ class Accumulation:
     Gradients from before a block are unscaled and are kept apart during it. Those of the block are scaled;
     at its end they are unscaled and added to the others. Under O2 the unscaled ones belong to the masters.
     The scaled ones of the half weights stay in ``.grad`` until the next block, as in apex; if the script
-    clears them, as ``model.zero_grad()`` does, those of the masters are cleared too.
+    sets them to None, as ``model.zero_grad()`` does, those of the masters are cleared too.
 
     Attributes:
         masters: the masters of the optimizer's half parameters; None if it has none.
@@ -166,31 +164,26 @@ class Accumulation:
                     low.grad = gradient
 
     def _follow_the_script(self) -> None:
-        """Clear the gradients of masters whose weights' gradients were cleared since the block.
-
-        Waits once for the device if gradients were written to or replaced since.
-        """
-        same, changed = [], []
+        """Clear the gradients of masters if those of their weights were cleared or replaced since."""
+        same, others = [], []
         for one in self._low:
             found = one.low.grad
-            if found is one.gradient and version_of(found) == one.version:
+            if found is one.gradient:
                 same.append(one)
+                if version_of(found) != one.version and one.master.grad is not None:
+                    self._say_that_changes_have_no_effect()
             elif found is None or (found.shape, found.dtype) != (one.gradient.shape, one.gradient.dtype):
                 one.master.grad = None
             else:
-                changed.append((one, one._replace(gradient=found, version=version_of(found))))
-        flags = torch.stack([one.flag() for one, _ in changed]).tolist() if changed else ()
-        for (one, now), flag in zip(changed, flags, strict=True):
-            # DDP replaces gradients by equal ones when it rebuilds its buckets. Others are new gradients.
-            if now.gradient is not one.gradient and flag:
+                others.append(one)
+        # DDP replaces gradients by equal ones when it rebuilds its buckets. To compare waits for the device.
+        flags = torch.stack([one.was_replaced() for one in others]).tolist() if others else ()
+        for one, was_replaced in zip(others, flags, strict=True):
+            found = one.low.grad
+            if was_replaced or found is None:
                 one.master.grad = None
-                continue
-            same.append(now)
-            if now.gradient is one.gradient and one.master.grad is not None:
-                if flag:
-                    self._say_that_changes_have_no_effect()
-                else:
-                    one.master.grad.zero_()
+            else:
+                same.append(one._replace(gradient=found, version=version_of(found)))
         self._low = same
 
     def _say_that_changes_have_no_effect(self) -> None:

@@ -17,31 +17,12 @@ import torch
 
 from narrowcast.apex.amp._amp_state import _amp_state
 from narrowcast.apex.amp._levels import LOW_DTYPES
-from narrowcast.apex.amp._rules import BANNED, FLOAT, HALF, MODULES, WIDEST, Key, is_known
+from narrowcast.apex.amp._rules import BANNED, FLOAT, HALF, MODULES, WIDEST, Key, Target, WholeCast, is_known
 from narrowcast.casting import PlacedRegion, cast_where, places_here
 from narrowcast.errors import AmpError
 from narrowcast.policy import Policy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-Target = tuple[Any, str]
-"""A module or class, and the name of a function in it."""
-REFUSED = "refused"
-"""The kind of an in-place form of a function that computes in float32: its output cannot be cast."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeCast:
-    """How one Python function is cast.
-
-    Attributes:
-        kind: ``HALF``, ``FLOAT``, ``WIDEST``, ``BANNED`` or ``REFUSED``.
-        alone: whether nothing is cast inside it.
-        advice: the text of the error where it refuses half tensors.
-    """
-
-    kind: str
-    alone: bool = False
-    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,11 +42,13 @@ def begin(casts: Casts) -> Callable[[], None]:
     """Let threads that are in a region of this policy find ``casts``; return a function that ends it."""
     key = id(casts.policy.rules)
     _in_force.setdefault(key, []).append(casts)
+    _replace_functions()
 
     def end() -> None:
         _in_force[key].remove(casts)
         if not _in_force[key]:
             del _in_force[key]
+        _replace_functions()
 
     return end
 
@@ -214,9 +197,35 @@ def _is_operator(module: Any, name: str) -> bool:
 # ---- calls with casts
 
 
-def cast_by_name(target: Target, below: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that replaces ``below``: it casts as the casts of the calling thread say."""
+_MISSING = object()
+# By target: what the owner had under the name, and what replaces it.
+_replaced: dict[Target, tuple[Any, Callable[..., Any]]] = {}
 
+
+def _replace_functions() -> None:
+    """Replace the functions that some casts in force name, and restore all others."""
+    wanted = {target for many in _in_force.values() for casts in many for target in casts.whole}
+    for target in [one for one in _replaced if one not in wanted]:
+        owner, name = target
+        own, ours = _replaced.pop(target)
+        if vars(owner).get(name) is not ours:
+            continue  # other code replaced it since, and may still call ours, which then casts nothing
+        if own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+    for target in wanted - _replaced.keys():
+        owner, name = target
+        own = vars(owner).get(name, _MISSING)  # a class may inherit it
+        ours = _cast_by_name(target, getattr(owner, name))
+        setattr(owner, name, ours)
+        _replaced[target] = own, ours
+
+
+def _cast_by_name(target: Target, below: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that casts as the casts of the calling thread say, and calls ``below``."""
+
+    @functools.wraps(below)
     def cast(*args: Any, **kwargs: Any) -> Any:
         found = casts_here()
         how = None if found is None else found[0].whole.get(target)
@@ -247,9 +256,9 @@ def _call(
     devices: tuple[str, ...],
 ) -> Any:
     """Call ``function`` with its arguments cast as ``how`` says."""
-    reads_dtypes = how.kind in (REFUSED, BANNED, WIDEST)
+    reads_dtypes = how.kind in (BANNED, WIDEST)
     dtypes = _castable_dtypes((args, kwargs), devices) if reads_dtypes else []
-    if how.kind in (REFUSED, BANNED):
+    if how.kind == BANNED:
         if any(dtype in LOW_DTYPES for dtype in dtypes):
             raise AmpError(how.advice)
         return function(*args, **kwargs)

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
 from narrowcast.apex._torch_internals import version_of
 from narrowcast.apex.amp._functions import (
-    REFUSED,
     Casts,
-    Target,
-    WholeCast,
     are_disabled_here,
     begin,
-    cast_by_name,
     registered_functions,
     registered_operators,
 )
-from narrowcast.apex.amp._rules import BANNED, MODULES, Plan, plan
+from narrowcast.apex.amp._rules import plan
 from narrowcast.casting import Applied, LastingRegion, drop_casts
 from narrowcast.errors import OrderError
 from narrowcast.policy import format_name
@@ -41,8 +35,8 @@ def start_casts(models: list[torch.nn.Module], half: torch.dtype) -> Handle:
     """
     devices = _device_types(models)
     functions = registered_functions()
-    made = plan(format_name(half), devices, registered_operators(), apart=[*functions.items()])
-    handle = Handle(Casts(made.policy, half, {**_whole_casts(made), **functions}), devices)
+    policy, whole = plan(format_name(half), devices, registered_operators(), apart=[*functions.items()])
+    handle = Handle(Casts(policy, half, {**whole, **functions}), devices)
     handle.start(models)
     return handle
 
@@ -64,7 +58,6 @@ class Handle:
         """Put everything in force, or nothing if that raises."""
         with ExitStack() as undo, ExitStack() as done:
             undo.callback(begin(self._casts))
-            undo.callback(_replace(self._casts.whole))
             before = _latest_here()
             if before is not None:
                 before._close_region()
@@ -143,22 +136,6 @@ class _Versions:
         return before != self._sum
 
 
-def _whole_casts(made: Plan) -> dict[Target, WholeCast]:
-    """Return the casts of functions of the lists that are replaced in Python."""
-    found: dict[Target, WholeCast] = {}
-    for (module, name), kind in made.whole.items():
-        found[MODULES[module], name] = WholeCast(kind, alone=True)
-    for (module, name), advice in made.banned.items():
-        found[MODULES[module], name] = WholeCast(BANNED, advice=advice)
-    for module, name in made.in_place:
-        advice = (
-            f"{name} was called with a half tensor, and computes in float32, which cannot be written into "
-            f"one: call {name.removesuffix('_')}, which returns a new tensor in float32, or .float() before"
-        )
-        found[MODULES[module], name] = WholeCast(REFUSED, advice=advice)
-    return found
-
-
 def _device_types(models: list[torch.nn.Module]) -> tuple[str, ...]:
     """Return the device types of the models' weights; without weights, the default one."""
     found = dict.fromkeys(
@@ -194,61 +171,3 @@ def _leave_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_in_child)
-
-
-# ---- functions replaced by name
-
-_MISSING = object()
-
-
-class _Replacement:
-    """One function that casts, in place of another, shared by the handles that ask for it."""
-
-    def __init__(self, target: Target) -> None:
-        owner, name = target
-        self.users = 0
-        self._target = target
-        self._own = vars(owner).get(name, _MISSING)  # a class may inherit it
-        below = getattr(owner, name)
-        self._ours = functools.wraps(below)(cast_by_name(target, below))
-        setattr(owner, name, self._ours)
-
-    def undo(self) -> None:
-        owner, name = self._target
-        if vars(owner).get(name) is not self._ours:
-            return  # other code replaced it since, and may still call ours, which then casts nothing
-        if self._own is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, self._own)
-
-
-_lock = threading.Lock()
-_replacements: dict[Target, _Replacement] = {}
-
-
-def _replace(targets: Iterable[Target]) -> Callable[[], None]:
-    """Replace functions by ones that cast; return a function that undoes it."""
-    done: list[Target] = []
-
-    def undo() -> None:
-        with _lock:
-            while done:
-                target = done.pop()
-                found: Any = _replacements[target]
-                found.users -= 1
-                if not found.users:
-                    del _replacements[target]
-                    found.undo()
-
-    try:
-        for target in targets:
-            with _lock:
-                if target not in _replacements:
-                    _replacements[target] = _Replacement(target)
-                _replacements[target].users += 1
-                done.append(target)
-    except BaseException:
-        undo()
-        raise
-    return undo

@@ -50,10 +50,9 @@ def initialize(
     their ``state_dict()`` is in float32. O1 casts in each call of a model, in any thread. In this thread it
     also casts calls outside of models, on the models' device types, until ``shutdown()``. A second
     ``initialize`` replaces the casts outside of models and leaves the models of the first as they are.
-    Backward passes cast nothing. Move models to their device before, and wrap them in DDP after.
-
-    Casts of weights are kept from one backward pass to the next and follow every write, except those through
-    ``.data`` between two forward passes: call ``nc.drop_casts()`` after them.
+    Backward passes cast nothing. Move models to their device before, and wrap them in DDP after. Casts of
+    weights are kept from one backward pass to the next and follow every write, except those through ``.data``
+    between two forward passes: call ``nc.drop_casts()`` after them.
 
     Values that overflow half become infinite, NaN stays NaN, subnormals are kept; float64, integers and
     complex numbers stay under O1. Source: apex ``amp/frontend.py`` and ``amp/_initialize.py``.

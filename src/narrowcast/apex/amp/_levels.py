@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,13 +46,7 @@ class Properties:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-_NAMES = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
+_NAMES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
 _LEVELS: dict[str, tuple[Any, ...]] = {
     "O0": (torch.float32, False, None, False, 1.0),
     "O1": (None, True, None, None, "dynamic"),
@@ -64,7 +57,7 @@ DISABLED = Properties(enabled=False, opt_level="O0", **dict(zip(_NAMES, _LEVELS[
 """The settings where amp was asked to do nothing."""
 
 
-def properties(opt_level: Any, **given: Any) -> Properties:
+def properties(opt_level: Any, *, half_type: Any = None, **given: Any) -> Properties:
     """Return the settings of a level, with those ``given`` in place of its own; None keeps the level's.
 
     Raises:
@@ -75,76 +68,52 @@ def properties(opt_level: Any, **given: Any) -> Properties:
             f"expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is "
             "the letter O, not the number zero"
         )
-    settings = {name: value for name, value in given.items() if value is not None}
-    half_type = settings.pop("half_type", None)
-    _check_level(opt_level, settings)
-    for name, read in _READERS.items():
-        if name in settings:
-            settings[name] = read(name, settings[name])
-    chosen = {**dict(zip(_NAMES, _LEVELS[opt_level], strict=True)), **settings}
-    half_settings = _in_one_half(chosen, half_type, settings.get("cast_model_type"))
-    return Properties(opt_level=opt_level, **half_settings)
-
-
-def _check_level(opt_level: str, settings: dict[str, Any]) -> None:
-    """Refuse settings that the level excludes."""
-    if opt_level != "O1":
-        if settings.get("patch_torch_functions"):
-            raise AmpError(
-                "expected patch_torch_functions=True only with opt_level='O1', which sets it itself; choose "
-                "opt_level='O1', or leave it out"
-            )
-        return
-    model_type = settings.get("cast_model_type", False)
-    if model_type is not False and model_type is not torch.float32:
-        raise AmpError(
-            "expected no cast_model_type with opt_level='O1', which casts around functions and leaves "
-            f"the weights in float32, got {model_type!r}; to cast the model choose 'O2' or 'O3', and for "
-            "functions in bfloat16 give half_type=torch.bfloat16"
-        )
-    if "cast_model_type" in settings:
-        settings["cast_model_type"] = False
-    for name in ("keep_batchnorm_fp32", "master_weights"):
-        if name in settings:
-            raise AmpError(
-                f"expected no {name} with opt_level='O1', where every weight stays in float32, got "
-                f"{settings[name]!r}; leave it out, or choose opt_level='O2'"
-            )
-
-
-def _in_one_half(chosen: dict[str, Any], half_type: Any, model_type: Any) -> dict[str, Any]:
-    """Use one format for half, whichever of ``half_type`` and ``cast_model_type`` was given."""
-    if half_type is not None and half_type not in LOW_DTYPES:
+    settings = {name: _read(opt_level, name, value) for name, value in given.items() if value is not None}
+    if half_type not in (None, *LOW_DTYPES):
         raise AmpError(f"expected half_type to be torch.float16 or torch.bfloat16, got {half_type!r}")
-    if chosen["cast_model_type"] not in LOW_DTYPES:
-        return {**chosen, "half_type": half_type or torch.float16}
-    if None not in (model_type, half_type) and model_type is not half_type:
+    model_type = settings.get("cast_model_type")
+    if model_type in LOW_DTYPES and half_type not in (None, model_type):
         raise AmpError(
             f"expected cast_model_type and half_type to be one format, got {model_type} and {half_type}; "
             "leave half_type out"
         )
-    half = half_type or chosen["cast_model_type"]
-    return {**chosen, "cast_model_type": half, "half_type": half}
+    chosen = {**dict(zip(_NAMES, _LEVELS[opt_level], strict=True)), **settings}
+    half = half_type or torch.float16
+    if chosen["cast_model_type"] in LOW_DTYPES:
+        half = chosen["cast_model_type"] = half_type or chosen["cast_model_type"]
+    return Properties(opt_level=opt_level, half_type=half, **chosen)
 
 
-def _dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is False and name == "cast_model_type":
+def _read(opt_level: str, name: str, value: Any) -> Any:
+    """Return one setting in its own type."""
+    if opt_level == "O1" and name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
+        if name == "cast_model_type" and (value is False or value is torch.float32):
+            return None
+        raise AmpError(
+            f"expected no {name} with opt_level='O1', which casts around functions and leaves the weights in "
+            f"float32, got {value!r}; to cast the model choose 'O2' or 'O3', and for functions in bfloat16 "
+            "give half_type=torch.bfloat16"
+        )
+    if name == "patch_torch_functions":
+        if value and opt_level != "O1":
+            raise AmpError("expected patch_torch_functions=True only with opt_level='O1', which sets it")
+        return bool(value)
+    if name == "loss_scale":
+        return _scale(value)
+    if name in ("keep_batchnorm_fp32", "master_weights"):
+        if name == "keep_batchnorm_fp32":
+            value = {"True": True, "False": False}.get(value, value)
+        if not isinstance(value, bool):
+            raise AmpError(f"expected {name} to be True, False or None, got {value!r}")
+        return value
+    if name == "cast_model_type" and value is False:
         return None
     if not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise AmpError(f"expected {name} to be a floating torch.dtype, as torch.float16, got {value!r}")
     return value
 
 
-def _flag(name: str, value: Any) -> bool:
-    words: dict[Any, bool] = {"True": True, "False": False} if name == "keep_batchnorm_fp32" else {}
-    value = words.get(value, value) if isinstance(value, str) else value
-    if not isinstance(value, bool):
-        also = " or the string 'True' or 'False'" if words else ""
-        raise AmpError(f"expected {name} to be True, False, None{also}, got {value!r}")
-    return value
-
-
-def _scale(name: str, value: Any) -> float | str:
+def _scale(value: Any) -> float | str:
     if isinstance(value, str) and value == "dynamic":
         return value
     try:
@@ -152,15 +121,5 @@ def _scale(name: str, value: Any) -> float | str:
     except (TypeError, ValueError):
         scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
-        raise AmpError(f"expected {name} to be 'dynamic' or a finite number above 0, got {value!r}")
+        raise AmpError(f"expected loss_scale to be 'dynamic' or a finite number above 0, got {value!r}")
     return scale
-
-
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "cast_model_type": _dtype,
-    "cast_model_outputs": _dtype,
-    "keep_batchnorm_fp32": _flag,
-    "master_weights": _flag,
-    "loss_scale": _scale,
-    "patch_torch_functions": lambda _name, value: bool(value),
-}

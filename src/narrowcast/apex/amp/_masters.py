@@ -104,14 +104,12 @@ def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metada
 def export_in_float32(model: torch.nn.Module) -> list[Any]:
     """Have ``state_dict()`` of the model and its parts return float32, and ``load_state_dict`` set masters.
 
-    A loaded value goes to the master in full, and rounded to nearest to the weight. If every value that is
-    loaded into a model is exact in half, the state has no masters, which is reported.
+    A loaded value goes to the master in full, and rounded to nearest to the weight.
 
     Returns:
         Handles, each with ``remove()``.
     """
-    root: Any = model
-    handles: list[Any] = [root.register_load_state_dict_pre_hook(_report_missing_masters)]
+    handles: list[Any] = []
     modules: Any = model.modules()
     for module in modules:
         handles.append(module.register_state_dict_post_hook(_export))
@@ -119,33 +117,9 @@ def export_in_float32(model: torch.nn.Module) -> list[Any]:
     return handles
 
 
-def _loaded(parameters: Any, state: Mapping[str, Any], prefix: str) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the values in ``state`` for those weights that have masters."""
-    found = {}
-    for name, weight in parameters:
-        if id(weight) not in _masters_by_weight:
-            continue
-        value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor) and value.shape == weight.shape:
-            found[weight] = value
-    return found
-
-
 def _load_masters(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     # torch loads the weights after this hook. Their values round to the same numbers, so the masters stay.
-    for weight, value in _loaded(module.named_parameters(recurse=False), state, prefix).items():
-        _masters_by_weight[id(weight)].set(weight, value)
-
-
-def _report_missing_masters(model: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    found = _loaded(model.named_parameters(), state, prefix)
-    if found and all(_is_exact(value, weight.dtype) for weight, value in found.items()):
-        dtype = str(next(iter(found)).dtype).removeprefix("torch.")
-        maybe_print(
-            f"amp: the loaded weights are {dtype} numbers, as apex saved them: the state does not hold the "
-            "low bits of the float32 masters, so training goes on from rounded weights"
-        )
-
-
-def _is_exact(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    return bool((value.to(dtype).to(value.dtype) == value).all())
+    for name, weight in module.named_parameters(recurse=False):
+        masters, value = _masters_by_weight.get(id(weight)), state.get(prefix + name)
+        if masters is not None and isinstance(value, torch.Tensor) and value.shape == weight.shape:
+            masters.set(weight, value)

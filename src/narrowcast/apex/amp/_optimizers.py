@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ from narrowcast.weights import hold, lost_eps
 _STASH = "_amp_stash"
 # Methods that scripts of apex call before they load masters from a checkpoint.
 _MAKE_MASTERS = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
-_numbers = itertools.count()
 
 
 class PreparedOptimizer:
@@ -34,7 +32,6 @@ class PreparedOptimizer:
         gradients: the bookkeeping of its gradients in ``scale_loss`` blocks.
         skip: why the next step is skipped, in one line; None if it is not.
         in_block: whether a ``scale_loss`` block is open.
-        number: larger for optimizers that were prepared later.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class PreparedOptimizer:
         self.gradients = Accumulation(optimizer)
         self.skip: str | None = None
         self.in_block = False
-        self.number = next(_numbers)
         self._said = False
         self._active = True
         self._replaced: dict[str, tuple[Any, Any]] = {}  # attribute: ours, and the instance's own
@@ -81,7 +77,9 @@ class PreparedOptimizer:
                 f"amp: {self._name} keeps its state in float16 with the weights, where its eps of {eps:g} is "
                 "0 and weights become NaN: give it eps=1e-4, or choose opt_level='O2'"
             )
-        _recast_state(self.optimizer)
+        if self.properties.cast_model_type is not None and self.optimizer.state:
+            # State from before the cast of the model: torch casts what it loads to the parameters' formats.
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     @property
     def scales(self) -> bool:
@@ -185,8 +183,11 @@ class PreparedOptimizer:
                 "after the block"
             )
         closure = closure_of(args, kwargs)
-        if closure is not None:
-            self._check_closure()
+        if closure is not None and self.properties.master_weights:
+            raise AmpError(
+                f"{self._name}.step(closure) cannot work on float32 masters, which closures do not see: "
+                "step without a closure, or choose opt_level='O1'"
+            )
         if self.skip is not None:
             return self._skip()
         if self.gradients.scaled_by is not None:
@@ -205,19 +206,6 @@ class PreparedOptimizer:
             returned = inner(*args, **kwargs)
             masters.after_step()
         return returned
-
-    def _check_closure(self) -> None:
-        if self.properties.master_weights:
-            raise AmpError(
-                f"{self._name}.step(closure) cannot work on float32 masters, which closures do not see: "
-                "step without a closure, or choose opt_level='O1'"
-            )
-        if self.skip is not None:
-            raise AmpError(
-                f"{self._name}.step(closure) came after a backward pass that overflowed outside of the "
-                "closure, for which a step is left out: call zero_grad() and step() once, and make every "
-                "gradient of this optimizer inside the closure"
-            )
 
     def _skip(self) -> None:
         assert self.skip is not None
@@ -245,32 +233,11 @@ class PreparedOptimizer:
     def _name(self) -> str:
         return type(self.optimizer).__name__
 
-    # ---- read by scripts of apex
-
-    @property
-    def all_fp16_params(self) -> list[torch.Tensor]:
-        """The half weights that have masters."""
-        self.refresh()
-        masters = self.gradients.masters
-        return [] if masters is None else [low for low, _ in masters.pairs]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
-        """The masters of ``all_fp16_params``."""
-        self.refresh()
-        masters = self.gradients.masters
-        return [] if masters is None else [master for _, master in masters.pairs]
-
 
 def optimizer_of(given: Any) -> torch.optim.Optimizer:
-    """Return the optimizer itself, or the one that a wrapper has as ``optim``, as LARC of apex.
-
-    Raises:
-        AmpError: there is none.
-    """
-    for one in (given, getattr(given, "optim", None)):
-        if isinstance(one, torch.optim.Optimizer):
-            return one
+    """Return ``given``, or raise ``AmpError`` if it is no optimizer."""
+    if isinstance(given, torch.optim.Optimizer):
+        return given
     raise AmpError(f"expected a torch.optim.Optimizer, got {type(given).__name__}: give the optimizer itself")
 
 
@@ -330,18 +297,3 @@ def prepare_optimizers(
         undo()
         raise
     return undo
-
-
-def _recast_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cast optimizer state from before the cast of the model to the formats of its parameters."""
-    for parameter, state in optimizer.state.items():
-        values = state.values() if isinstance(state, dict) else ()
-        if isinstance(parameter, torch.Tensor) and any(
-            isinstance(value, torch.Tensor)
-            and value.shape == parameter.shape
-            and value.is_floating_point()
-            and value.dtype != parameter.dtype
-            for value in values
-        ):
-            optimizer.load_state_dict(optimizer.state_dict())
-            return

@@ -11,7 +11,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +57,8 @@ _NATIVE: dict[str, set[str | None]] = {
 _DEFAULT, _EDITED, _REGISTERED = range(3)
 Key = tuple[str, str]
 """The name of a module and that of a function in it."""
+Target = tuple[Any, str]
+"""A module or class, and the name of a function in it."""
 
 
 # ---- operators
@@ -124,21 +126,19 @@ def _word(name: str) -> str:
 # ---- lists
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the lists ask for.
+@dataclass(frozen=True, slots=True)
+class WholeCast:
+    """How one Python function is cast.
 
     Attributes:
-        policy: for functions that go through PyTorch's dispatcher.
-        whole: Python functions without an operator, and how they are cast.
-        banned: functions that refuse half, with the advice of each.
-        in_place: in-place forms of functions that compute in float32, which refuse half.
+        kind: ``HALF``, ``FLOAT``, ``WIDEST`` or ``BANNED``.
+        alone: whether nothing is cast inside it.
+        advice: the text of the error where it refuses half tensors.
     """
 
-    policy: Policy
-    whole: dict[Key, str] = field(default_factory=dict)
-    banned: dict[Key, str] = field(default_factory=dict)
-    in_place: tuple[Key, ...] = ()
+    kind: str
+    alone: bool = False
+    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,43 +148,55 @@ class _Vote:
     key: Key
 
 
-def plan(half: str, devices: Iterable[str], registered: dict[Key, str], *, apart: object = None) -> Plan:
+def plan(
+    half: str, devices: Iterable[str], registered: dict[Key, str], *, apart: object = None
+) -> tuple[Policy, dict[Target, WholeCast]]:
     """Return what the present lists ask for, for models on these device types; ``half`` as ``"fp16"``.
 
     Args:
         registered: functions of the three modules that the user registered, and how they are cast.
         apart: plans that differ in it get policies of their own.
 
+    Returns:
+        A policy for functions that go through PyTorch's dispatcher, and the Python functions that are cast
+        as a whole or refuse half tensors.
+
     Raises:
         PolicyError: a name for which there is no operator and no function, or two names that disagree.
     """
     votes = [*_votes(), *(_Vote(kind, _REGISTERED, key) for key, kind in registered.items())]
-    whole: dict[Key, str] = {}
-    banned: dict[Key, str] = {}
+    whole: dict[Key, WholeCast] = {}
     by_operator: dict[str, list[_Vote]] = {}
     for vote in votes:
         name = vote.key[1]
         _check_known(vote)
         if vote.kind == BANNED:
-            banned[vote.key] = next(
-                str(advice) for one, advice in functional_overrides.BANNED_FUNCS if one == name
-            )
+            advice = next(str(text) for one, text in functional_overrides.BANNED_FUNCS if one == name)
+            whole[vote.key] = WholeCast(BANNED, advice=advice)
         elif name in _WHOLE or not is_known(name):
-            whole[vote.key] = vote.kind
+            whole[vote.key] = WholeCast(vote.kind, alone=True)
+        elif vote.rank == _REGISTERED:
+            whole.pop(vote.key, None)
         for op in operators_of(name):
             by_operator.setdefault(op, []).append(vote)
-    for key in registered:
-        banned.pop(key, None)
     wanted = {op: _winner(op, found) for op, found in by_operator.items()}
-    rules, in_place = _rules(wanted, tuple(devices)), _in_place_forms(wanted)
-    policy = _policy(half, rules, str(sorted(whole.items())), str(sorted(banned)), str(apart))
-    return Plan(policy=policy, whole=whole, banned=banned, in_place=in_place)
+    policy = _policy(half, _rules(wanted, tuple(devices)), str(sorted(whole.items(), key=str)), str(apart))
+    targets = {**whole, **_in_place_forms(wanted)}
+    return policy, {(MODULES[module], name): how for (module, name), how in targets.items()}
 
 
-def _in_place_forms(wanted: dict[str, str]) -> tuple[Key, ...]:
-    names = dict.fromkeys(f"{base_of(op)}_" for op, kind in wanted.items() if kind == FLOAT)
-    modules = (TORCH, TENSOR)
-    return tuple((module, name) for module in modules for name in names if hasattr(MODULES[module], name))
+def _in_place_forms(wanted: dict[str, str]) -> dict[Key, WholeCast]:
+    """Return in-place forms of functions that compute in float32: a half tensor cannot hold the result."""
+    found = {}
+    for op in dict.fromkeys(base_of(op) for op, kind in wanted.items() if kind == FLOAT):
+        advice = (
+            f"{op}_ was called with a half tensor, and computes in float32, which cannot be written into "
+            f"one: call {op}, which returns a new tensor in float32, or .float() before"
+        )
+        for module in (TORCH, TENSOR):
+            if hasattr(MODULES[module], f"{op}_"):
+                found[module, f"{op}_"] = WholeCast(BANNED, advice=advice)
+    return found
 
 
 def _votes() -> Iterable[_Vote]:

@@ -31,29 +31,24 @@ def scale_loss(
     If a gradient is NaN or infinite, the next ``optimizer.step()`` of every named optimizer does nothing and
     says so, also under a fixed scale, and a dynamic scale is halved. If only the sum with gradients from
     before the block is not finite, the step is skipped too, and the scale counts a good block. O0 with scale
-    1 checks nothing: it is plain float32 training.
-
-    After an exception in the block, gradients are as they were before it, except those that stay scaled.
-    The end of a block waits once for the GPU. Backward passes cast nothing under O1.
+    1 checks nothing. After an exception in the block, gradients are as they were before it, except those
+    that stay scaled. The end of a block waits once for the GPU. Backward passes cast nothing under O1.
 
     Args:
         loss: any floating tensor, on any device, from which ``backward`` can be called.
         optimizers: the optimizers whose parameters get gradients from this loss, one or a list, as
             ``amp.initialize`` returned them.
         loss_id: which of the ``num_losses`` scales to use.
-        model: has no effect, as in apex.
         delay_unscale: leave the gradients scaled, to be added to in further blocks; a step is refused until
             a block without it. Needed for all but the last backward pass where DDP's ``no_sync`` is used.
-        delay_overflow_check: has no effect: the gradients are always checked.
+        model, delay_overflow_check: have no effect: the gradients are always checked.
 
     Yields:
         ``loss`` in float32 times the scale; ``loss`` itself where amp was asked to do nothing.
 
     Raises:
-        AmpError: ``amp.initialize`` was not called, or not with these optimizers; ``loss_id`` out of range; a
-            block within a block of the same optimizer; gradients that are still scaled by another scale; a
-            loss that is scaled already; a scaled loss that goes backward after its block; gradients in the
-            block that do not come from the scaled loss.
+        AmpError: wrong use, as a block before ``amp.initialize`` or within another one, gradients that are
+            scaled by another scale, or a backward pass from the wrong loss or after the block.
         SettingError: a parameter that two of the optimizers share.
 
     Source: apex ``amp/handle.py``; https://nvidia.github.io/apex/advanced.html
@@ -179,18 +174,13 @@ def _named(optimizers: Any) -> list[PreparedOptimizer] | None:
             f"this {kind} was not given to amp.initialize, so its gradients would stay scaled: initialize it "
             "with its model, and name in scale_loss what amp.initialize returned"
         )
-    if 0 < len(enabled) < len(known):
-        raise AmpError(
-            "some of these optimizers were initialized with enabled=False: give those their own block"
-        )
     if len(known) > 1:
         check_apart([one.optimizer for one in known])
     return enabled or None
 
 
 def _scaler_for(named: Sequence[PreparedOptimizer], loss_id: int) -> Any:
-    # If several calls of initialize prepared them, the latest one counts.
-    scalers = max(named, key=lambda one: one.number).loss_scalers
+    scalers = named[-1].loss_scalers
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
         raise AmpError(
             f"expected loss_id from 0 to {len(scalers) - 1}, got {loss_id!r}: give amp.initialize as "

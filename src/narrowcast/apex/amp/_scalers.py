@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,6 @@ from narrowcast.errors import AmpError
 from narrowcast.scaling import Dynamic, Static, from_apex
 
 _START = 2.0**16
-_KEY = re.compile(r"loss_scaler\d+")
 
 
 class LossScaler:
@@ -150,79 +148,45 @@ def state_dict(destination: Any = None) -> Any:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load the scales of a state, of apex or of narrowcast, into the losses of the latest ``amp.initialize``.
 
-    Losses are matched by position. If the numbers of losses differ, the common ones are loaded, with a
-    warning. A dynamic scale outside the limits of ``amp.initialize`` is set to the nearest limit, with a
-    message. A static scale takes the value of the state, as in apex.
+    Losses are matched by position, with a warning if their numbers differ. A dynamic scale outside the limits
+    of ``amp.initialize`` is set to the nearest limit, with a message.
 
     Raises:
-        AmpError: ``amp.initialize`` was not called, or this is no state of ``amp``. Nothing was changed.
-        ScaleError: an entry without a loss scale. Nothing was changed.
+        AmpError: ``amp.initialize`` was not called.
+        ScaleError: this is no state of ``amp``. Nothing was changed. ``narrowcast.scaling.from_state`` reads
+            states of other libraries.
     """
     _require_initialized("load_state_dict")
-    _check(state_dict)
     scalers = _amp_state.loss_scalers
-    if len(state_dict) != len(scalers):
-        both = min(len(state_dict), len(scalers))
+    if not state_dict and not scalers:
+        return
+    saved = from_apex(state_dict, dynamic=False)
+    if len(saved) != len(scalers):
         warnings.warn(
-            f"the state holds the scales of {_losses(len(state_dict))}, and amp.initialize made scales for "
-            f"{_losses(len(scalers))}: {both} are loaded. Give amp.initialize the num_losses of the run that "
-            "was saved",
+            f"the state holds {len(saved)} loss scales, and amp.initialize made {len(scalers)}: the common "
+            "ones are loaded. Give amp.initialize the num_losses of the run that was saved",
             stacklevel=2,
         )
-    if not state_dict:
-        return
-    found = from_apex(state_dict, dynamic=False)
-    counts = [_count(key, entry) for key, entry in state_dict.items()]
-    for number, (scaler, saved, count) in enumerate(zip(scalers, found, counts, strict=False)):
-        _load(number, scaler, saved.scale, count)
+    counts = [int(entry["unskipped"]) for key, entry in state_dict.items() if key.startswith("loss_scaler")]
+    for number, (scaler, one, count) in enumerate(zip(scalers, saved, counts, strict=False)):
+        _load(number, scaler, one.scale, count)
 
 
 def _load(number: int, scaler: LossScaler, scale: float, count: int) -> None:
     value = scaler.value
-    if isinstance(value, Dynamic):
-        kept = min(max(scale, value.min_scale), value.max_scale)
-        if kept != scale:
-            maybe_print(
-                f"amp: loss scaler {number} is saved at {scale:g}, which is outside of min_loss_scale and "
-                f"max_loss_scale: it goes on at {kept:g}"
-            )
-        # The count of a static scale has no limit. A dynamic scale grows at the next good block then.
-        scale, count = kept, min(count, value.growth_interval - 1)
-    scaler._loss_scale, scaler._unskipped = scale, count
+    if isinstance(value, Static):
+        scaler._loss_scale, scaler._unskipped = scale, count
+        return
+    kept = min(max(scale, value.min_scale), value.max_scale)
+    # The count of a static scale has no limit. A dynamic scale grows at the next good block then.
+    scaler.value = replace(value, scale=kept, good_steps=min(count, value.growth_interval - 1))
+    if kept != scale:
+        maybe_print(
+            f"amp: loss scaler {number} is saved at {scale:g}, which is outside of min_loss_scale and "
+            f"max_loss_scale: it goes on at {kept:g}"
+        )
 
 
 def _require_initialized(name: str) -> None:
     if _amp_state.opt_properties is None:
         raise AmpError(f"amp.{name} came before amp.initialize, which makes the loss scales: call it first")
-
-
-def _check(state: object) -> None:
-    expected = (
-        'expected what amp.state_dict() returns, {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}'
-    )
-    if not isinstance(state, Mapping):
-        raise AmpError(f"{expected}, got {type(state).__name__}")
-    unknown = [
-        str(key)
-        for key, entry in state.items()
-        if not _KEY.fullmatch(str(key)) or not isinstance(entry, Mapping)
-    ]
-    if not unknown and (state or not _amp_state.loss_scalers):
-        return
-    came = f"the keys {', '.join(unknown)}" if state else "an empty one"
-    raise AmpError(
-        f"{expected}, got {came}. To load a state of another library: scale = "
-        "narrowcast.scaling.from_state(state)[0].scale, then "
-        'amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 0}})'
-    )
-
-
-def _count(key: str, entry: Mapping[str, Any]) -> int:
-    count = int(entry["unskipped"])
-    if count < 0:
-        raise AmpError(f'expected "unskipped" of {key} to be at least 0, got {count}')
-    return count
-
-
-def _losses(count: int) -> str:
-    return "1 loss" if count == 1 else f"{count} losses"

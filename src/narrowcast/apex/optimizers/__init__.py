@@ -51,22 +51,17 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
     with their count of steps.
 
     Args:
-        params: floating-point parameters on one device, or groups of them.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; no weight decay by default.
-        bias_correction: must be True, also in groups: torch always divides the moments by 1 - beta**step.
+        params, lr, betas, eps, weight_decay, capturable: as in ``torch.optim.AdamW``; no weight decay by
+            default.
         adam_w_mode: weight decay apart from the gradient (AdamW); False: added to it (L2).
-        amsgrad: must be False, as in apex.
         set_grad_none: what ``zero_grad()`` does without an argument.
-        capturable: as in torch, for CUDA graphs.
-        master_weights: must be False; ``narrowcast.weights.hold`` keeps masters for any optimizer.
+        bias_correction, amsgrad, master_weights: must have their defaults.
 
     Raises:
-        UnsupportedError: one of the settings that must be otherwise; at a step, parameters in float16 or
-            bfloat16, for which apex kept moments in float32 and torch would keep them in the parameter's
-            format.
+        UnsupportedError: a setting that must have its default; at a step, parameters in float16 or bfloat16,
+            for which apex kept moments in float32 and torch would keep them in the parameter's format.
 
-    Source: apex ``csrc/multi_tensor_adam.cu``; Kingma and Ba 2015, arXiv 1412.6980; Loshchilov and Hutter
-    2019, arXiv 1711.05101.
+    Source: apex ``csrc/multi_tensor_adam.cu``.
     """
 
     def __init__(
@@ -108,28 +103,15 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
         )
         self.register_step_pre_hook(_refuse_low)
 
-    @property
-    def adam_w_mode(self) -> int:
-        """1 if weight decay is apart from the gradient, else 0."""
-        return int(self.defaults["decoupled_weight_decay"])
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; its own ``bias_correction`` must be True."""
-        if not param_group.pop("bias_correction", True):
-            raise UnsupportedError(_NO_BIAS_CORRECTION)
-        super().add_param_group(param_group)
-
 
 class FusedSGD(_ApexOptimizer, torch.optim.SGD):
     """``apex.optimizers.FusedSGD``: torch's fused SGD, which has the same formulas and state.
 
     Args:
-        params: floating-point parameters on one device, or groups of them.
-        lr: the learning rate, which has no default.
-        momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``.
+        params, lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``; ``lr`` has no
+            default.
         wd_after_momentum: must be False: torch adds the weight decay to the gradient before the momentum.
-        materialize_master_grads: has no effect. In apex False saved the float32 copies of fp16 gradients;
-            here masters always have gradients, and parameters come out the same.
+        materialize_master_grads: has no effect: masters always have gradients here.
         set_grad_none: what ``zero_grad()`` does without an argument.
 
     Raises:
@@ -153,9 +135,9 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
     ) -> None:
         if wd_after_momentum:
             raise UnsupportedError(
-                "FusedSGD(wd_after_momentum=True) adds the weight decay to the update, behind the momentum, "
-                "and torch's SGD to the gradient, before it: leave it at False, or leave weight_decay at 0 "
-                "and multiply the parameters by 1 - lr * weight_decay before each step, which is the same"
+                "FusedSGD(wd_after_momentum=True) adds the weight decay to the update, and torch's SGD to "
+                "the gradient: leave weight_decay at 0 and multiply the parameters by 1 - lr * weight_decay "
+                "before each step, which is the same"
             )
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
@@ -185,37 +167,29 @@ class _Unsupported(torch.optim.Optimizer):
 class FusedAdagrad(_Unsupported):
     """Refused: use ``torch.optim.Adagrad``."""
 
-    instead = (
-        "torch.optim.Adagrad(params, lr=1e-2, eps=1e-10) has its formulas; where adagrad_w_mode=True, leave "
-        "weight_decay at 0 and multiply the parameters by 1 - lr * weight_decay before each step"
-    )
+    instead = "torch.optim.Adagrad(params, lr=1e-2, eps=1e-10) has its formulas"
 
 
 class FusedLAMB(_Unsupported):
     """Refused: LAMB scales each layer's update by a trust ratio, which no optimizer of torch does."""
 
     instead = (
-        "LAMB divides all gradients by their common norm where it is above max_grad_norm, and scales each "
-        "parameter's Adam update by |parameter| / |update|, and torch has no optimizer that does. "
-        "timm.optim.Lamb has apex's options under their names (always_adapt for use_nvlamb) and works with "
-        "amp.initialize; where the batch is small enough, torch.optim.AdamW(fused=True) behind "
-        "clip_grad_norm_ is the nearest of torch's own"
+        "LAMB scales each parameter's Adam update by |parameter| / |update|. timm.optim.Lamb has apex's "
+        "options (always_adapt for use_nvlamb) and works with amp.initialize; for small batches, "
+        "torch.optim.AdamW(fused=True) with clip_grad_norm_ is the nearest of torch's own"
     )
 
 
-class FusedMixedPrecisionLamb(_Unsupported):
+class FusedMixedPrecisionLamb(FusedLAMB):
     """Refused, as ``FusedLAMB`` is."""
-
-    instead = FusedLAMB.instead
 
 
 class FusedNovoGrad(_Unsupported):
     """Refused: NovoGrad keeps one second moment a layer, which no optimizer of torch does."""
 
     instead = (
-        "NovoGrad divides each gradient by a running norm of the whole layer's, one number a parameter, "
-        "where torch's optimizers keep a second moment for each element. timm.optim.NvNovoGrad is this "
-        "algorithm and works with amp.initialize; of torch's own, AdamW(fused=True) is the nearest"
+        "NovoGrad divides each gradient by a running norm of the whole layer's. timm.optim.NvNovoGrad is "
+        "this algorithm and works with amp.initialize; AdamW(fused=True) is the nearest of torch's own"
     )
 
 
