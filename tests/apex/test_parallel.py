@@ -8,7 +8,7 @@ from narrowcast.apex.parallel import DistributedDataParallel, SyncBatchNorm, con
 from narrowcast.errors import SettingError, UnsupportedError
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     """What each of two processes found."""
     return found_by_two_ranks("ranks.py", tmp_path_factory.mktemp("ranks"))

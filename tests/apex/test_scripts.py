@@ -40,7 +40,7 @@ def printed(text):
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def migrated(tmp_path_factory):
     """By target, a folder with the scripts rewritten."""
     folders = {}
@@ -54,7 +54,7 @@ def migrated(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(migrated, tmp_path_factory):
     """What each run printed, by its script, the way it was run, and its options."""
     folder = tmp_path_factory.mktemp("runs")
@@ -171,6 +171,7 @@ def test_each_run_says_what_answers_for_apex_and_what_runs(runs):
         assert [line[:4] for line in found.said[1:]] == ["amp:"] * mixed, (script, options, found.said)
 
 
+@pytest.mark.long
 def test_two_ranks_under_torchrun_train_one_model(tmp_path):
     # Each rank's output in files of its own: they write at the same time.
     command = [

@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from child_processes import finished
 from narrowcast.apex.amp import _rules
 
@@ -25,6 +27,7 @@ CALL_LISTED = {
 }
 
 
+@pytest.mark.long
 def test_operators_on_no_list_keep_their_types():
     done = finished([sys.executable, SCRIPT])
     assert done.returncode == 0, done.stderr[-2000:]

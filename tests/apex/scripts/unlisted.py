@@ -66,7 +66,7 @@ def main():
     plain = [
         types_of(call, tree_map(_copy, args), tree_map(_copy, kwargs)) for _, call, args, kwargs in everything
     ]
-    amp.init()
+    amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
     different = {
         name
         for (name, call, args, kwargs), before in zip(everything, plain, strict=True)
