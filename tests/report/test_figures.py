@@ -146,10 +146,9 @@ def test_losses_are_drawn_where_they_are(tmp_path):
     (loss, difference), more = loss_figures(runs_of(made_captures.comparison(tmp_path, runs)))
     assert (loss.name, difference.name, more) == ("plot-loss-0", "plot-difference-0", 0)
     assert loss.facts["counts"] == [("FP32", 1), ("mixed", 1)]
-    (panel,) = loss.panels
-    ticks = {float(text): at / 100 for text, at in panel.y_ticks}
+    ticks = {float(text): at / 100 for text, at in loss.y_ticks}
     assert {1.0, 2.0, 3.0} <= set(ticks)
-    for mark in panel.marks:
+    for mark in loss.marks:
         at, up = zip(*points_of(mark.path), strict=True)
         assert at == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-3)
         assert up == pytest.approx([ticks[3.0], ticks[1.0], ticks[2.0]], abs=1e-3)
@@ -169,9 +168,9 @@ def test_the_format_stands_against_the_seed(tmp_path):
         of_run = iter(losses)
         runs[name] = [e | {"value": next(of_run)} if e["event"] == "loss" else e for e in events]
     figures, _ = loss_figures(runs_of(made_captures.comparison(tmp_path, runs)))
-    (panel,) = figures[1].panels
-    ticks = {float(text): at / 100 for text, at in panel.y_ticks}
-    found = {mark.title: [up for _, up in points_of(mark.path)] for mark in panel.marks}
+    difference = figures[1]
+    ticks = {float(text): at / 100 for text, at in difference.y_ticks}
+    found = {mark.title: [up for _, up in points_of(mark.path)] for mark in difference.marks}
     assert found == {
         "FP32, seed 7 - 0": pytest.approx([ticks[1.0], ticks[0.0], ticks[-1.0]], abs=1e-3),
         "seed 0, mixed - FP32": pytest.approx([ticks[0.5]], abs=1e-3),
@@ -180,20 +179,17 @@ def test_the_format_stands_against_the_seed(tmp_path):
 
 def test_scales_have_powers_of_two_and_skipped_steps(tmp_path):
     figure = scale_figure(runs_of(made_captures.fp16(tmp_path)))
-    (panel,) = figure.panels
-    assert [text for text, _ in panel.y_ticks] == ["2¹⁰", "2¹¹", "2¹²", "2¹³", "2¹⁴", "2¹⁵"]
+    assert [text for text, _ in figure.y_ticks] == ["2¹⁰", "2¹¹", "2¹²", "2¹³", "2¹⁴", "2¹⁵"]
     name, skipped, steps, first = figure.facts["runs"][0]
     assert (name, skipped, steps, first) == ("mixed-0 (seed 0)", 9, 300, [1, 2, 3, 4, 97, 120, 121, 194])
-    dots = [mark for mark in panel.marks if mark.style == "fail dots"]
+    dots = [mark for mark in figure.marks if mark.style == "fail dots"]
     assert len(points_of(dots[0].path)) == 9
 
 
-def test_times_have_medians_of_each_run(tmp_path):
+def test_times_have_a_median_for_each_format(tmp_path):
     runs = runs_of(made_captures.comparison(tmp_path, made_captures.both(range(2), made_captures.training)))
     times = [[0.010, 0.012, 0.014], [0.005, 0.006, 0.007], [0.011] * 3, [1e12, 0.006]]
     figure = time_figure(runs, times, "steps")
     assert figure.facts["medians"] == [("FP32", "11.00 ms", 6), ("mixed", "6.00 ms", 4)]
-    assert [text for text, _ in figure.panels[1].y_ticks] == ["fp32-0", "mixed-0", "fp32-1", "mixed-1"]
-    titles = [mark.title for mark in figure.panels[1].marks if "dots" in mark.style]
-    assert titles[0] == "fp32-0 (seed 0): median 12.00 ms"
+    assert [mark.style for mark in figure.marks] == ["fp32 area", "mixed area"]
     assert time_figure(runs, [[]] * 4, "steps") is None

@@ -1,4 +1,4 @@
-"""The command line: words in, exit code out. Imports no torch before a verb needs it."""
+"""The command line. torch is imported only when a verb needs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from narrowcast.cli.run import run
 from narrowcast.errors import NarrowcastError
 
 WRONG_USE = 2
-# Settings without which a run is another one, and of which few scripts have one of that name.
+# Options that change the result of a run, and that few scripts have under the same name.
 _TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict")
 # Everything after the script's name belongs to the script.
 _SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -52,29 +52,29 @@ def _root(
 ) -> None:
     """Mixed-precision training for PyTorch that you can steer, trust and explain.
 
-    In mixed precision, unmodified:  narrowcast run train.py --its --own args
+    Run in mixed precision, unmodified:  narrowcast run train.py --its --own args
 
-    Beside FP32, to see the gain:  narrowcast compare train.py --its --own args
+    Compare with FP32: is it right, is it worth it:  narrowcast compare train.py --its --own args
 
-    What is fast on this machine:  narrowcast doctor
+    See what is fast on this machine:  narrowcast doctor
 
-    Why a script is or is not faster:  narrowcast doctor train.py --its --own args
+    See why a script is or is not faster:  narrowcast doctor train.py --its --own args
 
-    What ran in which format, and why:  narrowcast explain train.py --its --own args
+    See what ran in which format, and why:  narrowcast explain train.py --its --own args
 
-    A capture as a page:  narrowcast report FOLDER
+    Make an HTML report of a capture:  narrowcast report FOLDER
 
-    From apex and old names to torch.amp:  narrowcast migrate PATH
+    Rewrite apex and old names for torch.amp:  narrowcast migrate PATH
     """
 
 
 def _paragraphs(verb: Callable[..., object]) -> str:
-    """The docstring of ``verb``, each paragraph in one line: typer would keep the breaks of all but one."""
+    """Join the lines of each paragraph of ``verb``'s docstring; typer joins those of the first only."""
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(verb.__doc__ or "").split("\n\n"))
 
 
 class _VerbOfScript(TyperCommand):
-    """A verb that says so where a setting of its own stands behind the script, whose it is there."""
+    """A verb that warns if one of its options follows the script's name, since it then goes to the script."""
 
     def invoke(self, ctx: Any) -> object:
         own = [name for option in self.params for name in option.opts if name in _TELLING]
@@ -86,7 +86,7 @@ class _VerbOfScript(TyperCommand):
         return result
 
 
-# What a script writes under run is what it writes under plain Python, and at the end it is said what was run.
+# Without the warning: under run a script writes what it writes under plain Python, until the final lines.
 app.command(help=_paragraphs(run), context_settings=_SCRIPT_LAST)(run)
 for _verb in (compare, doctor, explain):
     app.command(help=_paragraphs(_verb), context_settings=_SCRIPT_LAST, cls=_VerbOfScript)(_verb)
@@ -97,8 +97,8 @@ for _plain in (report, migrate):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``argv`` (default: this process's) and return its exit code.
 
-    Wrong use is one sentence on stderr and 2, and Control-C is 130. What a script raises under ``run`` comes
-    out as it is.
+    Wrong use prints one sentence on stderr and returns 2; Control-C returns 130. Exceptions of a script under
+    ``run`` propagate unchanged.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     hook = sys.excepthook
@@ -106,14 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         action = app(words, prog_name="narrowcast", standalone_mode=False)
     except TyperException as error:
         text = getattr(error, "format_message", error.__str__)() or "see narrowcast --help"
-        text = text.replace("Value error, ", "")  # of typer's, before its own words
+        text = text.replace("Value error, ", "")  # which typer puts before its message
         forgot_verb = bool(words) and Path(words[0]).is_file()
         hint = f" To run a script: narrowcast run {words[0]}" if forgot_verb else ""
         return _complain(text + hint, getattr(error, "exit_code", WRONG_USE))
     except NarrowcastError as error:
         return _complain(str(error), WRONG_USE)
     finally:
-        sys.excepthook = hook  # typer puts in its own, and the script is to find Python's
+        sys.excepthook = hook  # typer installs its own, but the script must find Python's
     return int(action() if callable(action) else action or 0)
 
 

@@ -48,7 +48,7 @@ RunDirOption = Annotated[
     typer.Option(
         "--run-dir",
         metavar="DIR",
-        help="Where the capture goes, and what the script wants shown. "
+        help="Folder of the capture, and of pictures that the script saves. "
         "Default: a new folder under NARROWCAST_CACHE_DIR or ~/.cache/narrowcast.",
         show_default=False,
     ),
@@ -87,7 +87,7 @@ def run(
 ) -> Callable[[], int]:
     """Run an unmodified FP32 script in mixed precision.
 
-    It ends as under plain Python, with its own exit code; then a few lines on stderr say what happened.
+    It ends as under plain Python, with its own exit code; a few lines on stderr then summarize the run.
     """
     check_policy(policy)
     check_seed(seed)
@@ -120,7 +120,7 @@ def _tell(text: str) -> None:
 
 
 def check_policy(policy: str) -> None:
-    """Refuse a policy that does not exist, saying so where its name came from the environment."""
+    """Refuse a policy that does not exist; the message says so if its name came from the environment."""
     try:
         with_fp32_weights(policy)
     except PolicyError as error:
@@ -144,10 +144,10 @@ def _run(script: Script, attachment: Attachment, ending: _Ending, seed: int | No
 
 
 class _Ending:
-    """Says what happened, when the script and its threads have ended."""
+    """Prints the summary of a run when the script and its threads have ended."""
 
     def __init__(self, writer: CaptureWriter, *, shown: bool) -> None:
-        # Now, since the script may have a module beside it that is called like one that the report needs.
+        # Imported now: the script may have a module beside it with the name of one that the report needs.
         from narrowcast.report import run_block
 
         self._block = run_block
@@ -168,7 +168,7 @@ class _Ending:
         if self._writer.error is not None:
             text += f"\n  the capture is incomplete: {self._writer.error.strerror}"
         for stream in (sys.stdout, sys.stderr):
-            # The script may have closed them, or whoever read them has.
+            # The script, or the reader of a pipe, may have closed them.
             with suppress(OSError, ValueError, AttributeError):
                 if stream is sys.stderr:
                     stream.write(f"{text}\n")
@@ -176,7 +176,7 @@ class _Ending:
 
 
 def _rank() -> int:
-    """This process's place among those that a launcher such as ``torchrun`` started; 0 where it is alone."""
+    """The rank of this process, as a launcher such as ``torchrun`` sets it; 0 without one."""
     return _whole_number(os.environ.get("RANK"), 0)
 
 

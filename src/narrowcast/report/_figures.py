@@ -55,33 +55,29 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One pair of axes: labels, ticks (text and position in percent), paths, and the height in pixels."""
-
-    x_label: str
-    y_label: str
-    x_ticks: _Ticks
-    y_ticks: _Ticks
-    marks: tuple[Mark, ...]
-    height: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """One figure.
 
     Attributes:
         name: identifier of its element.
         kind: ``"loss"``, ``"difference"``, ``"times"`` or ``"scale"``, which the template's captions go by.
-        panels: from top to bottom.
+        x_label, y_label: of the axes.
+        x_ticks, y_ticks: text and position in percent.
+        marks: in the order in which they are drawn.
         legend: CSS class and text of each entry.
+        height: in pixels.
         facts: numbers and names in its title and caption.
     """
 
     name: str
     kind: str
-    panels: tuple[Panel, ...]
-    legend: tuple[tuple[str, str], ...]
+    x_label: str
+    y_label: str
+    x_ticks: _Ticks
+    y_ticks: _Ticks
+    marks: list[Mark]
+    legend: list[tuple[str, str]]
+    height: int = 300
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -255,27 +251,18 @@ def _loss_figure(place: int, site: str, runs: Sequence[TimedRun], most: int) -> 
     return Figure(
         name=f"plot-loss-{place}",
         kind="loss",
-        panels=(_panel("backward pass", "loss", x, y, marks, 320),),
-        legend=tuple((key, NAMES[key]) for key, runs_of in counts.items() if runs_of),
+        x_label="backward pass",
+        y_label="loss",
+        x_ticks=x.ticks(),
+        y_ticks=y.ticks(),
+        marks=marks,
+        legend=[(key, NAMES[key]) for key, runs_of in counts.items() if runs_of],
         facts={
             "site": site_name(site),
             "counts": [(NAMES[key], runs_of) for key, runs_of in counts.items() if runs_of],
             "trend": any(drawn.trend for _, drawn in curves),
             "not_finite": not_finite,
         },
-    )
-
-
-def _panel(
-    x_label: str, y_label: str, x: Axis, y: Axis, marks: Sequence[Mark], height: int, y_ticks: _Ticks = ()
-) -> Panel:
-    return Panel(
-        x_label=x_label,
-        y_label=y_label,
-        x_ticks=x.ticks(),
-        y_ticks=y_ticks or y.ticks(),
-        marks=tuple(marks),
-        height=height,
     )
 
 
@@ -297,12 +284,17 @@ def _difference_figure(place: int, site: str, runs: Sequence[TimedRun], most: in
     marks = [
         Mark(style=f"{key} thin", path=svg_path(one.points, x, y), title=title) for key, title, one in drawn
     ]
-    legend = (("fp32", "another seed in FP32"),) if others else ()
+    legend = [("fp32", "another seed in FP32")] if others else []
     return Figure(
         name=f"plot-difference-{place}",
         kind="difference",
-        panels=(_panel("backward pass", "difference of losses", x, y, marks, 260),),
-        legend=(*legend, ("mixed", "mixed precision")),
+        x_label="backward pass",
+        y_label="difference of losses",
+        x_ticks=x.ticks(),
+        y_ticks=y.ticks(),
+        marks=marks,
+        legend=[*legend, ("mixed", "mixed precision")],
+        height=260,
         facts={"site": site_name(site), "others": bool(others)},
     )
 
@@ -363,68 +355,45 @@ def histogram(series: Sequence[Sequence[float]], bins: int = _BINS) -> Histogram
 
 
 def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], what: str) -> Figure | None:
-    """Draw how long steps took: a histogram of each format, and below it each run's own median.
+    """Draw how long steps took, as a histogram of each format.
 
     Args:
         runs: in the order in which they were made.
         times_s: of each run, warm-up left out.
         what: ``"steps"`` or ``"forward calls"``.
     """
-    timed = [
-        (run, [1e3 * time for time in times if time < _LONGEST_S])
-        for run, times in zip(runs, times_s, strict=True)
-    ]
-    timed = [(run, times) for run, times in timed if times]
-    by_format = {key: [t for run, times in timed if run.format == key for t in times] for key in NAMES}
+    by_format: dict[str, list[float]] = {key: [] for key in NAMES}
+    for run, times in zip(runs, times_s, strict=True):
+        by_format[run.format] += [1e3 * time for time in times if time < _LONGEST_S]
     present = {key: values for key, values in by_format.items() if values}
     found = histogram(list(present.values()))
     if found is None:
         return None
     x = Axis(found.edges, base=10 if found.logarithmic else None, margin=0)
     y = Axis([0, *(share for shares in found.shares for share in shares)])
-    bins = [
-        Mark(style=f"{key} area", path=svg_path(_bars(found.edges, shares), x, y, stepped=True))
-        for key, shares in zip(present, found.shares, strict=True)
+    bars = [
+        [(found.edges[0], 0.0), *zip(found.edges, [*shares, 0.0], strict=True)] for shares in found.shares
     ]
-    shown = timed[:_MOST_RUNS]
-    rows = Axis([-0.6, len(shown) - 0.4], margin=0)
-    names = tuple(
-        (shortened(run.name, 14), round(100 * (1 - rows.at(row)), 2)) for row, (run, _) in enumerate(shown)
-    )
-    medians = [mark for row, timed_run in enumerate(shown) for mark in _medians(row, *timed_run, x, rows)]
-    facts = {key: (milliseconds(statistics.median(v) / 1e3), len(v)) for key, v in present.items()}
+    medians = {key: milliseconds(statistics.median(values) / 1e3) for key, values in present.items()}
     return Figure(
         name="plot-times",
         kind="times",
-        panels=(
-            _panel("", f"% of {what}", x, y, bins, 200),
-            _panel("milliseconds", "", x, rows, medians, 24 + 20 * len(shown), names),
-        ),
-        legend=tuple((key, f"{NAMES[key]}, median {facts[key][0]}") for key in present),
+        x_label="milliseconds",
+        y_label=f"% of {what}",
+        x_ticks=x.ticks(),
+        y_ticks=y.ticks(),
+        marks=[
+            Mark(style=f"{key} area", path=svg_path(points, x, y, stepped=True))
+            for key, points in zip(present, bars, strict=True)
+        ],
+        legend=[(key, f"{NAMES[key]}, median {median}") for key, median in medians.items()],
+        height=220,
         facts={
             "what": what,
             "outside": found.outside,
-            "medians": [(NAMES[key], *numbers) for key, numbers in facts.items()],
+            "medians": [(NAMES[key], medians[key], len(values)) for key, values in present.items()],
         },
     )
-
-
-def _bars(edges: Sequence[float], shares: Sequence[float]) -> list[_Point]:
-    return [(edges[0], 0.0), *zip(edges, [*shares, 0.0], strict=True)]
-
-
-def _medians(row: int, run: TimedRun, times_ms: Sequence[float], x: Axis, rows: Axis) -> list[Mark]:
-    """A line from the 10th to the 90th percentile of a run, and a dot at its median."""
-    ordered = sorted(times_ms)
-    low, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.9))
-    median, down = statistics.median(ordered), f"{_BOX * rows.at(row):.1f}"
-    title = f"{run_name(run)}: median {milliseconds(median / 1e3)}"
-    line = f"M{_BOX * x.at(low):.1f} {down}H{_BOX * x.at(high):.1f}"
-    dot = f"M{_BOX * x.at(median):.1f} {down}h0"
-    return [
-        Mark(style=f"{run.format} range", path=line, title=title),
-        Mark(style=f"{run.format} dots", path=dot, title=title),
-    ]
 
 
 def scale_figure(runs: Sequence[TimedRun]) -> Figure | None:
@@ -456,8 +425,12 @@ def scale_figure(runs: Sequence[TimedRun]) -> Figure | None:
     return Figure(
         name="plot-scale",
         kind="scale",
-        panels=(_panel("optimizer step", "loss scale", x, y, marks, 280),),
-        legend=(("mixed", "loss scale"), ("fail", "skipped step")),
+        x_label="optimizer step",
+        y_label="loss scale",
+        x_ticks=x.ticks(),
+        y_ticks=y.ticks(),
+        marks=marks,
+        legend=[("mixed", "loss scale"), ("fail", "skipped step")],
         facts={
             "runs": [
                 (run_name(run), len(skipped), len(scale), skipped[:8]) for run, _, scale, skipped in drawn

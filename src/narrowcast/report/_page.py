@@ -10,6 +10,7 @@ import base64
 import hashlib
 import math
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -28,15 +29,14 @@ from narrowcast.report._explain_panel import panel_of
 from narrowcast.report._figures import (
     NO_SEED,
     Axis,
-    Figure,
     loss_figures,
     run_name,
     scale_figure,
     time_figure,
 )
 from narrowcast.report._pictures import Pictures, pictures
-from narrowcast.report._statistics import final_loss, forward_times_s, step_times_s
-from narrowcast.report._summary import summary
+from narrowcast.report._statistics import forward_times_s, step_times_s
+from narrowcast.report._summary import final_losses, summary
 from narrowcast.report._table import NAMES, checks, rows, which_is_faster
 from narrowcast.report._text import UNKNOWN, number, printable, shortened, signed, site_name
 
@@ -47,7 +47,17 @@ _MOST_FACTS = 60
 _MOST_LINES = 60
 _MOST_PARAMETERS = 200
 _LOWEST_ERROR, _HIGHEST_ERROR = 1e-6, 1e3
-_FILTERS = ("decibels", "mebibytes", "number", "percent_change", "seconds", "short", "shortened", "when")
+_FILTERS = (
+    "decibels",
+    "mebibytes",
+    "milliseconds",
+    "number",
+    "percent_change",
+    "seconds",
+    "short",
+    "shortened",
+    "when",
+)
 
 
 def comparison_page(comparison: ComparisonCapture) -> str:
@@ -58,7 +68,8 @@ def comparison_page(comparison: ComparisonCapture) -> str:
     """
     found, start, runs = summary(comparison), comparison.own.start, comparison.runs
     losses, more_sites = loss_figures(runs)
-    judged = checks(found)
+    judged, times_s = checks(found), _times_s(runs, found["kind"])
+    what = "forward calls" if found["kind"] == "inference" else "steps"
     return _render(
         "comparison.html",
         title=_script(start["argv"]),
@@ -75,13 +86,16 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         cut=[run_name(run) for run in runs if run.capture.end is None],
         losses=losses,
         more_sites=more_sites,
-        figures={"times": _times(runs, found["kind"]), "scale": scale_figure(runs)},
+        figures={"times": time_figure(runs, times_s, what), "scale": scale_figure(runs)},
         by_seed=_by_seed(runs),
         parameters=_parameters(found["certificate"]) if found["certificate"] else None,
         panel=panel_of(comparison.folder),
         pictures=_pairs(comparison),
         facts=_facts([run.capture for run in runs]),
-        runs=[(run, run.capture.totals()) for run in runs[:_MOST_LINES]],
+        runs=[
+            (run, run.capture.totals(), statistics.median(times) if times else None)
+            for run, times in list(zip(runs, times_s, strict=True))[:_MOST_LINES]
+        ],
         more_runs=max(0, len(runs) - _MOST_LINES),
         notes=_notes(found["notes"]),
     )
@@ -99,10 +113,12 @@ def run_page(capture: Capture, folder: Path) -> str:
     run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
     panel = panel_of(folder)
     verb = "run" if panel is None else "explain"
-    kind = "training" if capture.of("step") or capture.of("loss") else "inference"
+    trains = bool(capture.of("step") or capture.of("loss"))
     # Losses and times of the few, slowed steps that explain watches mean nothing.
     shown = [run] if panel is None else []
     losses, more_sites = loss_figures(shown)
+    times_s = _times_s(shown, "training" if trains else "inference")
+    times = time_figure(shown, times_s, "steps" if trains else "forward calls")
     return _render(
         "run.html",
         title=_script(capture.start["argv"]),
@@ -115,7 +131,7 @@ def run_page(capture: Capture, folder: Path) -> str:
         devices=capture.of("device")[:8],
         losses=losses,
         more_sites=more_sites,
-        figures={"times": _times(shown, kind), "scale": scale_figure(shown)},
+        figures={"times": times, "scale": scale_figure(shown)},
         panel=panel,
         pictures=pictures([("the run", folder)], folder),
         facts=_facts([capture]),
@@ -182,27 +198,23 @@ def _notes(notes: Sequence[str]) -> list[str]:
     return shown + ([f"and {more} more notes, in the capture"] if more else [])
 
 
-def _times(runs: Sequence[TimedRun], kind: str | None) -> Figure | None:
+def _times_s(runs: Sequence[TimedRun], kind: str | None) -> list[list[float]]:
     if kind == "inference":
-        times_s = [forward_times_s(run.capture.of("forward")) for run in runs]
-    else:
-        times_s = [step_times_s(run.capture.of("step")) for run in runs]
-    return time_figure(runs, times_s, "forward calls" if kind == "inference" else "steps")
+        return [forward_times_s(run.capture.of("forward")) for run in runs]
+    return [step_times_s(run.capture.of("step")) for run in runs]
 
 
 def _by_seed(runs: Sequence[TimedRun]) -> list[tuple[str, ...]]:
     """Final losses of each seed: call site, seed, FP32, mixed, difference."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    for run in runs:
-        for site in dict.fromkeys(loss["site"] for loss in run.capture.of("loss")):
-            values = [loss["value"] for loss in run.capture.of("loss") if loss["site"] == site]
-            found.setdefault((site, run.seed), {})[run.format] = final_loss(values)
+    fp32, mixed = (final_losses([run for run in runs if run.format == key]) for key in NAMES)
     lines: list[tuple[str, ...]] = []
-    for (site, seed), sides in sorted(found.items(), key=lambda item: item[0])[:_MOST_LINES]:
-        fp32, mixed = sides.get("fp32"), sides.get("mixed")
-        difference = None if fp32 is None or mixed is None else mixed - fp32
-        lines.append((site_name(site), str(seed), number(fp32), number(mixed), signed(difference)))
-    return lines
+    for site in dict.fromkeys([*fp32, *mixed]):
+        of_site = fp32.get(site, {}), mixed.get(site, {})
+        for seed in sorted({*of_site[0], *of_site[1]}):
+            one, other = (losses.get(seed) for losses in of_site)
+            difference = None if one is None or other is None else other - one
+            lines.append((site_name(site), str(seed), number(one), number(other), signed(difference)))
+    return lines[:_MOST_LINES]
 
 
 def _pairs(comparison: ComparisonCapture) -> Pictures:

@@ -6,11 +6,11 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from narrowcast.observe.capture import Capture, ComparisonCapture, TimedRun, json_ready
 from narrowcast.report._statistics import (
-    LossVerdict,
     Spread,
     doubts,
     final_loss,
@@ -22,21 +22,6 @@ from narrowcast.report._statistics import (
 )
 
 _WORST_FIRST = ("fail", "cannot tell", "pass")
-_TOTALS = (
-    "exit_code",
-    "stopped",
-    "aside",
-    "wall_s",
-    "backwards",
-    "forwards",
-    "steps",
-    "skipped_steps",
-    "final_scale",
-    "peak_resident_bytes",
-    "peak_tensor_bytes",
-    "settings",
-    "versions",
-)
 
 
 def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict[str, Any]:
@@ -114,7 +99,7 @@ class _Side:
         first = totals[0] if totals else {}
         self.step_time = median_of_runs([step_times_s(run.capture.of("step")) for run in self.runs])
         self.forward_time = median_of_runs([forward_times_s(run.capture.of("forward")) for run in self.runs])
-        self.final_losses = _final_losses(self.runs)
+        self.final_losses = final_losses(self.runs)
         formats = {device["format"]: None for run in self.runs for device in run.capture.of("device")}
         resident = [t["peak_resident_bytes"] for t in totals if t["peak_resident_bytes"] is not None]
         walls = [t["wall_s"] for t in totals if t["wall_s"] is not None]
@@ -200,11 +185,8 @@ def _ratio(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any],
 def _speed(fp32: Spread | None, mixed: Spread | None) -> tuple[float | None, list[float] | None]:
     if fp32 is None or mixed is None or mixed.interval_s[0] <= 0:
         return None, None
-    slowest, fastest = (
-        fp32.interval_s[0] / mixed.interval_s[1],
-        fp32.interval_s[1] / mixed.interval_s[0],
-    )
-    return fp32.median_s / mixed.median_s, [slowest, fastest]
+    (low, high), (mixed_low, mixed_high) = fp32.interval_s, mixed.interval_s
+    return fp32.median_s / mixed.median_s, [low / mixed_high, high / mixed_low]
 
 
 def _spread_fields(name: str, spread: Spread | None) -> dict[str, Any]:
@@ -223,8 +205,8 @@ def _kind(runs: Sequence[TimedRun]) -> str | None:
     return "inference" if any(run.capture.of("forward") for run in runs) else None
 
 
-def _final_losses(runs: Sequence[TimedRun]) -> dict[str, dict[int, float]]:
-    """By call site and seed; runs of one seed count once, by their mean."""
+def final_losses(runs: Sequence[TimedRun]) -> dict[str, dict[int, float]]:
+    """Final losses by call site and seed; runs of one seed count once, by their mean."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         by_site: dict[str, list[float]] = defaultdict(list)
@@ -244,13 +226,12 @@ def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
         for site in fp32.final_losses
     }
     if not sites:
-        verdict = judge_losses([])
-        return {"site": None, **_verdict_fields(verdict), "sites": {}}
+        return {"site": None, **asdict(judge_losses([])), "sites": {}}
     worst = min(sites, key=lambda site: _WORST_FIRST.index(sites[site].verdict))
     return {
         "site": worst,
-        **_verdict_fields(sites[worst]),
-        "sites": {site: _verdict_fields(verdict) for site, verdict in sites.items()},
+        **asdict(sites[worst]),
+        "sites": {site: asdict(verdict) for site, verdict in sites.items()},
     }
 
 
@@ -275,15 +256,6 @@ def _overall(*parts: dict[str, Any] | None) -> str:
 
 def _pairs(fp32: dict[int, float], mixed: dict[int, float]) -> list[tuple[float, float]]:
     return [(fp32[seed], mixed[seed]) for seed in fp32 if seed in mixed]
-
-
-def _verdict_fields(verdict: LossVerdict) -> dict[str, Any]:
-    return {
-        "difference": verdict.difference,
-        "seed_spread": verdict.seed_spread,
-        "verdict": verdict.verdict,
-        "reason": verdict.reason,
-    }
 
 
 def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
@@ -349,7 +321,7 @@ def run_summary(capture: Capture) -> dict[str, Any]:
         "policy": capture.start["policy"],
         "ended": capture.end is not None,
         "step_time_s_median": None if spread is None else spread.median_s,
-        "totals": {key: totals[key] for key in _TOTALS},
+        "totals": {key: value for key, value in totals.items() if key != "event"},
         "devices": [
             {key: device[key] for key in ("device_type", "format", "because")}
             for device in capture.of("device")
