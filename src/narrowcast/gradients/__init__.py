@@ -1,17 +1,17 @@
 """Gradients: scaled, unscaled, checked, clipped, and stepped on if they are finite."""
 
 from narrowcast.gradients._check import unscale_by
-from narrowcast.gradients._closures import (
+from narrowcast.gradients._optimizer_gradients import NonfiniteFlags, check_apart, nonfinite_flags
+from narrowcast.gradients._scaler import GradScaler
+from narrowcast.gradients._scales import leaf_of, nodes_below
+from narrowcast.gradients._steps import (
     SkipsInARow,
     SkipStep,
+    StepResult,
     closure_of,
     collapse_message,
     step_or_restore,
 )
-from narrowcast.gradients._optimizer_gradients import NonfiniteFlags, check_apart, nonfinite_flags
-from narrowcast.gradients._results import StepResult
-from narrowcast.gradients._scaler import GradScaler
-from narrowcast.gradients._scales import leaf_of, nodes_below
 from narrowcast.gradients._torch_internals import ASKED_BY_SCALERS, mark_as_stepped, needs_closure
 
 __all__ = [

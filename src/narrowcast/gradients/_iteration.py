@@ -15,10 +15,16 @@ import torch
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _check, _torch_internals
 from narrowcast.gradients._check import GradientCheck, Scaling
-from narrowcast.gradients._closures import SkipStep, step_or_restore
 from narrowcast.gradients._optimizer_gradients import OptimizerGradients, check_apart, gradients_of, labels_of
-from narrowcast.gradients._results import RANKS_DIFFER, Outcomes, PendingStep, StepResult
 from narrowcast.gradients._scales import Found, Scales
+from narrowcast.gradients._steps import (
+    RANKS_DIFFER,
+    Outcomes,
+    PendingStep,
+    SkipStep,
+    StepResult,
+    step_or_restore,
+)
 from narrowcast.gradients._torch_internals import OptState
 
 _NO_GRADIENTS = (

@@ -227,5 +227,5 @@ def _fp16_message(
     return (
         f"expected gradients in fp32, got fp16 for {listed(half)}: an update smaller than 2**-11 of a weight "
         'in fp16 is lost. Keep fp32 master weights with nc.Stepper(model, optimizer, policy="O2"), or pass '
-        "allow_fp16_gradients=True to nc.GradScaler to go on in fp16"
+        "allow_fp16_gradients=True to nc.GradScaler to continue in fp16"
     )

@@ -12,11 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _settings
 from narrowcast.gradients._check import clamp, clip_by_torch
-from narrowcast.gradients._closures import closure_of
 from narrowcast.gradients._iteration import Iteration, State, fresh_state
 from narrowcast.gradients._optimizer_gradients import gradients_of
-from narrowcast.gradients._results import Listener, Outcomes, StepResult
 from narrowcast.gradients._scales import Scales
+from narrowcast.gradients._steps import Listener, Outcomes, StepResult, closure_of
 from narrowcast.gradients._torch_internals import untraced, wants_the_scaler
 from narrowcast.scaling import Dynamic, LossScale
 

@@ -139,7 +139,7 @@ def scales_in(
     if not state:
         _warn(
             "the saved state is empty: it is that of a torch.amp.GradScaler that was disabled. This scaler "
-            "goes on from its own scale"
+            "keeps its own scale"
         )
         return None
     if "scales" in state:
@@ -151,7 +151,7 @@ def scales_in(
         with_, without = ("a", "no") if isinstance(present, Off) else ("no", "a")
         _warn(
             f"the saved state is of a run with {with_} loss scale, and this scaler has {without} loss scale "
-            "(another format?); it goes on as it is"
+            "(another format?); it keeps its own"
         )
         return None
     if "loss_scaler0" in state:

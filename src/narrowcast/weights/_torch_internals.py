@@ -1,4 +1,4 @@
-"""Names of torch that its documentation does not promise. ``tests/weights`` fails when one of them moves."""
+"""Names of torch that its documentation does not promise; ``tests/weights`` fails when one moves."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from typing import Any
 import torch
 
 untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = vars(torch)["_disable_dynamo"]
-"""Decorator: torch.compile calls the function and does not look inside."""
+"""Decorate a function that ``torch.compile`` calls without tracing it (torch/optim/optimizer.py)."""
 
 _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Each source into its target, in as few kernels as torch can, rounded to nearest even where narrower."""
+    """Copy each source into its target, in few kernels, rounded to nearest even if it is narrower."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 def add_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Each source added to its target, in the target's dtype."""
+    """Add each source to its target, in the target's dtype."""
     if targets:
         torch._foreach_add_(list(targets), list(sources))
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """A count that every in-place write to the tensor raises; writes through ``.data`` do not."""
+    """Return a count that every in-place write increases; writes through ``.data`` do not."""
     return tensor._version
 
 
 def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor, which a view or a graph may have, has this memory beside the object at hand."""
+    """Return whether another tensor, view or graph uses this memory too."""
     holders: int = torch._C._storage_Use_Count(storage._cdata)
     return holders > 1
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or the tensor that a DTensor holds on this rank: itself, where to_local() gives a view."""
+    """Return this rank's part of a DTensor itself, where ``to_local`` returns a view; else the tensor."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Asked of the tensor, since importing DTensor takes a second that most runs need not spend."""
+    """Return whether it is a DTensor, without importing the class, which takes a second."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The step that torch wrapped to call step hooks; everything else wrapped around it stays."""
+    """Return the step inside the wrapper of torch that calls step hooks; other wrappers remain."""
     step: Callable[..., Any] = type(optimizer).step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
@@ -57,15 +57,15 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 
 def is_hook_table(attribute: str) -> bool:
-    """Whether this attribute of an optimizer holds its hooks."""
+    """Return whether this attribute of an optimizer holds its hooks."""
     return attribute.startswith("_optimizer_") and attribute.endswith("_hooks")
 
 
 def is_outermost_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Inside a step hook: whether no other step of the same optimizer encloses the step that called it.
+    """Return, inside a step hook, whether the step is not called by another step of the same optimizer.
 
     A class that calls ``super().step()`` has its hooks called twice. A counter would be wrong after a step
-    that raised, so the stack itself is asked.
+    that raised, so this reads the stack.
     """
     depth = 0
     frame = sys._getframe(1)
