@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from narrowcast.cli import main
-from narrowcast.policy import PRESETS
 
 LARGEST_SEED = 2**32 - 1
 
@@ -17,7 +16,7 @@ def workplace(here, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     workshop = here
     workshop.write("good.py", "print('it ran')")
-    workshop.write("a file", "")
+    workshop.write("file", "")
     workshop.write("notebook.ipynb", "{}")
     workshop.write("broken.py", "x = 1\ndef f(:\n")
     workshop.write("binary.py", b"\x00\x01")
@@ -31,65 +30,38 @@ def workplace(here, monkeypatch):
     sys.modules.pop("package", None)
 
 
-POLICIES = f"Known: {', '.join(PRESETS)}."
-CHOOSE = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
 IN_BOTH_VERBS = {
-    ("missing.py",): "cannot run missing.py: No such file or directory",
-    ("",): "cannot run : Is a directory",
-    ("empty",): "cannot run empty: there is no __main__.py in it",
-    ("notebook.ipynb",): (
-        "notebook.ipynb is a notebook, and only scripts can be run unmodified. In a notebook use the "
-        "library: import narrowcast as nc, then `with nc.autocast(...)` around the forward pass (or export "
-        "it first: jupyter nbconvert --to script)"
-    ),
-    ("broken.py",): "cannot run broken.py: not valid Python (line 2): ...",
-    ("binary.py",): "cannot run binary.py: not valid Python...",
-    ("cookie.py",): "cannot run cookie.py: not valid Python: unknown encoding: nonsense",
-    ("-m", "nothing"): "cannot run module nothing: no module of that name was found",
-    ("-m", "package.nothing"): (
-        "cannot run module package.nothing: no module of that name was found",
-        "imported\n",
-    ),
-    ("-m", "package"): ("cannot run module package: no module of that name was found", "imported\n"),
-    ("-m", "package.broken"): "cannot run module package.broken: not valid Python (line 1): ...",
-    ("-m", "good.py"): (
-        "cannot run module good.py: no module of that name was found (for a file: narrowcast run good.py)"
-    ),
-    ("-m", ""): "cannot run module : no module of that name was found",
-    ("--policy", "bf61", "good.py"): f"unknown policy 'bf61'. Did you mean \"bf16\"? {POLICIES}",
-    ("--polcy", "bf16", "good.py"): "No such option: --polcy (Possible options: --policy)",
-    ("--policy",): "Option '--policy' requires an argument.",
-    **{
-        ("--loss-scale", given, "good.py"): (
-            f"expected a positive, finite loss scale from 2**-126 to 2**127, got {shown}"
-        )
-        for given, shown in {"0": "0.0", "-2": "-2.0", "inf": "inf", "nan": "nan", "1e-40": "1e-40"}.items()
-    },
-    ("--loss-scale", "lots", "good.py"): (
-        "expected a loss scale of 'dynamic', 'off' or a positive number such as 1024, got 'lots'"
-    ),
-    ("--seed", "-1", "good.py"): (
-        f"Invalid value for '--seed': expected a whole number from 0 to {LARGEST_SEED}, got -1"
-    ),
-    ("--run-dir", "a file/x", "good.py"): f"cannot create the folder a file/x: Not a directory; {CHOOSE}",
-    (): "Missing argument 'SCRIPT'.",
+    "missing.py": "cannot run missing.py: No such file or directory",
+    "empty": "there is no __main__.py in it",
+    "notebook.ipynb": "is a notebook",
+    "broken.py": "(line 2)",
+    "binary.py": "cannot run binary.py",
+    "cookie.py": "unknown encoding: nonsense",
+    "-m nothing": "no module of that name was found",
+    "-m package.nothing": "no module of that name was found",
+    "-m package": "no module of that name was found",
+    "-m package.broken": "(line 1)",
+    "-m good.py": "(for a file: narrowcast run good.py)",
+    "--policy bf61 good.py": "unknown policy 'bf61'. Did you mean \"bf16\"? Known: auto, bf16,",
+    "--polcy bf16 good.py": "No such option: --polcy (Possible options: --policy)",
+    "--policy": "Option '--policy' requires an argument.",
+    **{f"--loss-scale {given} good.py": "loss scale" for given in ("0", "-2", "inf", "nan", "1e-40", "lots")},
+    "--seed -1 good.py": f"expected a whole number from 0 to {LARGEST_SEED}, got -1",
+    "--run-dir file/x good.py": "Not a directory; choose another with --run-dir, or set NARROWCAST_CACHE_DIR",
+    "": "Missing argument 'SCRIPT'.",
 }
 
 
 @pytest.mark.parametrize("verb", ["run", "compare"])
-@pytest.mark.parametrize("words", IN_BOTH_VERBS, ids=" ".join)
+@pytest.mark.parametrize("words", IN_BOTH_VERBS)
 def test_wrong_use_is_one_line_and_two(workplace, capsys, verb, words):
-    expected = IN_BOTH_VERBS[words]
-    message, stdout = expected if isinstance(expected, tuple) else (expected, "")
     before = sorted(workplace.folder.rglob("*"))
-    assert main([verb, *words]) == 2
+    assert main([verb, *words.split()]) == 2
     said = capsys.readouterr()
-    if message.endswith("..."):  # the rest is Python's, and differs from version to version
-        assert said.err.startswith(f"narrowcast: {message.removesuffix('...')}")
-        assert said.err.count("\n") == 1
-    else:
-        assert said.err == f"narrowcast: {message}\n"
-    assert said.out == stdout
+    assert said.err.startswith("narrowcast: ")
+    assert IN_BOTH_VERBS[words] in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ("imported\n" if words in ("-m package", "-m package.nothing") else "")
     assert not workplace.cache.exists()
     assert [path for path in sorted(workplace.folder.rglob("*")) if path.suffix != ".pyc"] == before
 
@@ -102,7 +74,7 @@ def test_wrong_use_is_one_line_and_two(workplace, capsys, verb, words):
         ("compare", "taken by a file", "fp32-1"),
     ],
 )
-def test_a_run_folder_with_something_in_the_way_is_one_line_and_two(workplace, capsys, verb, folder, inside):
+def test_a_run_folder_that_cannot_be_used_is_wrong_use(workplace, capsys, verb, folder, inside):
     assert main([verb, "--run-dir", folder, "good.py"]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("narrowcast: cannot ")
@@ -112,16 +84,19 @@ def test_a_run_folder_with_something_in_the_way_is_one_line_and_two(workplace, c
 
 @pytest.mark.parametrize("verb", ["run", "compare"])
 def test_bad_settings_in_the_environment_are_one_line_and_two(workplace, capsys, monkeypatch, verb):
-    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(workplace.folder / "a file/x"))
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(workplace.folder / "file/x"))
     assert main([verb, "good.py"]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith(f"narrowcast: cannot create the folder {workplace.folder}/a file/x/runs/")
-    assert said.err.endswith(f": Not a directory; {CHOOSE}\n")
+    assert said.err.startswith(f"narrowcast: cannot create the folder {workplace.folder}/file/x/runs/")
+    assert said.err.endswith(
+        ": Not a directory; choose another with --run-dir, or set NARROWCAST_CACHE_DIR\n"
+    )
     monkeypatch.setenv("NARROWCAST_POLICY", "fp61")
     assert main([verb, "good.py"]) == 2
     said = capsys.readouterr()
-    expected = f"unknown policy 'fp61'. Did you mean \"fp16\"? {POLICIES} (from NARROWCAST_POLICY)"
-    assert (said.err, said.out) == (f"narrowcast: {expected}\n", "")
+    assert said.err.startswith("narrowcast: unknown policy 'fp61'. Did you mean \"fp16\"? Known: ")
+    assert said.err.endswith(" (from NARROWCAST_POLICY)\n")
+    assert said.out == ""
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ No traceback of ours in any of them: each goes through ``no_traceback``.
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -68,10 +67,6 @@ FAILURES = {
             "AssertionError: [torch.bfloat16]",
         ],
     ),
-    "killed in FP32": (
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        [f"{ENDED}was killed by SIGKILL (out of memory?) in its FP32 run; it wrote nothing to stderr"],
-    ),
     "killed only in mixed": (
         "import os, signal, torch\ntorch.nn.Linear(2, 1)(torch.ones(1, 2))\n"
         f"if {IN_MIXED}: os.kill(os.getpid(), signal.SIGSEGV)",
@@ -80,10 +75,6 @@ FAILURES = {
     "by the back door": (
         "import os; os.write(2, b'out'); os._exit(9)",
         [f"{ENDED}failed with exit code 9 in its FP32 run; it ended with:", "out"],
-    ),
-    "with its streams closed": (
-        "import os, sys; os.close(1); os.close(2); sys.exit(6)",
-        [f"{ENDED}failed with exit code 6 in its FP32 run; it wrote nothing to stderr"],
     ),
     "more lines than are shown": (
         "import sys\nfor n in range(100): print('line', n, file=sys.stderr)\nsys.exit(5)",
@@ -109,7 +100,7 @@ def test_a_script_that_fails_is_three_and_says_which_run(compare, workshop, how)
 
 
 @pytest.mark.long
-def test_a_megabyte_of_what_is_no_text_and_has_no_line_is_no_trouble(compare, workshop):
+def test_a_megabyte_that_is_not_text_is_no_trouble(compare, workshop):
     workshop.write(
         "loud.py",
         """\
@@ -126,15 +117,6 @@ def test_a_megabyte_of_what_is_no_text_and_has_no_line_is_no_trouble(compare, wo
     assert err.endswith(f"\nall of its output: {workshop.folder / 'kept' / 'fp32-1'}\n")
     assert (workshop.folder / "kept" / "fp32-1" / "stderr.txt").stat().st_size == 2**20
     assert len(err) < 2**17
-
-
-@pytest.mark.long
-def test_a_script_that_clears_its_folder_left_no_capture(compare, workshop):
-    workshop.write("deletes.py", "import os, shutil; shutil.rmtree(os.environ['NARROWCAST_RUN_DIR'])")
-    code, out, err = compare("deletes.py")
-    assert (code, out) == (3, "")
-    assert err.startswith("narrowcast: fp32-1 left no capture, so there is nothing to compare: cannot read ")
-    assert err.count("\n") == 1
 
 
 @pytest.mark.long
@@ -169,16 +151,13 @@ def test_a_daemon_that_outlives_the_script_holds_nothing_up(compare, workshop):
 
 # ---- scripts that resume
 
-RESUMES = {
-    "itself": """\
-        import os, torch
-        network = torch.nn.Linear(2, 1)
-        if os.path.exists("saved.pt"):
-            network.load_state_dict(torch.load("saved.pt", weights_only=True))
-        network(torch.ones(1, 2))
-        torch.save(network.state_dict(), "saved.pt")
-        """,
-    "in a worker": """\
+
+@pytest.mark.long
+def test_a_script_that_resumes_is_refused_and_the_file_named(compare, workshop):
+    """In a worker of a data loader too, and each time that it is tried."""
+    workshop.write(
+        "resumes.py",
+        """\
         import os, torch
         class Numbers(torch.utils.data.Dataset):
             def __len__(self):
@@ -193,37 +172,13 @@ RESUMES = {
             with open("saved.pt", "wb") as file:
                 file.write(b"kept for the next time")
         """,
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("where", RESUMES)
-def test_a_script_that_resumes_is_refused_each_time_and_the_file_named(compare, workshop, where):
-    workshop.write("resumes.py", RESUMES[where])
+    )
     for _ in range(2):
         code, out, err = compare("--json", "resumes.py")
         assert (code, out) == (2, "")
         file = workshop.folder / "saved.pt"
         assert err.startswith(f"narrowcast: run mixed-1 read {file}, which run fp32-1 had written. A script")
         assert err.count("\n") == 1
-
-
-@pytest.mark.long
-def test_a_script_that_does_its_own_mixed_precision_is_left_to_it(compare, workshop):
-    workshop.write(
-        "own.py",
-        """\
-        import torch
-        network = torch.nn.Linear(2, 1)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            network(torch.ones(1, 2))
-        """,
-    )
-    code, out, err = compare("--json", "own.py")
-    assert (code, out) == (2, "")
-    assert re.fullmatch(
-        r"narrowcast: .*autocast.* so its FP32 and its mixed run would be the same\. .*\n", err
-    )
 
 
 # ---- folders
@@ -261,7 +216,7 @@ def test_an_answer_that_cannot_be_written_is_one_line_and_two(workshop):
 
 
 @pytest.mark.long
-def test_a_script_that_misbehaves_as_far_as_it_may_is_compared_and_fails_in_fp16(compare, workshop):
+def test_a_script_that_misbehaves_is_compared(compare, workshop):
     """Its name, a megabyte without a line, and a closed stdout; some runs leave by the back door, so
     that their captures have no end. Its gradients of 1e-10 are zero in fp16 without a loss scale."""
     name = "[red]a 'b\" $(c) \u202e\u00e9.py"
@@ -345,9 +300,7 @@ SO_FAR = "narrowcast: to see the runs so far: narrowcast report {}\n"
         (signal.SIGKILL, False, -9, ""),
     ],
 )
-def test_a_comparison_that_is_ended_ends_its_runs_and_keeps_what_it_had(
-    workshop, capsys, sent, in_first, code, said
-):
+def test_an_interrupted_comparison_ends_its_runs(workshop, capsys, sent, in_first, code, said):
     workshop.write("waits.py", WAITS.replace("WHERE", str(in_first)))
     words = ("-m", "narrowcast", "compare", "--policy", "bf16", "--run-dir", "kept", "waits.py")
     process = workshop.start(sys.executable, *words)

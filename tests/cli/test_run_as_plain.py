@@ -187,7 +187,7 @@ def test_a_script_ends_as_it_does_in_a_plain_run(workshop, how):
 
 
 @pytest.mark.long
-def test_errors_before_the_first_line_of_a_module_are_the_scripts(workshop):
+def test_errors_while_a_package_is_imported_are_the_scripts(workshop):
     """What a package raises as it is imported is neither wrong use nor narrowcast's."""
     workshop.write("package/__init__.py", "def fails():\n    raise RuntimeError('not today')\n\nfails()\n")
     workshop.write("package/module.py", "")

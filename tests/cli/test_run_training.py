@@ -64,7 +64,7 @@ def with_threads(shared_workshop):
     return shared_workshop.narrowcast("run", "--policy", "bf16", "threads.py")
 
 
-def test_threads_train_as_part_of_the_run_and_exit_handlers_find_torch_as_it_was(with_threads):
+def test_threads_train_in_the_run_and_exit_handlers_do_not(with_threads):
     ours = with_threads
     assert (ours.code, ours.stderr) == (7, "")
     assert ours.stdout.splitlines() == [
@@ -78,7 +78,7 @@ def test_threads_train_as_part_of_the_run_and_exit_handlers_find_torch_as_it_was
 
 
 @pytest.mark.long
-def test_forked_children_leave_the_capture_and_the_block_to_their_parent(workshop):
+def test_forked_children_leave_the_capture_to_their_parent(workshop):
     workshop.write(
         "forks.py",
         NETWORK,
@@ -224,7 +224,7 @@ def test_a_run_folder_that_is_named_twice_does_not_mix_two_runs(workshop):
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_processes_of_a_launcher_write_a_capture_each_and_the_first_speaks(workshop, rank):
+def test_each_rank_writes_a_capture_and_rank_0_prints(workshop, rank):
     workshop.write("shows.py", "import os; print(os.environ['NARROWCAST_RUN_DIR'])")
     (workshop.folder / "kept").mkdir()
     (workshop.folder / f"kept/capture-rank{1 - rank}.jsonl").write_text("of another process")

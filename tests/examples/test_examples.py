@@ -105,12 +105,12 @@ def test_sine_learns_and_says_its_loss_last(small_sine):
     assert float(last[1]) < LARGEST_LOSS
 
 
-def test_sine_leaves_its_picture_where_it_is_told_and_nothing_else(small_sine):
+def test_sine_leaves_its_picture_where_it_is_told(small_sine):
     folder, path, _ = small_sine
     assert [found for found in folder.rglob("*") if found.is_file()] == [path]
 
 
-def test_sine_leaves_its_picture_in_the_current_folder_when_not_told(tmp_path):
+def test_sine_leaves_its_picture_in_the_current_folder(tmp_path):
     options = ("--size", "8", "--hidden", "4", "--layers", "0", "--epochs", "1", "--device", "cpu")
     lines = succeeded(run("quantized_sine.py", *options, folder=tmp_path))
     assert lines[-3] == "picture quantized_sine.png"

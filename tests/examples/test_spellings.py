@@ -131,7 +131,7 @@ def test_custom_functions_compute_in_the_formats_that_they_need(policy, printed)
     }
 
 
-def test_an_undecorated_function_fails_where_it_is_called_as_it_is():
+def test_an_undecorated_function_fails():
     example = load("custom_function.py")
     a, b = torch.randn(4, 3, requires_grad=True), torch.randn(3, 1, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

@@ -66,7 +66,7 @@ def test_it_learns(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_tensorboard_reads_back_what_rank_0_wrote_under_the_scenarios_name(both, processes):
+def test_tensorboard_reads_what_rank_0_wrote(both, processes):
     folder, lines = both[processes]
     found = scalars(folder)
     assert set(found) == {

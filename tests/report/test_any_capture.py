@@ -18,7 +18,7 @@ def small():
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, "inf", "nan", 5e-324])
-def test_losses_at_the_end_of_what_floats_hold_are_judged_or_not_and_shown(tmp_path, value):
+def test_losses_at_the_ends_of_floats_are_shown(tmp_path, value):
     runs = made_captures.both(range(3), made_captures.training, steps=40)
     for events in runs.values():
         events[:] = [e | {"value": value} if e["event"] == "loss" else e for e in events]

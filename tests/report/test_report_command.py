@@ -155,7 +155,7 @@ def test_wrong_use_is_two_and_one_line(tmp_path, capsys):
     assert "CAPTURE" in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_is_two_and_names_the_option(folder, capsys, monkeypatch):
+def test_a_page_that_cannot_be_written_is_wrong_use(folder, capsys, monkeypatch):
     for output, why in (
         (folder / "nothing" / "page.html", "No such file or directory"),
         (folder / "comparison.jsonl" / "page.html", "Not a directory"),

@@ -47,14 +47,7 @@ def coverage(count, low, high):
     return Fraction(ways[high] - ways[low], 2**count)
 
 
-def test_the_oracle_counts_as_one_does_by_hand():
-    for count in range(1, 9):
-        below = [sum(way) for way in itertools.product((0, 1), repeat=count)]
-        for low, high in itertools.combinations(range(count), 2):
-            assert coverage(count, low, high) == Fraction(sum(low < n <= high for n in below), 2**count)
-
-
-def test_the_interval_of_a_median_covers_it_with_95_percent_and_is_hardly_wider():
+def test_the_interval_of_a_median_covers_95_percent_barely():
     """By counting, for every number of steps up to 600 and some beyond: one place further in on both sides is
     the narrowest that covers, or already too narrow."""
     for count in [*range(FEWEST, 601), 997, 2000]:
@@ -67,21 +60,6 @@ def test_the_interval_of_a_median_covers_it_with_95_percent_and_is_hardly_wider(
 
 def test_the_interval_of_few_times_is_their_range():
     assert [places(count) for count in range(1, FEWEST)] == [(0, n) for n in range(FEWEST - 1)]
-
-
-@pytest.mark.parametrize(
-    ("law", "true"), [(lambda draw: draw.gauss(0, 1), 0.0), (lambda draw: draw.lognormvariate(0, 2), 1.0)]
-)
-@pytest.mark.parametrize("count", [7, 40, 180])
-def test_simulated_medians_are_in_their_intervals_as_often_as_counting_says(law, true, count):
-    """Within four standard deviations of 1500 simulations: one seed in 16,000 would fail."""
-    draw = random.Random(count)
-    hits = 0
-    for _ in range(1500):
-        low, high = median_of_runs([[law(draw) for _ in range(count)]]).interval_s
-        hits += low <= true <= high
-    exact = float(coverage(count, *places(count)))
-    assert hits / 1500 == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 1500))
 
 
 TIMES = st.lists(st.floats(min_value=1e-9, max_value=1e6), max_size=40)
@@ -101,7 +79,7 @@ def test_an_interval_holds_the_median_of_all_and_of_each_run(runs):
         assert low <= alone.interval_s[0] <= statistics.median(run) <= alone.interval_s[1] <= high
 
 
-def test_an_interval_reaches_from_the_lowest_to_the_highest_of_its_runs():
+def test_an_interval_covers_those_of_all_runs():
     """A machine that was busy during one of two runs says so by the width."""
     quick, slow = [1.0] * 50, [3.0] * 50
     assert median_of_runs([quick, slow, quick]) == Spread(median_s=1.0, interval_s=(1.0, 3.0))
@@ -192,18 +170,6 @@ def test_what_is_higher_fails_beyond_scipys_quantile_of_student(count, above):
     found = judge_losses(pairs)
     assert found.verdict == ("fail" if above else "cannot tell")
     assert stats.ttest_1samp([m - f for f, m in pairs], 0).pvalue / 2 == pytest.approx(0.025, rel=0.01)
-
-
-def test_seeds_without_a_difference_fail_in_one_of_forty():
-    """4000 trainings whose mixed losses are FP32's plus noise of mean 0: each fails with a probability of
-    2.5 % at most, so more than 2.5 % plus four standard deviations, 3.5 %, never; and some do."""
-    draw = random.Random(2)
-    failed = 0
-    for _ in range(4000):
-        fp32 = [draw.gauss(0, 0.01) for _ in range(5)]
-        failed += judge_losses([(loss, loss + draw.gauss(0, 1)) for loss in fp32]).verdict == "fail"
-    # 2.5 % less four standard deviations, of which the rule on the spread takes next to nothing.
-    assert 0.015 < failed / 4000 < 0.035
 
 
 TOO_FEW = "cannot show what other seeds change: use --repeats 3 or more"

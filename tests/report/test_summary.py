@@ -80,7 +80,7 @@ def test_the_time_of_a_step_is_the_median_after_warm_up(tmp_path, intervals, med
     assert found["ratio"]["speed"] == (None if median is None else 1.0)
 
 
-def test_the_step_time_of_several_optimizers_is_that_of_a_whole_iteration(tmp_path):
+def test_step_time_of_several_optimizers_is_an_iteration(tmp_path):
     """Of a GAN: 10 ms to the generator's step, 30 ms from there to the discriminator's."""
 
     def gan(factor):
@@ -100,7 +100,7 @@ def test_the_step_time_of_several_optimizers_is_that_of_a_whole_iteration(tmp_pa
     assert report["step_time_s_median"] == 0.04
 
 
-def test_a_ratio_of_times_is_that_of_the_medians_over_all_runs_and_lies_in_its_interval(tmp_path):
+def test_a_speedup_is_the_ratio_of_medians_over_all_runs(tmp_path):
     fp32 = [
         [None, *(0.020 + 0.0001 * n for n in range(30))],
         [None, *(0.022 + 0.0001 * n for n in range(30))],
@@ -139,11 +139,6 @@ def test_calls_are_timed_where_nothing_is_trained_and_only_there(tmp_path):
     assert reasons["ratio.speed"] == "a time is missing"
 
 
-def test_times_too_short_for_the_clock_give_no_ratio(tmp_path):
-    found = twice(tmp_path, run([None, 1.0, 1.0]), run([None, 0.0, 0.0]))
-    assert (found["mixed"]["step_time_s_median"], found["ratio"]["speed"]) == (0.0, None)
-
-
 # ---- memory, totals
 
 
@@ -158,7 +153,7 @@ def test_a_ratio_of_memory_is_mixed_over_fp32(tmp_path, key, fp32, mixed, ratio)
     assert (ratio is None) == (f"ratio.{key}" in found["reasons"])
 
 
-def test_peaks_are_the_highest_of_all_runs_and_the_wall_time_is_their_median(tmp_path):
+def test_peaks_are_maxima_and_the_wall_time_is_a_median(tmp_path):
     many = [
         run(peak_tensor_bytes=tensor, peak_resident_bytes=resident, wall_s=wall, steps=steps)
         for tensor, resident, wall, steps in ((5, 70, 2.0, 8), (9, 60, 30.0, 9), (7, 80, 3.0, 9))
@@ -176,7 +171,7 @@ def memory(format_, peak, reason=None):
     return {"event": "memory", "format": format_, "peak_tensor_bytes": peak, "reason": reason}
 
 
-def test_tensors_that_a_run_of_its_own_counted_are_taken_where_no_allocator_told(tmp_path):
+def test_counted_tensors_stand_in_for_an_allocators_peak(tmp_path):
     own = [memory("fp32", 800), memory("mixed", None, "the run that counts tensors ended too early")]
     found = twice(tmp_path / "a", run(), run(), *own)
     assert (found["fp32"]["peak_tensor_bytes"], found["mixed"]["peak_tensor_bytes"]) == (800, None)
@@ -192,7 +187,7 @@ def test_tensors_that_a_run_of_its_own_counted_are_taken_where_no_allocator_told
 # ---- losses
 
 
-def test_a_final_loss_is_the_mean_of_the_last_tenth_of_its_site_in_the_first_seed(tmp_path):
+def test_a_final_loss_is_the_first_seeds_by_call_site(tmp_path):
     losses = [1.0 / n for n in range(1, 41)]
     two_sites = run([], losses)
     two_sites[2:2] = run([], [5.0, 7.0], site="other.py:1")[2:-1]
@@ -213,7 +208,7 @@ def test_runs_of_one_seed_count_once_by_their_mean(tmp_path):
     assert found["loss"]["reason"].startswith("1 seed cannot show")
 
 
-def test_a_call_site_that_only_some_seeds_reach_is_judged_on_those(tmp_path):
+def test_a_call_site_is_judged_on_the_seeds_that_reach_it(tmp_path):
     fp32 = seeds(run([], [1.0]), run([], [2.0], site="rare.py:1"))
     mixed = seeds(run([], [1.0]), run([], [3.0], site="rare.py:1"))
     found = summed(tmp_path, fp32, mixed)
@@ -236,9 +231,7 @@ def losses_of(*by_seed):
         (("inf",), ("nan",), "cannot tell", "pass"),
     ],
 )
-def test_the_losses_fail_a_comparison_and_otherwise_leave_it_to_the_gradients(
-    tmp_path, fp32, mixed, verdict, overall
-):
+def test_losses_decide_only_when_they_fail(tmp_path, fp32, mixed, verdict, overall):
     found = summed(tmp_path, losses_of(*fp32), losses_of(*mixed), made_captures.certificate())
     assert (found["loss"]["verdict"], found["verdict"], found["loss"]["site"]) == (verdict, overall, SITE)
     assert found["loss"]["sites"] == {
@@ -295,7 +288,7 @@ def test_the_verdict_is_that_of_the_gradients_or_the_outputs(tmp_path, verdict):
         ((0, 0), [(0, 0), (0, 0)], "pass"),  # no torch.optim.Optimizer
     ],
 )
-def test_mixed_precision_that_takes_no_step_where_fp32_does_fails(tmp_path, fp32, mixed, verdict):
+def test_mixed_precision_that_takes_no_step_fails(tmp_path, fp32, mixed, verdict):
     sides = [
         [run(steps=steps, skipped_steps=skipped, backwards=5) for steps, skipped in side]
         for side in ([fp32] * 2, mixed)
@@ -386,7 +379,7 @@ def test_nan_repeats_itself(tmp_path):
     assert summary(read_comparison(folder))["notes"] == []
 
 
-def test_notes_of_the_comparison_and_of_mixed_runs_come_first_and_once(tmp_path):
+def test_notes_come_once_and_before_doubts(tmp_path):
     fp32 = seeds(run(notes=["of an FP32 run"]))
     mixed = seeds(run(notes=["of a run", "of both"]), run(notes=["of a run"]))
     found = summed(tmp_path, fp32, mixed, made_captures.note("of both"), made_captures.note("of its own"))
@@ -396,7 +389,7 @@ def test_notes_of_the_comparison_and_of_mixed_runs_come_first_and_once(tmp_path)
 # ---- what was cut short, and strictness
 
 
-def test_a_run_that_ended_without_saying_so_is_doubted_and_counted_from_its_steps(tmp_path):
+def test_a_run_without_an_end_is_counted_from_its_steps(tmp_path):
     found = twice(tmp_path, run([None, 0.1], [1.0], ended=False), run([None, 0.1], [1.0]))
     assert (found["fp32"]["steps"], found["mixed"]["steps"]) == (2, 2)
     assert found["notes"] == [
@@ -412,7 +405,7 @@ def test_a_run_that_ended_without_saying_so_is_doubted_and_counted_from_its_step
     assert (found["versions"], found["settings"]) == ({"b": 2}, {"b": 2}), "those of the mixed runs"
 
 
-def test_a_comparison_that_was_killed_has_what_it_had_and_says_why_not_more(tmp_path):
+def test_a_killed_comparison_keeps_its_numbers(tmp_path):
     found = summary(read_comparison(made_captures.killed(tmp_path / "late")))
     assert (found["finished"], found["kind"], found["verdict"]) == (False, "training", "cannot tell")
     assert found["certificate"]["reason"] == "the comparison ended before the gradients were compared"
@@ -464,7 +457,7 @@ def test_infinities_of_both_signs_have_no_mean(tmp_path):
     assert found["fp32"]["final_loss"] == {SITE: "nan"}
 
 
-def test_a_certificate_without_noise_gives_the_reason_for_each_number_that_it_lacks(tmp_path):
+def test_a_certificate_without_noise_has_reasons(tmp_path):
     event = made_captures.certificate(
         error_over_noise=None,
         worst_parameter={"name": "fc.weight", "error_over_noise": None, "relative_error": 0.003},
@@ -477,7 +470,7 @@ def test_a_certificate_without_noise_gives_the_reason_for_each_number_that_it_la
     assert reasons["output"] == "the script trains: see the gradients"
 
 
-def test_where_nothing_was_run_the_keys_are_the_same_and_each_null_has_the_reason(tmp_path):
+def test_an_empty_summary_has_the_same_keys_and_reasons(tmp_path):
     nothing = empty_summary("the policy is fp32")
     assert set(nothing) == {*summary(read_comparison(made_captures.trained(tmp_path, steps=2))), "reason"}
     nulls = {key for key, value in nothing.items() if value is None}
