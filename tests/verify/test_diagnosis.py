@@ -1,5 +1,6 @@
 """``diagnose`` on scripts with a known answer, and its arithmetic on profiles made by hand."""
 
+import functools
 import json
 import textwrap
 
@@ -42,55 +43,24 @@ ELEMENTWISE = """\
     """
 
 
+def diagnosed_in(folder, *texts, policy="bf16"):
+    path = folder / "train.py"
+    path.write_text("".join(textwrap.dedent(text) for text in (HEAD, *texts)), encoding="utf-8")
+    settings = DiagnosisSettings(target=(str(path),), policy=policy, folder=folder / "runs")
+    return diagnose(settings, NO_RATES)
+
+
 @pytest.fixture
 def diagnosed(tmp_path):
-    def of(*texts, policy="bf16", rates=NO_RATES, words=()):
-        path = tmp_path / "train.py"
-        path.write_text("".join(textwrap.dedent(text) for text in (HEAD, *texts)), encoding="utf-8")
-        target = (str(path), *words)
-        settings = DiagnosisSettings(target=target, policy=policy, folder=tmp_path / "runs")
-        return diagnose(settings, rates)
-
-    return of
+    return functools.partial(diagnosed_in, tmp_path)
 
 
-def test_a_script_of_products_has_a_larger_share_of_them_than_one_without(diagnosed):
-    products = diagnosed(TRAINS.format(wide=1024, many=MANY))
-    elementwise = diagnosed(ELEMENTWISE)
-    json.dumps([products, elementwise], allow_nan=False)
-    for found in (products, elementwise):
-        assert found["problem"] is None
-        assert (found["device"], found["format"], found["unit"]) == ("cpu", "bf16", "step")
-        for run in ("fp32", "mixed"):
-            shares = found[run]["shares"]
-            assert sum(shares.values()) == pytest.approx(1)
-            assert found[run]["plain_step_s_low"] <= found[run]["plain_step_s"]
-            assert found[run]["plain_step_s"] <= found[run]["plain_step_s_high"]
-            assert found[run]["reads"]["sites"] == []
-    assert products["fp32"]["shares"]["products"] > 0.4
-    assert elementwise["fp32"]["shares"]["products"] == 0
-    assert elementwise["together"]["products_speedup"] is None
-    sizes = {tuple(row["shape"]): row["count"] for row in products["together"]["sizes"]}
-    assert sizes == {(64, 1024, 1024): 2, (64, 10, 1024): 3}
-    assert products["fp32"]["casts"]["count"] == 0
-    # As in a region of torch's own: the input, two weights and two biases, the output handed on in FP32, the
-    # output's gradient, and the gradients of the four parameters.
-    assert products["mixed"]["casts"]["count"] == 11
-    assert products["mixed"]["casts"]["weight_count"] == 4
-    assert products["mixed"]["fused"] is False
-
-
-def test_reads_are_counted_at_the_line_of_the_script_and_evaluation_is_left_out(diagnosed):
-    found = diagnosed(
-        TRAINS.format(wide=16, many=MANY),
-        """\
-        print(loss.item())
-        """,
-    )
-    assert found["mixed"]["reads"]["sites"] == []
-    reading = TRAINS.format(wide=16, many="range(100)") + "    total = loss.item()\n"
-    reading += textwrap.indent(
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A script that reads in each step, and evaluates now and then."""
+    reading = TRAINS.format(wide=16, many="range(100)").rstrip(" ") + textwrap.indent(
         textwrap.dedent("""\
+            total = loss.item()
             if loss > 1e9:
                 break
             if _ % 7 == 0:
@@ -99,16 +69,45 @@ def test_reads_are_counted_at_the_line_of_the_script_and_evaluation_is_left_out(
             """),
         " " * 8,
     )
-    found = diagnosed(reading)
-    reads = found["mixed"]["reads"]
-    assert {(row["what"], row["count"] / reads["steps"]) for row in reads["sites"]} == {
-        ("item()", 1),
-        ("bool()", 1),
-    }
+    return diagnosed_in(tmp_path_factory.mktemp("small"), reading)
+
+
+def test_each_part_of_a_step_has_its_share(small):
+    json.dumps(small, allow_nan=False)
+    assert small["problem"] is None
+    assert (small["device"], small["format"], small["unit"]) == ("cpu", "bf16", "step")
+    for run in (small["fp32"], small["mixed"]):
+        assert sum(run["shares"].values()) == pytest.approx(1)
+        assert run["plain_step_s_low"] <= run["plain_step_s"] <= run["plain_step_s_high"]
+    sizes = {tuple(row["shape"]): row["count"] for row in small["together"]["sizes"]}
+    assert sizes == {(64, 16, 16): 2, (64, 10, 16): 3}
+    assert small["fp32"]["casts"]["count"] == 0
+    # As in a region of torch's own: the input, two weights and two biases, the output handed on in FP32, the
+    # output's gradient, and the gradients of the four parameters.
+    assert small["mixed"]["casts"]["count"] == 11
+    assert small["mixed"]["casts"]["weight_count"] == 4
+    assert small["mixed"]["fused"] is False
+
+
+def test_reads_are_counted_at_the_line_of_the_script_without_evaluation(small):
+    reads = small["mixed"]["reads"]
+    counts = {(row["what"], row["count"] / reads["steps"]) for row in reads["sites"]}
+    assert counts == {("item()", 1), ("bool()", 1)}
     lines = {row["what"]: row["site"].rpartition(":")[2] for row in reads["sites"]}
     assert lines == {"item()": "11", "bool()": "12"}
 
 
+@pytest.mark.long
+def test_products_and_elementwise_work_are_told_apart(diagnosed):
+    products = diagnosed(TRAINS.format(wide=1024, many=MANY))
+    assert products["fp32"]["shares"]["products"] > 0.4
+    assert products["mixed"]["reads"]["sites"] == []
+    elementwise = diagnosed(ELEMENTWISE)
+    assert elementwise["fp32"]["shares"]["products"] == 0
+    assert elementwise["together"]["products_speedup"] is None
+
+
+@pytest.mark.long
 def test_a_script_that_only_computes_is_profiled_by_calls(diagnosed):
     found = diagnosed(
         """\
@@ -125,6 +124,7 @@ def test_a_script_that_only_computes_is_profiled_by_calls(diagnosed):
     assert found["mixed"]["casts"]["count"] == 4  # input, weight, bias, and the output back
 
 
+@pytest.mark.long
 def test_calls_before_the_optimizer_is_made_are_no_steps(diagnosed):
     looks_first = "nn.Linear(16, 16)(torch.ones(4, 16))\n"
     found = diagnosed(looks_first, TRAINS.format(wide=16, many=MANY))
@@ -132,6 +132,7 @@ def test_calls_before_the_optimizer_is_made_are_no_steps(diagnosed):
     assert found["mixed"]["casts"]["count"] == 11
 
 
+@pytest.mark.long
 def test_two_optimizers_step_in_one_step(diagnosed):
     found = diagnosed(
         TRAINS.format(wide=16, many="range(40)").replace(
@@ -180,6 +181,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", PROBLEMS)
 def test_where_there_are_no_numbers_a_sentence_says_why(diagnosed, kind):
     text, sentence = PROBLEMS[kind]
@@ -194,6 +196,7 @@ def test_a_policy_that_changes_nothing_is_said_at_once(diagnosed, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_a_script_that_fails_is_an_error_with_its_last_lines(diagnosed):
     with pytest.raises(ScriptError, match="failed with exit code 1 in its run fp32") as error:
         diagnosed("raise ValueError('no data here')\n")

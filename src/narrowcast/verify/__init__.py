@@ -2,8 +2,7 @@
 
 from narrowcast.verify._certify import certify
 from narrowcast.verify._diagnosis import DiagnosisSettings, diagnose
-from narrowcast.verify._explain import ExplainSettings, explain_script
-from narrowcast.verify._explain_model import Explanation, explain
+from narrowcast.verify._explain import Explanation, ExplainSettings, explain, explain_script
 from narrowcast.verify.certificate import Certificate, ParameterResult
 
 __all__ = [

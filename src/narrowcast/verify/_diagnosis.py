@@ -9,6 +9,7 @@ from typing import Any
 
 from narrowcast.errors import FileError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
+from narrowcast.observe.profiling import same_size
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._probes import read_result
 from narrowcast.verify.compare._runs import PROFILE, ScriptSettings, run_process
@@ -46,21 +47,14 @@ def diagnose(
         ``mixed``, and ``together``, what both say (``side_by_side``).
 
     Raises:
-        ScriptError: the script failed.
-        ScriptError: the second run read what the first had written.
+        ScriptError: the script failed, or its second run read what the first had written.
         FileError: the folder cannot be written.
     """
     found: dict[str, Any] = {
         "schema": _SCHEMA,
         "target": list(settings.target),
         "policy": settings.policy,
-        "problem": None,
-        "device": None,
-        "format": None,
-        "unit": None,
-        "fp32": None,
-        "mixed": None,
-        "together": None,
+        **dict.fromkeys(("problem", "device", "format", "unit", "fp32", "mixed", "together")),
     }
     why = stays_in_fp32(settings.policy)
     if why is not None:
@@ -95,52 +89,41 @@ def diagnose(
 
 
 def _facts_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """Why there are no numbers of a run, or None and the numbers."""
+    """Return why there are no numbers of a run, or None and the numbers."""
     result = read_result(folder)
     try:
         capture = read_capture(folder / RUN)
-        totals = capture.totals()
-        formats = [event["format"] for event in capture.of("device")]
-        spawned = any("started processes" in event["text"] for event in capture.of("note"))
     except FileError:
         return "the run left no record of itself", {}
-    if totals["aside"] is not None:
-        return f"{totals['aside']}: diagnose it without that, or look at it with torch's own profiler", {}
-    problem = _problem_of(result, spawned=spawned)
+    aside, problem = capture.totals()["aside"], None
+    if aside is not None:
+        problem = f"{aside}: diagnose it without that, or look at it with torch's own profiler"
+    elif result is None:
+        problem = "the run was ended before anything was measured"
+    elif result["problem"] is not None:
+        problem = str(result["problem"])
+    elif result["profile"] is None or result["plain"] is None:
+        spawned = any("started processes" in event["text"] for event in capture.of("note"))
+        trains_elsewhere = "the script trains in processes that it starts itself, which are not profiled"
+        problem = trains_elsewhere if spawned else _too_short(result)
     if result is None or problem is not None:
         return problem, {}
-    own = {
-        "format": ", ".join(dict.fromkeys(formats)) or None,
-        "unit": result["unit"],
-        "fused": result["fused"],
-    }
+    formats = dict.fromkeys(event["format"] for event in capture.of("device"))
     plain = {f"plain_{name}": value for name, value in result["plain"].items()}
-    return None, result["profile"] | plain | own | {"reads": result["reads"]}
-
-
-def _problem_of(result: dict[str, Any] | None, *, spawned: bool) -> str | None:
-    if result is None:
-        return "the run was ended before anything was measured"
-    if result["problem"] is not None:
-        return str(result["problem"])
-    if result["profile"] is not None and result["plain"] is not None:
-        return None
-    if spawned:
-        return "the script trains in processes that it starts itself, which are not profiled"
-    return _too_short(result)
+    own = {name: result[name] for name in ("unit", "fused", "reads")}
+    return None, result["profile"] | plain | own | {"format": ", ".join(formats) or None}
 
 
 def _too_short(result: dict[str, Any]) -> str:
-    seen, needed = result["seen"], result["needed"]
+    seen, needed, s = result["seen"], result["needed"], "s" * (result["seen"] > 1)
     if not seen:
         return "the script called no module with parameters and took no optimizer step: nothing to profile"
-    unit = "optimizer step" if result["unit"] == "step" else "call of its modules"
-    many = unit.replace("step", "steps").replace("call", "calls") if seen > 1 else unit
-    return f"the script ended after {seen} {many}, and {needed} are needed: let it run longer"
+    what = f"optimizer step{s}" if result["unit"] == "step" else f"call{s} of its modules"
+    return f"the script ended after {seen} {what}, and {needed} are needed: let it run longer"
 
 
 def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
-    """What the two profiles say together, and the machine's rates about them.
+    """Compare the two profiles, and hold them against the machine's rates.
 
     Times of products come from profiled steps, ``speedup`` from steps that ran as they are.
 
@@ -154,33 +137,31 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
         either; ``machine_best``, ``speed`` and ``shape`` of the matrix product that gains most here, or null.
     """
     fp32, mixed = found["fp32"], found["mixed"]
-    mixed_s = {_key(row): row["each_s"] for row in mixed["products"]}
-    rows = [row for device in rates["devices"] if _is_device(device, found) for row in device["rows"]]
-    sizes, known_s, faster_s = [], 0.0, 0.0
-    same_s, same_mixed_s = 0.0, 0.0
+    mixed_s = {same_size(row["kind"], row["shape"]): row["each_s"] for row in mixed["products"]}
+    on_device = [device for device in rates["devices"] if device["device_type"] == found["device"]]
+    rows = [row for device in on_device for row in device["rows"]]
+    sizes, total_s, known_s, faster_s, same_s, same_mixed_s = [], 0.0, 0.0, 0.0, 0.0, 0.0
     for row in fp32["products"]:
-        each, mixed_each = row["each_s"], mixed_s.get(_key(row))
-        together_s = each * row["count"]
+        mixed_each = mixed_s.get(same_size(row["kind"], row["shape"]))
         machine = nearest_rate(row, found["format"], rows)
+        all_s = row["each_s"] * row["count"]
+        total_s += all_s
         if mixed_each:
-            same_s, same_mixed_s = same_s + together_s, same_mixed_s + mixed_each * row["count"]
+            same_s, same_mixed_s = same_s + all_s, same_mixed_s + mixed_each * row["count"]
         if machine is not None:
-            known_s, faster_s = known_s + together_s, faster_s + together_s / machine["speed"]
+            known_s, faster_s = known_s + all_s, faster_s + all_s / machine["speed"]
         sizes.append(
-            {
-                "kind": row["kind"],
-                "shape": row["shape"],
-                "count": row["count"],
-                "share": row["share"],
-                "each_s": each,
-                "speedup": each / mixed_each if mixed_each else None,
+            {name: row[name] for name in ("kind", "shape", "count", "share", "each_s")}
+            | {
+                "speedup": row["each_s"] / mixed_each if mixed_each else None,
                 "machine_speedup": None if machine is None else machine["speed"],
                 "machine_shape": None if machine is None else machine["shape"],
             }
         )
-    share, total = fp32["shares"]["products"], sum(r["each_s"] * r["count"] for r in fp32["products"])
+    share = fp32["shares"]["products"]
     here = same_s / same_mixed_s if same_mixed_s else None
-    machine_all = known_s / faster_s if faster_s and known_s > total / 2 else None
+    machine_all = known_s / faster_s if known_s > total_s / 2 else None
+    best = max(_speeds("matmul", found["format"], rows), key=lambda rate: float(rate["speed"]), default=None)
     return {
         "speedup": fp32["plain_step_s"] / mixed["plain_step_s"],
         "products_share": share,
@@ -188,7 +169,7 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
         "machine_speedup": machine_all,
         "limit_here": None if here is None else most_speedup(share, here),
         "limit_machine": None if machine_all is None else most_speedup(share, machine_all),
-        "machine_best": _best_matmul(found["format"], rows),
+        "machine_best": best and {name: best[name] for name in ("speed", "shape")},
         "sizes": sizes[:_SIZES],
         "sizes_left_out": max(0, len(sizes) - _SIZES),
     }
@@ -200,38 +181,36 @@ def most_speedup(share: float, ratio: float) -> float:
 
 
 def nearest_rate(row: dict[str, Any], format_: str, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Speed against FP32 of the nearest size that was measured, by the number of multiplications, if near.
+    """Return the speed against FP32 of the nearest measured size, by the number of multiplications.
 
     Returns:
-        ``speed`` and ``shape``; None for kinds that are not measured, or where nothing was.
+        ``speed`` and ``shape``; None for kinds that are not measured, or if nothing near was.
     """
-    kind = _KINDS.get(row["kind"])
-    candidates = [
-        rate
-        for rate in rows
-        if rate["kind"] == kind and rate["format"] == format_ and rate["speed_against_fp32"] is not None
-    ]
+    candidates = _speeds(_KINDS.get(row["kind"]), format_, rows)
     if not candidates or not row["shape"]:
         return None
     mine = math.log(max(1, _multiplications(row["kind"], row["shape"])))
-    best = min(candidates, key=lambda rate: abs(math.log(_of_rate(rate)) - mine))
-    apart = mine - math.log(_of_rate(best))
-    if abs(apart) > math.log(_NEAR) and not (apart > 0 and best["size"] == "large"):
-        return None
-    return {"speed": best["speed_against_fp32"], "shape": best["shape"]}
+    best = min(candidates, key=lambda rate: abs(rate["log_work"] - mine))
+    apart = mine - best["log_work"]
+    is_near = abs(apart) <= math.log(_NEAR) or (apart > 0 and best["size"] == "large")
+    return {name: best[name] for name in ("speed", "shape")} if is_near else None
 
 
-def _best_matmul(format_: str, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    speeds = [
-        {"speed": rate["speed_against_fp32"], "shape": rate["shape"]}
+def _speeds(kind: str | None, format_: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "speed": rate["speed_against_fp32"],
+            "shape": rate["shape"],
+            "size": rate["size"],
+            "log_work": math.log(_work_of_rate(rate)),
+        }
         for rate in rows
-        if rate["kind"] == "matmul" and rate["format"] == format_ and rate["speed_against_fp32"] is not None
+        if rate["kind"] == kind and rate["format"] == format_ and rate["speed_against_fp32"] is not None
     ]
-    return max(speeds, key=lambda speed: float(speed["speed"]), default=None)
 
 
 def _multiplications(kind: str, shape: list[int]) -> int:
-    """Of one product; a convolution's as if its output were as large as its input."""
+    """Count those of one product; of a convolution as if its output were as large as its input."""
     if kind == "convolution":
         dimensions = len(shape) // 2
         batch, places, weight = shape[0], math.prod(shape[2:dimensions]), math.prod(shape[dimensions:])
@@ -239,21 +218,8 @@ def _multiplications(kind: str, shape: list[int]) -> int:
     return math.prod(shape)
 
 
-def _of_rate(rate: dict[str, Any]) -> int:
+def _work_of_rate(rate: dict[str, Any]) -> int:
     if rate["kind"] == "convolution":
         batch, channels, height, width = rate["shape"]
         return int(batch * height * width * channels * channels * 9)
     return int(rate["shape"][0]) ** 3
-
-
-def _is_device(device: dict[str, Any], found: dict[str, Any]) -> bool:
-    return bool(device["device_type"] == found["device"])
-
-
-def _key(row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
-    shape = row["shape"]
-    if row["kind"] == "matmul":
-        return row["kind"], tuple(sorted(shape))
-    if row["kind"] == "batched matmul":
-        return row["kind"], (shape[0], *sorted(shape[1:]))
-    return row["kind"], tuple(shape)

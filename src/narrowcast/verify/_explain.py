@@ -1,21 +1,254 @@
-"""``explain SCRIPT``: what ran in which format, from a few watched steps of the script."""
+"""``nc.explain`` of a model and ``narrowcast explain`` of a script: what ran in which format, and why."""
 
 from __future__ import annotations
 
+import html
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from narrowcast.attach import NAMED_NOTHING
-from narrowcast.errors import FileError
-from narrowcast.observe.capture import EXPLANATION, RUN, discard_captures, make_run_folder, read_capture
-from narrowcast.observe.explanation import explained, read_explanation
+from narrowcast.casting import apply, named_places, unconverted
+from narrowcast.errors import FileError, PolicyError
+from narrowcast.machine import versions
+from narrowcast.observe.capture import (
+    EXPLANATION,
+    RUN,
+    Capture,
+    discard_captures,
+    make_run_folder,
+    read_capture,
+    start_event,
+)
+from narrowcast.observe.explanation import explained, explained_lines, read_explanation, wrapped
+from narrowcast.observe.op_trace import OpTrace, together, trace_events
+from narrowcast.policy import (
+    FP32,
+    FP32_APPEND_DTYPE,
+    FP32_SET_DTYPE,
+    LOWER,
+    PROMOTE,
+    REFUSE,
+    UNLISTED,
+    Policy,
+    class_names,
+    format_name,
+    names_module,
+    policy_name,
+    resolve,
+    resolved,
+    with_fp32_weights,
+)
+from narrowcast.verify._model_state import as_before
 from narrowcast.verify.compare._runs import EXPLAIN, ScriptSettings, run_process
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
+_SCHEMA = 1
+_WIDE = (FP32, FP32_SET_DTYPE, FP32_APPEND_DTYPE)
+_WORDS = {PROMOTE: "promote", REFUSE: "refuse", UNLISTED: "as-is"}
+_MOST_PATHS, _MOST_OPS = 8, 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What ``nc.explain`` found; ``str()`` and notebooks show it as a table of at most 79 columns.
+
+    Attributes:
+        ran: whether the model was called; False: this is what the policy means before any call.
+        found: everything, JSON-ready. Of a call what ``narrowcast explain --json`` writes; else ``model``,
+            ``policy``, ``device``, ``format``, ``rules`` with the modules that each names, ``ops``, what
+            becomes of each operator outside of modules with rules, and ``notes``, as of layers that cannot
+            multiply in fp8.
+    """
+
+    ran: bool
+    found: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """``found``."""
+        return self.found
+
+    def to_json(self) -> str:
+        """``found`` as JSON text."""
+        return json.dumps(self.found, indent=2, allow_nan=False)
+
+    def __str__(self) -> str:
+        if self.ran:
+            return "\n".join(text for text, _ in explained_lines(self.found))
+        return "\n".join(_resolved_lines(self.found))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def explain(
+    model: torch.nn.Module,
+    policy: Policy | str = "auto",
+    /,
+    *example_args: Any,
+    **example_kwargs: Any,
+) -> Explanation:
+    """Explain what ``policy`` means for ``model``; with example inputs, what a call ran in which format::
+
+        print(nc.explain(model, "bf16"))
+        print(nc.explain(model, "bf16", torch.randn(8, 64)))
+
+    Without inputs nothing is called: it lists which rule is for which modules and operators, and what
+    PyTorch's table does with the rest. With inputs the model is called twice under the policy, and every
+    operator of the second call is shown: formats in and out, the rule that decided, casts, bytes and time.
+    The first call sets things up and is not counted. Gradients, buffers, modes and random states are
+    restored. Only the forward is watched; ``narrowcast explain script.py`` watches whole training steps.
+
+    Args:
+        model: any module; on the device of its first parameter.
+        policy: the name of a preset, a ``Policy``, or the path of one.
+        *example_args: what the model is called with.
+        **example_kwargs: the same by name.
+
+    Raises:
+        PolicyError: the policy does not exist, names modules that the model does not have, or the model has
+            one already by ``nc.apply``.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise PolicyError(f"expected a torch.nn.Module to explain, got {type(model).__name__}")
+    wanted = with_fp32_weights(policy)
+    name = policy_name(policy)
+    parameter = next(model.parameters(), None)
+    device = "cpu" if parameter is None else parameter.device.type
+    if not example_args and not example_kwargs:
+        return Explanation(ran=False, found=_resolved_facts(model, wanted, name, device))
+    with as_before(model), apply(model, wanted) as applied:
+        notes = _fp8_notes(model, applied.fp8.left_out)
+        with OpTrace(wanted, device) as trace:
+            trace.paths.add_model(model)
+            model(*example_args, **example_kwargs)  # in which PyTorch, the model and the watch set things up
+            trace.take()
+            trace.rules.clear()
+            model(*example_args, **example_kwargs)
+        facts = {
+            "unit": "call",
+            "steps": 1,
+            "complete": True,
+            "device": device,
+            "format": format_name(resolve(wanted, device)),
+            "rules": [str(rule) for rule in wanted.rules],
+            "versions": versions(),
+        }
+        events = trace_events(together([trace.take()]), trace.unreached(), facts)
+    start = start_event([type(model).__name__], name, kind="explain")
+    noted = ({"event": "note", "text": text} for text in notes)
+    return Explanation(ran=True, found=explained(Capture(events=(start, *events, *noted))))
+
+
+# ---- before any call
+
+
+def _resolved_facts(model: torch.nn.Module, policy: Policy, name: str, device: str) -> dict[str, Any]:
+    """Return the rules with the modules that each names, the decision about each operator, and notes.
+
+    Raises:
+        PolicyError: the device cannot compute in what the policy asks for.
+    """
+    lower = format_name(resolve(policy, device))
+    on_device = resolved(policy, device, lower)
+    places = [(path, class_names(type(module))) for path, module in named_places(model)]
+    rules = []
+    for rule in policy.rules:
+        modules = [path for path, names in places if rule.is_for_modules and names_module(rule, path, names)]
+        rules.append(
+            {
+                "rule": str(rule),
+                "for_modules": rule.is_for_modules,
+                "op": rule.op,
+                "compute": rule.compute,
+                "output": rule.output,
+                "modules": modules,
+            }
+        )
+    asked = dict.fromkeys([*on_device.native, *on_device.table, *on_device.kernels()])
+    ops = []
+    for op in asked:
+        decision = on_device.root.decide(op)
+        kind = on_device.native.get(op, UNLISTED) if decision is None else decision.compute
+        computes = "fp32" if kind in _WIDE else lower if kind in (LOWER, "lower") else _WORDS.get(kind, kind)
+        ops.append(
+            {
+                "op": op,
+                "computes": computes,
+                "output": None if decision is None else decision.output,
+                "rule": None if decision is None or decision.rule is None else str(decision.rule),
+                "because": on_device.why_native(op) if decision is None else decision.because,
+            }
+        )
+    return {
+        "schema": _SCHEMA,
+        "model": type(model).__name__,
+        "policy": name,
+        "device": device,
+        "format": lower,
+        "table": on_device.table_name,
+        "rules": rules,
+        "ops": ops,
+        "notes": _fp8_notes(model, unconverted(model, policy)),
+    }
+
+
+def _fp8_notes(model: torch.nn.Module, left_out: Mapping[str, str | None]) -> list[str]:
+    """Return a sentence for each layer of an fp8 rule that cannot multiply in fp8 (``left_out``: why)."""
+    return [
+        f"{path or type(model).__name__} does not multiply in fp8: {why}"
+        for path, why in left_out.items()
+        if why is not None
+    ]
+
+
+def _resolved_lines(facts: dict[str, Any]) -> list[str]:
+    """The same as lines of at most 79 columns."""
+    where = "this CPU" if facts["device"] == "cpu" else facts["device"]
+    lines = wrapped(f"{facts['model']}: {facts['format']} on {where}, by the policy {facts['policy']}")
+    lines += ["", *_rule_lines(facts)]
+    groups: dict[str, list[str]] = {}
+    for op in facts["ops"]:
+        if op["rule"] is None and op["computes"] != "as-is":
+            groups.setdefault(op["computes"], []).append(op["op"])
+    lines.append(f"By PyTorch's table for {facts['table']}, where no rule decides")
+    words = {"promote": "the widest of the inputs", "refuse": "refused"}
+    for computes, ops in groups.items():
+        more = f" and {len(ops) - _MOST_OPS} more" if len(ops) > _MOST_OPS else ""
+        named = f"{', '.join(ops[:_MOST_OPS])}{more}"
+        lines += wrapped(f"{words.get(computes, computes)}: {named}", first="  ", then="    ")
+    notes = facts["notes"]
+    for note in notes[:_MOST_PATHS]:
+        lines += wrapped(f"Note: {note}.")
+    if len(notes) > _MOST_PATHS:
+        lines.append(f"and {len(notes) - _MOST_PATHS} more that do not multiply in fp8")
+    lines += wrapped(
+        "Any other operator computes in the formats that come. To see what a call runs: "
+        "nc.explain(model, policy, example_input)."
+    )
+    return lines
+
+
+def _rule_lines(facts: dict[str, Any]) -> Iterator[str]:
+    if not facts["rules"]:
+        return
+    yield "By rules, the more specific first: an operator in modules, modules, operators"
+    for rule in facts["rules"]:
+        yield from wrapped(rule["rule"], first="  ", then="    ")
+        if rule["for_modules"]:
+            paths = [path or facts["model"] for path in rule["modules"]]
+            more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
+            said = f"{', '.join(paths[:_MOST_PATHS])}{more}" if paths else "no module of this model"
+            yield from wrapped(said, first="    ", then="    ")
+    yield ""
+
+
+# ---- a script
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +293,9 @@ def explain_script(
 
 
 def _add_notes(folder: Path) -> None:
-    """What the run had to say at its end, as of layers that are left out of fp8, belongs to what was seen.
+    """Append the notes of the run, such as layers left out of fp8.
 
-    That a rule names no module is among the rules that no call reached.
+    A rule that names no module is listed already, among the rules that no call reached.
     """
     with suppress(FileError, OSError), (folder / EXPLANATION).open("a", encoding="utf-8") as file:
         notes = read_capture(folder / RUN).of("note")
