@@ -240,13 +240,13 @@ WRONG = {
         machine(CUDA | {"cuda_error": "CUDA unknown error"}, NEW_DRIVER),
         ("error", "cuda"),
         "nvidia-smi lists NVIDIA X, and torch sees no GPU (CUDA unknown error)",
-        "check CUDA_VISIBLE_DEVICES; after an update of the driver, restart the machine",
+        "check CUDA_VISIBLE_DEVICES; after a driver update restart the machine",
     ),
     "a GPU that is hidden": (
         machine(CUDA | {"cuda_error": "No CUDA GPUs are available"}, NEW_DRIVER),
         ("note", "cuda"),
         "nvidia-smi lists NVIDIA X, and torch sees no GPU (No CUDA GPUs are available)",
-        "check CUDA_VISIBLE_DEVICES; after an update of the driver, restart the machine",
+        "check CUDA_VISIBLE_DEVICES; after a driver update restart the machine",
     ),
     "a GPU without kernels": (
         machine(CUDA, NEW_DRIVER, gpus=[gpu("7.0")]),
@@ -259,12 +259,6 @@ WRONG = {
         ("error", "cuda:0"),
         "AMD Y has gfx1103, and this torch has kernels for gfx90a, gfx942 only",
         f"install a torch build that includes it: see {SITE}",
-    ),
-    "a ROCm build without any GPU": (
-        machine(ROCM),
-        ("note", "cuda"),
-        "this torch is a ROCm build, and the machine shows no AMD GPU: it computes on the CPU",
-        f"nothing, or install the build for this machine that {SITE} names",
     ),
     "a ROCm build without a driver": (
         machine(ROCM, pci=["AMD"]),
@@ -283,25 +277,6 @@ WRONG = {
         ("note", "cuda"),
         "AMD's driver is loaded, and torch 2.13.0 was built without ROCm",
         f"if rocminfo lists this GPU, install the ROCm build that {SITE} names",
-    ),
-    "no cuDNN": (
-        machine(CUDA | {"cudnn": None}, NEW_DRIVER, gpus=[gpu("9.0")]),
-        ("note", "cuda"),
-        "torch finds no cuDNN: convolutions are slow",
-        "pip install --force-reinstall torch",
-    ),
-    "another toolkit": (
-        machine(CUDA, NEW_DRIVER | {"toolkit": "12.4"}, gpus=[gpu("9.0")]),
-        ("note", "cuda"),
-        "nvcc is of CUDA 12.4 and torch was built with CUDA 13.0: training is fine, and building a CUDA "
-        "extension for torch is refused",
-        "for that alone, install the CUDA toolkit 13.0",
-    ),
-    "no Metal": (
-        machine(mps={"built": True, "available": False}),
-        ("note", "mps"),
-        "torch was built for Metal and finds no device",
-        "macOS 14 or newer on Apple silicon is needed, outside a virtual machine",
     ),
     "one thread": (
         machine(cpu={"cores": 16, "torch_threads": 1}),

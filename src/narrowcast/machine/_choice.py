@@ -62,7 +62,7 @@ def _cpu_instructions(format_name: str) -> str | None:
 
 
 def best_format(device_type: str) -> Choice:
-    """The narrowest safe format that ``device_type`` computes in natively.
+    """Return the narrowest safe format that ``device_type`` computes in natively.
 
     CUDA and ROCm: bf16 where the device has it (not emulated), else fp16. CPU: bf16 with AVX512-BF16,
     AMX or Arm bf16 instructions, else fp32. Any other device: the default of its autocast.
@@ -81,14 +81,14 @@ def best_format(device_type: str) -> Choice:
 
 
 def is_native(format_name: str, device_type: str) -> bool:
-    """Whether ``device_type`` has instructions for ``format_name``; devices other than a CPU are trusted."""
+    """Return whether ``device_type`` has instructions for ``format_name``; only CPUs are checked."""
     if format_name == "fp32" or device_type != "cpu":
         return True
     return _cpu_instructions(format_name) is not None
 
 
 def slow_format_warning(format_name: str, device_type: str) -> str | None:
-    """One line to show a person when ``format_name`` is emulated on ``device_type``, else None."""
+    """Return a warning if ``format_name`` is emulated on ``device_type``, else None."""
     if is_native(format_name, device_type):
         return None
     instead = best_format(device_type).format
@@ -97,16 +97,15 @@ def slow_format_warning(format_name: str, device_type: str) -> str | None:
 
 
 def agreement(choice: Choice, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Hold a choice against rows of ``measure_device``. It stays the choice whatever comes out.
+    """Compare a choice with rows of ``measure_device``; it stays the choice whatever the result.
 
-    Judged by the largest matrix product that was measured both in fp32 and in the chosen format, where the
+    Judged by the largest matmul that was measured both in fp32 and in the chosen format, where the
     arithmetic decides and not the overhead of a call.
 
     Returns:
-        JSON-ready values: ``format``, ``because``; ``rates_agree``, null where nothing was
-        measured on a quiet machine;
-        ``judged_at`` (the shape); ``speed_against_fp32``; ``faster_format``, another 16-bit format that is
-        faster by a quarter or more, or null.
+        JSON-ready values: ``format``, ``because``; ``rates_agree``, null if nothing was measured on a quiet
+        machine; ``judged_at`` (the shape); ``speed_against_fp32``; ``faster_format``, another 16-bit format
+        that is faster by a quarter or more, or null.
     """
     products = [row for row in rows if row["kind"] == "matmul" and _is_steady(row)]
     judged = [row for row in products if row["format"] == choice.format]
@@ -138,7 +137,6 @@ def agreement(choice: Choice, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _is_steady(row: dict[str, Any]) -> bool:
-    """Whether the speed of a row was measured, and is worth an opinion."""
     speed = row["speed_against_fp32"]
     low, high = row.get("speed_against_fp32_low"), row.get("speed_against_fp32_high")
     return speed is not None and (low is None or high is None or high - low <= _STEADY * speed)

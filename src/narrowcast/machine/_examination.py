@@ -1,4 +1,4 @@
-"""Everything about this machine at once: what it has, what does not fit, how fast formats are, the choice."""
+"""Everything about this machine: what it has, what does not fit together, measured rates, the choice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CACHE_FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """How ``examine`` is to go about it.
+    """Settings of ``examine``.
 
     Attributes:
         cache: the folder in which rates are kept; None keeps nothing.
@@ -47,7 +47,7 @@ def examine(
     facts: dict[str, Any] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Look at this machine; a device that does not work is a finding and no error.
+    """Examine this machine; a device that does not work is a result, not an error.
 
     Args:
         examination: the settings.
@@ -130,7 +130,7 @@ def _measured(
 
 
 def _devices(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The CPU, and the first of each kind of GPU: two alike would only take twice as long."""
+    """Return the CPU, and the first of each kind of GPU: two alike would only take twice as long."""
     found = [{"device": "cpu", "device_type": "cpu", "name": facts["cpu"]["name"], "has_tf32": False}]
     for gpu in facts["gpus"]:
         if gpu["name"] not in {device["name"] for device in found}:
@@ -146,7 +146,7 @@ def _devices(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rates_key(facts: dict[str, Any], *, device_s: float, call_s: float) -> dict[str, Any]:
-    """Everything that rates depend on: processors, instructions, threads, torch, driver, and the budget."""
+    """Return everything that rates depend on: processors, threads, torch, driver, and the budget."""
     torch_facts = facts["torch"]
     return {
         "cpu": facts["cpu"],
@@ -162,7 +162,7 @@ def rates_key(facts: dict[str, Any], *, device_s: float, call_s: float) -> dict[
 
 
 def rates_path(folder: Path, key: dict[str, Any]) -> Path:
-    """Where the rates of ``key`` are kept: machines that share a home folder have a file each."""
+    """Return where the rates of ``key`` are kept: machines that share a home folder have a file each."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / "rates" / f"{digest[:16]}.json"
 

@@ -1,4 +1,4 @@
-"""What this machine has, as JSON-ready values: torch, the driver's tools and the system tell it."""
+"""What this machine has, as JSON-ready values from torch, the tools of the driver and the system."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DISPLAY_CLASS = "0x03"
 
 
 def run_tool(*words: str) -> str | None:
-    """What a command writes on stdout; None where it is missing, fails, or takes more than ten seconds."""
+    """Return the stdout of a command; None if it is missing, fails, or takes more than ten seconds."""
     path = shutil.which(words[0])
     if path is None:
         return None
@@ -54,7 +54,7 @@ def run_tool(*words: str) -> str | None:
 
 
 def read_pci() -> list[str]:
-    """Vendors of the graphics processors on the PCI bus, NVIDIA and AMD alone; empty where nothing tells."""
+    """Return the vendors of the graphics processors on the PCI bus, NVIDIA and AMD alone."""
     found = []
     for folder in sorted(Path("/sys/bus/pci/devices").glob("*")):
         with suppress(OSError):
@@ -80,12 +80,12 @@ class Sources:
 
 
 def gather_facts(sources: Sources | None = None) -> dict[str, Any]:
-    """Everything about this machine that decides which formats are fast, as JSON-ready values.
+    """Return everything about this machine that decides which formats are fast, as JSON-ready values.
 
     Keys: ``python``, ``platform``, ``torch`` (version and build), ``cpu``, ``gpus`` (those that torch sees),
     ``nvidia`` (driver and toolkit, from their own tools), ``pci`` (vendors of graphics processors), ``kfd``
-    (whether AMD's driver is loaded), ``mps``, ``xpu`` and ``arithmetic`` (``arithmetic_settings``). What
-    cannot be told is null.
+    (whether AMD's driver is loaded), ``mps``, ``xpu`` and ``arithmetic`` (``arithmetic_settings``). Unknown
+    values are null.
     """
     sources = sources or Sources()
     with warnings.catch_warnings():
@@ -108,7 +108,7 @@ def gather_facts(sources: Sources | None = None) -> dict[str, Any]:
 
 
 def torch_facts(cuda_error: str | None = None) -> dict[str, Any]:
-    """Version of torch, what it was built for, and why it reaches no GPU (``cuda_error``) where it should."""
+    """Return the version of torch, what it was built for, and why it reaches no GPU (``cuda_error``)."""
     hip, cuda = torch.version.hip, torch.version.cuda
     build = "rocm" if hip else "cuda" if cuda else "xpu" if torch.version.xpu else "cpu"
     return {
@@ -124,7 +124,7 @@ def torch_facts(cuda_error: str | None = None) -> dict[str, Any]:
 
 
 def cpu_facts(capabilities: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
-    """The processor, its memory, the threads that torch uses, and its instructions: yes, no or null."""
+    """Return the processor, its memory, torch's threads, and its instructions: yes, no or null."""
     known = _ARM if architecture.lower() in ("arm64", "aarch64") else _X86
     return {
         "name": processor_name(),
@@ -151,7 +151,7 @@ def _memory_bytes() -> int | None:
 
 
 def _visible_gpus() -> tuple[list[dict[str, Any]], str | None]:
-    """GPUs that torch sees, and what CUDA or ROCm said when it saw none although torch was built for it."""
+    """Return the GPUs that torch sees, and the error of CUDA or ROCm if it sees none."""
     gpus: list[dict[str, Any]] = []
     try:
         for kind in ("cuda", "xpu"):
@@ -167,7 +167,7 @@ def _visible_gpus() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def gpu_facts(device_type: str, index: int, properties: Any) -> dict[str, Any]:
-    """One GPU from what ``torch.cuda.get_device_properties`` (or the same of XPU) tells."""
+    """Describe one GPU by ``torch.cuda.get_device_properties`` (or the same of XPU)."""
     gfx = str(getattr(properties, "gcnArchName", "") or "")
     is_amd = gfx.startswith("gfx")
     has_capability = device_type == "cuda" and not is_amd
@@ -182,7 +182,7 @@ def gpu_facts(device_type: str, index: int, properties: Any) -> dict[str, Any]:
 
 
 def nvidia_facts(run: Callable[..., str | None]) -> dict[str, Any]:
-    """NVIDIA's driver, the newest CUDA that it supports, its GPUs, and the toolkit; null where unknown."""
+    """Return NVIDIA's driver, the newest CUDA that it supports, its GPUs, and the toolkit; null if unknown."""
     listed = run("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
     rows = [row.rpartition(",") for row in listed.splitlines() if row.count(",")]
     drivers = [driver.strip() for _, _, driver in rows if re.fullmatch(r"\d+(\.\d+)+", driver.strip())]
@@ -202,6 +202,6 @@ def _found(pattern: str, text: str) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type: CUDA adds pages of advice."""
+    """Return the first line of an error's text, or its type: CUDA adds pages of advice."""
     lines: Iterable[str] = str(error).strip().splitlines()
     return next(iter(lines), type(error).__name__)

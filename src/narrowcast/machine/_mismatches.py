@@ -13,146 +13,109 @@ _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
 def mismatches(facts: dict[str, Any]) -> list[dict[str, str]]:
-    """What ``gather_facts`` found that makes a device unusable (``"error"``) or slower (``"note"``).
+    """Return what makes a device unusable (``"error"``) or slower (``"note"``), by ``gather_facts``.
 
     Returns:
         JSON-ready values: ``severity``, ``device`` (``"cpu"``, ``"cuda"``, ``"cuda:0"`` ...), ``text`` and
         ``fix``.
     """
-    return [*_build(facts), *_driver(facts), *_kernels(facts), *_libraries(facts), *_processor(facts)]
+    keys = ("severity", "device", "text", "fix")
+    found = [*_builds(facts), *_drivers(facts), *_kernels(facts), *_cpu(facts)]
+    return [dict(zip(keys, one, strict=True)) for one in found]
 
 
-def _error(device: str, text: str, fix: str) -> dict[str, str]:
-    return {"severity": "error", "device": device, "text": text, "fix": fix}
+_Mismatch = tuple[str, str, str, str]
 
 
-def _note(device: str, text: str, fix: str) -> dict[str, str]:
-    return {"severity": "note", "device": device, "text": text, "fix": fix}
-
-
-def _build(facts: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """A torch that was built for something else than this machine has."""
-    build, nvidia = facts["torch"]["build"], facts["nvidia"]
-    version = facts["torch"]["version"]
-    name = nvidia["gpus"][0] if nvidia["gpus"] else "an NVIDIA GPU"
-    has_nvidia = bool(nvidia["gpus"]) or "NVIDIA" in facts["pci"]
-    if has_nvidia and build in ("cpu", "xpu"):
+def _builds(facts: dict[str, Any]) -> Iterator[_Mismatch]:
+    """Find a torch that was built for something else than this machine has."""
+    torch, nvidia = facts["torch"], facts["nvidia"]
+    if (nvidia["gpus"] or "NVIDIA" in facts["pci"]) and torch["build"] in ("cpu", "xpu"):
+        name = nvidia["gpus"][0] if nvidia["gpus"] else "an NVIDIA GPU"
         newest = f" for CUDA {nvidia['driver_cuda']} or older" if nvidia["driver_cuda"] else ""
-        yield _error(
+        text = f"this machine has {name}, and torch {torch['version']} was built without CUDA"
+        yield (
+            "error",
             "cuda",
-            f"this machine has {name}, and torch {version} was built without CUDA",
+            text,
             f"pip uninstall torch, then install the build{newest} that {_INSTALL} names",
         )
-    if build == "rocm" and not facts["gpus"]:
-        has_amd = "AMD" in facts["pci"] or facts["kfd"]
-        if not has_amd:
-            yield _note(
-                "cuda",
-                "this torch is a ROCm build, and the machine shows no AMD GPU: it computes on the CPU",
-                f"nothing, or install the build for this machine that {_INSTALL} names",
-            )
-        elif not facts["kfd"]:
-            yield _error(
-                "cuda",
-                "this torch is a ROCm build, and AMD's driver is not loaded (/dev/kfd is missing)",
-                "install the amdgpu driver; in a container pass --device=/dev/kfd --device=/dev/dri",
-            )
-        else:
-            reason = facts["torch"]["cuda_error"] or "no reason given"
-            yield _error(
-                "cuda",
-                f"this torch is a ROCm build and sees no GPU ({reason})",
-                "check that your user is in the groups render and video, and HIP_VISIBLE_DEVICES",
-            )
-    if build == "cpu" and facts["kfd"]:
-        yield _note(
+    if torch["build"] == "rocm" and not facts["gpus"]:
+        if facts["kfd"]:
+            text = f"this torch is a ROCm build and sees no GPU ({torch['cuda_error'] or 'no reason given'})"
+            fix = "check that your user is in the groups render and video, and HIP_VISIBLE_DEVICES"
+            yield "error", "cuda", text, fix
+        elif "AMD" in facts["pci"]:
+            text = "this torch is a ROCm build, and AMD's driver is not loaded (/dev/kfd is missing)"
+            fix = "install the amdgpu driver; in a container pass --device=/dev/kfd --device=/dev/dri"
+            yield "error", "cuda", text, fix
+    if torch["build"] == "cpu" and facts["kfd"]:
+        text = f"AMD's driver is loaded, and torch {torch['version']} was built without ROCm"
+        yield (
+            "note",
             "cuda",
-            f"AMD's driver is loaded, and torch {version} was built without ROCm",
+            text,
             f"if rocminfo lists this GPU, install the ROCm build that {_INSTALL} names",
         )
-    if facts["mps"]["built"] and not facts["mps"]["available"]:
-        yield _note(
-            "mps",
-            "torch was built for Metal and finds no device",
-            "macOS 14 or newer on Apple silicon is needed, outside a virtual machine",
-        )
 
 
-def _driver(facts: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """A CUDA build of torch against the NVIDIA driver."""
+def _drivers(facts: dict[str, Any]) -> Iterator[_Mismatch]:
+    """Hold a CUDA build of torch against the NVIDIA driver."""
     built, nvidia = facts["torch"]["cuda"], facts["nvidia"]
     if facts["torch"]["build"] != "cuda":
         return
     sees_none = not any(gpu["device_type"] == "cuda" for gpu in facts["gpus"])
+    oldest, supported = _OLDEST_DRIVER.get(_version(built)[0]), nvidia["driver_cuda"]
+    needed = f"{oldest} or newer" if oldest else "of a newer version"
     if nvidia["driver"] is None:
         if sees_none and "NVIDIA" in facts["pci"]:
-            oldest = _OLDEST_DRIVER.get(_major(built))
-            yield _error(
-                "cuda",
-                "this machine has an NVIDIA GPU, and nvidia-smi finds no working driver",
-                f"install NVIDIA driver {oldest} or newer" if oldest else "install NVIDIA's driver",
-            )
+            text = "this machine has an NVIDIA GPU, and nvidia-smi finds no working driver"
+            yield "error", "cuda", text, f"install NVIDIA driver {needed}"
         return
-    supported = nvidia["driver_cuda"]
-    oldest = _OLDEST_DRIVER.get(_major(built))
-    too_old = (
-        _pair(supported)[0] < _major(built)
-        if supported
-        else bool(oldest and _major(nvidia["driver"]) < oldest)
-    )
+    too_old = bool(oldest and _version(nvidia["driver"])[0] < oldest)
+    if supported:
+        too_old = _version(supported)[0] < _version(built)[0]
     up_to = f", which supports CUDA up to {supported}" if supported else ""
     if too_old and sees_none:
-        newer = f"update the driver to {oldest} or newer" if oldest else "update the driver"
-        fitting = f"CUDA {_pair(supported)[0]}" if supported else "an older CUDA"
-        yield _error(
-            "cuda",
-            f"torch was built with CUDA {built}, and the driver is {nvidia['driver']}{up_to}",
-            f"{newer}, or install the torch build for {fitting} that {_INSTALL} names",
-        )
+        fitting = f"CUDA {_version(supported)[0]}" if supported else "an older CUDA"
+        text = f"torch was built with CUDA {built}, and the driver is {nvidia['driver']}{up_to}"
+        fix = f"update the driver to {needed}, or install the torch build for {fitting} that {_INSTALL} names"
+        yield "error", "cuda", text, fix
     elif sees_none and nvidia["gpus"]:
         reason = facts["torch"]["cuda_error"] or "no reason given"
-        # Hidden by CUDA_VISIBLE_DEVICES, most likely on purpose.
-        say = _note if "No CUDA GPUs are available" in reason else _error
-        yield say(
-            "cuda",
-            f"nvidia-smi lists {nvidia['gpus'][0]}, and torch sees no GPU ({reason})",
-            "check CUDA_VISIBLE_DEVICES; after an update of the driver, restart the machine",
-        )
-    elif supported and _pair(supported) < _pair(built):
-        yield _note(
-            "cuda",
+        text = f"nvidia-smi lists {nvidia['gpus'][0]}, and torch sees no GPU ({reason})"
+        # If CUDA_VISIBLE_DEVICES hides it, most likely on purpose.
+        severity = "note" if "No CUDA GPUs are available" in reason else "error"
+        yield severity, "cuda", text, "check CUDA_VISIBLE_DEVICES; after a driver update restart the machine"
+    elif supported and _version(supported) < _version(built):
+        text = (
             f"torch was built with CUDA {built}, newer than the driver {nvidia['driver']}{up_to}: it runs, "
-            "but kernels that are compiled while running (Triton, torch.compile) may not",
-            "update the driver",
+            "but kernels that are compiled while running (Triton, torch.compile) may not"
         )
+        yield "note", "cuda", text, "update the driver"
 
 
-def _kernels(facts: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """GPUs for which this build of torch has no kernels."""
+def _kernels(facts: dict[str, Any]) -> Iterator[_Mismatch]:
+    """Find GPUs for which this build of torch has no kernels."""
     built_for = facts["torch"]["architectures"]
     for gpu in facts["gpus"]:
         if gpu["device_type"] != "cuda" or not built_for:
             continue
-        if gpu["gfx"]:
-            mine, fits = gpu["gfx"].split(":")[0], gpu["gfx"].split(":")[0] in built_for
-        else:
-            mine, fits = f"compute capability {gpu['capability']}", runs_on(built_for, gpu["capability"])
-        if not fits:
-            yield _error(
-                gpu["device"],
-                f"{gpu['name']} has {mine}, and this torch has kernels for {', '.join(built_for)} only",
-                f"install a torch build that includes it: see {_INSTALL}",
-            )
+        gfx = (gpu["gfx"] or "").split(":")[0]
+        if not (gfx in built_for if gfx else runs_on(built_for, gpu["capability"])):
+            has = gfx or f"compute capability {gpu['capability']}"
+            text = f"{gpu['name']} has {has}, and this torch has kernels for {', '.join(built_for)} only"
+            yield "error", gpu["device"], text, f"install a torch build that includes it: see {_INSTALL}"
 
 
 def runs_on(architectures: list[str], capability: str) -> bool:
-    """Whether code for any of ``architectures`` (``"sm_80"``) runs on ``capability`` (``"8.6"``).
+    """Return whether code for any of ``architectures`` (``"sm_80"``) runs on ``capability`` (``"8.6"``).
 
     Machine code (``sm_``) runs on the same major version from its minor version up, with a suffix ``a`` on
     that version alone; what ``compute_`` names is compiled by the driver for any later one. CUDA C++
     Programming Guide, "Application Compatibility".
     """
-    mine = _pair(capability)
+    mine = _version(capability)
     for architecture in architectures:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
         if found is None:
@@ -169,45 +132,17 @@ def runs_on(architectures: list[str], capability: str) -> bool:
     return False
 
 
-def _libraries(facts: dict[str, Any]) -> Iterator[dict[str, str]]:
-    built, toolkit = facts["torch"]["cuda"], facts["nvidia"]["toolkit"]
-    if not any(gpu["capability"] for gpu in facts["gpus"]):
-        return
-    if facts["torch"]["cudnn"] is None:
-        yield _note(
-            "cuda", "torch finds no cuDNN: convolutions are slow", "pip install --force-reinstall torch"
-        )
-    if built and toolkit and _major(toolkit) != _major(built):
-        yield _note(
-            "cuda",
-            f"nvcc is of CUDA {toolkit} and torch was built with CUDA {built}: training is fine, and "
-            "building a CUDA extension for torch is refused",
-            f"for that alone, install the CUDA toolkit {built}",
-        )
-
-
-def _processor(facts: dict[str, Any]) -> Iterator[dict[str, str]]:
+def _cpu(facts: dict[str, Any]) -> Iterator[_Mismatch]:
     cpu = facts["cpu"]
     if cpu["cores"] and cpu["torch_threads"] * 2 < cpu["cores"] and cpu["torch_threads"] < 4:
-        yield _note(
-            "cpu",
-            f"torch uses {cpu['torch_threads']} of {cpu['cores']} cores",
-            "unset OMP_NUM_THREADS, or call torch.set_num_threads",
-        )
-    wide, kernels = cpu["instructions"].get("AVX512"), facts["torch"]["cpu_kernels"]
-    if kernels in ("DEFAULT", "NO AVX") and (wide or cpu["instructions"].get("AVX2")):
-        yield _note(
-            "cpu",
-            f"this CPU has {'AVX512' if wide else 'AVX2'}, and torch uses its plain kernels",
-            "unset ATEN_CPU_CAPABILITY",
-        )
+        text = f"torch uses {cpu['torch_threads']} of {cpu['cores']} cores"
+        yield "note", "cpu", text, "unset OMP_NUM_THREADS, or call torch.set_num_threads"
+    wide = [name for name in ("AVX512", "AVX2") if cpu["instructions"].get(name)]
+    if facts["torch"]["cpu_kernels"] in ("DEFAULT", "NO AVX") and wide:
+        text = f"this CPU has {wide[0]}, and torch uses its plain kernels"
+        yield "note", "cpu", text, "unset ATEN_CPU_CAPABILITY"
 
 
-def _pair(version: str | None) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def _major(version: str | None) -> int:
-    found = re.match(r"\d+", version or "")
-    return int(found[0]) if found else 0
+def _version(text: str | None) -> tuple[int, int]:
+    found = re.match(r"(\d+)(?:\.(\d+))?", text or "")
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)

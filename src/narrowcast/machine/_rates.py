@@ -1,4 +1,4 @@
-"""How fast each format is here: measured side by side, within a time that is never exceeded by much."""
+"""How fast each format is: measured side by side, within a time that is never exceeded by much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work whose rate is measured: matrix products, a convolution and an addition, each at three sizes."""
+"""The work whose rate is measured: matmuls, a convolution and an addition, each at three sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Work:
     shapes: tuple[Shape, ...]
 
     def flop_count(self, shape: Shape) -> int | None:
-        """Floating point operations of one call, a multiplication and an addition counted as two."""
+        """Return the floating-point operations of one call; a multiply-add counts as two."""
         if self.kind == "add":
             return None
         if self.kind == "convolution":
@@ -52,15 +52,15 @@ class Work:
         return 2 * shape.numbers[0] ** 3
 
     def element_count(self, shape: Shape) -> int | None:
-        """Elements of the result of an addition; None for what is counted in operations."""
+        """Return the elements of the result of an addition; None for other work."""
         return shape.numbers[0] if self.kind == "add" else None
 
     def amount(self, shape: Shape) -> int:
-        """What one call's time grows with."""
+        """Return what the time of one call grows with."""
         return self.flop_count(shape) or self.element_count(shape) or 1
 
     def tensor_shape(self, shape: Shape) -> list[int]:
-        """Shape of the first operand."""
+        """Return the shape of the first operand."""
         if self.kind == "add":
             return list(shape.numbers)
         if self.kind == "convolution":
@@ -91,7 +91,7 @@ class Work:
 
 
 def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
-    """Every kind of work in the sizes that suit a CPU or a GPU, with steps between them."""
+    """Return every kind of work in sizes for a CPU or a GPU, with steps between them."""
     product, convolution, elements = _CPU_SHAPES if device_type == "cpu" else _GPU_SHAPES
     exact = ("fp32", "tf32", "bf16", "fp16") if has_tf32 else ("fp32", "bf16", "fp16")
     without = ("fp32", "bf16", "fp16")
@@ -104,7 +104,7 @@ def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
 
 
 def has_tf32(gpu: dict[str, Any]) -> bool:
-    """Whether a GPU of ``gather_facts`` multiplies in TF32: NVIDIA's from compute capability 8.0 on."""
+    """Return whether a GPU of ``gather_facts`` multiplies in TF32: NVIDIA's from compute capability 8.0 on."""
     return gpu["capability"] is not None and int(gpu["capability"].split(".")[0]) >= _TF32_CAPABILITY
 
 
@@ -128,31 +128,18 @@ def float32_as(precision: str) -> Iterator[None]:
             place.fp32_precision = was
 
 
-def _shapes(*steps: tuple[str | None, tuple[int, ...]]) -> tuple[Shape, ...]:
-    return tuple(Shape(numbers=numbers, size=size) for size, numbers in steps)
+def _shapes(*numbers: tuple[int, ...], named: tuple[int, int, int]) -> tuple[Shape, ...]:
+    sizes = dict(zip(named, ("small", "medium", "large"), strict=True))
+    return tuple(Shape(numbers=one, size=sizes.get(at)) for at, one in enumerate(numbers))
 
 
 _CPU_SHAPES = (
-    _shapes(
-        ("small", (64,)),
-        (None, (128,)),
-        (None, (256,)),
-        ("medium", (512,)),
-        (None, (1024,)),
-        ("large", (2048,)),
-    ),
-    _shapes(("small", (1, 16, 16)), (None, (1, 32, 32)), ("medium", (4, 64, 32)), ("large", (4, 256, 28))),
-    _shapes(("small", (2**12,)), ("medium", (2**18,)), ("large", (2**22,))),
+    _shapes((64,), (128,), (256,), (512,), (1024,), (2048,), named=(0, 3, 5)),
+    _shapes((1, 16, 16), (1, 32, 32), (4, 64, 32), (4, 256, 28), named=(0, 2, 3)),
+    _shapes((2**12,), (2**18,), (2**22,), named=(0, 1, 2)),
 )
 _GPU_SHAPES = (
-    _shapes(
-        ("small", (256,)),
-        (None, (512,)),
-        (None, (1024,)),
-        ("medium", (2048,)),
-        (None, (4096,)),
-        ("large", (8192,)),
-    ),
-    _shapes(("small", (1, 64, 28)), (None, (4, 64, 56)), ("medium", (32, 128, 28)), ("large", (64, 256, 56))),
-    _shapes(("small", (2**16,)), ("medium", (2**22,)), ("large", (2**26,))),
+    _shapes((256,), (512,), (1024,), (2048,), (4096,), (8192,), named=(0, 3, 5)),
+    _shapes((1, 64, 28), (4, 64, 56), (32, 128, 28), (64, 256, 56), named=(0, 2, 3)),
+    _shapes((2**16,), (2**22,), (2**26,), named=(0, 1, 2)),
 )
