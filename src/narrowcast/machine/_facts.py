@@ -182,7 +182,7 @@ def gpu_facts(device_type: str, index: int, properties: Any) -> dict[str, Any]:
 
 
 def nvidia_facts(run: Callable[..., str | None]) -> dict[str, Any]:
-    """Return NVIDIA's driver, the newest CUDA that it supports, its GPUs, and the toolkit; null if unknown."""
+    """Return NVIDIA's driver, the newest CUDA that it supports, its GPUs, and the toolkit, or null."""
     listed = run("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
     rows = [row.rpartition(",") for row in listed.splitlines() if row.count(",")]
     drivers = [driver.strip() for _, _, driver in rows if re.fullmatch(r"\d+(\.\d+)+", driver.strip())]

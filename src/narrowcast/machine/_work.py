@@ -104,7 +104,7 @@ def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
 
 
 def has_tf32(gpu: dict[str, Any]) -> bool:
-    """Return whether a GPU of ``gather_facts`` multiplies in TF32: NVIDIA's from compute capability 8.0 on."""
+    """Return whether a GPU of ``gather_facts`` multiplies in TF32: NVIDIA's from capability 8.0 on."""
     return gpu["capability"] is not None and int(gpu["capability"].split(".")[0]) >= _TF32_CAPABILITY
 
 

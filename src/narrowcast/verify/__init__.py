@@ -2,7 +2,7 @@
 
 from narrowcast.verify._certify import certify
 from narrowcast.verify._diagnosis import DiagnosisSettings, diagnose
-from narrowcast.verify._explain import Explanation, ExplainSettings, explain, explain_script
+from narrowcast.verify._explain import ExplainSettings, Explanation, explain, explain_script
 from narrowcast.verify.certificate import Certificate, ParameterResult
 
 __all__ = [
