@@ -100,11 +100,7 @@ def explain(
 
     locked = None if check is None else read_lock(check)
     if policy is None and locked is not None:
-        policy = locked.policy
-        try:
-            check_policy(policy)
-        except PolicyError as error:
-            raise PolicyError(f"{error} (the lock file {check} is of it; --policy names another)") from error
+        policy = _policy_of(locked, check)
     policy = policy or "auto"
     for wanted in (policy, against):
         if wanted is not None:
@@ -133,6 +129,14 @@ def explain(
     if lock is not None and not _keep(found, lock):
         return DIFFERENT
     return _show(found, as_json=as_json, every=every)
+
+
+def _policy_of(locked: Lock, path: Path | None) -> str:
+    try:
+        check_policy(locked.policy)
+    except PolicyError as error:
+        raise PolicyError(f"{error} (the lock file {path} is of it; --policy names another)") from error
+    return locked.policy
 
 
 def _show(found: Mapping[str, Any], *, as_json: bool, every: bool) -> int:
