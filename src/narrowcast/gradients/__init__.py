@@ -3,7 +3,7 @@
 from narrowcast.gradients._check import unscale_by
 from narrowcast.gradients._optimizer_gradients import NonfiniteFlags, check_apart, nonfinite_flags
 from narrowcast.gradients._scaler import GradScaler
-from narrowcast.gradients._scales import leaf_of, nodes_below
+from narrowcast.gradients._scales import PassScales, leaf_of, nodes_below
 from narrowcast.gradients._steps import (
     SkipsInARow,
     SkipStep,
@@ -18,6 +18,7 @@ __all__ = [
     "ASKED_BY_SCALERS",
     "GradScaler",
     "NonfiniteFlags",
+    "PassScales",
     "SkipStep",
     "SkipsInARow",
     "StepResult",

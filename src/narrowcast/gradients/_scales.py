@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -305,11 +305,30 @@ def _mapped(outputs: Any, times: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 # ---- named scales
 
 
+ScaleOfPass = TypeVar("ScaleOfPass", float, torch.Tensor)
+
+
+class PassScales(dict[int, ScaleOfPass]):
+    """The loss scale of each backward pass, by the number that autograd gives the pass while it runs."""
+
+    def unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Divide a gradient by the scale of the running pass: a hook of a leaf, before it accumulates."""
+        factor = self.get(graph_task_id())
+        # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
+        if factor is None or gradient is None:
+            return None
+        if isinstance(factor, torch.Tensor):
+            inverse = factor.to(gradient.device, non_blocking=True).reciprocal()
+            return (gradient * inverse).to(gradient.dtype)  # 0-dim gradients in fp16 would become fp32
+        return gradient * (1.0 / factor)
+
+
 class NamedPasses:
     """The named loss of each backward pass, and the names of the losses in each parameter's gradient."""
 
     def __init__(self) -> None:
-        self._names_of_passes: dict[int, tuple[str, torch.Tensor]] = {}
+        self._names: dict[int, str] = {}
+        self._scales: PassScales[torch.Tensor] = PassScales()
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
         self._names_of_leaves: dict[int, set[str]] = {}
 
@@ -338,14 +357,16 @@ class NamedPasses:
     def _begin(self, name: str, factor: torch.Tensor) -> None:
         """Register the backward pass of this thread as that of ``name``."""
         task = graph_task_id()
-        other, _ = self._names_of_passes.setdefault(task, (name, factor))
+        other = self._names.setdefault(task, name)
         if other != name:
             raise ScaleError(
                 f"expected one named loss in a backward pass, got {other!r} and {name!r}: call backward on "
                 "each of them (retain_graph=True for the first), or add them before scaling and name the sum"
             )
-        while len(self._names_of_passes) > _PASSES_KEPT:
-            del self._names_of_passes[min(self._names_of_passes)]
+        self._scales[task] = factor
+        while len(self._names) > _PASSES_KEPT:
+            oldest = min(self._names)
+            del self._names[oldest], self._scales[oldest]
 
     def _hook(self, leaf: torch.Tensor) -> None:
         known = self._hooked.get(id(leaf))
@@ -353,19 +374,14 @@ class NamedPasses:
             return
         reference = weakref.ref(leaf)
 
-        # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
         def unscale(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            found = self._names_of_passes.get(graph_task_id())
-            tensor = reference()
-            if gradient is None or found is None or tensor is None:
-                return None
-            name, factor = found
-            if tensor.grad is None:
-                self._names_of_leaves[id(tensor)] = {name}
-            else:
-                self._names_of_leaves.setdefault(id(tensor), set()).add(name)
-            inverse = factor.to(gradient.device, non_blocking=True).reciprocal()
-            return (gradient * inverse).to(gradient.dtype)  # 0-dim gradients in fp16 would become fp32
+            tensor, unscaled = reference(), self._scales.unscale(gradient)
+            if tensor is not None and unscaled is not None:
+                names = self._names_of_leaves.setdefault(id(tensor), set())
+                if tensor.grad is None:
+                    names.clear()
+                names.add(self._names[graph_task_id()])
+            return unscaled
 
         self._hooked[id(leaf)] = reference
         leaf.register_hook(unscale)  # type: ignore[no-untyped-call]
