@@ -65,12 +65,13 @@ def _copy_owner_and_mode(source: Path, destination: Path) -> None:
 
 
 def _remove_abandoned(folder: Path, prefix: str, mine: Path) -> None:
-    for other in folder.iterdir():
-        ours = other.name.startswith(prefix) and other.name.endswith(".part")
-        if ours and len(other.name) == len(mine.name) and other != mine:
-            with contextlib.suppress(OSError), other.open("r+b") as file:
-                _lock(file)
-                other.unlink()
+    with contextlib.suppress(OSError):  # a folder may be writable and not readable
+        for other in folder.iterdir():
+            ours = other.name.startswith(prefix) and other.name.endswith(".part")
+            if ours and len(other.name) == len(mine.name) and other != mine:
+                with contextlib.suppress(OSError), other.open("r+b") as file:
+                    _lock(file)
+                    other.unlink()
 
 
 def _lock(file: IO[bytes]) -> None:

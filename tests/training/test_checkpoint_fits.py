@@ -289,7 +289,7 @@ def test_what_is_given_is_checked(path):
     model = net(4, 2)
     stepper = nc.Stepper(model, loop(model), "bf16")
     for options, message in (
-        ({"optimizer": "adam"}, r"expected optimizer to have state_dict\(\)"),
+        ({"optimizer": "adam"}, "expected a torch.optim.Optimizer, got str"),
         ({"optimizer": stepper}, "expected a torch.optim.Optimizer, got Stepper: write stepper="),
         (
             {"held": torch.optim.SGD(model.parameters(), 0.1)},

@@ -83,7 +83,7 @@ def test_another_number_of_ranks_loads_the_same_states(resumed, case, count):
         what = "model/1.running_mean, model/1.running_var"
         expected.append(f"ranks had different values of {what}: every rank takes those of rank 0")
     if case == "fsdp stochastic":
-        what = "groups//held/0/state/generators/cpu"
+        what = "objects//held/0/state/generators/cpu"
         expected.append(f"ranks had different values of {what}: every rank takes those of rank 0")
     assert found["notes"] == expected
     positions = [[0, [0, 1, 2]], [1, [1, 2, 3]], [0, [0, 1, 2]], [0, [0, 1, 2]]]

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import tomllib
-import uuid
 from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
+from narrowcast._files import replacing
 from narrowcast.errors import PolicyError, near_names
 from narrowcast.policy._policy import Policy
 from narrowcast.policy._rule import Rule
@@ -40,16 +39,8 @@ def write(policy: Policy, path: Path) -> None:
     """
     data = dumps(policy).encode()
     try:
-        target = path.resolve()  # a link stays one
-        part = target.with_name(f".{uuid.uuid4().hex}.part")
-        try:
-            with part.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        with replacing(path) as file:
+            file.write(data)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise PolicyError(f"cannot write the policy to {path}: {_reason(error)}") from error
 

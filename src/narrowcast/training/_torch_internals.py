@@ -1,4 +1,4 @@
-"""The names of torch without a promise of stability that this room uses; tests/training checks each one."""
+"""Private names of torch that this package uses; tests/training has a test for each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 from narrowcast.gradients import leaf_of
 
 _SOONEST = 2**64 - 1
-"""The engine runs the node with the largest number of those that are ready; leaves have this one."""
+"""Of the nodes that are ready, autograd runs the one with the largest number; leaves have this number."""
 _CAST = "ToCopyBackward0"
+# Batch and instance norms; torch has no public name for modules with running statistics.
+NORM_WITH_STATISTICS = torch.nn.modules.batchnorm._NormBase
 
 
 def run_casts_of_leaves_soon(nodes: Iterable[Any]) -> None:
-    """Let each cast of a leaf among graph nodes go backward as soon as its gradient is there.
+    """Let the backward of each cast of a leaf among ``nodes`` run as soon as its gradient is ready.
 
-    Where the node cannot be told (torch before ``_set_sequence_nr``) nothing changes but the order.
+    Source: torch/csrc/autograd/engine.cpp, ``CompareNodeTaskTime``.
     """
     for node in nodes:
         if node.name() == _CAST and len(node.next_functions) == 1:
@@ -52,11 +54,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata_of_tensors(file: IO[bytes]) -> Any:
-    """What ``torch.distributed.checkpoint`` pickles of its tensors, and nothing that runs other code.
+    """Read the metadata that ``torch.distributed.checkpoint`` pickles, without running other code.
+
+    torch's ``FileSystemReader.read_metadata`` unpickles without restrictions.
 
     Raises:
-        pickle.UnpicklingError: something else is in it.
-
-    Source: https://docs.python.org/3/library/pickle.html#restricting-globals
+        pickle.UnpicklingError: it names anything else.
     """
     return _MetadataUnpickler(file).load()

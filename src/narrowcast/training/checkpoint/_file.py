@@ -211,4 +211,5 @@ def _fix(value: Any) -> str:
 
 
 def name_of(place: Place) -> str:
-    return "/".join(map(str, place)) or "the value"
+    parts = [part for key in place for part in (key if isinstance(key, tuple) else (key,))]
+    return "/".join(map(str, parts)) or "the value"

@@ -50,13 +50,10 @@ def read(path: Path) -> tuple[dict[str, Any], list[str]]:
     notes.append("the random states stay as they are: those of another loop are not read")
     tree = {
         "model": dict(model),
-        "groups": {
-            "": {
-                "optimizers": _states(_one_of(path, rest, _OPTIMIZER)),
-                "held": {},
-                "schedulers": _states(_one_of(path, rest, _SCHEDULER)),
-                "scalers": _states(scaler),
-            }
+        "objects": {
+            **_objects("optimizers", _one_of(path, rest, _OPTIMIZER)),
+            **_objects("schedulers", _one_of(path, rest, _SCHEDULER)),
+            **_objects("scalers", scaler),
         },
         "stepper": None,
         "random": None,
@@ -75,9 +72,10 @@ def _one_of(path: Path, rest: dict[Any, Any], keys: Sequence[str]) -> Any:
     return rest.pop(found[0]) if found else None
 
 
-def _states(state: Any) -> dict[str, Any]:
+def _objects(kind: str, state: Any) -> dict[tuple[str, str, str], Any]:
     states = state if isinstance(state, Sequence) else [] if state is None else [state]
-    return {str(index): {"kind": None, "parameters": None, "state": one} for index, one in enumerate(states)}
+    saved = [{"kind": None, "parameters": None, "state": one} for one in states]
+    return {("", kind, str(index)): one for index, one in enumerate(saved)}
 
 
 def _scaler_state(path: Path, state: Any, notes: list[str]) -> Any:

@@ -310,8 +310,8 @@ def _note_other_count(saved: Saved, ranks: Ranks, fit: Fit) -> None:
     )
     if any(place[0] == "position" for place in saved.differing):
         fit.notes.append("each rank takes its own position, and new ranks that of rank 0")
-    places = [place for place in saved.differing if place[0] in ("model", "groups")]
-    states = [name_of(place) for place in places if place[0] == "groups" and "generators" not in place]
+    places = [place for place in saved.differing if place[0] in ("model", "objects")]
+    states = [name_of(place) for place in places if place[0] == "objects" and "generators" not in place]
     others = [name_of(place) for place in places if name_of(place) not in states]
     if states:
         fit.unless_strict(

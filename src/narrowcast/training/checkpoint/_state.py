@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,6 +18,8 @@ from narrowcast.weights import HeldWeights, held_by
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
 _BESIDE = "beside the Stepper"
+Key = tuple[str, str, str]
+"""Group, kind and name of an object."""
 _WORDS = {
     "optimizers": ("an optimizer", "Give it as optimizer=..."),
     "held": ("held weights", "Hold the optimizer's weights with nc.weights.hold, as when it was saved"),
@@ -45,98 +47,13 @@ class Fit:
         self.notes.append(f"{problem}: {consequence}")
 
 
-@dataclass
-class Group:
-    """Optimizers and what belongs to them, each by name."""
-
-    optimizers: dict[str, Any] = field(default_factory=dict)
-    held: dict[str, HeldWeights] = field(default_factory=dict)
-    schedulers: dict[str, Any] = field(default_factory=dict)
-    scalers: dict[str, Any] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return any(self.of(kind) for kind in _WORDS)
-
-    def of(self, kind: str) -> dict[str, Any]:
-        live: dict[str, Any] = getattr(self, kind)
-        return live
-
-    def state(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return all states with live tensors; ``names`` are the model's parameter names by ``id``."""
-        state = {
-            kind: {
-                name: {"kind": kind_of(one), "state": one.state_dict()} for name, one in self.of(kind).items()
-            }
-            for kind in _WORDS
-        }
-        for name, one in self.optimizers.items():
-            state["optimizers"][name]["parameters"] = described(one, names)
-        return state
-
-    def layouts(self) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-        """Yield the places of tensors that have a parameter's shape, and that parameter."""
-        for name, one in self.optimizers.items():
-            for index, parameter in enumerate(parameters_of(one)):
-                yield ("optimizers", name, "state", "state", index), parameter
-        for name, held in self.held.items():
-            for index, (low, _) in enumerate(held.parameters):
-                yield ("held", name, "state", "kept", index), low
-
-    def check(self, fit: Fit, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
-        """Refuse a state that does not fit; nothing is written."""
-        for kind in _WORDS:
-            self._check_names(fit, kind, saved[kind])
-            for name, one in self.of(kind).items():
-                if name not in saved[kind]:
-                    continue
-                theirs = saved[kind][name]
-                if kind == "held":
-                    try:
-                        one.check_state_dict(theirs["state"])
-                    except SettingError as error:
-                        fit.refuse(str(error), "Hold the weights as they were held")
-                elif kind == "scalers":
-                    _check_scaler(fit, name, one, theirs)
-                else:
-                    _check_kind(fit, _WORDS[kind][0].split()[-1], name, one, theirs)
-                if kind == "optimizers":
-                    _check_optimizer(fit, name, one, theirs, names)
-
-    def _check_names(self, fit: Fit, kind: str, saved: Mapping[str, Any]) -> None:
-        noun, fix = _WORDS[kind]
-        for name, live in self.of(kind).items():
-            if name not in saved and not isinstance(getattr(live, "initial_loss_scale", None), Off):
-                there = ", ".join(saved) or "none"
-                fit.unless_strict(
-                    f"the checkpoint holds no {noun.split()[-1]} {name!r} (it has {there})",
-                    "Save it too, or load without it",
-                    "it stays as it is",
-                )
-        for name in saved:
-            if name not in self.of(kind):
-                problem = f"the checkpoint holds {noun} {name!r} ({saved[name]['kind']}) that was not given"
-                if self.optimizers:
-                    fit.unless_strict(problem, fix, "it was not loaded")
-                else:
-                    fit.notes.append(f"{problem}: it was not loaded")
-
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Load a state that was checked; schedulers and scalers first, since those may still raise."""
-        for kind in ("scalers", "schedulers", "optimizers", "held"):
-            for name, one in self.of(kind).items():
-                if name in saved[kind]:
-                    if kind == "optimizers":
-                        _load_optimizer(one, saved[kind][name])
-                    else:
-                        one.load_state_dict(saved[kind][name]["state"])
-
-
 class Run:
     """The live objects of one call of ``save_checkpoint`` or ``load_checkpoint``.
 
     Attributes:
-        groups: of a Stepper one for each name of its optimizers, with ``""`` for none, and one for what was
-            given beside it; without a Stepper only ``""``.
+        objects: optimizers, held weights, schedulers and scalers, by group, kind and name. A Stepper has a
+            group for each named optimizer, ``""`` for one without a name, and one for what was given beside
+            the Stepper. Without a Stepper there is only ``""``.
     """
 
     def __init__(
@@ -156,20 +73,29 @@ class Run:
             raise CheckpointError(f"expected stepper to be a nc.Stepper, got {type(stepper).__name__}")
         self.model = model
         self.stepper: Stepper | None = stepper
-        self.groups: dict[str, Group] = {}
+        self.objects: dict[Key, Any] = {}
         for name, group in stepper._groups.items() if stepper is not None else ():
-            optimizers = {str(index): one for index, one in enumerate(group.optimizers)}
-            held_ones = {index: handle for index, one in optimizers.items() if (handle := held_by(one))}
-            schedulers = {str(index): one for index, one in enumerate(group.schedulers)}
-            self.groups[name or ""] = Group(optimizers, held_ones, schedulers, {"0": group.scaler})
-        owned = {
-            id(one) for group in self.groups.values() for kind in _WORDS for one in group.of(kind).values()
-        }
-        given = _given_group(optimizer, scheduler, scaler, held, owned)
-        if given or stepper is None:
-            self.groups[_BESIDE if stepper is not None else ""] = given
+            self._add(name or "", group.optimizers, group.schedulers, group.scaler)
+        self._add("" if stepper is None else _BESIDE, optimizer, scheduler, scaler, held)
         names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
         self.names = {number: canonical(model, name) for number, name in names.items()}
+
+    def _add(self, group: str, optimizer: Any, scheduler: Any, scaler: Any, held: Any = None) -> None:
+        """Add what was given, without what is there already, and the held weights of optimizers."""
+        known = {id(one) for one in self.objects.values()}
+        given = {"optimizers": optimizer, "schedulers": scheduler, "scalers": scaler, "held": held}
+        for kind, several in given.items():
+            for name, one in _by_name(kind, several).items():
+                if id(one) in known:
+                    continue
+                self.objects[group, kind, name if kind != "held" else f"held {name}"] = one
+                handle = held_by(one) if kind == "optimizers" else None
+                if handle is not None:
+                    self.objects[group, "held", name] = handle
+                    known.add(id(handle))
+
+    def of_kind(self, kind: str) -> dict[Key, Any]:
+        return {key: one for key, one in self.objects.items() if key[1] == kind}
 
     def state(self) -> dict[str, Any]:
         """Return everything but position and policy, with live tensors.
@@ -182,10 +108,16 @@ class Run:
             self.stepper.state_dict()  # refuses an unfinished accumulation, and waits for the last result
             formats = {device: format_name(dtype) for device, dtype in self.stepper.formats.items()}
             stepper = {"steps": self.stepper.steps, "formats": formats}
+        objects: dict[Key, dict[str, Any]]
+        objects = {
+            key: {"kind": kind_of(one), "state": one.state_dict()} for key, one in self.objects.items()
+        }
+        for key, one in self.of_kind("optimizers").items():
+            objects[key]["parameters"] = described(one, self.names)
         return {
             "model": {name: value for name, (_, value) in self.model_state().items()},
             "stepper": stepper,
-            "groups": {name: group.state(self.names) for name, group in self.groups.items()},
+            "objects": objects,
             "random": random_states(),
         }
 
@@ -202,27 +134,28 @@ class Run:
             for name, (_, value) in self.model_state().items()
             if isinstance(value, torch.Tensor)
         }
-        for name, group in self.groups.items():
-            found |= {("groups", name, *place): like for place, like in group.layouts()}
+        for key, one in self.of_kind("optimizers").items():
+            for index, parameter in enumerate(parameters_of(one)):
+                found["objects", key, "state", "state", index] = parameter
+        for key, one in self.of_kind("held").items():
+            for index, (low, _) in enumerate(one.parameters):
+                found["objects", key, "state", "kept", index] = low
         return found
 
     def check(self, fit: Fit, tree: dict[str, Any]) -> None:
         """Compare all of ``tree`` with the live objects; nothing is written."""
         self._check_model(fit, tree["model"])
-        saved = tree["groups"]
-        if not any(self.groups.values()) and any(any(group.values()) for group in saved.values()):
-            for group in saved.values():
-                Group().check(fit, group, {})
-            tree["random"] = None  # the model alone is wanted, not a run that continues
-        else:
+        saved: dict[Key, Any] = tree["objects"]
+        if self.objects:
             self._check_stepper(fit, tree)
-            self._check_group_names(fit, saved)
-            for name in {**self.groups, **saved}:
-                group = self.groups.get(name, Group())
-                theirs = saved.setdefault(name, Group().state({}))
-                if fit.foreign or not fit.strict:
-                    self._make_masters(fit, group, theirs, tree["model"])
-                group.check(fit, theirs, self.names)
+            if fit.foreign or not fit.strict:
+                self._make_masters(fit, saved, tree["model"])
+        elif saved:
+            tree["random"] = None  # the model alone is wanted, not a run that continues
+        self._check_names(fit, saved)
+        for key, one in self.objects.items():
+            if key in saved:
+                _check_object(fit, key, one, saved[key], self.names)
         if tree["random"] is not None:
             try:
                 check_random_states(tree["random"])
@@ -231,12 +164,30 @@ class Run:
                     f"a random state in it cannot be set: {error}", "Use the torch that it was saved with"
                 )
 
-    def _check_group_names(self, fit: Fit, saved: Mapping[str, Any]) -> None:
-        mine, theirs = (sorted(set(names) - {_BESIDE}) for names in (self.groups, saved))
-        if mine != theirs:
+    def _check_names(self, fit: Fit, saved: Mapping[Key, Any]) -> None:
+        mine, theirs = (sorted({key[0] for key in keys} - {_BESIDE}) for keys in (self.objects, saved))
+        if mine and theirs and mine != theirs:
             came, here = (", ".join(map(repr, names)) for names in (theirs, mine))
             fix = "Name them alike" if self.stepper is not None else "Give stepper=..."
             fit.refuse(f"its optimizers have the names {came}, and here they are {here}", fix)
+        for key, live in self.objects.items():
+            if key not in saved and not isinstance(getattr(live, "initial_loss_scale", None), Off):
+                there = ", ".join(other[2] for other in saved if other[:2] == key[:2]) or "none"
+                fit.unless_strict(
+                    f"the checkpoint holds no {_noun(key)} {key[2]!r} (it has {there})",
+                    "Save it too, or load without it",
+                    "it stays as it is",
+                )
+        for key in saved:
+            if key not in self.objects:
+                article, fix = _WORDS[key[1]]
+                problem = (
+                    f"the checkpoint holds {article} {key[2]!r} ({saved[key]['kind']}) that was not given"
+                )
+                if self.of_kind("optimizers"):
+                    fit.unless_strict(problem, fix, "it was not loaded")
+                else:
+                    fit.notes.append(f"{problem}: it was not loaded")
 
     def _check_stepper(self, fit: Fit, tree: Mapping[str, Any]) -> None:
         saved = tree["stepper"]
@@ -258,17 +209,17 @@ class Run:
                         "the run continues in the new format",
                     )
 
-    def _make_masters(self, fit: Fit, group: Group, saved: dict[str, Any], model: Mapping[str, Any]) -> None:
+    def _make_masters(self, fit: Fit, saved: dict[Key, Any], model: Mapping[str, Any]) -> None:
         """Make fp32 masters from fp32 weights if the checkpoint has no masters and the run does."""
-        for name, held in group.held.items():
+        for key, held in self.of_kind("held").items():
             lows = [low for low, _ in held.parameters]
             kept = [model.get(self.names.get(id(low), "")) for low in lows]
             wide = all(
                 isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (torch.float32, low.shape)
                 for low, value in zip(lows, kept, strict=True)
             )
-            if wide and name not in saved["held"] and held.updates == "masters":
-                saved["held"][name] = {"kind": "masters", "state": {**held.state_dict(), "kept": kept}}
+            if wide and key not in saved and held.updates == "masters":
+                saved[key] = {"kind": "masters", "state": {**held.state_dict(), "kept": kept}}
                 fit.notes.append("the fp32 masters were made from the fp32 weights in the checkpoint")
 
     def _check_model(self, fit: Fit, theirs: Mapping[str, Any]) -> None:
@@ -304,9 +255,12 @@ class Run:
             CheckpointError: a ``load_state_dict`` raised; what was loaded before it stays.
         """
         try:
-            for name, group in self.groups.items():
-                if name in tree["groups"]:
-                    group.load(tree["groups"][name])
+            for kind in ("scalers", "schedulers", "optimizers", "held"):
+                for key, one in self.of_kind(kind).items():
+                    if key in tree["objects"] and kind == "optimizers":
+                        _load_optimizer(one, tree["objects"][key])
+                    elif key in tree["objects"]:
+                        one.load_state_dict(tree["objects"][key]["state"])
             if self.stepper is not None:
                 self.stepper._restart(tree["stepper"]["steps"] if tree["stepper"] is not None else 0)
             mine = self.model_state().items()
@@ -335,10 +289,10 @@ def canonical(model: torch.nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-# ---- what was given, by name
+# ---- live objects
 
 
-def _by_name(what: str, given: Any) -> dict[str, Any]:
+def _by_name(kind: str, given: Any) -> dict[str, Any]:
     """One object, several in order, or several by name, as a dict."""
     if given is None:
         return {}
@@ -349,36 +303,22 @@ def _by_name(what: str, given: Any) -> dict[str, Any]:
     else:
         found = {"0": given}
     for one in found.values():
+        if kind == "held" and not isinstance(one, HeldWeights):
+            raise CheckpointError(
+                f"expected held to be what nc.weights.hold returns, got {type(one).__name__}"
+            )
+        if kind == "optimizers" and not hasattr(one, "param_groups"):
+            hint = ": write stepper=" if isinstance(one, Stepper) else ""
+            raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(one).__name__}{hint}")
         if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
             raise CheckpointError(
-                f"expected {what} to have state_dict() and load_state_dict(), or a list or dict of such "
-                f"objects, got {type(one).__name__}"
+                f"expected {kind} with state_dict() and load_state_dict(), got {type(one).__name__}"
             )
     return found
 
 
-def _given_group(optimizer: Any, scheduler: Any, scaler: Any, held: Any, owned: set[int]) -> Group:
-    """What was given beside a Stepper, without what the Stepper has (``owned``, by ``id``)."""
-
-    def mine(what: str, given: Any) -> dict[str, Any]:
-        return {name: one for name, one in _by_name(what, given).items() if id(one) not in owned}
-
-    group = Group(mine("optimizer", optimizer), {}, mine("scheduler", scheduler), mine("scaler", scaler))
-    for name, one in group.optimizers.items():
-        if not hasattr(one, "param_groups"):
-            hint = ": write stepper=" if isinstance(one, Stepper) else ""
-            raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(one).__name__}{hint}")
-        handle = held_by(one)
-        if handle is not None:
-            group.held[name] = handle
-    for handle in mine("held", held).values():
-        if not isinstance(handle, HeldWeights):
-            raise CheckpointError(
-                f"expected held to be what nc.weights.hold returns, got {type(handle).__name__}"
-            )
-        if handle not in group.held.values():
-            group.held[f"held {len(group.held)}"] = handle
-    return group
+def _noun(key: Key) -> str:
+    return _WORDS[key[1]][0].removeprefix("an ").removeprefix("a ")
 
 
 def kind_of(one: Any) -> str:
@@ -410,13 +350,23 @@ def described(optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
 # ---- checks of one state
 
 
-def _check_kind(fit: Fit, what: str, name: str, one: Any, saved: Mapping[str, Any]) -> None:
-    if saved["kind"] is not None and saved["kind"] != kind_of(one):
+def _check_object(fit: Fit, key: Key, one: Any, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    _, kind, name = key
+    if kind == "held":
+        try:
+            one.check_state_dict(saved["state"])
+        except SettingError as error:
+            fit.refuse(str(error), "Hold the weights as they were held")
+    elif kind == "scalers":
+        _check_scaler(fit, name, one, saved)
+    elif saved["kind"] is not None and saved["kind"] != kind_of(one):
         fit.unless_strict(
-            f"{what} {name!r} is of {kind_of(one)}, and that in the checkpoint of {saved['kind']}",
-            f"Make the {what} that was saved",
+            f"{_noun(key)} {name!r} is of {kind_of(one)}, and that in the checkpoint of {saved['kind']}",
+            f"Make the {_noun(key)} that was saved",
             "its state was loaded all the same",
         )
+    if kind == "optimizers":
+        _check_optimizer(fit, name, one, saved, names)
 
 
 def _check_scaler(fit: Fit, name: str, one: Any, saved: Mapping[str, Any]) -> None:
