@@ -77,17 +77,6 @@ def fit(model, optimizer, loss_of, *, steps=30, before_step=None, evaluate=None)
 
 
 @scenario
-def weight_penalty():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-
-    def loss():
-        return F.mse_loss(model(x), y) + 1e-2 * sum(p.square().sum() for p in model.parameters())
-
-    return fit(model, optimizer, loss)
-
-
-@scenario
 def clipping_by_norm():
     model, (x, y) = network(), data()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -217,25 +206,6 @@ def lbfgs():
 
     for _ in range(5):
         optimizer.step(closure)
-    end = loss_in_fp32(lambda: F.mse_loss(model(x), y))
-    return Trained(first[0], start, end, [p.detach().clone() for p in model.parameters()], [optimizer])
-
-
-@scenario
-def closure_by_keyword():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    start, first = loss_in_fp32(lambda: F.mse_loss(model(x), y)), []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        first.append(gradients(model))
-        return loss
-
-    for _ in range(20):
-        optimizer.step(closure=closure)
     end = loss_in_fp32(lambda: F.mse_loss(model(x), y))
     return Trained(first[0], start, end, [p.detach().clone() for p in model.parameters()], [optimizer])
 
@@ -376,13 +346,6 @@ def loss_computed_inside_the_model():
 
 
 @scenario
-def fused_optimizer():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-    return fit(model, optimizer, lambda: F.mse_loss(model(x), y))
-
-
-@scenario
 def scheduler_and_parameter_hooks():
     model, (x, y) = network(), data()
     for parameter in model.parameters():
@@ -403,24 +366,6 @@ def scheduler_and_parameter_hooks():
     return Trained(
         first, start, loss_in_fp32(loss), [p.detach().clone() for p in model.parameters()], [optimizer]
     )
-
-
-@scenario
-def evaluation_between_steps():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-
-    def evaluate():
-        model.eval()
-        with torch.inference_mode():
-            first = model(x)
-        with torch.no_grad():
-            second = model(x)
-        assert first.dtype == second.dtype == torch.float32
-        first.cpu().numpy()
-        model.train()
-
-    return fit(model, optimizer, lambda: F.mse_loss(model(x), y), before_step=evaluate)
 
 
 @scenario

@@ -1,7 +1,6 @@
 """Which line a loss is called at: the script's own, whoever calls ``backward`` for it."""
 
 import sys
-import threading
 import types
 from pathlib import Path
 
@@ -99,25 +98,6 @@ def test_a_folder_with_a_librarys_name_is_the_scripts(path, losses):
     with losses:
         script.train(loss)
     assert losses.sites == ["train.py:4"]
-
-
-def test_with_nothing_but_libraries_the_nearest_is_named():
-    framework = "/somewhere/site-packages/framework/{}.py"
-    inner = compiled(framework.format("inner"), "def call(f):\n    return f()\n")
-    outer = compiled(framework.format("outer"), "def call(inner, f):\n    return inner.call(f)\n")
-    found = []
-
-    def thread():
-        found.append(outer.call(inner, call_site))
-
-    renamed = types.FunctionType(
-        thread.__code__.replace(co_filename=framework.format("thread")),
-        globals(), closure=thread.__closure__,
-    )  # fmt: skip
-    running = threading.Thread(target=renamed)
-    running.start()
-    running.join()
-    assert found == ["inner.py:2"]
 
 
 def test_a_script_that_changes_its_folder_keeps_its_names(runs):

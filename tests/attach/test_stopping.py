@@ -144,22 +144,6 @@ def test_a_process_that_trains_is_ended_too(runs, start):
         assert (end["exit_code"], end["stopped"], end["steps"]) == (0, True, 5)
 
 
-def test_a_script_with_data_loader_workers(runs):
-    ended = runs.run(
-        script(
-            TRAINING,
-            """
-            from torch.utils.data import DataLoader
-            loader = DataLoader(list(range(100000)), batch_size=4, num_workers=2, persistent_workers=True)
-            for batch in loader:
-                step()
-            """,
-        ),
-        stop_after=5,
-    )
-    assert_stopped(ended, 5)
-
-
 COUNTED = {
     "several optimizers": (
         """
@@ -272,24 +256,6 @@ def test_a_script_without_an_optimizer_is_ended_after_backwards_or_calls(runs, h
     assert (ended.code, ended.stderr) == (0, "")
     assert len(ended.lines) == 4  # the fifth is ended before it can say so
     assert ended.capture.end["stopped"]
-
-
-def test_a_script_that_trains_is_not_ended_by_its_evaluation(runs):
-    ended = runs.run(
-        script(
-            TRAINING,
-            """
-            with torch.no_grad():
-                for _ in range(50):
-                    model(x)
-            for _ in range(3):
-                step()
-            print("done")
-            """,
-        ),
-        stop_after=5,
-    )
-    assert ended.lines == ["done"]
 
 
 @pytest.mark.long

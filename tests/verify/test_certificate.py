@@ -63,12 +63,6 @@ def test_numbers_are_those_of_hand_made_gradients_at_any_scale(scale):
     assert parameter.reason is None
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 1e9, 1e30])
-def test_a_verdict_does_not_depend_on_the_scale_of_the_gradients(scale):
-    assert finished(made(scale=scale)).verdict == "pass"
-    assert finished(made(error=0.2, scale=scale)).verdict == "fail"
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_sums_are_those_of_float64(dtype):
     a, b = torch.randn(7, 9).to(dtype), torch.randn(9, 7).to(dtype).t()
@@ -79,15 +73,6 @@ def test_sums_are_those_of_float64(dtype):
     assert found.second == pytest.approx(float((y * y).sum()), rel=1e-14)
     assert found.product == pytest.approx(float((x * y).sum()), rel=1e-12)
     assert found.difference == pytest.approx(float(((x - y) ** 2).sum()), rel=1e-14)
-
-
-def test_large_gradients_are_summed_in_pieces(monkeypatch):
-    a, b = torch.randn(1000), torch.randn(1000)
-    whole = compared(a, b)
-    monkeypatch.setattr("narrowcast.verify.certificate._sums._CHUNK", 7)
-    pieces = compared(a, b)
-    for name in ("first", "second", "product", "difference"):
-        assert getattr(pieces, name) == pytest.approx(getattr(whole, name), rel=1e-13)
 
 
 def test_fp32_gradients_near_each_other_are_not_told_apart_by_fp32_sums():
@@ -246,13 +231,6 @@ def test_fp32_that_is_not_finite_is_no_reference(column, value):
         assert finished(made(), tuple(parameter)).verdict == "cannot tell"
 
 
-def test_a_perturbed_gradient_that_is_not_finite_is_no_measure_of_rounding():
-    name, fp32, other, mixed, _ = made()
-    found = finished((name, fp32, other, mixed, torch.full((4,), math.nan)))
-    assert found.verdict == "pass"
-    assert found.parameters[0].rounding_norm is None
-
-
 def test_gradients_on_one_side_only_count_as_zeros_and_are_named():
     name, fp32, other, mixed, perturbed = made(name="one")
     gone = finished(made(), (name, fp32, other, None, perturbed))
@@ -335,14 +313,6 @@ def test_parameters_without_gradients_are_not_judged():
         assert found.worst_parameter is None
 
 
-def test_how_many_parameters_got_no_gradient_is_said():
-    unused = [(f"unused{n}", None, None, None, None) for n in range(50)]
-    assert finished(made(), *unused).reason.endswith(
-        " Not judged: 50 of 51 parameters, which got no gradient or a zero one from this batch (unused0, "
-        "unused1, unused2 and 47 more)."
-    )
-
-
 def test_a_gradient_that_is_zero_for_the_first_batch_only_tests_nothing():
     zero, ones = torch.zeros(4), torch.ones(4)
     for mixed in (zero, None):
@@ -369,17 +339,6 @@ def test_a_first_gradient_far_smaller_than_the_second_does_not_pass(error, verdi
         assert "the first batch's gradient is far smaller than the second's" in found.reason
 
 
-def test_a_tiny_gradient_that_is_lost_wholly_does_not_pass():
-    name, fp32, other, _, perturbed = made(size=1e-3, rounding=1e-9)
-    found = finished((name, fp32, other, torch.zeros(4), perturbed))
-    assert (found.verdict, found.relative_error) == ("cannot tell", 1)
-    assert found.reason == (
-        "Mixed precision moves the gradient by 0.001 of what another minibatch does, but by 1 of its own "
-        "size: the first batch's gradient is far smaller than the second's, so that even losing it wholly "
-        "would look small."
-    )
-
-
 def test_gradients_that_are_zero_in_fp32_only():
     zero = torch.zeros(4)
     found = finished(("a", zero, zero, torch.ones(4), zero))
@@ -395,12 +354,6 @@ def test_when_every_gradient_moves_with_the_last_bit_the_loss_is_asked_about():
     found = finished(made(rounding=0.5))
     assert found.verdict == "cannot tell"
     assert "does the loss change when it is computed twice" in found.reason
-
-
-def test_no_error_at_all_is_said():
-    found = finished(made(error=0.0))
-    assert (found.verdict, found.error_over_noise) == ("pass", 0)
-    assert found.reason.startswith("The mixed gradients equal the FP32 ones to the bit")
 
 
 def test_a_reason_not_to_tell_is_kept():
@@ -442,31 +395,6 @@ def test_it_goes_through_json_and_back():
         "name": "<b>&\"'broken", "error_over_noise": "inf", "relative_error": "inf",
     }  # fmt: skip
     assert found["error_over_noise"] == "inf"
-
-
-def test_values_are_frozen():
-    found = finished(made())
-    for value in (found, found.parameters[0]):
-        with pytest.raises(AttributeError):
-            value.reason = "other"
-        assert not hasattr(value, "__dict__")
-
-
-def test_a_parameter_called_like_infinity_stays_a_name():
-    found = finished(made(name="inf"))
-    assert Certificate.from_dict(found.to_dict()) == found
-
-
-def test_the_table_is_80_columns_wide_and_starts_with_the_worst():
-    text = str(hard_ones())
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0] == "gradient certificate: fail"
-    assert lines[-1] == "and 10 more"
-    head = next(n for n, line in enumerate(lines) if line.startswith("parameter (worst first)"))
-    assert lines[head + 1].split() == ["<b>&\"'broken", "inf", "inf", "-", "yes"]
-    assert "encoder.laye...ent.output.projection" in text or "..." in text
-    assert "loss scale        65536" in lines
 
 
 def test_the_whole_table_of_a_small_one():

@@ -115,20 +115,6 @@ GAN = """
         loss.backward()
         makes.step()
 """
-CLOSURE = """
-    import torch
-    torch.manual_seed(0)
-    model = torch.nn.Linear(16, 1)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    for step in range(3):
-        x = torch.randn(64, 16)
-        def closure():
-            optimizer.zero_grad()
-            loss = (model(x) - x[:, :1]).square().mean()
-            loss.backward()
-            return loss
-        optimizer.step(closure)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +150,7 @@ def test_and_kept_with_a_dynamic_one(certify):
     assert found["loss_scale"] == 2.0**16
 
 
-@pytest.mark.parametrize("script", ["DROPOUT", "VAE", "WORKERS", "GAN", "CLOSURE"])
+@pytest.mark.parametrize("script", ["DROPOUT", "VAE", "WORKERS", "GAN"])
 def test_what_is_right_in_bf16_passes(script, certify):
     found = certify(globals()[script])
     assert found["verdict"] == "pass", found["reason"]
@@ -183,9 +169,3 @@ def test_a_full_batch_has_no_noise_and_is_judged_by_its_relative_error(certify):
     assert (found["error_over_noise"], found["verdict"]) == (None, "pass")
     assert 1e-4 < found["relative_error"] < 0.05
     assert "no minibatch noise" in found["reason"]
-
-
-def test_masks_that_differ_between_steps_are_noise_of_a_full_batch_too(certify):
-    found = certify(FULL_BATCH.replace("nn.Tanh()", "nn.Tanh(), nn.Dropout(0.2)"))
-    assert found["verdict"] == "pass", found["reason"]
-    assert 1e-4 < found["error_over_noise"] < 0.05

@@ -38,16 +38,11 @@ _attached: Attachment | None = None
 
 
 class Attachment:
-    """Run everything inside a ``with`` block in mixed precision, as ``narrowcast run`` does with a script.
-
-    The outermost call of each module that holds parameters is a region of ``policy``, whose floating
-    outputs are returned in fp32. In fp16 the loss is scaled where the outermost backward starts, and each
-    leaf's gradient is unscaled before it is accumulated; an optimizer step on gradients that overflowed
-    is skipped, leaving parameters and state as they were. On leaving, torch is as it was before.
+    """What ``attached`` returns, with more arguments for the commands.
 
     Args:
-        policy: a ``Policy`` or the name of a preset.
-        loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
+        policy: as for ``attached``.
+        loss_scale: as for ``attached``.
         writer: of the capture; it is closed on leaving.
         tell: called with notes that should be shown at once, such as a format that is slow here.
         stop_after: end the script after so many optimizer steps, skipped ones included; 0: it ends by
@@ -60,11 +55,6 @@ class Attachment:
         facts: after leaving, the ``end`` event of the capture.
         exit_code: written to that event.
         at_end: called by ``leave_for_good``.
-
-    Raises:
-        OrderError: on entering, if another attachment is in force: a process can have one.
-        UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
-        ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
     """
 
     def __init__(
@@ -220,8 +210,12 @@ def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None)
             train(model)  # plain FP32 code
         print(run.facts["steps"], run.notes)
 
-    Use it in a notebook, or for training code of a library that you cannot edit. The code inside must not
-    use autocast or a ``GradScaler`` itself; if it does, nothing is added and ``run.left_alone`` says why.
+    Use it in a notebook, or for training code of a library that you cannot edit. The outermost call of each
+    module that holds parameters is a region of ``policy``, whose floating outputs are returned in fp32. In
+    fp16 the loss is scaled where the outermost backward starts, and each leaf's gradient is unscaled before
+    it is accumulated; an optimizer step on gradients that overflowed is skipped. On leaving, torch is as it
+    was before. If the code inside uses autocast or a ``GradScaler`` itself, nothing is added, and
+    ``run.left_alone`` is the reason.
 
     Args:
         policy: a ``Policy`` or the name of a preset.
@@ -261,27 +255,29 @@ def run_attached(
     if seed is not None:
         seed_everything(seed)
     attachment.at_end = at_end
-    attachment.__enter__()
-    attachment.exit_code = 1
     try:
-        run_script(script)
-        attachment.exit_code = 0
-    except SystemExit as error:
-        attachment.exit_code = _exit_code(error)
-        raise
-    except KeyboardInterrupt:
-        attachment.exit_code = _INTERRUPTED
-        raise
+        with _entered(attachment):
+            run_script(script)
     finally:
         # Python calls exit handlers in reverse order: this one before those of the script.
         atexit.register(leave)
 
 
-def _exit_code(error: SystemExit) -> int:
-    """Return the code with which Python ends for ``error``."""
-    if error.code is None:
-        return 0
-    return int(error.code) if isinstance(error.code, int) else 1
+@contextmanager
+def _entered(attachment: Attachment) -> Iterator[None]:
+    """Enter an attachment, which is left later, and set the exit code that Python will end with."""
+    attachment.__enter__()
+    attachment.exit_code = 1
+    try:
+        yield
+        attachment.exit_code = 0
+    except SystemExit as error:
+        other = 0 if error.code is None else 1
+        attachment.exit_code = error.code if isinstance(error.code, int) else other
+        raise
+    except KeyboardInterrupt:
+        attachment.exit_code = _INTERRUPTED
+        raise
 
 
 # ---- processes that a script starts
@@ -387,14 +383,9 @@ def _attach_process(
     if files is not None:
         files.install()
     attachment = Attachment(policy, loss_scale, writer=writer, stop_after=stop_after, seed_shift=seed_shift)
-    attachment.exit_code = 1
-    attachment.__enter__()
     try:
-        yield
-        attachment.exit_code = 0
-    except SystemExit as error:
-        attachment.exit_code = _exit_code(error)
-        raise
+        with _entered(attachment):
+            yield
     finally:
         attachment.leave_for_good()
         recorder = attachment.recorder

@@ -51,8 +51,8 @@ class FileWatch:
     A process that reads a file of ``earlier`` before this run wrote it is ended at once with exit code
     ``READ_OF_AN_EARLIER_RUN``.
 
-    It sees the files that Python opens, renames and links, SQLite databases, and ``torch.save``. It does not
-    see files that native code opens (safetensors, h5py, Parquet, OpenCV) and other programs.
+    It sees the files that Python opens, renames and links, and ``torch.save``. It does not see files that
+    other native code (safetensors, h5py, SQLite) or other programs open.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
@@ -89,8 +89,6 @@ class FileWatch:
                 self._opened(args[0], args[2])
             elif event in ("os.rename", "os.link", "os.symlink"):
                 self._placed(args[1], args[0])
-            elif event == "sqlite3.connect":
-                self._opened(args[0], os.O_RDWR)
 
         sys.addaudithook(audit)
 

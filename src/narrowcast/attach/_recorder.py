@@ -77,14 +77,7 @@ class Recorder:
         """
         with self._lock:
             self.forwards += 1
-            self._add(
-                {
-                    "event": "forward",
-                    "duration_s": duration_s,
-                    "gradients": torch.is_grad_enabled(),
-                    "training": training,
-                }
-            )
+            self._add("forward", duration_s=duration_s, gradients=torch.is_grad_enabled(), training=training)
 
     def saw_backward(self, loss: torch.Tensor | None, site: str) -> None:
         """Record an outermost backward, called at ``site``; ``loss`` is None unless it is one number."""
@@ -92,7 +85,7 @@ class Recorder:
             self.backwards += 1
             value = _reading(loss) if loss is not None and self._writer else None
             if value is not None:
-                self._add({"event": "loss", "backward": self.backwards, "site": site, "value": value})
+                self._add("loss", backward=self.backwards, site=site, value=value)
 
     def saw_step(self, *, optimizer: int, skipped: bool, scale: float | None) -> None:
         """Record a step that an optimizer took or skipped; ``scale`` is the loss scale of its gradients.
@@ -107,25 +100,23 @@ class Recorder:
             before, of_any = self._last_step_of.get(optimizer), self._last_step
             self._last_step_of[optimizer] = self._last_step = now
             self._add(
-                {
-                    "event": "step",
-                    "interval_s": None if before is None else now - before,
-                    "optimizer": optimizer,
-                    "skipped": skipped,
-                    "scale": scale,
-                    "backward": self.backwards,
-                }
+                "step",
+                interval_s=None if before is None else now - before,
+                optimizer=optimizer,
+                skipped=skipped,
+                scale=scale,
+                backward=self.backwards,
             )
             if of_any is not None and now - of_any > _FLUSH_EVERY_S:
                 self.flush()  # the next event is far
 
-    def _add(self, event: dict[str, Any]) -> None:
-        """Keep ``event`` for the next flush, which reads its values from the device."""
+    def _add(self, event: str, **values: Any) -> None:
+        """Keep an event for the next flush, which reads its values from the device."""
         if not self._writer:
             return
         now = time.perf_counter()
-        self._unwritten.append(event | {"time_s": now - self._started})
-        self._waits_for_device = self._waits_for_device or any(map(callable, event.values()))
+        self._unwritten.append({"event": event, **values, "time_s": now - self._started})
+        self._waits_for_device = self._waits_for_device or any(map(callable, values.values()))
         patience_s = _FLUSH_EVERY_S if self._waits_for_device else _FLUSH_PLAIN_EVERY_S
         if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_EVERY:
             self.flush()

@@ -115,18 +115,20 @@ class Regions:
             if thread.depth:
                 return original(module, *args, **kwargs)
             if self._recorder.left_alone is not None:
-                return self._call_left_alone(original, module, args, kwargs)
-            return self._outermost_call(original, module, args, kwargs)
+                return self._call_left_alone(functools.partial(original, module, *args, **kwargs), module)
+            return self._outermost_call(
+                functools.partial(original, module, *args, **kwargs), module, args, kwargs
+            )
 
         return __call__
 
     def _outermost_call(
-        self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
+        self, call: Callable[[], Any], module: torch.nn.Module, args: Any, kwargs: Any
     ) -> Any:
         parameter = next(module.parameters(), None)
         if parameter is None or get_worker_info() is not None or is_jit_tracing():
             # torch.jit.trace would keep the casts in the traced module after the run.
-            return original(module, *args, **kwargs)
+            return call()
         device_type = parameter.device.type
         dtype = None if self._in_fp32 else self._dtype_on(device_type)
         if not self._thread.observed and module not in self._called:
@@ -134,9 +136,9 @@ class Regions:
         in_backward = graph_task_id() != NO_GRAPH_TASK
         if in_backward and torch.is_autocast_enabled(device_type):
             # In a backward, an open region belongs to a recomputed forward.
-            return original(module, *args, **kwargs)
+            return call()
         if in_backward or self._thread.observed:
-            return self._in_region(original, module, args, kwargs, device_type, dtype)
+            return self._in_region(call, device_type, dtype)
         self._thread.observed = True
         try:
             self._observer.called(module, args, kwargs)
@@ -144,7 +146,7 @@ class Regions:
                 dtype = None
             timed = not self._recorder.backwards and not is_capturing()
             began = stamp(device_type) if timed else None
-            output = self._in_region(original, module, args, kwargs, device_type, dtype)
+            output = self._in_region(call, device_type, dtype)
             if began is not None:
                 self._recorder.saw_forward(_lasted(began, stamp(device_type)), training=module.training)
             self._observer.returned(module, output)
@@ -153,31 +155,21 @@ class Regions:
         self._run.stopping.forward_ended()
         return output
 
-    def _call_left_alone(
-        self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _call_left_alone(self, call: Callable[[], Any], module: torch.nn.Module) -> Any:
         """Call a module of a script that uses autocast itself, counting outermost calls."""
         if next(module.parameters(), None) is None or get_worker_info() is not None:
-            return original(module, *args, **kwargs)
+            return call()
         self._thread.depth += 1
         try:
-            output = original(module, *args, **kwargs)
+            output = call()
         finally:
             self._thread.depth -= 1
         if graph_task_id() == NO_GRAPH_TASK:
             self._run.stopping.forward_ended()
         return output
 
-    def _in_region(
-        self,
-        original: Callable[..., Any],
-        module: torch.nn.Module,
-        args: Any,
-        kwargs: Any,
-        device_type: str,
-        dtype: torch.dtype | None,
-    ) -> Any:
-        """Call ``module`` in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
+    def _in_region(self, call: Callable[[], Any], device_type: str, dtype: torch.dtype | None) -> Any:
+        """Call a module in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
         thread = self._thread
         if dtype is None:
             # If no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
@@ -185,7 +177,7 @@ class Regions:
             alone = self._in_fp32 or (self._policy.compute == "fp32" and self._policy.is_plain)
             thread.depth += alone
             try:
-                return original(module, *args, **kwargs)
+                return call()
             finally:
                 thread.depth -= alone
         region = region_in(self._policy, device_type, dtype)
@@ -194,7 +186,7 @@ class Regions:
         thread.opening = False
         thread.depth += 1
         try:
-            output = original(module, *args, **kwargs)
+            output = call()
         finally:
             thread.depth -= 1
             region.__exit__(*sys.exc_info())
