@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only  # no public name as of torch 2.13
 
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 # Tagged as ops that draw, but they choose a kernel, or make masks from a given seed.
@@ -184,9 +185,7 @@ def _fused_reason(func: Any) -> str:
 
 
 def _is_narrow(result: Any) -> bool:
-    if isinstance(result, torch.Tensor):
-        return result.dtype in _NARROW
-    return isinstance(result, tuple | list) and any(map(_is_narrow, result))
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW for leaf in tree_leaves(result))
 
 
 # ---- FP32 without the rounding inside its ops
@@ -213,14 +212,12 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors: list[torch.Tensor] = []
-        _mapped([*args, *kwargs.values()], tensors.append)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not _can_be_exact(func, tensors) or kwargs.get("dtype") is not None:
             return func(*args, **kwargs)
-        wide_args = _mapped(list(args), _widened)
-        wide_kwargs = {name: _mapped(value, _widened) for name, value in kwargs.items()}
+        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
         try:
-            return _mapped(func(*wide_args, **wide_kwargs), _rounded)
+            return tree_map_only(torch.Tensor, _rounded, func(*wide_args, **wide_kwargs))
         except (RuntimeError, TypeError):  # no kernel for float64; torch raises NotImplementedError or these
             return func(*args, **kwargs)
 
@@ -242,12 +239,3 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rounded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        items = [_mapped(item, change) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value

@@ -50,15 +50,15 @@ class ParameterResult:
 
     name: str
     shape: tuple[int, ...]
-    gradient_norm: float | None
-    error_norm: float | None
-    noise_norm: float | None
-    rounding_norm: float | None
-    error_over_noise: float | None
-    relative_error: float | None
-    cosine: float | None
-    judged: bool
-    reason: str | None
+    gradient_norm: float | None = None
+    error_norm: float | None = None
+    noise_norm: float | None = None
+    rounding_norm: float | None = None
+    error_over_noise: float | None = None
+    relative_error: float | None = None
+    cosine: float | None = None
+    judged: bool = False
+    reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON; a number that is not finite is ``"inf"``, ``"-inf"`` or ``"nan"``."""

@@ -59,15 +59,8 @@ def verdict_on(
     cannot_tell: str | None,
     rounding_unknown: str | None,
 ) -> tuple[str, str]:
-    """Return the verdict, and the reason for it in full sentences.
-
-    Args:
-        parameters: all of them.
-        totals: of the judged ones.
-        by_noise: of the judged ones with a second batch; None: there are none.
-        without: of the judged ones without a second batch.
-        cannot_tell: why these numbers do not compare like with like.
-        rounding_unknown: why FP32's own rounding was not measured.
+    """Return the verdict and its reason in full sentences, given totals of all judged parameters, of those
+    with a second batch (None: there are none) and of those without.
     """
     found = _void(parameters, cannot_tell)
     if found is None:
@@ -318,9 +311,9 @@ def _result(
     name: str, shape: tuple[int, ...], error: Sums, noise: Sums | None, rounding: Sums | None
 ) -> ParameterResult:
     if not math.isfinite(error.first):
-        return _unjudged(name, shape, NOT_FINITE_FP32)
+        return ParameterResult(name=name, shape=shape, reason=NOT_FINITE_FP32)
     if error.missing == "both":
-        return _unjudged(name, shape, NO_GRADIENT)
+        return ParameterResult(name=name, shape=shape, reason=NO_GRADIENT)
     if rounding is not None and not math.isfinite(rounding.second):
         rounding = None
     totals = Totals.of([(error, noise, rounding)])
@@ -362,10 +355,3 @@ def _whether_judged(
         (totals.mixed == 0, True, "its gradient is zero in mixed precision"),
     )
     return next(((judged, reason) for holds, judged, reason in cases if holds), (True, None))
-
-
-def _unjudged(name: str, shape: tuple[int, ...], reason: str) -> ParameterResult:
-    return ParameterResult(
-        name=name, shape=shape, gradient_norm=None, error_norm=None, noise_norm=None, rounding_norm=None,
-        error_over_noise=None, relative_error=None, cosine=None, judged=False, reason=reason,
-    )  # fmt: skip
