@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import multiprocessing
 import multiprocessing.context
@@ -103,7 +102,7 @@ class Attachment:
         self._backward.install(self._patches)
         self._steps.install(self._patches)
         self._processes.install(self._patches)
-        self._patches.replace(os, "_exit", self._before_exit(os._exit))
+        self._patches.wrap(os, "_exit", self._before_exit)
         if self._seed_shift:
             shift_seeds(self._patches, self._seed_shift, self.recorder.note)
         self._observer.attached(self)
@@ -176,15 +175,11 @@ class Attachment:
             self.__exit__(None, None, None)
             self.at_end()
 
-    def _before_exit(self, original: Callable[[int], Any]) -> Callable[[int], Any]:
-        @functools.wraps(original)
-        def _exit(status: int) -> None:
-            """Write what was recorded, since a process that calls ``os._exit`` runs no exit handlers."""
-            with suppress(Exception):
-                self.recorder.flush()
-            original(status)
-
-        return _exit
+    def _before_exit(self, original: Callable[[int], Any], status: int) -> None:
+        """Write what was recorded, since a process that calls ``os._exit`` runs no exit handlers."""
+        with suppress(Exception):
+            self.recorder.flush()
+        original(status)
 
     def _close_before_the_end(self) -> None:
         self.exit_code = 0
@@ -317,37 +312,32 @@ class _Processes:
         self.started = False
 
     def install(self, patches: Patches) -> None:
-        process = multiprocessing.process.BaseProcess
-        patches.replace(process, "start", self._start(process.start))
+        patches.wrap(multiprocessing.process.BaseProcess, "start", self._start)
 
-    def _start(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def start(process: Any) -> None:
-            target = getattr(process, "_target", None)
-            wrapped = isinstance(target, _AttachedTarget)
-            left_alone = self._recorder.left_alone is not None
-            if left_alone or wrapped or not _starts_afresh(process) or _is_of_a_library(target):
-                original(process)
-                return
-            if target is None:
-                self._recorder.note(
-                    f"the process {type(process).__name__} has a run method of its own and was left in FP32"
-                )
-                original(process)
-                return
-            settings = (*self._settings, watch_in_force(), next(self._numbers))
-            process._target = _AttachedTarget(target, settings)
-            try:
-                original(process)
-            finally:
-                process._target = target
-            self.started = True
+    def _start(self, original: Callable[..., None], process: Any) -> None:
+        target = getattr(process, "_target", None)
+        wrapped = isinstance(target, _AttachedTarget)
+        left_alone = self._recorder.left_alone is not None
+        if left_alone or wrapped or not _starts_afresh(process) or _is_of_a_library(target):
+            original(process)
+            return
+        if target is None:
             self._recorder.note(
-                "the script started processes of its own: they run in mixed precision too, each with a "
-                "capture (capture-process0.jsonl and so on) beside this one"
+                f"the process {type(process).__name__} has a run method of its own and was left in FP32"
             )
-
-        return start
+            original(process)
+            return
+        settings = (*self._settings, watch_in_force(), next(self._numbers))
+        process._target = _AttachedTarget(target, settings)
+        try:
+            original(process)
+        finally:
+            process._target = target
+        self.started = True
+        self._recorder.note(
+            "the script started processes of its own: they run in mixed precision too, each with a "
+            "capture (capture-process0.jsonl and so on) beside this one"
+        )
 
 
 def _starts_afresh(process: Any) -> bool:

@@ -53,7 +53,7 @@ class Backward:
         backward = self._wrap(self._torch_backward, self.backward, self._stopping.backward_ended)
         patches.replace(torch.autograd, "backward", backward)
         patches.replace(torch.autograd, "grad", self._wrap(self._torch_grad, self.grad))
-        self._install_retain_grad(patches)
+        patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
         self._install_hooks(patches)
 
     def _wrap(
@@ -211,20 +211,13 @@ class Backward:
 
     # ---- gradients in the middle of a graph
 
-    def _install_retain_grad(self, patches: Patches) -> None:
-        retain_grad: Callable[..., None] = vars(torch._C.TensorBase)["retain_grad"]
-
-        @functools.wraps(retain_grad)
-        def tensor_retain_grad(tensor: torch.Tensor) -> None:
-            if tensor.grad_fn is not None and not any(kept() is tensor for kept in self._retained):
-                self._retained.append(weakref.ref(tensor))
-            retain_grad(tensor)
-
-        patches.replace(torch.Tensor, "retain_grad", tensor_retain_grad)
+    def _retain_grad(self, original: Callable[..., None], tensor: torch.Tensor) -> None:
+        if tensor.grad_fn is not None and not any(kept() is tensor for kept in self._retained):
+            self._retained.append(weakref.ref(tensor))
+        original(tensor)
 
     def _install_hooks(self, patches: Patches) -> None:
         """Show true gradients to the hooks that the script registers on tensors and modules."""
-        register_hook: Callable[..., Any] = torch.Tensor.register_hook
 
         def in_graph() -> float | None:
             return self._factor_of(graph_task_id())
@@ -233,31 +226,22 @@ class Backward:
             # ``backward`` has unscaled a leaf's gradient before these hooks run; ``grad`` has not.
             return self._returning.get(graph_task_id())
 
-        @functools.wraps(register_hook)
-        def tensor_register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-            return register_hook(tensor, TrueView(hook, 0, at_leaf if tensor.grad_fn is None else in_graph))
+        def of_tensor(register: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+            return register(tensor, TrueView(hook, 0, at_leaf if tensor.grad_fn is None else in_graph))
 
-        def module_registrar(register: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(register)
-            def wrapper(module: torch.nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                return register(module, TrueView(hook, 1, in_graph), *args, **kwargs)
+        def of_module(
+            register: Callable[..., Any], module: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            return register(module, TrueView(hook, 1, in_graph), *args, **kwargs)
 
-            return wrapper
+        def of_all(register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+            return register(TrueView(hook, 1, in_graph))
 
-        def global_registrar(register: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(register)
-            def wrapper(hook: Callable[..., Any]) -> Any:
-                return register(TrueView(hook, 1, in_graph))
-
-            return wrapper
-
-        patches.replace(torch.Tensor, "register_hook", tensor_register_hook)
+        patches.wrap(torch.Tensor, "register_hook", of_tensor)
         for kind in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
-            name = f"register_{kind}"
-            patches.replace(torch.nn.Module, name, module_registrar(getattr(torch.nn.Module, name)))
+            patches.wrap(torch.nn.Module, f"register_{kind}", of_module)
         for kind in ("full_backward_hook", "full_backward_pre_hook"):
-            name = f"register_module_{kind}"
-            patches.replace(module_hooks, name, global_registrar(getattr(module_hooks, name)))
+            patches.wrap(module_hooks, f"register_module_{kind}", of_all)
 
     @contextmanager
     def _retained_unscaled(self, inputs: Any, factor: float, outermost: bool) -> Iterator[None]:

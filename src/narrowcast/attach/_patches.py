@@ -31,6 +31,16 @@ class Patches:
             self._undo.append(lambda: delattr(owner, name))
         setattr(owner, name, value)
 
+    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Make ``owner.name(...)`` call ``replacement(original, ...)``."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        self.replace(owner, name, wrapper)
+
     def restore(self) -> None:
         while self._undo:
             self._undo.pop()()
@@ -64,15 +74,8 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
     if importlib.util.find_spec("numpy") is not None:
         owners.append((importlib.import_module("numpy.random"), "seed"))
     thread = _Thread()
-    for owner, name in owners:
-        patches.replace(owner, name, _shifted(getattr(owner, name), by, note, thread))
 
-
-def _shifted(
-    original: Callable[..., Any], by: int, note: Callable[[str], None], thread: _Thread
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def seeded(*args: Any, **kwargs: Any) -> Any:
+    def shifted_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = next((word for word in ("seed", "a") if word in kwargs), None)
         given = kwargs[name] if name else args[0] if args else None
         shifted = None if thread.inside else _other_seed(given, by)
@@ -85,7 +88,8 @@ def _shifted(
         finally:
             thread.inside = before
 
-    return seeded
+    for owner, name in owners:
+        patches.wrap(owner, name, shifted_seed)
 
 
 def _other_seed(given: Any, by: int) -> Any:

@@ -71,12 +71,10 @@ class Regions:
     def install(self, patches: Patches) -> None:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         patches.replace(torch.nn.Module, "__call__", self._module_call(torch.nn.Module.__call__))
-        patches.replace(
-            torch.utils.checkpoint, "checkpoint", self._checkpoint(torch.utils.checkpoint.checkpoint)
-        )
-        patches.replace(torch.autocast, "__enter__", self._autocast_enter(torch.autocast.__enter__))
-        patches.replace(autocast, "__enter__", self._autocast_enter(autocast.__enter__))
-        patches.replace(torch.amp.GradScaler, "__init__", self._scaler_init(torch.amp.GradScaler.__init__))
+        patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
+        patches.wrap(torch.autocast, "__enter__", self._autocast_enter)
+        patches.wrap(autocast, "__enter__", self._autocast_enter)
+        patches.wrap(torch.amp.GradScaler, "__init__", self._scaler_init)
 
     def uninstall(self) -> None:
         for note in self._rules.remove():
@@ -266,37 +264,34 @@ class Regions:
 
     # ---- recomputation
 
-    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _checkpoint(
+        self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Recompute at the depth in our regions at which the first computation ran.
 
         Tensors among the inputs that the first computation did not have are stand-ins: leaves that a
         reentrant checkpoint makes of its inputs. Their gradients are passed on, still scaled, to those.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return original(function, *args, **kwargs)
+        depth = self._thread.depth
+        first_inputs: set[int] | None = None
 
-        @functools.wraps(original)
-        def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                return original(function, *args, **kwargs)
-            depth = self._thread.depth
-            first_inputs: set[int] | None = None
+        @functools.wraps(function)
+        def at_depth(*inputs: Any, **keywords: Any) -> Any:
+            nonlocal first_inputs
+            tensors = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad}
+            if first_inputs is None:
+                first_inputs = set(tensors)
+            elif stand_ins := [t for key, t in tensors.items() if key not in first_inputs]:
+                self._recomputes(stand_ins)
+            before, self._thread.depth = self._thread.depth, depth
+            try:
+                return function(*inputs, **keywords)
+            finally:
+                self._thread.depth = before
 
-            @functools.wraps(function)
-            def at_depth(*inputs: Any, **keywords: Any) -> Any:
-                nonlocal first_inputs
-                tensors = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad}
-                if first_inputs is None:
-                    first_inputs = set(tensors)
-                elif stand_ins := [t for key, t in tensors.items() if key not in first_inputs]:
-                    self._recomputes(stand_ins)
-                before, self._thread.depth = self._thread.depth, depth
-                try:
-                    return function(*inputs, **keywords)
-                finally:
-                    self._thread.depth = before
-
-            return original(at_depth, *args, **kwargs)
-
-        return checkpoint
+        return original(at_depth, *args, **kwargs)
 
     def _recomputes(self, stand_ins: Sequence[torch.Tensor]) -> None:
         """Record that a checkpoint runs its function again; its own backward follows in this thread."""
@@ -315,26 +310,18 @@ class Regions:
 
     # ---- scripts that use mixed precision themselves
 
-    def _autocast_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __enter__(region: Any) -> Any:  # noqa: N807
-            if torch.compiler.is_dynamo_compiling() or self._thread.opening:
-                return original(region)
-            result = original(region)
-            if _is_on(region) and _entered_by_the_script(sys._getframe(1)):
-                self._run.leave_alone("the script uses autocast itself")
+    def _autocast_enter(self, original: Callable[..., Any], region: Any) -> Any:
+        result = original(region)
+        if torch.compiler.is_dynamo_compiling() or self._thread.opening:
             return result
+        if _is_on(region) and _entered_by_the_script(sys._getframe(2)):
+            self._run.leave_alone("the script uses autocast itself")
+        return result
 
-        return __enter__
-
-    def _scaler_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __init__(scaler: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(scaler, *args, **kwargs)
-            if scaler.is_enabled():
-                self._run.leave_alone("the script makes a GradScaler itself")
-
-        return __init__
+    def _scaler_init(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            self._run.leave_alone("the script makes a GradScaler itself")
 
 
 def _refuse_sharded(module: torch.nn.Module) -> None:

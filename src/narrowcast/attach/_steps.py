@@ -68,9 +68,9 @@ class Steps:
         hook_step = torch.optim.Optimizer.profile_hook_step
         patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(self._hooked(hook_step)))
         self._backstop = register_optimizer_step_pre_hook(self._before_unwrapped_step)
-        patches.replace(torch.optim.Optimizer, "__init__", self._init(torch.optim.Optimizer.__init__))
-        patches.replace(torch.optim.Optimizer, "zero_grad", self._zero_grad(torch.optim.Optimizer.zero_grad))
-        patches.replace(torch.nn.Module, "zero_grad", self._zero_grad(torch.nn.Module.zero_grad))
+        patches.wrap(torch.optim.Optimizer, "__init__", self._init)
+        patches.wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
+        patches.wrap(torch.nn.Module, "zero_grad", self._zero_grad)
         for kind in _subclasses(torch.optim.Optimizer):
             step = vars(kind).get("step")
             if step is not None and getattr(step, "hooked", False):
@@ -85,28 +85,21 @@ class Steps:
             if wrapped is not None:
                 kind.step = wrapped  # type: ignore[attr-defined]
 
-    def _init(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(optimizer, *args, **kwargs)
-            self.optimizers.add(optimizer)
-            self._stopping.made_optimizer = True
+    def _init(
+        self, original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        self.optimizers.add(optimizer)
+        self._stopping.made_optimizer = True
 
-        return __init__
-
-    def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
+    @untraced
+    def _zero_grad(self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
         """Notice gradients zeroed in place: their overflow is gone, though the tensor is the same."""
-
-        @untraced
-        @functools.wraps(original)
-        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> None:
-            original(owner, *args, **kwargs)
-            if self._scale.active:
-                optimizer = isinstance(owner, torch.optim.Optimizer)
-                parameters = _parameters(owner) if optimizer else owner.parameters()
-                self._leaves.zeroed(parameters, self._scale.backward)
-
-        return zero_grad
+        original(owner, *args, **kwargs)
+        if self._scale.active:
+            optimizer = isinstance(owner, torch.optim.Optimizer)
+            parameters = _parameters(owner) if optimizer else owner.parameters()
+            self._leaves.zeroed(parameters, self._scale.backward)
 
     def _before_unwrapped_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Step hook of torch, for a ``step`` that a scheduler wrapped before the attachment.
