@@ -176,6 +176,7 @@ def test_code_in_a_module_reads_the_formats_of_its_rule(name):
     assert assert_as_eager(make(), rules(*given)) == dtype
 
 
+@pytest.mark.long
 def test_code_in_a_module_reads_them_through_inductor():
     model, policy = nn.Sequential(linear(), Norm()), rules(rule("1", compute="fp32"))
     assert nc.compile(model, policy)(X).dtype == FP32
@@ -262,6 +263,7 @@ def _first_and_last(value):
     return floating[0][0], floating[-1][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("handed", STRUCTURES)
 @pytest.mark.parametrize("back", STRUCTURES)
 def test_tensors_in_structures(handed, back):
@@ -331,6 +333,7 @@ class Region(nn.Module):
         return x @ x.mT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("region", [{"enabled": False}, {"dtype": FP16}], ids=str)
 @pytest.mark.parametrize(
     "given",
@@ -354,6 +357,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(y)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "given",
     [

@@ -171,11 +171,6 @@ def test_rules_for_modules_beside_transforms():
     assert_same(compiled(model, policy, fullgraph=True)(X), eager(model, policy))
 
 
-class ReadsFormats(nn.Module):
-    def forward(self, x):
-        return x.softmax(-1).to(x.dtype)
-
-
 @pytest.mark.parametrize(
     "rule",
     [

@@ -73,28 +73,7 @@ def test_each_kernel_goes_with_the_last_policy_that_needs_it(before):
     assert whole_table() == before
 
 
-def test_each_kernel_goes_while_others_stay():
-    """Those in front of the layers of torch.func too."""
-    others = rule("erfinv", "fp16")
-    with nc.autocast("cpu", policy=others):
-        pass
-    gc.collect()
-    before = whole_table()
-    policy = nc.Policy(compute="bf16").with_rules(
-        *(nc.rule.op(op, compute="fp32") for op in ("digamma", "linear", "softmax"))
-    )
-    with nc.autocast("cpu", policy=policy):
-        pass
-    fronts = kernels("FuncTorchDynamicLayerFrontMode")
-    root_place(policy, "cuda", BF16)
-    del policy
-    gc.collect()
-    assert "aten::digamma" in fronts
-    gone = {op for op, table in whole_table().items() if table != before[op]}
-    # What CUDA's table lists is cast in front as long as there is any kernel.
-    assert gone <= {f"aten::{op}" for op in nc.policy.native_table("cuda")}
-
-
+@pytest.mark.long
 def test_after_kernels_on_every_operator(before):
     policy = everywhere("bf16")
     with region_in(policy, "cpu", BF16):
@@ -127,6 +106,7 @@ def test_a_region_object_keeps_its_rules_alive(before):
     assert whole_table() == before
 
 
+@pytest.mark.long
 def test_a_policy_that_dies_while_its_region_is_open(before):
     def inside():
         with nc.autocast("cpu", policy=rule("softmax", "fp16")):
@@ -138,6 +118,7 @@ def test_a_policy_that_dies_while_its_region_is_open(before):
     assert whole_table() == before
 
 
+@pytest.mark.long
 def test_kernels_go_when_no_thread_has_a_region_open(before):
     policy = nc.Policy(compute="bf16").with_rules(nc.rule.op("celu", compute="fp16"))
     with nc.autocast("cpu", policy=policy):
@@ -166,6 +147,7 @@ def test_kernels_go_when_no_thread_has_a_region_open(before):
     assert whole_table() == before
 
 
+@pytest.mark.long
 def test_policies_come_and_go_in_two_threads(before):
     errors = []
 

@@ -100,6 +100,7 @@ def test_values_and_gradients_are_those_of_eager_code(policy, backend):
         assert torch.equal(ours, eager)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiler: Inductor needs g++")
 def test_through_inductor():
     compiled = torch.compile(both)
@@ -112,6 +113,7 @@ def test_through_inductor():
             assert torch.allclose(a.float(), b.float(), rtol=2.0**-7)
 
 
+@pytest.mark.long
 def test_a_compiler_that_is_first_imported_inside_a_region():
     """In a process of its own: what no graph knew of before."""
     script = """
@@ -171,6 +173,7 @@ def test_processes_of_different_rules_share_one_cache_on_disk(tmp_path):
     assert hits == [False, False, True, True]
 
 
+@pytest.mark.long
 def test_more_places_than_formats():
     """Beyond as many policies as there are formats, a second device type tells them apart."""
     compiled = torch.compile(both, backend="eager", dynamic=False)
@@ -239,6 +242,7 @@ OTHER = nc.Policy(compute="bf16").with_rules(rule.module("b", compute="fp16"))
 WITH_ONE, WITH_OTHER, WITHOUT = (FP16, BF16, FP16), (BF16, FP16, FP32), (FP32, FP32, FP32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["a model", "a wrapper", "in place", "a part", "a function that calls it"])
 @pytest.mark.parametrize("called_before", [False, True])
 def test_policies_come_and_go_on_a_compiled_model(way, called_before):
@@ -318,16 +322,6 @@ def test_export_inside_a_region_of_rules_is_an_error(strict):
         pytest.raises(Exception, match="an exported program keeps no region"),
     ):
         torch.export.export(Small(), (X,), strict=strict)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_under_rules_for_other_operators(strict):
-    policy = nc.Policy(compute="bf16").with_rules(rule.op("gelu", compute="fp16"))
-    small = Small()
-    with nc.autocast("cpu", policy=policy):
-        program = torch.export.export(small, (X,), strict=strict)
-    assert torch.equal(program.module()(X), small(X))
 
 
 def test_make_fx_records_the_casts():

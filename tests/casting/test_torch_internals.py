@@ -13,7 +13,7 @@ from torch import nn
 
 from child_processes import finished
 from narrowcast.casting import _torch_internals as internals
-from narrowcast.policy import autocast_key, operator
+from narrowcast.policy import autocast_key
 
 ATEN = torch.ops.aten
 X = torch.randn(4, 4)
@@ -59,6 +59,7 @@ def run_in_a_new_process(script):
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.long
 def test_python_is_given_numbers_that_are_tensors_in_c():
     """What ``_calls`` is for: it fails here when PyTorch hands on the tensor."""
     run_in_a_new_process("""
@@ -71,6 +72,7 @@ def test_python_is_given_numbers_that_are_tensors_in_c():
     """)
 
 
+@pytest.mark.long
 def test_a_library_takes_its_kernels_away():
     run_in_a_new_process("""
         before = torch._C._dispatch_dump_table("aten::exp")
@@ -84,6 +86,7 @@ def test_a_library_takes_its_kernels_away():
     """)
 
 
+@pytest.mark.long
 def test_modes_call_the_kernel_that_was_registered_last():
     """What ``own_kernel`` and the end of a watch see to: it fails here when PyTorch forgets the kernel."""
     run_in_a_new_process("""
@@ -106,15 +109,7 @@ def test_modes_call_the_kernel_that_was_registered_last():
     """)
 
 
-def test_composites():
-    names = internals.names_of_composites()
-    assert {"einsum", "softmax.int", "linear", "layer_norm", "cross_entropy_loss"} <= set(names)
-    assert not {"exp", "mm", "softmax.int_out", "relu6_"} & set(names)
-    apart = internals.call_composite(operator("einsum"))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert apart("ij,jk->ik", [X, X]).dtype == torch.bfloat16
-
-
+@pytest.mark.long
 def test_the_keys_of_torch_func():
     """A call enters the layers on one key, where there is a kernel to fetch; vmap takes composites apart."""
     run_in_a_new_process("""
@@ -222,6 +217,7 @@ def test_the_compiler_leaves_a_function_alone():
     torch._dynamo.reset()
 
 
+@pytest.mark.long
 def test_the_settings_of_the_compiler_that_rules_change():
     """In a process of its own, where nobody changed them yet."""
     script = """
@@ -259,6 +255,7 @@ def test_marks_are_states_that_nothing_reads():
         assert not torch.is_autocast_enabled(device)
 
 
+@pytest.mark.long
 def test_kernels_of_pytorch_are_known():
     run_in_a_new_process("""
         fetch = lambda: torch.library.get_kernel("aten::linear", "AutocastCPU")

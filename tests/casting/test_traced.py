@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.errors import PolicyError, UnsupportedError
+from narrowcast.errors import UnsupportedError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -73,30 +73,6 @@ def test_nested_formats_share_a_layer_in_one_graph(layer, x, outer, inner):
     assert counter.frame_count == 1
     for result, dtype in zip(results, (outer, inner, outer), strict=True):
         assert torch.equal(result, explicit(layer, x, dtype))
-
-
-def test_a_half_tensor_through_an_fp32_region_inside_a_region(layer, x):
-    def f(x):
-        with nc.autocast("cpu", BF16):
-            y = layer(x)
-            with nc.autocast("cpu", policy="fp32"):
-                return layer(y)
-
-    compiled, _ = compiled_whole(f)
-    expected = explicit(layer, explicit(layer, x, BF16), FP32)
-    assert torch.equal(compiled(x), expected)
-    assert torch.equal(f(x), expected)
-
-
-def test_a_disabled_region_inside_a_region(layer, x):
-    @nc.autocast("cpu", BF16)
-    def f(x):
-        with nc.autocast("cpu", enabled=False):
-            return layer(x)
-
-    compiled, counter = compiled_whole(f)
-    assert torch.equal(compiled(x), layer(x))
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32])
@@ -176,15 +152,6 @@ def test_an_error_at_run_time_leaves_no_region_open(layer, x):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_misuse_in_a_compiled_function_is_an_error():
-    def f(x):
-        with nc.autocast("cpu", torch.float64):
-            return x
-
-    with pytest.raises(PolicyError, match="expected a format that cpu can autocast to"):
-        torch.compile(f, backend="eager")(torch.ones(1))
-
-
 # Dynamo looks at modules that call deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("method", ["step", "closure"])
@@ -242,22 +209,6 @@ def test_an_exported_program_keeps_the_region(x, strict):
         assert program.run_decompositions().module()(x).dtype == BF16
         graphs.append([str(node.target) for node in program.graph.nodes])
     assert graphs[0] == graphs[1]
-
-
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
-def test_an_exported_program_keeps_a_region_made_before(x):
-    class Made(Model):
-        def __init__(self):
-            super().__init__(None, None)
-            self.region = nc.autocast("cpu", FP16)
-
-        def forward(self, x):
-            with self.region:
-                return self.layer(x)
-
-    model = Made()
-    program = torch.export.export(model, (x,), strict=False)
-    assert torch.equal(program.module()(x), explicit(model.layer, x, FP16))
 
 
 def test_an_exported_float32_region_is_refused(x):

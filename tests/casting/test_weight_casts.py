@@ -78,14 +78,6 @@ def test_the_end_of_another_policy_changes_nothing_before_the_region_ends(layer)
     assert casts.count == 1
 
 
-def test_each_region_casts_anew(layer):
-    with Casts((4, 4)) as casts:
-        for _ in range(3):
-            with nc.autocast("cpu", policy=POLICY):
-                layer(X)
-    assert casts.count == 3
-
-
 def test_without_the_cache_each_use_casts(layer):
     with nc.autocast("cpu", policy=POLICY, cache_enabled=False), Casts((4, 4)) as casts:
         layer(X)
@@ -134,17 +126,6 @@ def test_a_first_use_without_gradients_costs_no_later_one(layer, first):
     expected.weight.grad = None
     F.linear(X.half(), expected.weight.half()).float().square().sum().backward()
     assert torch.equal(layer.weight.grad, expected.weight.grad)
-
-
-@pytest.mark.parametrize("kind", ["nc.autocast", "torch.autocast"])
-def test_the_same_with_the_cache_of_pytorch(layer, kind):
-    region = nc.autocast("cpu", BF16) if kind == "nc.autocast" else torch.autocast("cpu", BF16)
-    with region:
-        with torch.no_grad():
-            layer(X)
-        out = layer(X)
-    out.float().sum().backward()
-    assert layer.weight.grad is not None
 
 
 def test_a_weight_that_is_thawed_inside_a_region(layer):
@@ -253,24 +234,6 @@ def test_a_loaded_state_takes_effect_at_once(layer):
         assert torch.equal(layer(X), by_hand(layer))
 
 
-def test_weights_that_are_swapped(layer):
-    """Averages put in for an evaluation and taken out after it, as parameters and by their values."""
-    average = torch.optim.swa_utils.AveragedModel(layer)
-    with nc.autocast("cpu", policy=POLICY):
-        layer(X)
-        with torch.no_grad():
-            layer.weight.mul_(2)
-        average.update_parameters(layer)
-        assert torch.equal(average(X), by_hand(average.module))
-        assert torch.equal(layer(X), by_hand(layer))
-        with torch.no_grad():
-            kept = layer.weight.clone()
-            layer.weight.copy_(average.module.weight)
-            assert torch.equal(layer(X), by_hand(average.module))
-            layer.weight.copy_(kept)
-        assert torch.equal(layer(X), by_hand(layer))
-
-
 def test_a_write_in_another_thread(layer):
     with nc.autocast("cpu", policy=POLICY):
         layer(X)
@@ -285,25 +248,6 @@ def test_a_write_in_another_thread(layer):
         assert torch.equal(layer(X), by_hand(layer))
 
 
-def test_casts_are_of_one_thread(layer):
-    found = []
-
-    def use():
-        with nc.autocast("cpu", policy=POLICY), Casts((4, 4)) as casts:
-            layer(X)
-        found.append(casts.count)
-
-    with nc.autocast("cpu", policy=POLICY):
-        layer(X)
-        thread = threading.Thread(target=use)
-        thread.start()
-        thread.join()
-        with Casts((4, 4)) as casts:
-            layer(X)
-    assert found == [1]
-    assert casts.count == 0
-
-
 def test_writes_through_data_need_drop_casts(layer):
     """They leave no trace: the one exception, of rules and of PyTorch's own casts alike."""
     plain = nc.Policy(compute="fp16")
@@ -315,26 +259,6 @@ def test_writes_through_data_need_drop_casts(layer):
             drop_casts()
             assert torch.equal(layer(X), by_hand(layer))
             assert not torch.equal(layer(X), before)
-
-
-def test_drop_casts_reaches_every_thread(layer):
-    written, used, found = threading.Event(), threading.Event(), []
-
-    def work():
-        with nc.autocast("cpu", policy=POLICY):
-            layer(X)
-            used.set()
-            written.wait(60)
-            found.append(layer(X))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    used.wait(60)
-    layer.weight.data.fill_(2.0)
-    drop_casts()
-    written.set()
-    thread.join()
-    assert torch.equal(found[0], by_hand(layer))
 
 
 def test_a_plain_region_does_not_see_other_writes():
@@ -375,16 +299,6 @@ def test_a_plain_region_sees_them_where_the_operator_has_a_kernel(layer):
         assert torch.equal(layer(X), by_hand(layer))
 
 
-@pytest.mark.usefixtures("kernel_for_nobody")
-@pytest.mark.parametrize("region", [torch.autocast, nc.autocast])
-def test_a_weight_is_cast_once_in_our_region_and_nothing_is_kept_after_any(layer, region):
-    with Casts(layer.weight.shape) as casts, region("cpu", FP16):
-        found = [layer(X) for _ in range(3)]
-    assert casts.count == (1 if region is nc.autocast else 3)
-    assert all(torch.equal(one, by_hand(layer)) for one in found)
-    assert not _weight_casts._here.casts
-
-
 def test_no_thread_waits_for_a_cache_with_pythons_lock():
     script = Path(__file__).parent / "scripts" / "threads_that_clear.py"
     done = finished([sys.executable, str(script)])
@@ -403,15 +317,6 @@ def test_a_weight_that_dies_and_another_in_its_place():
             gc.collect(0)
 
 
-def test_weights_in_other_formats_are_not_kept():
-    half = nn.Linear(4, 4, bias=False, dtype=BF16)
-    with nc.autocast("cpu", policy=POLICY):
-        assert half(X).dtype == FP16
-        with torch.no_grad():
-            half.weight.zero_()
-        assert not half(X).any()
-
-
 def test_shared_weights_have_one_cast(layer):
     twin = nn.Linear(4, 4, bias=False)
     twin.weight = layer.weight
@@ -419,17 +324,3 @@ def test_shared_weights_have_one_cast(layer):
         layer(X)
         twin(X)
     assert casts.count == 1
-
-
-def test_a_step_of_accumulation_keeps_them(layer):
-    """``Stepper`` keeps casts over the micro-batches of a step, those of rules too, and then drops them."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    stepper = nc.Stepper(layer, optimizer, POLICY, accumulate=3)
-    found = []
-    with Casts((4, 4)) as casts:
-        for _ in range(6):
-            with stepper.autocast():
-                loss = layer(X).float().square().mean()
-            stepper.step(loss)
-            found.append(casts.count)
-    assert found == [1, 1, 1, 2, 2, 2]

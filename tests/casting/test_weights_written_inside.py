@@ -1,7 +1,6 @@
 """Weights written while a region is open take effect at once: training does not freeze."""
 
 import sys
-import threading
 from functools import partial
 
 import pytest
@@ -145,36 +144,3 @@ def test_load_state_dict_is_torchs_own_outside_regions():
             pass
         assert module._IncompatibleKeys is not _torch_internals.LoadedKeys
     assert module._IncompatibleKeys is _torch_internals.LoadedKeys
-
-
-def test_the_last_region_of_all_threads_takes_the_watch_down():
-    module = _torch_internals._module_file
-    entered, leave = threading.Event(), threading.Event()
-
-    def other():
-        with nc.autocast("cpu"):
-            entered.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=other)
-    with nc.autocast("cpu"):
-        thread.start()
-        entered.wait(30)
-    assert module._IncompatibleKeys is not _torch_internals.LoadedKeys
-    leave.set()
-    thread.join(30)
-    assert module._IncompatibleKeys is _torch_internals.LoadedKeys
-
-
-def test_the_private_names_of_torch_are_where_they_were():
-    """If this fails, torch moved a name of _torch_internals.py: find what load_state_dict makes now."""
-    names = nn.Module.load_state_dict.__code__.co_names
-    nested = [
-        code.co_names for code in nn.Module.load_state_dict.__code__.co_consts if hasattr(code, "co_names")
-    ]
-    assert "_IncompatibleKeys" in names
-    assert any("_IncompatibleKeys" in found for found in nested), "once a module, after it was written"
-    assert nn.Module.load_state_dict.__globals__ is vars(_torch_internals._module_file)
-    assert _torch_internals.LoadedKeys._fields == ("missing_keys", "unexpected_keys")
-    assert torch.amp.is_autocast_available(_torch_internals.privateuse1_name())
-    assert _torch_internals.cuda_is_missing() in (True, False)

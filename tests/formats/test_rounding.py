@@ -72,6 +72,7 @@ def rounded(format, points, mode="nearest-even", **options):
     return [round_to(format, x, mode, **options) for x in points.tolist()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", NARROW, ids=attrgetter("name"))
 def test_nearest_around_every_tie_is_torchs_conversion_of_float32(format, same_bits):
     points = around_every_tie_float32(format)
@@ -87,6 +88,7 @@ def test_nearest_around_every_tie_is_that_of_ml_dtypes(format, same_bits):
     assert same_bits(rounded(format, points), theirs)
 
 
+@pytest.mark.long
 def test_nearest_around_every_tie_of_float16_is_numpys_conversion_of_float64(same_bits):
     # torch converts float64 by way of float32, rounding twice: 1 + 2**-11 + 2**-40 becomes a tie, then 1.
     middle = ties(FLOAT16)

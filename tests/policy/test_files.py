@@ -320,6 +320,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
     assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_what_was_there(tmp_path):
     """A file of a few bytes is all that the process may write."""
     path = tmp_path / "policy.toml"

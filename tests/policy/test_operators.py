@@ -59,6 +59,7 @@ def test_what_a_name_stands_for():
     assert operator("sum.dim_IntList") is torch.ops.aten.sum.dim_IntList
 
 
+@pytest.mark.long
 def test_forms_that_write_to_an_argument_are_left_out():
     """By the schema, overload by overload, of all there are."""
     known = set(every_operator())

@@ -171,12 +171,14 @@ SMALL_POOL = [
 ]
 
 
+@pytest.mark.long
 def test_every_one_and_two_rules():
     for count in (0, 1, 2):
         for policy in policies(POOL, count):
             check(policy)
 
 
+@pytest.mark.long
 def test_every_three_rules_of_a_few():
     for policy in policies(SMALL_POOL, 3):
         check(policy)

@@ -55,7 +55,7 @@ SHIPPED = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def seen():
     """From a process in which no rule has put kernels into the dispatcher."""
     script = Path(__file__).parent / "scripts" / "dispatcher_tables.py"
@@ -120,6 +120,7 @@ def test_tables_cannot_be_changed():
         native_table("cpu")["linear"] = FP32
 
 
+@pytest.mark.long
 def test_a_kernel_from_python_is_none_of_torchs_and_hides_none():
     script = Path(__file__).parent / "scripts" / "kernel_from_python.py"
     ended = finished([sys.executable, str(script)])
