@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -193,6 +194,17 @@ def test_a_function_past_60_lines_is_a_question():
                 assert body <= 60, (
                     f"{path.name}:{node.lineno} {node.name} has {body} lines: what are its halves?"
                 )
+
+
+def test_architecture_md_names_files_and_functions_that_exist():
+    text = (SOURCE.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)+\w+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 30
+    for file, name in named:
+        path = next((one / file for one in (SOURCE, SOURCE.parents[1]) if (one / file).is_file()), None)
+        assert path, f"{file} is not there"
+        found = [getattr(node, "name", "") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        assert not name or name in found, f"{file} has no {name}"
 
 
 def test_the_version_is_written_once():
