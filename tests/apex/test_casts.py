@@ -157,11 +157,3 @@ def test_binary_cross_entropy_refuses_half_and_says_what_to_do(half):
     with pytest.raises(AmpError):
         torch.nn.BCELoss()(x, torch.ones(2))
     assert torch.nn.BCELoss()(x.float(), torch.ones(2)).dtype == torch.float32
-
-
-def test_float64_and_integers_stay(half):
-    assert (
-        torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2, dtype=torch.float64)
-    ).dtype == torch.float64
-    assert torch.exp(torch.ones(2, dtype=torch.float64)).dtype == torch.float64
-    assert (torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)).dtype == torch.int64

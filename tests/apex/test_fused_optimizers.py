@@ -194,9 +194,9 @@ def test_low_parameters_are_refused_until_masters_are_held(kind, dtype):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: FusedAdam(p, amsgrad=True), r"FusedAdam never had AMSGrad: use torch\.optim\.AdamW\("),
+        (lambda p: FusedAdam(p, amsgrad=True), r"no amsgrad.* use torch\.optim\.AdamW\("),
         (lambda p: FusedAdam(p, bias_correction=False), "leaves out the division of the moments by 1 - beta"),
-        (lambda p: FusedAdam(p, master_weights=True), r"call narrowcast\.weights\.hold\(optimizer\) after"),
+        (lambda p: FusedAdam(p, master_weights=True), r"narrowcast\.weights\.hold\(optimizer\) for"),
         (
             lambda p: FusedSGD(p, lr=0.1, wd_after_momentum=True),
             "adds the weight decay to the update",
@@ -214,11 +214,3 @@ def test_low_parameters_are_refused_until_masters_are_held(kind, dtype):
 def test_what_torch_computes_otherwise_is_refused(make, message):
     with pytest.raises(UnsupportedError, match=message):
         make(parameters())
-
-
-def test_a_saved_state_without_bias_correction_is_refused():
-    optimizer = FusedAdam(parameters())
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["bias_correction"] = False
-    with pytest.raises(UnsupportedError, match="leaves out the division"):
-        optimizer.load_state_dict(saved)

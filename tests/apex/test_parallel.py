@@ -23,9 +23,7 @@ def own_gradients(rank):
     return [p.grad.flatten() for module in (first, second) for p in module.parameters()]
 
 
-@pytest.mark.parametrize(
-    "name", ["defaults", "delayed", "small buckets", "predivided", "in fp32", "when, not what"]
-)
+@pytest.mark.parametrize("name", ["defaults", "delayed", "small buckets", "predivided", "when, not what"])
 def test_gradients_are_averaged_with_each_option(ranks, name):
     # The factor is a power of two, so that its place in the sum rounds nothing.
     expected = [(a + b) * 0.5 for a, b in zip(own_gradients(0), own_gradients(1), strict=True)]

@@ -9,7 +9,7 @@ import pytest
 
 import child_processes
 from narrowcast.apex.__main__ import main
-from narrowcast.apex._stand_in import OFFERED, say_on_first_rank
+from narrowcast.apex._stand_in import OFFERED
 
 OURS = (sys.executable, "-m", "narrowcast.apex")
 ANSWERING = "narrowcast: answering for apex: apex.amp is narrowcast.apex.amp\n"
@@ -229,13 +229,6 @@ def test_an_apex_with_an_amp_of_its_own_runs_and_is_named(ended):
     path = found.stdout.strip()
     assert path.endswith("whole/apex/amp.py")
     assert found.stderr == (f"narrowcast: apex with its own amp is installed, and is what runs: {path}\n")
-
-
-@pytest.mark.parametrize(("rank", "said"), [("0", "narrowcast: a sentence\n"), ("1", "")])
-def test_only_the_first_rank_says_it(rank, said, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", rank)
-    say_on_first_rank("a sentence")
-    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(

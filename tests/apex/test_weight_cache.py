@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import narrowcast as nc
 from narrowcast.apex import amp
@@ -107,37 +106,3 @@ def test_weights_swapped_through_data_for_an_evaluation(half):
         assert model(x)[0, 0].item() == 10.0
         model.weight.data.copy_(trained)
     assert model(x)[0, 0].item() == 6.0
-
-
-@halves
-def test_a_loose_weight_that_is_trained_by_hand(half):
-    initialize(torch.nn.Linear(2, 2), half)
-    weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
-    seen = []
-    for _ in range(3):
-        output = F.linear(torch.ones(1, 2), weight)
-        seen.append(output[0, 0].item())
-        output.float().sum().backward()
-        weight.data -= weight.grad
-        weight.grad = None
-    assert seen == [6.0, 4.0, 2.0]
-
-
-@halves
-def test_a_weight_is_cast_once_for_all_steps_of_a_sequence(half):
-    model = initialize(Weighted("half", torch.float32), half)
-    casts = []
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten._to_copy.default and args[0].shape == (2, 2):
-                casts.append(args[0].dtype)
-            return function(*args, **(kwargs or {}))
-
-    state = torch.ones(3, 2, dtype=half)
-    with Count():
-        for _ in range(4):
-            state = model(state * 0.1)
-    assert casts == [torch.float32]
-    state.float().sum().backward()
-    assert model.weight.grad.dtype == torch.float32

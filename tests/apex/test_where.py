@@ -108,28 +108,6 @@ def test_backward_passes_cast_nothing(how, half):
 
 
 @halves
-def test_a_custom_backward_that_brings_its_region_back_has_it(half):
-    class Product(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu")
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x @ x
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")
-        def backward(ctx, gradient):
-            seen.append(product().dtype)
-            return gradient.float()
-
-    initialize(small_model(), half)
-    seen = []
-    Product.apply(torch.ones(2, 2, requires_grad=True)).float().sum().backward()
-    assert seen == [half]
-    assert product().dtype == half
-
-
-@halves
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True], ids=["loose", "in the model"])
 def test_recomputation_casts_as_the_first_time(reentrant, inside, half):
@@ -169,26 +147,6 @@ def test_disabled_casts_come_back_after_an_exception():
         fail()
     assert product().dtype == torch.float16
     assert model(torch.ones(2, 4)).dtype == torch.float16
-
-
-def test_in_a_scale_loss_block_only_the_backward_pass_casts_nothing():
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    loss = model(torch.ones(2, 4)).sum()
-    seen = []
-    loss.register_hook(lambda gradient: seen.append(product().dtype))
-
-    def block():
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-            assert product().dtype == torch.float16
-            raise ValueError("inside")
-
-    with pytest.raises(ValueError, match="inside"):
-        block()
-    assert seen == [torch.float32]
-    assert product().dtype == torch.float16
 
 
 def test_a_region_that_is_open_is_no_place_to_begin_or_to_end():

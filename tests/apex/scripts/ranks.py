@@ -21,7 +21,6 @@ OPTIONS = {
     "delayed": {"delay_allreduce": True},
     "small buckets": {"message_size": 1},
     "predivided": {"gradient_predivide_factor": 4.0},
-    "in fp32": {"allreduce_always_fp32": True},
     "when, not what": {"num_allreduce_streams": 3, "allreduce_trigger_params": [], "prof": True},
 }
 

@@ -27,12 +27,7 @@ _active: list[Handle] = []
 
 
 def start_casts(models: list[torch.nn.Module], half: torch.dtype) -> Handle:
-    """Cast by the lists in calls of the models, and in this thread outside of them.
-
-    Raises:
-        PolicyError: a name on the lists that PyTorch does not have, or a model that has a policy already.
-        OrderError: a region of autocast is open in this thread.
-    """
+    """Cast by the lists in calls of the models, and in this thread outside of them."""
     devices = _device_types(models)
     functions = registered_functions()
     policy, whole = plan(format_name(half), devices, registered_operators(), apart=[*functions.items()])

@@ -12,7 +12,7 @@ from narrowcast.apex.amp._functions import forget_registered
 from narrowcast.apex.amp._handle import Handle, start_casts
 from narrowcast.apex.amp._levels import DISABLED, Properties, properties
 from narrowcast.apex.amp._models import CastModel, check_models
-from narrowcast.apex.amp._optimizers import prepare_optimizers
+from narrowcast.apex.amp._optimizers import optimizer_of, prepare_optimizers
 from narrowcast.apex.amp._scalers import LossScaler, loss_scalers_for
 
 # Undoes each call of ``initialize`` that is in force, in their order.
@@ -85,7 +85,8 @@ def initialize(
     _amp_state.verbosity = verbosity
     model_list, optimizer_list = _models(models), _optimizers(optimizers)
     if not enabled:
-        _in_force.append(prepare_optimizers(optimizer_list, DISABLED, []))
+        for one in optimizer_list:
+            optimizer_of(one)
         _amp_state.opt_properties, _amp_state.loss_scalers = DISABLED, []
         return _as_given(models, optimizers)
     wanted = properties(
@@ -140,7 +141,7 @@ def _start(
         for model in models:
             cast_models.append(CastModel(model, wanted))
         originals = {low: full for one in cast_models for low, full in one.originals.items()}
-        undo_optimizers = prepare_optimizers(optimizers, wanted, scalers, originals=originals, models=models)
+        undo_optimizers = prepare_optimizers(optimizers, wanted, scalers, originals, models)
         if wanted.patch_torch_functions:
             handle = start_casts(models, wanted.half_type)
     except BaseException:

@@ -20,11 +20,7 @@ _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 def check_models(models: list[torch.nn.Module]) -> None:
-    """Refuse models that amp cannot start from.
-
-    Raises:
-        AmpError: a model that is wrapped for several devices already, or that holds half tensors.
-    """
+    """Refuse models that are wrapped for several devices already, or that hold half tensors."""
     for model in models:
         if isinstance(model, _PARALLEL):
             raise AmpError(
@@ -137,11 +133,12 @@ class _CastForward:
 
 
 def _cast(arguments: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in any nesting, and other objects by their own ``to``, as in apex."""
-    cast = cast_floating(arguments, dtype, only=_FLOATING)
-    if isinstance(cast, dict):
-        return {name: _cast_object(value, dtype) for name, value in cast.items()}
-    return tuple(_cast_object(value, dtype) for value in cast)
+    """Cast floating tensors in any nesting, and objects of other classes by their own ``to``, as in apex."""
+    if isinstance(arguments, dict):
+        arguments = {name: _cast_object(value, dtype) for name, value in arguments.items()}
+    else:
+        arguments = tuple(_cast_object(value, dtype) for value in arguments)
+    return cast_floating(arguments, dtype, only=_FLOATING)
 
 
 def _cast_object(value: Any, dtype: torch.dtype) -> Any:

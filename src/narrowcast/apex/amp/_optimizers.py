@@ -15,7 +15,7 @@ from narrowcast.apex.amp._amp_state import maybe_print
 from narrowcast.apex.amp._levels import LOW_DTYPES, Properties
 from narrowcast.apex.amp._masters import Masters
 from narrowcast.errors import AmpError
-from narrowcast.gradients import SkipStep, closure_of, mark_as_stepped, step_or_restore
+from narrowcast.gradients import closure_of, mark_as_stepped
 from narrowcast.weights import hold, lost_eps
 
 _STASH = "_amp_stash"
@@ -51,17 +51,14 @@ class PreparedOptimizer:
         self._said = False
         self._active = True
         self._replaced: dict[str, tuple[Any, Any]] = {}  # attribute: ours, and the instance's own
-        self._models: list[weakref.ref[torch.nn.Module]] = []
-        self._ids_at_start: set[int] = set()
+        self._models = [weakref.ref(model) for model in models]
+        self._ids_at_start = {id(p) for model in models for p in model.parameters()}
         setattr(optimizer, _STASH, self)
-        if properties.enabled:
-            self._models = [weakref.ref(model) for model in models]
-            self._ids_at_start = {id(p) for model in models for p in model.parameters()}
-            try:
-                self._begin(originals)
-            except BaseException:
-                self.undo()
-                raise
+        try:
+            self._begin(originals)
+        except BaseException:
+            self.undo()
+            raise
 
     def _begin(self, originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         # First, so that the zero_grad that hold puts in front is removed before ours is.
@@ -182,11 +179,10 @@ class PreparedOptimizer:
                 f"{self._name}.step() came inside a scale_loss block, where gradients are scaled: call it "
                 "after the block"
             )
-        closure = closure_of(args, kwargs)
-        if closure is not None and self.properties.master_weights:
+        if self.scales and closure_of(args, kwargs) is not None:
             raise AmpError(
-                f"{self._name}.step(closure) cannot work on float32 masters, which closures do not see: "
-                "step without a closure, or choose opt_level='O1'"
+                f"{self._name}.step(closure) is not supported with a scaled loss: call the closure before "
+                "step(), or use narrowcast.GradScaler, whose step takes closures"
             )
         if self.skip is not None:
             return self._skip()
@@ -196,8 +192,6 @@ class PreparedOptimizer:
                 "so by scale_loss(..., delay_unscale=True): leave delay_unscale out for the last backward "
                 "pass before a step, or call zero_grad() to drop them"
             )
-        if closure is not None and self.scales:
-            return self._step_with_closure(inner, args, kwargs, closure)
         masters = self.gradients.masters
         with self.gradients.low_gradients_hidden():
             if masters is None:
@@ -214,20 +208,6 @@ class PreparedOptimizer:
         # model.zero_grad(), which many scripts call, does not clear them.
         self.gradients.drop_masters_gradients()
         mark_as_stepped(self.optimizer)
-
-    def _step_with_closure(
-        self, inner: Callable[..., Any], args: Any, kwargs: Any, closure: Callable[[], Any]
-    ) -> Any:
-        def evaluate() -> Any:
-            loss = closure()
-            if self.skip is not None:
-                raise SkipStep(loss)
-            return loss
-
-        returned, skip = step_or_restore(self.optimizer, inner, args, kwargs, evaluate)
-        if skip is not None:
-            self._skip()
-        return returned
 
     @property
     def _name(self) -> str:
@@ -251,9 +231,8 @@ def prepare_optimizers(
     optimizers: Sequence[Any],
     properties: Properties,
     loss_scalers: list[Any],
-    *,
-    originals: Mapping[torch.Tensor, torch.Tensor] | None = None,
-    models: Sequence[torch.nn.Module] = (),
+    originals: Mapping[torch.Tensor, torch.Tensor],
+    models: Sequence[torch.nn.Module],
 ) -> Callable[[], dict[torch.Tensor, torch.Tensor]]:
     """Prepare optimizers for ``scale_loss``; under O2 masters replace their half parameters.
 
@@ -264,16 +243,10 @@ def prepare_optimizers(
     Returns:
         A function that restores every optimizer and returns the values of weights that had masters. It keeps
         no optimizer alive.
-
-    Raises:
-        AmpError: an optimizer that was prepared before, twice in the list, or is no optimizer. Nothing was
-            changed then.
     """
     found = [optimizer_of(one) for one in optimizers]
     for position, optimizer in enumerate(found):
-        before = prepared(optimizer)
-        again = any(optimizer is other for other in found[:position])
-        if again or (before is not None and before.properties.enabled):
+        if prepared(optimizer) is not None or any(optimizer is other for other in found[:position]):
             raise AmpError(
                 f"this {type(optimizer).__name__} was given to amp.initialize before: give each optimizer "
                 "once, and call amp.initialize once for it"
@@ -289,9 +262,7 @@ def prepare_optimizers(
 
     try:
         for optimizer in found:
-            if (before := prepared(optimizer)) is not None:
-                before.undo()  # amp was asked to do nothing with it
-            new = PreparedOptimizer(optimizer, properties, loss_scalers, originals or {}, models)
+            new = PreparedOptimizer(optimizer, properties, loss_scalers, originals, models)
             made.append(weakref.ref(new))
     except BaseException:
         undo()

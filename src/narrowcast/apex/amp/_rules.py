@@ -232,16 +232,13 @@ _ORIGINAL = {module: _kinds(overrides) for module, overrides in _OVERRIDES.items
 
 def _check_known(vote: _Vote) -> None:
     module, name = vote.key
-    if is_known(name) or name in _WHOLE:
+    if is_known(name) or name in _WHOLE or inspect.isfunction(getattr(MODULES[module], name, None)):
         return
-    if not hasattr(MODULES[module], name):
-        raise PolicyError(f"amp.lists names {name!r} of {module}, which has no such function")
-    if not inspect.isfunction(getattr(MODULES[module], name)):
-        raise PolicyError(
-            f"amp.lists names {name!r} of {module}, for which no operator of PyTorch is known: take it off "
-            "the list, and decorate the function of yours that calls it with amp.half_function or "
-            "amp.float_function"
-        )
+    raise PolicyError(
+        f"amp.lists names {name!r} of {module}, for which there is no operator of PyTorch and no function in "
+        "Python: take it off the list, and decorate the function of yours that calls it with "
+        "amp.half_function or amp.float_function"
+    )
 
 
 def _winner(op: str, votes: list[_Vote]) -> str:

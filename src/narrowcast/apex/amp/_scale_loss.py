@@ -64,7 +64,7 @@ def scale_loss(
         yield loss.float()
         return
     scale = scaler.loss_scale()
-    scaled = _scaled(loss, scale)
+    scaled = loss.float() if scale == 1.0 else loss.float() * scale
     backward = _Backward(scale, scaled)
     _begin(named, scale, delayed=delay_unscale)
     try:
@@ -102,22 +102,6 @@ def _update(
                 "Skipping step, gradients from before the scale_loss block are not finite: clear them "
                 "with zero_grad()"
             )
-
-
-_MARK = "_scaled_by_amp"
-
-
-def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
-    if (before := vars(loss).get(_MARK)) is not None:
-        raise AmpError(
-            f"this loss is scaled by {before:g} already, by another scale_loss block: give the loss itself, "
-            "and name the optimizers of one backward pass in one block, scale_loss(loss, [first, second])"
-        )
-    if scale == 1.0:
-        return loss.float()
-    scaled = loss.float() * scale
-    vars(scaled)[_MARK] = scale
-    return scaled
 
 
 class _Backward:
@@ -165,10 +149,9 @@ def _named(optimizers: Any) -> list[PreparedOptimizer] | None:
         raise AmpError("expected an optimizer or a list of them, got an empty list")
     found = [prepared(optimizer_of(one)) for one in given]
     known = [one for one in found if one is not None]
-    enabled = [one for one in known if one.properties.enabled]
+    if not known and not _amp_state.opt_properties.enabled:
+        return None
     if len(known) < len(found):
-        if not _amp_state.opt_properties.enabled and not known:
-            return None
         kind = type(given[found.index(None)]).__name__
         raise AmpError(
             f"this {kind} was not given to amp.initialize, so its gradients would stay scaled: initialize it "
@@ -176,7 +159,7 @@ def _named(optimizers: Any) -> list[PreparedOptimizer] | None:
         )
     if len(known) > 1:
         check_apart([one.optimizer for one in known])
-    return enabled or None
+    return known
 
 
 def _scaler_for(named: Sequence[PreparedOptimizer], loss_id: int) -> Any:

@@ -24,15 +24,8 @@ class LossScaler:
 
     A dynamic scale starts at ``min(max_loss_scale, 2**16)``. It is halved when gradients overflow, but not
     below ``min_loss_scale``, and doubled after 2000 good ``scale_loss`` blocks in a row, but not beyond
-    ``max_loss_scale``. ``min_loss_scale=None`` means 2**-126, below which float32 cannot divide.
-
-    Attributes:
-        value: the scale now, ``scaling.Dynamic`` or ``scaling.Static``.
-
-    Raises:
-        ScaleError: limits or a scale that cannot scale a loss.
-
-    Source: apex ``amp/scaler.py``.
+    ``max_loss_scale``. ``min_loss_scale=None`` means 2**-126, below which float32 cannot divide. Source: apex
+    ``amp/scaler.py``.
     """
 
     # Without a __dict__, so that writing an attribute of apex that is not here raises AttributeError.
@@ -92,12 +85,7 @@ class LossScaler:
 def loss_scalers_for(
     properties: Properties, num_losses: int, min_loss_scale: float | None, max_loss_scale: float
 ) -> list[LossScaler]:
-    """Return one scaler for each loss.
-
-    Raises:
-        AmpError: ``num_losses`` is not a whole number of at least 1.
-        ScaleError: limits or a scale that cannot scale a loss.
-    """
+    """Return one scaler for each loss."""
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise AmpError(f"expected num_losses to be a whole number of at least 1, got {num_losses!r}")
     return [

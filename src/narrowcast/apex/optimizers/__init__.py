@@ -78,17 +78,12 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        if amsgrad:
-            raise UnsupportedError(
-                "FusedAdam never had AMSGrad: use torch.optim.AdamW(..., amsgrad=True, fused=True)"
-            )
         if not bias_correction:
             raise UnsupportedError(_NO_BIAS_CORRECTION)
-        if master_weights:
+        if amsgrad or master_weights:
             raise UnsupportedError(
-                "master_weights=True keeps float32 copies inside FusedAdam, which torch's Adam does not: "
-                "call narrowcast.weights.hold(optimizer) after making it without, which keeps them for any "
-                "optimizer"
+                "FusedAdam has no amsgrad and no master_weights here: use torch.optim.AdamW(..., "
+                "amsgrad=True, fused=True), and narrowcast.weights.hold(optimizer) for float32 masters"
             )
         self.set_grad_none = set_grad_none
         super().__init__(

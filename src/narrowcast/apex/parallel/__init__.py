@@ -46,11 +46,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         message_size: the most float32 elements in a bucket.
         delay_allreduce: reduce everything when backward has ended, and accept parameters without gradients,
             which torch looks for in every graph (it warns once if there was none).
-        allreduce_always_fp32: add float16 and bfloat16 gradients in float32.
         gradient_predivide_factor: has no effect: torch always divides before the sum.
         allreduce_trigger_params, num_allreduce_streams, prof: have no effect on the result, and none here.
-        shared_param, retain_allreduce_buffers, allreduce_communicators, gradient_average: must have their
-            defaults.
+        shared_param, retain_allreduce_buffers, allreduce_always_fp32, allreduce_communicators,
+            gradient_average: must have their defaults.
 
     Raises:
         SettingError: an option that must have its default, or is out of range.
@@ -79,6 +78,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "shared_param": shared_param is not None,
             "retain_allreduce_buffers": retain_allreduce_buffers,
             "allreduce_communicators": allreduce_communicators is not None,
+            "allreduce_always_fp32": allreduce_always_fp32,
             "gradient_average": not gradient_average,
         }
         if refused := [name for name, is_given in given.items() if is_given]:
@@ -94,9 +94,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             bucket_cap_mb=_ONE_BUCKET_MIB if delay_allreduce else _mib(message_size),
             find_unused_parameters=delay_allreduce,
         )
-        if allreduce_always_fp32:
-            # torch compares the annotations of a hook with its own classes, and ours are strings.
-            self.register_comm_hook(None, lambda _, bucket: _mean_in_float32(bucket))
 
     def disable_allreduce(self) -> None:
         """Leave each rank's gradients as they are from the next forward pass on, as inside ``no_sync``."""
@@ -109,20 +106,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 def _mib(elements: int) -> int:
     return max(1, elements * _BYTES_OF_FLOAT32 // 2**20)
-
-
-def _mean_in_float32(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    gradients: torch.Tensor = bucket.buffer()
-    values = gradients.float()
-    work = dist.all_reduce(values, async_op=True)
-    assert work is not None
-
-    def divided(future: torch.futures.Future[Any]) -> torch.Tensor:
-        future.value()  # raises what went wrong
-        return gradients.copy_(values / dist.get_world_size())
-
-    reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(divided)
-    return reduced
 
 
 def convert_syncbn_model(
