@@ -624,13 +624,13 @@ def test_o2_and_a_level_that_is_read_keep_narrowcast_apex():
         ("import apex.amp as amp\n", "import narrowcast.apex.amp as amp\n"),
         ("import os, apex.amp\n", "import os\nimport narrowcast.apex.amp\nfrom narrowcast import apex\n"),
         (
-            "from apex.parallel import (\n    Reducer,  # r\n)\n",
-            "from narrowcast.apex.parallel import (\n    Reducer,  # r\n)\n",
+            "from apex.parallel import (\n    SyncBatchNorm,  # r\n)\n",
+            "from narrowcast.apex.parallel import (\n    SyncBatchNorm,  # r\n)\n",
         ),
     ],
 )
 def test_imports_that_stay(before, after):
-    used = "apex.amp.init()\nReducer()\namp.x()\n"
+    used = "apex.amp.init()\nSyncBatchNorm()\namp.x()\n"
     assert migrated(before + used, "narrowcast").text == after + used
 
 

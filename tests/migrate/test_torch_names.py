@@ -393,8 +393,8 @@ KEPT = {
         "narrowcast.apex has no",
     ),
     "one name of several": (
-        "from apex.parallel import Reducer as R, LARC\n",
-        "from apex.parallel import LARC\nfrom narrowcast.apex.parallel import Reducer as R\n",
+        "from apex.parallel import SyncBatchNorm as R, LARC\n",
+        "from apex.parallel import LARC\nfrom narrowcast.apex.parallel import SyncBatchNorm as R\n",
         "narrowcast.apex has no",
     ),
     "a module of several": (

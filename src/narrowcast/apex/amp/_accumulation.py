@@ -41,9 +41,8 @@ class Accumulation:
     The scaled ones of the half weights stay in ``.grad`` until the next block, as in apex; if the script
     sets them to None, as ``model.zero_grad()`` does, those of the masters are cleared too.
 
-    Attributes:
-        masters: the masters of the optimizer's half parameters; None if it has none.
-        scaled_by: the scale of gradients that ``delay_unscale`` left scaled; None if they are unscaled.
+    ``masters`` is None if the optimizer has no half parameters. ``scaled_by`` is the scale of gradients that
+    ``delay_unscale`` left scaled, and None if they are unscaled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -56,11 +55,7 @@ class Accumulation:
         self._at_begin: dict[torch.Tensor, torch.Tensor] = {}
 
     def begin(self, scale: float, *, delayed: bool) -> None:
-        """Prepare for the backward pass of a block.
-
-        Raises:
-            AmpError: gradients are still scaled, by another scale.
-        """
+        """Prepare for the backward pass of a block; refuse gradients that another scale has scaled."""
         if self.scaled_by not in (None, scale):
             if any(parameter.grad is not None for parameter in self.leaves):
                 raise AmpError(
@@ -98,9 +93,6 @@ class Accumulation:
         Returns:
             None if ``delayed``. Otherwise float32 of shape (2,), on the device of the gradients: the first is
             above 0 if a gradient of the block is NaN or infinite, the second if a sum is.
-
-        Raises:
-            AmpError: a gradient that requires grad.
         """
         self._at_begin = {}
         if any(p.grad is not None and p.grad.requires_grad for p in self.leaves):

@@ -131,15 +131,8 @@ def register_half_function(module: Any, name: str) -> None:
 
     This takes precedence over the lists, for each ``amp.initialize`` from now on, until ``amp.shutdown``. A
     function of ``torch``, ``torch.nn.functional`` or ``torch.Tensor`` is cast wherever its operator is
-    called, another one where it is called by that name.
-
-    Args:
-        module: a module or a class.
-        name: the name of a function in it.
-
-    Raises:
-        ValueError: there is no such function.
-        AmpError: O1 is in force already.
+    called, another one where it is called by that name. ``module`` may be a class. Raises ``ValueError`` if
+    there is no such function, and ``AmpError`` if O1 is in force already.
     """
     _register(module, name, HALF)
 

@@ -73,7 +73,7 @@ def initialize(
         half_type: not in apex: ``torch.float16`` (as in apex) or ``torch.bfloat16`` for half.
 
     Returns:
-        What was given, in the same shape: a model or a list, with an optimizer or a list if there are any.
+        What was given, in the same shape.
 
     Raises:
         AmpError: a level or setting that does not exist or does not go with the level; a model that is half
@@ -109,12 +109,9 @@ def initialize(
 def shutdown() -> None:
     """Undo every ``initialize`` and registration; models and optimizers keep their present values.
 
-    Weights that were half are in their old type again, from the masters if there are any. Call it in the
-    thread that called ``initialize``. Without effect if nothing is in force.
-
-    Raises:
-        OrderError: another thread began the casts outside of models, or a region of autocast was opened since
-            and is still open. What was initialized before is then still in force.
+    Weights that were half are in their old type again, from the masters if there are any. Raises
+    ``OrderError``, with everything still in force, in another thread than that of ``initialize``, and while a
+    region of autocast is open that was opened since.
     """
     while _in_force:
         _in_force[-1]()
@@ -175,9 +172,9 @@ def _as_given(models: Any, optimizers: Any) -> Any:
 
 def _tell(wanted: Properties) -> None:
     weights = "as they are" if wanted.cast_model_type is None else _word(wanted.cast_model_type)
-    half = _word(wanted.half_type)
-    functions = f"{half} or float32 by the lists" if wanted.patch_torch_functions else "as they come"
-    scale = wanted.loss_scale if isinstance(wanted.loss_scale, str) else f"{wanted.loss_scale:g}"
+    lists = f"{_word(wanted.half_type)} or float32 by the lists"
+    functions = lists if wanted.patch_torch_functions else "as they come"
+    scale = wanted.loss_scale if wanted.loss_scale == "dynamic" else f"{wanted.loss_scale:g}"
     maybe_print(f"amp: {wanted.opt_level}: weights {weights}, functions {functions}, loss scale {scale}")
 
 

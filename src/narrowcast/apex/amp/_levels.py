@@ -58,11 +58,7 @@ DISABLED = Properties(enabled=False, opt_level="O0", **dict(zip(_NAMES, _LEVELS[
 
 
 def properties(opt_level: Any, *, half_type: Any = None, **given: Any) -> Properties:
-    """Return the settings of a level, with those ``given`` in place of its own; None keeps the level's.
-
-    Raises:
-        AmpError: no such level, or a setting that the level excludes or that has a wrong value.
-    """
+    """Return the settings of a level, with those ``given`` in place of its own; None keeps the level's."""
     if opt_level not in _LEVELS:
         raise AmpError(
             f"expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is "

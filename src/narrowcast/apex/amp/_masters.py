@@ -104,10 +104,8 @@ def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metada
 def export_in_float32(model: torch.nn.Module) -> list[Any]:
     """Have ``state_dict()`` of the model and its parts return float32, and ``load_state_dict`` set masters.
 
-    A loaded value goes to the master in full, and rounded to nearest to the weight.
-
-    Returns:
-        Handles, each with ``remove()``.
+    A loaded value goes to the master in full, and rounded to nearest to the weight. Returns handles, each
+    with ``remove()``.
     """
     handles: list[Any] = []
     modules: Any = model.modules()

@@ -97,11 +97,7 @@ class PreparedOptimizer:
         self.gradients.masters.refresh()
 
     def check_that_models_have_its_parameters(self) -> None:
-        """Refuse parameters that were replaced in the models since ``initialize``; checked once.
-
-        Raises:
-            AmpError: the models have other parameters in place of some of the optimizer's.
-        """
+        """Refuse parameters that were replaced in the models since ``initialize``; check once."""
         models = [model for one in self._models if (model := one()) is not None]
         self._models = []
         now = {id(p) for model in models for p in model.parameters()}
@@ -123,10 +119,7 @@ class PreparedOptimizer:
             )
 
     def undo(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Restore the optimizer, with its present state; return the values of weights that had masters.
-
-        Without effect the second time.
-        """
+        """Restore the optimizer, with its present state; return the values of weights that had masters."""
         if not self._active:
             return {}
         self._active = False
@@ -236,13 +229,9 @@ def prepare_optimizers(
 ) -> Callable[[], dict[torch.Tensor, torch.Tensor]]:
     """Prepare optimizers for ``scale_loss``; under O2 masters replace their half parameters.
 
-    Args:
-        originals: float32 values, by half weight, that masters start from where they round to it.
-        models: the models that the parameters of the optimizers belong to.
-
-    Returns:
-        A function that restores every optimizer and returns the values of weights that had masters. It keeps
-        no optimizer alive.
+    Masters start from ``originals``, float32 values by half weight, where these round to the weight. Returns
+    a function that restores every optimizer and returns the values of weights that had masters. It keeps no
+    optimizer alive.
     """
     found = [optimizer_of(one) for one in optimizers]
     for position, optimizer in enumerate(found):

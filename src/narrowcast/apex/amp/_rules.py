@@ -160,9 +160,6 @@ def plan(
     Returns:
         A policy for functions that go through PyTorch's dispatcher, and the Python functions that are cast
         as a whole or refuse half tensors.
-
-    Raises:
-        PolicyError: a name for which there is no operator and no function, or two names that disagree.
     """
     votes = [*_votes(), *(_Vote(kind, _REGISTERED, key) for key, kind in registered.items())]
     whole: dict[Key, WholeCast] = {}

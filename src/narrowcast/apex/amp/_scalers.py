@@ -112,16 +112,8 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 def state_dict(destination: Any = None) -> Any:
     """Return the scale of each loss of the latest ``amp.initialize``, in the format of apex.
 
-    It does not hold the masters: under O2 ``model.state_dict()`` does.
-
-    Args:
-        destination: a mapping to put the entries into; None makes an ``OrderedDict``.
-
-    Returns:
-        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``; empty where amp is disabled.
-
-    Raises:
-        AmpError: ``amp.initialize`` was not called.
+    It does not hold the masters: under O2 ``model.state_dict()`` does. The entries go into ``destination``,
+    or into a new ``OrderedDict``: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
     """
     _require_initialized("state_dict")
     state = OrderedDict() if destination is None else destination

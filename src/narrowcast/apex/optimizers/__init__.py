@@ -48,20 +48,11 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
 
     Formulas and state are those of ``torch.optim.AdamW(fused=True)``, or with ``adam_w_mode=False`` of
     ``torch.optim.Adam(fused=True)``; single operations are rounded as in torch. States that apex saved load,
-    with their count of steps.
+    with their count of steps. ``set_grad_none`` is what ``zero_grad()`` does without an argument.
 
-    Args:
-        params, lr, betas, eps, weight_decay, capturable: as in ``torch.optim.AdamW``; no weight decay by
-            default.
-        adam_w_mode: weight decay apart from the gradient (AdamW); False: added to it (L2).
-        set_grad_none: what ``zero_grad()`` does without an argument.
-        bias_correction, amsgrad, master_weights: must have their defaults.
-
-    Raises:
-        UnsupportedError: a setting that must have its default; at a step, parameters in float16 or bfloat16,
-            for which apex kept moments in float32 and torch would keep them in the parameter's format.
-
-    Source: apex ``csrc/multi_tensor_adam.cu``.
+    Raises ``UnsupportedError`` for ``bias_correction=False``, ``amsgrad`` and ``master_weights``, and at a
+    step for parameters in float16 or bfloat16, for which apex kept moments in float32 and torch would keep
+    them in the parameter's format. Source: apex ``csrc/multi_tensor_adam.cu``.
     """
 
     def __init__(
@@ -102,18 +93,9 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
 class FusedSGD(_ApexOptimizer, torch.optim.SGD):
     """``apex.optimizers.FusedSGD``: torch's fused SGD, which has the same formulas and state.
 
-    Args:
-        params, lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``; ``lr`` has no
-            default.
-        wd_after_momentum: must be False: torch adds the weight decay to the gradient before the momentum.
-        materialize_master_grads: has no effect: masters always have gradients here.
-        set_grad_none: what ``zero_grad()`` does without an argument.
-
-    Raises:
-        UnsupportedError: ``wd_after_momentum=True``; at a step, parameters in float16 or bfloat16, which
-            torch rounds otherwise than apex did.
-
-    Source: apex ``csrc/multi_tensor_sgd_kernel.cu``.
+    ``materialize_master_grads`` has no effect: masters always have gradients here. Raises
+    ``UnsupportedError`` for ``wd_after_momentum=True``, and at a step for parameters in float16 or bfloat16,
+    which torch rounds otherwise than apex did. Source: apex ``csrc/multi_tensor_sgd_kernel.cu``.
     """
 
     def __init__(

@@ -46,15 +46,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         message_size: the most float32 elements in a bucket.
         delay_allreduce: reduce everything when backward has ended, and accept parameters without gradients,
             which torch looks for in every graph (it warns once if there was none).
-        gradient_predivide_factor: has no effect: torch always divides before the sum.
-        allreduce_trigger_params, num_allreduce_streams, prof: have no effect on the result, and none here.
-        shared_param, retain_allreduce_buffers, allreduce_always_fp32, allreduce_communicators,
-            gradient_average: must have their defaults.
 
-    Raises:
-        SettingError: an option that must have its default, or is out of range.
-
-    Source: apex ``parallel/distributed.py``; https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+    The other arguments have no effect on the result, or raise ``SettingError`` if they are not the default.
+    Source: apex ``parallel/distributed.py``.
     """
 
     def __init__(
@@ -113,11 +107,8 @@ def convert_syncbn_model(
 ) -> nn.Module:
     """``apex.parallel.convert_syncbn_model``: use torch's SyncBatchNorm for every batch norm.
 
-    Values, running statistics and the training mode stay. In a process group without a device that can
-    synchronize, torch would raise at the first batch; this raises at once.
-
-    Raises:
-        UnsupportedError: ``channel_last``; a process group on a machine that has only CPUs.
+    Values, running statistics and the training mode stay. Raises ``UnsupportedError`` for ``channel_last``,
+    and in a process group on a machine that has only CPUs, where torch would raise at the first batch.
     """
     if channel_last:
         raise UnsupportedError(

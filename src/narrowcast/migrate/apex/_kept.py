@@ -30,7 +30,7 @@ OFFERED: dict[str, set[str]] = {
         "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD",
     },
     "apex.parallel": {
-        "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model",
+        "DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model",
         "create_syncbn_process_group",
     },
 }  # fmt: skip
