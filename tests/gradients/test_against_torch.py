@@ -346,9 +346,8 @@ TestTwoScalers = TwoScalers.TestCase
 TestTwoScalers.settings = settings.get_profile("gradients-quick")
 
 
-class TwoScalersForLong(TwoScalers):
-    """The same machine, for ``make test-long``."""
-
-
-TestManySequences = pytest.mark.long(TwoScalersForLong.TestCase)
-TestManySequences.settings = settings.get_profile("gradients-long")
+# 12,000 sequences in all: in parts, so that several processes share them and none takes too long.
+for _part in range(8):
+    _machine = type(f"TwoScalers{_part}", (TwoScalers,), {})
+    _machine.TestCase.settings = settings.get_profile("gradients-long")
+    globals()[f"TestManySequences{_part}"] = pytest.mark.long(_machine.TestCase)
