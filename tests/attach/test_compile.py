@@ -73,7 +73,7 @@ def train(make, backend):
 WAYS = [(way, "eager") for way in (_module, _in_place, _function, _submodule)]
 WAYS += [(way, "aot_eager") for way in (_module, _function)]
 INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-WAYS += [pytest.param(_module, "inductor", marks=INDUCTOR)]
+WAYS += [pytest.param(_module, "inductor", marks=[INDUCTOR, pytest.mark.long])]
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from scenarios import data, network
+from scenarios import data, network, notes_of
 from test_overflow import all_finite, backward, copies_of
 from torch import nn
 
@@ -128,7 +128,7 @@ def test_a_function_that_sees_scaled_gradients_is_named_once():
     )
     with Attachment("bf16") as attached:
         F.mse_loss(Normalized.apply(model(x)), y).backward()
-    assert not attached.recorder.notes[:-1]
+    assert not notes_of(attached)[:-1]
 
 
 def test_torch_func_in_fp16_says_that_it_is_not_scaled():
@@ -238,6 +238,5 @@ def test_a_script_that_uses_autocast_later_is_told_from_where_on():
             optimizer.step()
         with torch.autocast("cpu", torch.bfloat16):
             model(data()[0])
-    assert attached.recorder.notes == [
-        "the script uses autocast itself, so narrowcast added nothing from step 3 on"
-    ]
+    said = "the script uses autocast itself, so narrowcast added nothing from step 3 on"
+    assert notes_of(attached) == [said]

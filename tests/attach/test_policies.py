@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from scenarios import notes_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,11 +97,12 @@ def test_a_rule_that_names_no_module_of_any_model_is_noted(tmp_path):
     missing = [rule.module(name, compute="fp32") for name in ("decoder.*", "haed")]
     missing.append(rule.module_type("mine.Linaer", compute="fp32"))
     asked = policy(rule.module("head", compute="fp32"), *missing)
-    with Attachment(asked, writer=writer):
+    with Attachment(asked, writer=writer) as attached:
         Classifier()(torch.ones(2, 8))
         nn.Linear(8, 8)(torch.ones(2, 8))
-    notes = [event["text"] for event in read_capture(writer.path).events if event["event"] == "note"]
-    assert notes == [
+    notes = [event["text"] for event in read_capture(writer.path).of("note")]
+    assert notes == attached.recorder.notes
+    assert notes_of(attached) == [
         'the rule for modules "decoder.*" named no module of what the script called (Classifier, Linear)',
         'the rule for modules "haed" named no module of what the script called (Classifier, Linear) '
         '(did you mean "head"?)',
