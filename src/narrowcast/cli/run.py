@@ -104,7 +104,9 @@ def run(
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     if rank == 0:
         discard_captures(folder, from_rank=_world_size())
-    writer = CaptureWriter(folder / ("capture.jsonl" if rank == 0 else f"capture-rank{rank}.jsonl"))
+    # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.
+    own = rank == 0 or run_dir is None
+    writer = CaptureWriter(folder / ("capture.jsonl" if own else f"capture-rank{rank}.jsonl"))
     rules = len(with_fp32_weights(policy).rules)
     writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
