@@ -65,6 +65,7 @@ def outcomes(tmp_path_factory):
     return json.loads(said.read_text())
 
 
+@pytest.mark.cpu_kind
 @pytest.mark.parametrize("name", PYTHON_BLOCKS)
 def test_python_blocks_run(name, outcomes):
     assert outcomes[name] is None, outcomes[name]
@@ -108,6 +109,7 @@ def test_the_readmes_commands_run_its_example(tmp_path):
     assert (tmp_path / "compare" / "report.html").is_file()
 
 
+@pytest.mark.cpu_kind
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_the_stepper_of_the_documents_trains_the_digits(policy, capsys):
     (code,) = [block for block in blocks(ROOT / "docs" / "stepper.md", "python") if "load_digits" in block]

@@ -14,6 +14,8 @@ LARGEST_SEED = 2**32 - 1
 def workplace(here, monkeypatch):
     """A folder with good and bad files in it, and a ``sys.path`` that may be changed."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    # On a CPU without bf16 there would be nothing to compare.
+    monkeypatch.setenv("NARROWCAST_POLICY", "bf16")
     workshop = here
     workshop.write("good.py", "print('it ran')")
     workshop.write("file", "")
@@ -52,6 +54,7 @@ IN_BOTH_VERBS = {
 }
 
 
+@pytest.mark.cpu_kind
 @pytest.mark.parametrize("verb", ["run", "compare"])
 @pytest.mark.parametrize("words", IN_BOTH_VERBS)
 def test_wrong_use_is_one_line_and_two(workplace, capsys, verb, words):

@@ -116,6 +116,7 @@ def test_every_null_of_the_json_has_a_reason(trained):
     assert unexplained(result, result["reasons"]) == []
 
 
+@pytest.mark.cpu_kind
 def test_numbers_of_a_script_that_trains(trained, kept):
     result = strict(trained.stdout)
     fp32, mixed, ratio = result["fp32"], result["mixed"], result["ratio"]
@@ -331,7 +332,7 @@ def compared(here, monkeypatch, capsys):
         def compare(settings, *, progress):
             return read_comparison(make(settings.folder))
 
-        monkeypatch.setattr("narrowcast.verify.compare", compare)
+        monkeypatch.setattr("narrowcast.verify.compare.compare", compare)
         code = main(["compare", "--policy", "bf16", "--run-dir", "made", *words, "trains.py"])
         return code, [line for line in capsys.readouterr().err.splitlines() if "report: " not in line]
 
