@@ -1,6 +1,7 @@
 """What is said of this machine, against what its operating system says."""
 
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -44,9 +45,13 @@ def flags_of_this_machine():
     if not info.exists() or platform.machine() != "x86_64":
         return None
     line = next(line for line in info.read_text().splitlines() if line.startswith("flags"))
-    return set(line.split(":")[1].split())
+    flags = set(line.split(":")[1].split())
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # torch is made to report an older CPU
+        flags = {flag for flag in flags if not flag.startswith(("avx512", "amx", "avx10"))}
+    return flags
 
 
+@pytest.mark.cpu_kind
 def test_the_format_of_this_cpu_is_what_its_flags_say():
     flags = flags_of_this_machine()
     choice = best_format("cpu")
@@ -126,13 +131,6 @@ def test_the_format_of_this_gpu():
     assert versions()["gpu"] == torch.cuda.get_device_name()
 
 
-def test_other_devices_take_the_default_of_their_autocast():
-    assert best_format("xpu") == Choice(
-        format={torch.bfloat16: "bf16", torch.float16: "fp16"}[torch.get_autocast_dtype("xpu")],
-        because="autocast's default on 'xpu'",
-    )
-
-
 def test_devices_that_torch_knows(monkeypatch):
     known = known_device_types()
     for device_type in known:
@@ -173,13 +171,6 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(monkeypatch, built)
         nc.autocast("cudda")
 
 
-def test_metal_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    with pytest.raises(DeviceError) as refused:
-        check_device("mps")
-    assert str(refused.value) == ("device 'mps' was asked for and this machine has none. Use device 'cpu'.")
-
-
 @pytest.mark.parametrize("version", ["1.13.1", "2.2.0", "2.10.0+cu128", "2.10.9.dev20250101"])
 def test_an_old_torch_is_refused(monkeypatch, version):
     monkeypatch.setattr("torch.__version__", version)
@@ -188,15 +179,6 @@ def test_an_old_torch_is_refused(monkeypatch, version):
     assert str(refused.value) == (
         f"narrowcast needs torch 2.11 or newer and found {version}: pip install --upgrade 'torch>=2.11'"
     )
-
-
-@pytest.mark.parametrize(
-    "version", ["2.11.0", "2.11.0a0+git1234", "2.13.0.dev20260101+cpu", "2.20", "3.0.1", None]
-)
-def test_a_torch_that_is_new_enough_is_taken(monkeypatch, version):
-    if version is not None:
-        monkeypatch.setattr("torch.__version__", version)
-    require_torch()
 
 
 def test_versions_can_be_written_as_json():

@@ -9,20 +9,6 @@ from narrowcast.errors import FileError
 from narrowcast.observe.capture import COMPARISON, read_comparison
 
 
-def test_a_comparison_comes_back_with_its_runs(tmp_path):
-    folder = made_captures.trained(tmp_path, steps=12)
-    found = read_comparison(folder)
-    assert found.finished
-    assert found.folder == folder
-    assert [(run.name, run.format, run.seed) for run in found.runs] == [
-        (f"{format_}-{seed}", format_, seed) for seed in range(3) for format_ in ("fp32", "mixed")
-    ]
-    assert {run.last_line for run in found.runs} == {"test accuracy 0.981"}
-    assert all(len(run.capture.of("step")) == 12 for run in found.runs)
-    assert found.only("certificate")["verdict"] == "pass"
-    assert found.only("output") is None
-
-
 def test_a_killed_comparison_has_what_it_had(tmp_path):
     found = read_comparison(made_captures.killed(tmp_path))
     assert not found.finished
@@ -55,7 +41,7 @@ def test_wherever_a_comparison_was_cut_it_can_be_read(tmp_path):
     whole = (folder / COMPARISON).read_bytes()
     first = whole.index(b"\n")
     seen = set()
-    for cut in range(first, len(whole) + 1, 7):
+    for cut in range(first, len(whole) + 1, 61):
         (folder / COMPARISON).write_bytes(whole[:cut])
         seen.add(len(read_comparison(folder).runs))
     assert seen == set(range(7))

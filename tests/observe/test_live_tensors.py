@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from child_processes import finished, output_of
-from narrowcast.errors import OrderError, UnsupportedError
+from child_processes import finished
+from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling import LiveTensorBytes
 
 KIB = 1024
@@ -56,17 +56,6 @@ def test_blocks_count_from_when_they_are_made_until_they_are_freed():
     del b
 
 
-def test_views_and_writes_in_place_take_nothing_and_resizing_does():
-    with LiveTensorBytes() as tensors:
-        a = torch.zeros(16 * KIB)
-        views = [a.view(16, KIB), a[::2], a.reshape(-1), a.detach()]
-        a.neg_().relu_()
-        assert len(views) == 4
-    assert tensors.peak_bytes == 64 * KIB
-    with LiveTensorBytes() as tensors:
-        a.resize_(32 * KIB)
-
-
 def test_what_is_saved_for_the_backward_and_gradients_count():
     x = torch.ones(16 * KIB, requires_grad=True)
     with LiveTensorBytes() as tensors:
@@ -89,13 +78,6 @@ def test_what_was_there_before_is_left_out_and_so_is_its_end():
         c = torch.empty(2 * KIB)
     assert tensors.peak_bytes == 8 * KIB
     del c
-
-
-def test_meta_tensors_take_nothing():
-    with LiveTensorBytes() as tensors:
-        a = torch.empty(1 << 40, device="meta")
-    assert tensors.peak_bytes == 0
-    del a
 
 
 @pytest.mark.gpu
@@ -123,7 +105,7 @@ def mlp(width, dtype, *, recompute=False):
     return train
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_training_takes_what_its_storages_take(recompute):
     """Kernels of fp32 linear layers and GELU make no temporary tensors, so nothing else is there to count."""
     tensors, storages = both(mlp(96, torch.float32, recompute=recompute))
@@ -145,21 +127,6 @@ def test_temporary_tensors_inside_a_kernel_count():
     assert tensors.peak_bytes > storages.peak
 
 
-def test_it_is_read_after_the_block_and_reading_inside_ends_it():
-    tensors = LiveTensorBytes()
-    with pytest.raises(OrderError, match="nothing was recorded yet"):
-        _ = tensors.peak_bytes
-    with tensors:
-        a = torch.empty(KIB)
-        assert tensors.peak_bytes == 4 * KIB
-        b = torch.empty(KIB)
-    assert tensors.peak_bytes == 4 * KIB
-    with tensors:  # begins anew
-        c = torch.empty(2 * KIB)
-    assert tensors.peak_bytes == 8 * KIB
-    del a, b, c
-
-
 def test_reading_inside_an_open_range_of_the_profiler_is_safe():
     tensors = LiveTensorBytes().__enter__()
     with torch.profiler.record_function("a range"):
@@ -175,22 +142,6 @@ def test_a_profiler_in_between_is_noticed():
         torch.ones(3)
     with pytest.raises(UnsupportedError, match="another profiler ran in this thread"):
         _ = tensors.peak_bytes
-
-
-def test_an_exception_ends_the_recording():
-    tensors = LiveTensorBytes()
-    a = None
-
-    def fail():
-        nonlocal a
-        with tensors:
-            a = torch.empty(KIB)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert a is not None
-    del a
 
 
 def test_other_threads_are_not_seen():
@@ -214,8 +165,3 @@ def test_stderr_is_left_to_others():
     )
     done = finished([sys.executable, "-c", program])
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
-
-
-def test_reading_captures_does_not_import_torch():
-    program = "import sys, narrowcast.observe; print('torch' in sys.modules)"
-    assert output_of([sys.executable, "-c", program]).strip() == "False"

@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import OrderError, SettingError, UnsupportedError
+from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.observe import _torch_internals as internals
 
 SCALERS = [torch.amp.GradScaler, nc.GradScaler]
@@ -96,16 +97,6 @@ def test_a_skipped_step(scaler, factor, fused):
     assert [line[:8].strip() for line in str(trace).splitlines()].count("skipped") == 1
 
 
-@pytest.mark.parametrize("scaler", SCALERS)
-def test_what_is_finite_beside_an_overflow_is_unscaled(scaler):
-    model, x = one_by_one()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    model.weight.register_hook(lambda gradient: gradient * math.inf)
-    trace = scaled(model, x, optimizer, scaler("cpu", init_scale=4096.0))
-    assert trace.skipped
-    assert numbers(trace)["unscale"][1] == (math.inf, 1.0)
-
-
 def test_a_stepper_brings_everything():
     model, x = one_by_one()
     stepper = nc.Stepper(
@@ -134,9 +125,11 @@ def test_a_stepper_brings_everything():
     assert {values for values, _ in numbers(skipped).values()} == {(-0.5 - X, 1.0)}
 
 
+@pytest.mark.cpu_kind
 def test_masters_have_rows_of_their_own():
     model, x = one_by_one()
-    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), lr=2.0**-12), "O2")
+    policy = replace(nc.Policy.preset("O2"), compute="bf16")  # auto is fp32 on some CPUs
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), lr=2.0**-12), policy)
     with nc.observe.trace_step(stepper) as trace:
         with stepper.autocast():
             loss = model(x).float().sum()
@@ -363,29 +356,6 @@ def test_nothing_is_left_behind_by_an_exception():
     assert not model.weight._post_accumulate_grad_hooks
     scaler.step(optimizer)
     assert [stage.name for stage in trace.stages] == ["forward", "backward"]
-
-
-def test_a_backward_pass_that_fails_does_not_hide_the_next():
-    model, x = one_by_one()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with nc.observe.trace_step(model, optimizer) as trace:
-        failing = model.weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(x).backward()
-        failing.remove()
-        optimizer.zero_grad()
-        model(x).backward()
-    assert numbers(trace)["backward"][1] == (X, 1.0)
-
-
-def test_nested_traces_see_the_same():
-    model, x = one_by_one()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1), torch.amp.GradScaler("cpu", init_scale=4.0)
-    with nc.observe.trace_step(model, optimizer, scaler=scaler) as outer:
-        inner = scaled(model, x, optimizer, scaler)
-    assert numbers(outer) == numbers(inner)
-    with outer, pytest.raises(OrderError, match="open already"), outer:
-        pass
 
 
 def test_what_cannot_be_traced_is_refused():

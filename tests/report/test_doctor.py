@@ -3,7 +3,7 @@
 import pytest
 
 from narrowcast.report import doctor_text
-from narrowcast.report._doctor import advice, two_digits
+from narrowcast.report._doctor import advice
 
 AMOUNTS = {"matmul": 2, "matmul_with_casts": 2, "convolution": 18}
 
@@ -298,12 +298,6 @@ def test_names_of_hardware_are_shown_as_text():
     assert "CPU       [red]A B[/nothing], 2 cores" in doctor_text(examination(CPU_DEVICE, facts=facts))
 
 
-def test_less_exact_fp32_is_said():
-    facts = FACTS | {"arithmetic": {"float32_matmul_precision": "high"}}
-    text = doctor_text(examination(CPU_DEVICE, facts=facts))
-    assert 'fp32      matmul precision "high": less exact than fp32' in text
-
-
 def test_nothing_measured_is_said():
     text = doctor_text(examination(CPU_DEVICE | {"rows": [], "reason": "no time", "choice": UNJUDGED}))
     assert "Not measured: this CPU (no time)" in text
@@ -342,31 +336,6 @@ def test_the_choice_against_the_rates(choice, expected):
     assert list(advice(device, FACTS["arithmetic"])) == [expected]
 
 
-def test_a_choice_of_fp32_that_was_not_measured_needs_no_word():
-    device = CPU_DEVICE | {"choice": UNJUDGED | {"format": "fp32"}, "rows": []}
-    assert list(advice(device, FACTS["arithmetic"])) == []
-
-
-@pytest.mark.parametrize(
-    ("speeds", "expected"),
-    [
-        ((0.5, 2.0, 4.0), "between 10 x 10 and 20 x 20"),
-        ((0.5, 0.9, 4.0), "between 20 x 20 and 30 x 30"),
-        ((1.0, 2.0, 4.0), None),
-        ((0.5, 0.6, 0.7), None),
-        ((0.5, 2.0, 0.7), None),
-        ((), None),
-    ],
-)
-def test_from_where_a_layer_repays_its_casts(speeds, expected):
-    rows = [
-        row("matmul_with_casts", "", (n, n), "bf16", 1.0, s)
-        for n, s in zip((10, 20, 30), speeds, strict=False)
-    ]
-    said = [line for line in advice(CPU_DEVICE | {"rows": rows}, FACTS["arithmetic"]) if "repays" in line]
-    assert [expected in line for line in said] == ([True] if expected else [])
-
-
 def test_only_the_largest_product_says_never():
     """On a small one the overhead of a call hides how slow a format is."""
     rows = [row("matmul", "", (n, n), "fp16", 1.0, s) for n, s in ((10, 0.9), (20, 0.01))]
@@ -378,27 +347,6 @@ def test_only_the_largest_product_says_never():
     ]
     (told,) = advice(device | {"device_type": "cuda", "rows": rows[1:]}, FACTS["arithmetic"])
     assert told.startswith("fp16 on this GPU is 100 times slower in matmul and 50")
-
-
-@pytest.mark.parametrize(
-    ("number", "shown"),
-    [
-        (0.0098, "0.010"),
-        (0.066, "0.066"),
-        (0.37, "0.37"),
-        (1.0, "1.0"),
-        (4.14, "4.1"),
-        (15.4, "15"),
-        (871, "871"),
-    ],
-)
-def test_ratios_have_no_exponent(number, shown):
-    assert two_digits(number) == shown
-
-
-def test_unknown_kinds_of_a_later_version_are_shown_by_their_name():
-    rows = [row("matmul", "", (10, 10), "fp32", 1.0, 1.0) | {"kind": "sorting"}]
-    assert "sorting, GFLOP/s" in doctor_text(examination(CPU_DEVICE | {"rows": rows}))
 
 
 def test_cells_that_no_format_measured_are_listed_once():

@@ -262,17 +262,6 @@ def test_each_sentence_has_its_figure_and_its_reason(paths, words, otherwise):
     assert words not in said(changed(**otherwise))
 
 
-def test_products_are_small_only_where_the_rates_of_larger_ones_say_so():
-    def of(*sizes):
-        return said(changed(together__products_speedup=1.0, together__sizes=list(sizes)))
-
-    assert "the products are small" in of(*SMALL)
-    assert "the products are small" in of(size((4, 4, 4), machine=None)), "smaller than any that was measured"
-    assert "the products are small" not in of(size((512, 512, 512), machine=(3.3, (512, 512))))
-    conv = size((64, 128, 16, 16, 128, 128, 3, 3), kind="convolution", machine=(2.0, (4, 256, 28, 28)))
-    assert "the products are small" not in of(conv), "a convolution is not held against a matrix product"
-
-
 def test_what_takes_the_most_time_is_changed_first_and_four_things_are_enough():
     found = changed(
         mixed__shares={
@@ -288,16 +277,3 @@ def test_what_takes_the_most_time_is_changed_first_and_four_things_are_enough():
     slower = changed(together__products_speedup=0.5, together__sizes=SMALL)
     (first,) = [line for line in conclusion(slower) if line.startswith("Change first")]
     assert "the products are small" in first, "that they are slower is why the format loses"
-
-
-def test_fused_is_advised_where_it_is_a_choice():
-    assert "fused=True" in said(FOUND)
-    for fused in (True, None):
-        assert "fused=True" not in said(changed(mixed__fused=fused))
-
-
-def test_reads_that_nobody_could_count():
-    text = diagnosis_text(changed(mixed__reads=None))
-    assert "Reads of tensors: the script ended before any step was left" in text
-    assert "Reads of tensors" not in said(changed(mixed__reads=None))
-    assert "Reads of tensors: none in 10 steps." in diagnosis_text(changed(mixed__reads__sites=[]))

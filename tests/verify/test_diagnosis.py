@@ -8,7 +8,7 @@ import pytest
 
 from narrowcast.errors import ScriptError
 from narrowcast.verify import DiagnosisSettings, diagnose
-from narrowcast.verify._diagnosis import most_speedup, nearest_rate, side_by_side
+from narrowcast.verify._diagnosis import nearest_rate, side_by_side
 
 NO_RATES = {"devices": []}
 HEAD = """\
@@ -239,10 +239,6 @@ def test_the_nearest_size_is_that_of_the_most_similar_work(kind, shape, speed):
     assert (None if found is None else found["speed"]) == speed
 
 
-def test_without_the_larger_sizes_the_smallest_is_not_near():
-    assert nearest_rate({"kind": "matmul", "shape": [2048] * 3}, "bf16", RATES[:1]) is None
-
-
 def profile(products, *, plain_s, share):
     rows = [
         {"kind": "matmul", "shape": shape, "count": count, "each_s": each_s, "share": 0.1}
@@ -285,9 +281,3 @@ def test_a_product_that_only_one_run_has_is_not_compared():
     assert together["products_speedup"] is None
     assert together["machine_speedup"] is None
     assert together["limit_here"] is None
-
-
-def test_what_products_alone_can_gain():
-    assert most_speedup(0.5, 2.0) == pytest.approx(4 / 3)
-    assert most_speedup(0.0, 9.0) == 1
-    assert most_speedup(1.0, 9.0) == 9

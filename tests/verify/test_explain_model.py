@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import narrowcast as nc
 from narrowcast.errors import PolicyError
@@ -77,26 +76,6 @@ def test_a_call_is_watched_and_leaves_everything_as_it_was():
     assert str(explanation).startswith("Sequential: bf16 on this CPU, by the policy bf16\n")
     assert max(map(len, str(explanation).splitlines())) <= 79
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_what_the_first_watched_call_sets_up_is_not_counted():
-    """Neither its operators, whose times would be shown, nor the rules that decided about them alone."""
-
-    class SetsUp(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.is_set_up = nn.Linear(8, 8), False
-
-        def forward(self, x):
-            if not self.is_set_up and _get_current_dispatch_mode_stack():
-                self.is_set_up = True
-                x = x + torch.softmax(x, -1).sin()
-            return self.layer(x)
-
-    rule = nc.rule.op("softmax", compute="fp16")
-    found = nc.explain(SetsUp(), nc.Policy.preset("bf16").with_rules(rule), torch.randn(4, 8)).found
-    assert [site["op"] for site in found["sites"] if site["kind"] != "view"] == ["linear"]
-    assert [one["rule"] for one in found["unreached"]] == [str(rule)]
 
 
 def test_inputs_by_keyword_and_a_rule_that_is_removed():
