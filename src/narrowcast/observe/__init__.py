@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from narrowcast.observe.capture import Capture, ComparisonCapture, TimedRun, read_capture, read_comparison
+from narrowcast.observe.capture import Capture, ComparisonCapture, read_capture, read_comparison
 
 if TYPE_CHECKING:
     from narrowcast.observe._exponent_histogram import CastCounts, ExponentHistogram
@@ -24,7 +24,6 @@ __all__ = [
     "ExponentHistogram",
     "Profile",
     "StepTrace",
-    "TimedRun",
     "profile",
     "read_capture",
     "read_comparison",

@@ -30,21 +30,21 @@ _WIDEST = (torch.float64, torch.complex128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastCounts:
-    """What casting the numbers of a histogram to a format makes of them; counts of numbers.
+    """What a cast to a format makes of the numbers of a histogram, as counts.
+
+        counts = histogram.cast_to(nc.formats.FLOAT16, scale=1024)
+        print(counts.flushed_share, counts)
 
     Attributes:
         format: the name of the format.
-        scale: what each number was multiplied by before, exactly.
-        zeros: were zero before.
+        scale: factor of each number before the cast, exact.
+        zeros, infinities, nans: were that before.
         flushed: became zero, and were not.
-        subnormal: became smaller than the format's smallest normal number, and kept part of their digits.
+        subnormal: became smaller than the smallest normal number, and kept part of their digits.
         normal: became normal numbers.
-        overflowed: went past the largest number (an infinity, NaN, or the largest number where conversions
-            saturate).
-        infinities: were infinite before.
-        nans: were NaN before.
+        overflowed: went past the largest number (to infinity, NaN, or the largest number if it saturates).
 
-    The shares are those of the numbers that are finite and not zero; None where there are none.
+    The shares are of the finite numbers that are not zero; None if there are none.
     """
 
     format: str
@@ -59,7 +59,7 @@ class CastCounts:
 
     @property
     def total(self) -> int:
-        """Every number, NaN included."""
+        """All numbers, NaN included."""
         return self.zeros + self.nonzero + self.infinities + self.nans
 
     @property
@@ -84,14 +84,14 @@ class CastCounts:
 
     @property
     def overflowed_share(self) -> float | None:
-        """Of finite non-zero numbers, those that went past the largest number."""
+        """Of finite non-zero numbers, those that overflowed."""
         return self._share(self.overflowed)
 
     def _share(self, count: int) -> float | None:
         return count / self.nonzero if self.nonzero else None
 
     def as_json(self) -> dict[str, Any]:
-        """Every count and share."""
+        """Return every count and share."""
         names = ("flushed", "subnormal", "normal", "overflowed")
         return asdict(self) | {f"{name}_share": self._share(getattr(self, name)) for name in names}
 
@@ -107,7 +107,7 @@ class CastCounts:
 
 
 class ExponentHistogram:
-    """Counts numbers by their exponent, tensor after tensor, without waiting for the device::
+    """Count numbers by their exponent, over many tensors, without waiting for the device::
 
         histogram = nc.observe.ExponentHistogram()
         activation.register_hook(histogram.add)  # its gradient
@@ -115,22 +115,22 @@ class ExponentHistogram:
         print(histogram.cast_to(nc.formats.FLOAT16, scale=1024))
 
     What a cast would flush to zero, make subnormal or overflow is exact, as if each number had been
-    multiplied and cast (nearest, ties to even), for every format and every power of two. Counts are int64,
-    208 KiB a device; adding takes about thirty passes over the tensor.
+    multiplied and cast (nearest, ties to even), for every format and power of two. The counts take 208 KiB a
+    device; adding takes about thirty passes over the tensor.
     """
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, torch.Tensor] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the numbers of a tensor; returns nothing, so that it is a hook for gradients.
+        """Count the numbers of a tensor; returns None, so that it can be a gradient hook.
 
         Args:
             tensor: any shape and device; float32, float16, bfloat16, fp8 or complex64 (two numbers each). Of
                 a sparse tensor the stored numbers count, of a DTensor those of this rank.
 
         Raises:
-            SettingError: no tensor, or of another dtype. float64 has exponents that are not counted here.
+            SettingError: not a tensor, or of another dtype. float64 has exponents that are not counted.
         """
         if not isinstance(tensor, torch.Tensor):
             raise SettingError(f"expected a tensor, got {type(tensor).__name__}")
@@ -163,7 +163,7 @@ class ExponentHistogram:
     # ---- reading, which waits for the devices
 
     def _read(self) -> Counter[int]:
-        """Counts by bin, in rising order, of those that have any."""
+        """Return the counts of bins that are not empty, in rising order."""
         total = torch.zeros(_NAN + 1, dtype=torch.int64)
         for counts in self._counts.values():
             total += counts.cpu()
@@ -172,7 +172,7 @@ class ExponentHistogram:
 
     @property
     def total(self) -> int:
-        """Every number that was added, NaN included."""
+        """All numbers that were added, NaN included."""
         return self._read().total()
 
     @property
@@ -192,10 +192,7 @@ class ExponentHistogram:
 
     @property
     def exponents(self) -> dict[int, int]:
-        """How many numbers x have 2**e <= abs(x) < 2**(e + 1), by e, rising; those that occur.
-
-        Subnormals of float32 are counted like all others, down to -149.
-        """
+        """Number of x with 2**e <= abs(x) < 2**(e + 1), by e, rising, down to -149 (subnormals)."""
         found: dict[int, int] = {}
         for index, count in self._read().items():
             if index < _BINS:
@@ -204,11 +201,11 @@ class ExponentHistogram:
         return found
 
     def cast_to(self, format: Format, *, scale: float = 1.0) -> CastCounts:
-        """What multiplying by ``scale`` and then casting to ``format`` would make of the numbers, exact.
+        """Return what multiplying by ``scale`` and casting to ``format`` would make of the numbers, exact.
 
         Raises:
-            SettingError: ``format`` is none of ``nc.formats``.
-            ScaleError: a scale that is no power of two from 2**-500 to 2**500.
+            SettingError: ``format`` is not one of ``nc.formats``.
+            ScaleError: ``scale`` is not a power of two from 2**-500 to 2**500.
         """
         _check_format(format)
         shift = _shift_of(scale)
@@ -227,9 +224,9 @@ class ExponentHistogram:
         )
 
     def largest_scale(self, format: Format) -> float | None:
-        """The largest power of two with which no finite number of these overflows ``format``.
+        """Return the largest power of two with which no finite number overflows ``format``; None for zeros.
 
-        None where all are zero. What the numbers of the next step need is another matter.
+        The numbers of the next step may need a smaller one.
         """
         _check_format(format)
         there = [index for index in self._read() if index < _BINS]
@@ -242,7 +239,7 @@ class ExponentHistogram:
         return 2.0**shift
 
     def as_json(self) -> dict[str, Any]:
-        """``total``, ``zeros``, ``infinities``, ``nans``, and ``exponents`` with their counts."""
+        """Return ``total``, ``zeros``, ``infinities``, ``nans``, and ``exponents`` with their counts."""
         read = self._read()
         return {
             "total": read.total(),
@@ -260,7 +257,7 @@ class ExponentHistogram:
 
 
 def _bins_of(values: torch.Tensor) -> torch.Tensor:
-    """The bin of each float32 number, int32; integer arithmetic alone, so that no mode flushes subnormals."""
+    """Return the bin of each float32 number. Integer arithmetic: no mode of the CPU flushes subnormals."""
     magnitude = values.view(torch.int32) & 0x7FFFFFFF
     # A subnormal is a whole number of 2**-149, and such a number as a float has its exponent and fraction.
     whole = magnitude.float().view(torch.int32)
@@ -280,7 +277,7 @@ def _bins_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def _ends(index: int) -> tuple[float, float]:
-    """The smallest and the largest number of a bin, exact."""
+    """Return the smallest and the largest number of a bin, exact."""
     exponent, place = divmod(index, _RUNS * _RESTS)
     run, kind = divmod(place, _RESTS)
     whole = (2 << _BITS) - (1 << (_BITS - run))
@@ -295,7 +292,7 @@ def _ends(index: int) -> tuple[float, float]:
 
 
 def _outcome(format: Format, index: int, shift: int) -> str:
-    """What becomes of the numbers of a bin: rounding keeps their order, so that the ends speak for all."""
+    """Return what becomes of the numbers of a bin: rounding keeps order, so that its ends decide."""
     first, last = (_what_is(format, round_to(format, math.ldexp(end, shift))) for end in _ends(index))
     assert first == last, f"{format.name} changes its outcome within a bin"
     return first
