@@ -21,18 +21,18 @@ from narrowcast.formats import (
     E5M2FNUZ,
     FLOAT16,
     FLOAT32,
-    FORMATS,
     OCP_E4M3,
     OCP_E5M2,
     TF32,
     Format,
-    Specials,
     decode,
     encode,
-    from_torch_dtype,
     round_to,
     torch_dtype,
 )
+from narrowcast.formats._dtype import from_torch_dtype
+from narrowcast.formats._format import Specials
+from narrowcast.formats._standard import FORMATS
 
 STORED = [format for format in FORMATS if format is not TF32]
 CHANGES = {
@@ -46,14 +46,14 @@ CHANGES = {
 }
 
 
-def test_the_door_hands_on_exactly_these_names():
+def test_the_package_has_exactly_these_names():
     constants = {format.name for format in FORMATS}
-    functions = {"decode", "encode", "from_torch_dtype", "round_to", "torch_dtype"}
-    assert set(formats.__all__) == constants | functions | {"FORMATS", "Format", "RoundingMode", "Specials"}
+    functions = {"decode", "encode", "round_to", "torch_dtype"}
+    assert set(formats.__all__) == constants | functions | {"Format", "RoundingMode"}
     assert len(formats.__all__) == len(set(formats.__all__))
 
 
-def test_importing_the_room_does_not_import_torch():
+def test_importing_the_package_does_not_import_torch():
     program = "import sys, narrowcast.formats; sys.exit('torch' in sys.modules)"
     output_of([sys.executable, "-c", program])
 

@@ -18,7 +18,6 @@ from narrowcast.formats import (
     E5M2FNUZ,
     FLOAT16,
     FLOAT32,
-    FORMATS,
     OCP_E4M3,
     OCP_E5M2,
     TF32,
@@ -28,6 +27,7 @@ from narrowcast.formats import (
     round_to,
     torch_dtype,
 )
+from narrowcast.formats._standard import FORMATS
 
 NARROW = [BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ]
 ML_DTYPES = {

@@ -12,7 +12,6 @@ from narrowcast.formats import (
     E4M3FNUZ,
     FLOAT16,
     FLOAT32,
-    FORMATS,
     OCP_E4M3,
     OCP_E5M2,
     TF32,
@@ -20,6 +19,7 @@ from narrowcast.formats import (
     encode,
     round_to,
 )
+from narrowcast.formats._standard import FORMATS
 
 STEPS = 64
 

@@ -21,18 +21,13 @@ import torch
 
 from narrowcast.casting import _kernels, _operators
 from narrowcast.casting._operators import native_kernel, pass_by
-from narrowcast.casting._places import lower_dtype, place_on
+from narrowcast.casting._places import place_on, region_dtype
 from narrowcast.casting._torch_internals import has_kernel, make_library, unseen_by_the_compiler
 from narrowcast.policy import (
-    FP32,
-    FP32_APPEND_DTYPE,
-    FP32_SET_DTYPE,
-    LOWER,
     PROMOTE,
     UNLISTED,
     Rule,
     autocast_key,
-    dtype_of,
     every_operator,
     native_table,
     operator,
@@ -40,7 +35,6 @@ from narrowcast.policy import (
 
 # A cast of a Parameter is told to be no Parameter by these, which Python's Tensor relies on.
 _LEFT_ALONE = frozenset({"detach", "alias", "lift", "lift_fresh", "_make_dual", "_fw_primal"})
-_WIDE = frozenset({FP32, FP32_SET_DTYPE, FP32_APPEND_DTYPE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,11 +228,7 @@ def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, R
 
 
 def _cast_to(compute: str | None, inputs: list[torch.Tensor], device_type: str) -> torch.dtype | None:
-    if compute == LOWER:
-        place = place_on(device_type)
-        return torch.get_autocast_dtype(device_type) if place is None else lower_dtype(place)
-    if compute in _WIDE:
-        return torch.float32
-    if compute == PROMOTE:
-        return _operators.widest(inputs, device_type)
-    return dtype_of(compute) if compute in ("bf16", "fp16") else None
+    if compute is None:
+        return None
+    promoted = _operators.widest(inputs, device_type) if compute == PROMOTE else None
+    return _operators.compute_dtype(compute, region_dtype(device_type), promoted)

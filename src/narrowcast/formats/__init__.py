@@ -6,8 +6,8 @@ Nothing here is fast, and importing it does not import torch: it is what the fas
 from __future__ import annotations
 
 from narrowcast.formats._codec import decode, encode
-from narrowcast.formats._dtype import from_torch_dtype, torch_dtype
-from narrowcast.formats._format import Format, Specials
+from narrowcast.formats._dtype import torch_dtype
+from narrowcast.formats._format import Format
 from narrowcast.formats._rounding import RoundingMode, round_to
 from narrowcast.formats._standard import (
     BFLOAT16,
@@ -15,7 +15,6 @@ from narrowcast.formats._standard import (
     E5M2FNUZ,
     FLOAT16,
     FLOAT32,
-    FORMATS,
     OCP_E4M3,
     OCP_E5M2,
     TF32,
@@ -27,16 +26,13 @@ __all__ = [
     "E5M2FNUZ",
     "FLOAT16",
     "FLOAT32",
-    "FORMATS",
     "OCP_E4M3",
     "OCP_E5M2",
     "TF32",
     "Format",
     "RoundingMode",
-    "Specials",
     "decode",
     "encode",
-    "from_torch_dtype",
     "round_to",
     "torch_dtype",
 ]

@@ -37,6 +37,10 @@ def torch_dtype(format: Format) -> torch.dtype:
         SettingError: no dtype stores it. TF32 is a way to compute on float32 tensors, not to store them.
 
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch.dtype
+
+    >>> from narrowcast.formats import OCP_E4M3, torch_dtype
+    >>> torch_dtype(OCP_E4M3)
+    torch.float8_e4m3fn
     """
     import torch
 

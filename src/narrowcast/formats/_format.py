@@ -50,6 +50,10 @@ class Format:
         SettingError: an empty name, a width or bias that is no integer or too small, ``specials`` of
             another type, fields that do not fit the storage, or numbers that a Python float cannot hold
             exactly, half the smallest and half a unit past ``max`` included.
+
+    >>> from narrowcast.formats import FLOAT16
+    >>> FLOAT16.max, FLOAT16.bits
+    (65504.0, 16)
     """
 
     name: str

@@ -17,6 +17,10 @@ class RoundingMode(StrEnum):
     ``NEAREST_EVEN``: the nearer one; from the middle, the one with the even code (IEEE 754-2019, 4.3.1).
     ``TOWARD_ZERO``: the one of smaller magnitude (IEEE 754-2019, 4.3.2).
     ``STOCHASTIC``: the one of larger magnitude with a probability equal to the fraction of the way to it.
+
+    >>> from narrowcast.formats import FLOAT16, RoundingMode, round_to
+    >>> round_to(FLOAT16, 1 + 2**-11 + 2**-13, RoundingMode.TOWARD_ZERO)
+    1.0
     """
 
     NEAREST_EVEN = "nearest-even"

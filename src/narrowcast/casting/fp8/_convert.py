@@ -170,18 +170,15 @@ def apply_fp8(
 ) -> Fp8Handle:
     """Let the linear layers of ``model`` for which fp8 rules of ``policy`` win multiply in fp8.
 
-    A layer stays the object that it is, with its parameters (fp32 as before, in optimizers, ``state_dict``,
-    checkpoints and DDP), hooks and mode; its class is ``Fp8Linear`` meanwhile. Weights tied to others and
-    layers at several paths are no obstacle. Without fp8 rules nothing happens, and torchao is not imported.
-    Call it before ``torch.compile`` and ``fully_shard``.
+    A layer stays the same object, with its parameters (fp32 as before), hooks and mode; its class is
+    ``Fp8Linear`` meanwhile. Without fp8 rules nothing happens, and torchao is not imported. Call it before
+    ``torch.compile`` and ``fully_shard``.
 
     A layer converts if it is a ``torch.nn.Linear`` and of no subclass, which may compute otherwise (LoRA,
     parametrizations, the projections of ``torch.nn.MultiheadAttention``), with a weight in fp32, bf16 or fp16
     whose in and out features are multiples of 16. Which rule wins is as for the operator ``linear`` called in
-    that module: an operator inside modules, the innermost module, the operator; among equals the later. So a
-    rule that is not fp8 may win over one that is. A layer that is left out computes as if there were no fp8
-    rule. Code that reads the weight and does not call the layer never multiplies in fp8: the attention above,
-    and the fast path of ``torch.nn.TransformerEncoderLayer`` (evaluation without gradients and regions).
+    that module. A layer that is left out computes as if there were no fp8 rule. Code that reads the weight
+    and does not call the layer never multiplies in fp8.
 
     Numbers. Input (..., in) and weight (out, in) are scaled so that their largest magnitude is 448, rounded
     to ``OCP_E4M3``, and multiplied with sums in fp32 (on hardware in what its fp8 instructions sum in); in
