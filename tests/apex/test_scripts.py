@@ -75,7 +75,7 @@ def runs(migrated, tmp_path_factory):
         jobs["speech_training", target, ("--amp",)] = ("--amp",)
         jobs["speech_training", target, ()] = ()
         jobs["language_apex", target, "O1"] = ("--fp16", "--opt_level", "O1")
-        jobs["language_native_and_apex", target, "pytorch"] = ("--fp16",)
+        jobs["language_native_and_apex", target, "pytorch"] = ("--fp16", "--amp", "pytorch")
     given, found = [], {}
     for number, ((script, way, _), options) in enumerate(jobs.items()):
         place = (

@@ -52,13 +52,6 @@ def test_the_native_branch_stays(name):
     assert any("the branch for apex goes" in message for message in told(outcome))
 
 
-def test_the_option_no_longer_offers_apex():
-    option = "parser.add_argument('--amp', default='apex', choices=['apex', 'torch'])\n"
-    branch = f"if args.amp == 'apex':\n{APEX}elif args.amp == 'torch':\n{NATIVE}"
-    outcome = migrated(HEAD + option + branch)
-    assert "parser.add_argument('--amp', default='torch', choices=['torch'])\n" in outcome.text
-
-
 def test_apex_outside_a_branch_of_its_own_keeps_all_of_it():
     text = HEAD + f'if amp_by == "torch":\n{NATIVE}elif amp_by == "apex":\n{APEX}amp.state_dict()\n'
     assert migrated(text).text == text

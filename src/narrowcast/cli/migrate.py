@@ -50,7 +50,6 @@ def migrate(
 
     from narrowcast.migrate import (
         Settings,
-        apex_left_text,
         diff_of,
         findings_text,
         migrate_files,
@@ -77,8 +76,6 @@ def migrate(
     if text and not show(text):
         return NOT_WRITTEN
     print(summary_text(outcomes, written=write, kept=len(kept)), file=sys.stderr)  # noqa: T201
-    if left := apex_left_text(outcomes, settings):
-        talk(left)
     if kept:
         return NOT_WRITTEN
     if check and changed:

@@ -2,7 +2,6 @@
 
 from narrowcast.migrate._driver import migrate_file, migrate_files, migrate_text
 from narrowcast.migrate._report import (
-    apex_left_text,
     as_json,
     diff_of,
     findings_text,
@@ -18,7 +17,6 @@ __all__ = [
     "Outcome",
     "Settings",
     "Target",
-    "apex_left_text",
     "as_json",
     "diff_of",
     "findings_text",

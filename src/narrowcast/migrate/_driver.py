@@ -69,48 +69,32 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
     """
     first = source = Source(path, text)
     trail: list[Applied] = []
-    changed: list[tuple[int, str, str, bool]] = []
-    # The stages that found nothing to change in the text as it is.
-    done: dict[Stage, tuple[Source, Changes]] = {}
+    changed: set[tuple[int, str, str, bool]] = set()
     for _ in range(_ROUNDS):
-        left: list[tuple[int, str, str, bool]] = []
+        left: set[tuple[int, str, str, bool]] = set()
         before = source
         for stage in _STAGES:
-            seen, changes = done.get(stage, (None, Changes()))
-            if seen is not source:
-                changes = _checked(stage, source, settings)
-                done[stage] = source, changes
-            found = [(origin(trail, at), *rest) for at, *rest in changes.found]
-            changed += [one for one in found if one[3]]  # type: ignore[misc]
-            left += [one for one in found if not one[3]]  # type: ignore[misc]
-            if changes.edits:
-                trail.append(Applied(source.text, changes.edits))
-                source = _parsed(path, trail[-1].text)
+            try:
+                changes = stage(source, settings)
+                found = [
+                    (origin(trail, at), rule, message, fixed) for at, rule, message, fixed in changes.found
+                ]
+                changed |= {one for one in found if one[3]}
+                left |= {one for one in found if not one[3]}
+                if changes.edits:
+                    trail.append(Applied(source.text, changes.edits))
+                    source = Source(path, trail[-1].text)
+            except SyntaxError as error:
+                # Of the output of a stage: that of the file itself was raised before.
+                raise RuntimeError(
+                    f"{path}: the migrated text does not parse; nothing was changed"
+                ) from error
         if source is before:
             break
     else:
         raise RuntimeError(f"{path}: the migration does not come to an end; nothing was changed")
-    found_in_order = sorted({*changed, *left}, key=lambda one: (one[0], not one[3], one[1:3]))
+    found_in_order = sorted(changed | left, key=lambda one: (one[0], not one[3], one[1:3]))
     return Outcome(text=source.text, findings=tuple(_finding(first, one) for one in found_in_order))
-
-
-def _checked(stage: Stage, source: Source, settings: Settings) -> Changes:
-    # A SyntaxError here is about the output of a stage; that of the file itself was raised before.
-    try:
-        return stage(source, settings)
-    except SyntaxError as error:
-        raise _broken(source.path) from error
-
-
-def _parsed(path: str, text: str) -> Source:
-    try:
-        return Source(path, text)
-    except SyntaxError as error:
-        raise _broken(path) from error
-
-
-def _broken(path: str) -> RuntimeError:
-    return RuntimeError(f"{path}: the migrated text does not parse; nothing was changed")
 
 
 def _finding(source: Source, found: tuple[int, str, str, bool]) -> Finding:

@@ -9,10 +9,8 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
-import narrowcast.apex
 from narrowcast.migrate.source._edits import Finding, Settings
 from narrowcast.migrate.source._files import FileOutcome, folders_without_python, notebooks
-from narrowcast.migrate.source._tree import Imported, Source
 
 _SCHEMA = 1
 _NAMED = 3
@@ -61,26 +59,6 @@ def passed_over_text(paths: Sequence[Path]) -> list[str]:
         more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         lines.append(f"{_counted(len(found), 'notebook')} not looked at: {names}{more}")
     return lines
-
-
-def apex_left_text(outcomes: Sequence[FileOutcome], settings: Settings) -> str | None:
-    """Return how many files still import parts of apex that ``narrowcast.apex`` has; None for none."""
-    count = sum(any(_is_provided(one.full) for one in _imports(outcome)) for outcome in outcomes)
-    if not count:
-        return None
-    left = f"{_counted(count, 'file')} still {'imports' if count == 1 else 'import'} apex"
-    other = "" if settings.target == "narrowcast" else ", or migrate with --to narrowcast"
-    return f"{left}: run {'it' if count == 1 else 'them'} with python -m narrowcast.apex{other}"
-
-
-def _imports(outcome: FileOutcome) -> list[Imported]:
-    return Source(outcome.path, outcome.after).imports if "apex" in outcome.after else []
-
-
-def _is_provided(full: str) -> bool:
-    package, _, rest = full.partition(".")
-    part = rest.partition(".")[0]
-    return package == "apex" and (part in ("", "*") or part in narrowcast.apex.__all__)
 
 
 def _counted(count: int, thing: str) -> str:

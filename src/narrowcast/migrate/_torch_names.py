@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 
 from narrowcast.migrate.source._edits import Changes, Settings, import_line, reaches
 from narrowcast.migrate.source._imports import GONE, argument_spans, move_imports, open_bracket
-from narrowcast.migrate.source._names import walk
-from narrowcast.migrate.source._tree import Reference, Source, argument, is_constant, method_of, receiver_of
+from narrowcast.migrate.source._tree import Reference, Source, argument, is_constant
 
 DEPRECATED = "deprecated-amp"
 TO_NARROWCAST = "to-narrowcast"
@@ -19,7 +19,7 @@ _NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 _AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
 # What the old regions compute in by default; the new ones use the dtype that is set for the device.
 _DEFAULTS = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
-_SETTERS = ("torch.set_autocast_dtype", "torch.set_autocast_gpu_dtype", "torch.set_autocast_cpu_dtype")
+_DTYPES = re.compile(r"float16|half|dtype")
 _NEW = {
     "torch.autocast": "autocast",
     "torch.amp.autocast": "autocast",
@@ -29,7 +29,6 @@ _NEW = {
     "torch.amp.custom_fwd": "custom_fwd",
     "torch.amp.custom_bwd": "custom_bwd",
 }
-_CLIPS = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 
 
 def deprecated_names(source: Source, settings: Settings) -> Changes:
@@ -42,13 +41,12 @@ def deprecated_names(source: Source, settings: Settings) -> Changes:
     used = [one for uses in by_import.values() for one in uses]
     # One class for both devices cannot tell which of the two a scaler is for.
     asked = {device for reference, device, _ in used if _is_type_test(source, reference.node)}
-    dtypes = _chosen_dtypes(source) if by_import else set()
     moved = set()
     for name, uses in by_import.items():
         wanted = Changes()
         # Other files call what is exported with the old arguments.
         stays = len(asked) > 1 or name in source.exported
-        problems = [one for one in uses if stays or not _rewrite(source, wanted, dtypes, *one)]
+        problems = [one for one in uses if stays or not _rewrite(source, wanted, *one)]
         for reference, _, attribute in problems:
             told = (
                 f"{reference.full} is deprecated, and what should replace it here is not clear: write "
@@ -100,9 +98,7 @@ def _new_home(full: str) -> str | None:
     return f"torch.amp.{split[1]}" if split[1] else f"torch.amp{inside}"
 
 
-def _rewrite(
-    source: Source, changes: Changes, dtypes: set[str | None], reference: Reference, device: str, name: str
-) -> bool:
+def _rewrite(source: Source, changes: Changes, reference: Reference, device: str, name: str) -> bool:
     """Rewrite one use; False where the replacement is not certain."""
     node = reference.node
     parent = source.parents[node]
@@ -114,7 +110,7 @@ def _rewrite(
         return False  # as cuda.amp.autocast, after "from torch import cuda"
     if call is None and not _means_the_same(source, node, name):
         return False
-    if call is not None and not _name_device(source, changes, dtypes, call, device, name):
+    if call is not None and not _name_device(source, changes, call, device, name):
         return False
     if call is None and name.startswith("custom_"):
         changes.insert(source.span(node)[1], f'(device_type="{device}")')
@@ -126,25 +122,16 @@ def _rewrite(
 
 
 def _is_for_old_torch(source: Source, node: ast.expr) -> bool:
-    """Return whether a use is the fallback for a torch without ``torch.amp``, or inside an f-string."""
-    inner: ast.AST = node
+    """Return whether a use may be the fallback for a torch without ``torch.amp``."""
     for outer in source.around(node):
         if isinstance(outer, ast.JoinedStr):
             return True  # quotes of the device may end the string
-        if isinstance(outer, ast.If | ast.IfExp) and inner is not outer.test:
-            words = {getattr(one, "attr", getattr(one, "id", "")) for one in walk(outer.test)}
-            asks = any(word == "hasattr" or "version" in word.lower() for word in words)
-            if asks and _uses_new_names(source, outer):
+        if isinstance(outer, ast.If | ast.IfExp | ast.Try):
+            code = source.code(outer)
+            asks = isinstance(outer, ast.Try) or re.search(r"hasattr|version", code, re.IGNORECASE)
+            if asks and re.search(r"\btorch\.(amp|autocast)\b", code):
                 return True
-        elif isinstance(outer, ast.Try) and inner in outer.handlers and _uses_new_names(source, *outer.body):
-            return True
-        inner = outer
     return False
-
-
-def _uses_new_names(source: Source, *nodes: ast.AST) -> bool:
-    names = (source.names.full(one) or "" for node in nodes for one in walk(node))
-    return any(f"{name}.".startswith(("torch.amp.", "torch.autocast.")) for name in names)
 
 
 def _means_the_same(source: Source, node: ast.expr, name: str) -> bool:
@@ -172,9 +159,7 @@ def _is_type_test(source: Source, node: ast.expr) -> bool:
     return asked or (isinstance(parent, ast.MatchClass) and parent.cls is node)
 
 
-def _name_device(
-    source: Source, changes: Changes, dtypes: set[str | None], call: ast.Call, device: str, name: str
-) -> bool:
+def _name_device(source: Source, changes: Changes, call: ast.Call, device: str, name: str) -> bool:
     """Add the device to a call, and names before arguments whose position changes."""
     given = {keyword.arg for keyword in call.keywords}
     first = call.args[0] if call.args else None
@@ -192,7 +177,8 @@ def _name_device(
     if is_region and (any(isinstance(one, ast.Starred) for one in call.args) or len(call.args) > 3):
         return False
     # Inside a region of another dtype, the new region would keep that dtype.
-    names_dtype = is_region and bool(dtypes - {_DEFAULTS[device]}) and _uses_default_dtype(call)
+    by_default = argument(call, 1, "dtype") is None and not is_constant(argument(call, 0, "enabled"), False)
+    names_dtype = is_region and by_default and _DTYPES.search(source.text) is not None
     if names_dtype and (None in given or not reaches(source, "torch", "torch")):
         return False
     changes.insert(spans[0][1] if spans else opened, f'"{device}"{", " if spans else ""}')
@@ -202,24 +188,6 @@ def _name_device(
     if names_dtype:
         changes.insert(spans[-1][2] if spans else opened, f", dtype={_DEFAULTS[device]}")
     return True
-
-
-def _chosen_dtypes(source: Source) -> set[str | None]:
-    """Return the dtypes that regions of the file name, with None for one that is computed."""
-    found: set[str | None] = set()
-    for call in source.all_calls:
-        full = source.names.full(call.func) or ""
-        dtype = argument(call, 1, "dtype") if full.endswith(".autocast") else None
-        if dtype is not None:
-            chosen = source.names.full(dtype)
-            found.add("torch.float16" if chosen == "torch.half" else chosen)
-        elif full in _SETTERS:
-            found.add(None)
-    return found
-
-
-def _uses_default_dtype(call: ast.Call) -> bool:
-    return not is_constant(argument(call, 0, "enabled"), False) and argument(call, 1, "dtype") is None
 
 
 def to_narrowcast(source: Source, settings: Settings) -> Changes:
@@ -246,8 +214,6 @@ def to_narrowcast(source: Source, settings: Settings) -> Changes:
         if not reaches(source, here, "narrowcast"):
             line = "import narrowcast" if here == "narrowcast" else f"import narrowcast as {here}"
             changes.edits.insert(0, import_line(source, line))
-    elif reaches(source, here, "narrowcast"):
-        _merge_unscale_and_clip(source, changes, f"{here}.GradScaler")
     return changes
 
 
@@ -265,47 +231,3 @@ def _is_class_of_torch(source: Source, reference: Reference) -> bool:
     parent = source.parents[reference.node]
     asked = _is_type_test(source, reference.node) and _NEW.get(reference.full) == "GradScaler"
     return asked or (isinstance(parent, ast.ClassDef) and reference.node in parent.bases)
-
-
-def _merge_unscale_and_clip(source: Source, changes: Changes, scaler: str) -> None:
-    """Merge ``unscale_`` and ``clip_grad_norm_`` before ``step``: nc's scaler does both in one pass.
-
-    Only where the optimizer was made of exactly the parameters that are clipped, and the file reads no
-    gradient: with a fused optimizer ``p.grad`` stays scaled.
-    """
-    if any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in source.nodes):
-        return
-    made: dict[str, ast.expr] = {}
-    for node in source.nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            made.update(dict.fromkeys(map(source.code, node.targets), node.value))
-    for unscale in source.all_calls:
-        statement = source.parents[unscale]
-        if method_of(unscale) != "unscale_" or not isinstance(statement, ast.Expr) or len(unscale.args) != 1:
-            continue
-        suite = source.suite(statement)
-        at = suite.index(statement)
-        follow = [getattr(one, "value", None) for one in suite[at + 1 : at + 3]]
-        if len(follow) < 2 or not all(source.stands_alone(one) for one in suite[at : at + 2]):
-            continue
-        clip, step = follow
-        name, optimizer = source.code(receiver_of(unscale)), source.code(unscale.args[0])
-        maker, holder = made.get(name), made.get(optimizer)
-        if (
-            not isinstance(clip, ast.Call)
-            or not isinstance(maker, ast.Call)
-            or not isinstance(holder, ast.Call)
-        ):
-            continue
-        steps = step is not None and source.code(step) == f"{name}.step({optimizer})"
-        clips = source.names.full(clip.func) in _CLIPS and len(clip.args) == 2 and not clip.keywords
-        if not steps or not clips or source.code(maker.func) != scaler or not holder.args:
-            continue
-        parameters = source.code(clip.args[0])
-        if parameters == source.code(holder.args[0]) and parameters.endswith(".parameters()"):
-            changes.replace((source.lines(statement)[0], source.lines(statement)[1]), "")
-            changes.replace(
-                source.span(clip), f"{name}.clip_grad_norm_({optimizer}, {source.code(clip.args[1])})"
-            )
-            told = "unscale_ and clip_grad_norm_ are one call of nc.GradScaler, in one read of the gradients"
-            changes.tell(source.start(clip), TO_NARROWCAST, told, fixed=True)

@@ -3,71 +3,29 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
 
 from narrowcast.migrate.apex._gradients import Gradients
 from narrowcast.migrate.apex._plan import Plan
-from narrowcast.migrate.apex._setup import Scaler
 from narrowcast.migrate.source._edits import Target
-from narrowcast.migrate.source._imports import argument_spans, drop_arguments
+from narrowcast.migrate.source._imports import drop_arguments
 from narrowcast.migrate.source._tree import Reference, is_constant, is_plain
 
 _TORCH_DDP = "torch.nn.parallel.DistributedDataParallel"
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """torch's call for one of apex.
-
-    Attributes:
-        fixed: arguments that torch has not: they must have this value, and go.
-        gone: arguments that go whatever they are.
-        added: arguments that torch needs for the same result, unless they are given.
-        positions: how many arguments may be given by position.
-    """
-
-    name: str
-    told: str
-    fixed: dict[str, object] = field(default_factory=dict)
-    gone: tuple[str, ...] = ()
-    added: dict[str, str] = field(default_factory=dict)
-    positions: int = 1
-
-
-_DDP = _Call(
-    _TORCH_DDP,
-    "torch's DistributedDataParallel needs a gradient for each parameter in each step "
-    "(find_unused_parameters=True where some have none)",
-    {"gradient_average": True, "gradient_predivide_factor": 1.0, "allreduce_always_fp32": False},
-    ("message_size", "delay_allreduce", "num_allreduce_streams", "retain_allreduce_buffers"),
-)
-_SAME = "computes the same"
-_ADAM: dict[str, object] = {"bias_correction": True, "amsgrad": False, "set_grad_none": True}
-_SGD: dict[str, object] = {"wd_after_momentum": False, "materialize_master_grads": True}
-_CALLS = {
-    "parallel.DistributedDataParallel": _DDP,
-    "parallel.distributed.DistributedDataParallel": _DDP,
-    "parallel.convert_syncbn_model": _Call(
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
-        "torch's SyncBatchNorm: in a process group it needs CUDA when it trains",
-        {"channel_last": False},
-        positions=2,
-    ),
-    "normalization.FusedLayerNorm": _Call(
-        "torch.nn.LayerNorm", _SAME, gone=("memory_efficient",), positions=3
-    ),
-    "optimizers.FusedAdam": _Call(
-        "torch.optim.AdamW",
-        _SAME,
-        _ADAM | {"adam_w_mode": True},
-        added={"weight_decay": "0.0", "fused": "True"},
-        positions=2,
-    ),
-    "optimizers.FusedSGD": _Call("torch.optim.SGD", _SAME, _SGD, added={"fused": "True"}, positions=6),
+_DDP = ("parallel.DistributedDataParallel", "parallel.distributed.DistributedDataParallel")
+_DDP_FIXED: dict[str, object] = {
+    "gradient_average": True,
+    "gradient_predivide_factor": 1.0,
+    "allreduce_always_fp32": False,
 }
-_ADAM_L2 = _Call(
-    "torch.optim.Adam", _SAME, _ADAM | {"adam_w_mode": False}, added={"fused": "True"}, positions=2
+_DDP_GONE = {"message_size", "delay_allreduce", "num_allreduce_streams", "retain_allreduce_buffers"}
+_DDP_NOTE = (
+    "torch's DistributedDataParallel needs a gradient for each parameter in each step "
+    "(find_unused_parameters=True where some have none)"
 )
+_SYNCBN = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+_SYNCBN_NOTE = "torch's SyncBatchNorm: in a process group it needs CUDA when it trains"
 _LISTS = ("functional_overrides", "torch_overrides", "tensor_overrides")
 _COMPUTE = {"FP16_FUNCS": "lower", "CASTS": "promote", "SEQUENCE_CASTS": "promote", "FP32_FUNCS": "fp32"}
 _STAYS_FP32 = (
@@ -87,57 +45,34 @@ _OF_APEX: dict[Target, str] = {
 
 
 def write_around(plan: Plan) -> dict[str, str]:
-    """Rewrite these calls; returns the new full names of imports that keep their name."""
-    for name, call in _CALLS.items():
-        for reference in plan.references(name):
-            _replace_call(plan, reference, call)
-    _python_floats(plan)
-    return {f"apex.{name}": _TORCH_DDP for name, call in _CALLS.items() if call is _DDP}
+    """Rewrite DDP and batch norms; returns the new full names of imports that keep their name."""
+    for reference in plan.references(*_DDP):
+        _replace_call(plan, reference, _TORCH_DDP, _DDP_FIXED, _DDP_GONE, _DDP_NOTE)
+    for reference in plan.references("parallel.convert_syncbn_model"):
+        _replace_call(plan, reference, _SYNCBN, {"channel_last": False}, set(), _SYNCBN_NOTE)
+    return {f"apex.{name}": _TORCH_DDP for name in _DDP}
 
 
-def _replace_call(plan: Plan, reference: Reference, new: _Call) -> None:
+def _replace_call(
+    plan: Plan, reference: Reference, new: str, fixed: dict[str, object], gone: set[str], note: str
+) -> None:
+    """Call ``new`` in place of a name of apex; ``fixed`` arguments must have their value, and go."""
     source, call = plan.source, plan.call_of(reference)
-    name = reference.full.rpartition(".")[2]
     plan.done.add(id(reference.node))
-    if call is None and new is _DDP and "isinstance" in source.code(source.parents[reference.node]):
-        pass  # both are torch's class after the import has moved
-    elif call is None or not is_plain(call) or len(call.args) > new.positions:
-        plan.refuse(reference.node, f"{name} with arguments that are not written out by name: write them out")
-        return
-    else:
-        given = {str(one.arg): one.value for one in call.keywords}
-        if name == "FusedAdam" and is_constant(given.get("adam_w_mode"), False):
-            new = _ADAM_L2
-        for word, value in given.items():
-            if word in new.fixed and not is_constant(value, new.fixed[word]):
-                asked = f"{name}({word}={source.code(value)})"
-                plan.refuse(value, f"{asked}: {new.name} has no such way")
-        gone = {*new.fixed, *new.gone}
-        drop_arguments(source, plan.changes, call, gone)
-        kept = [one for one in argument_spans(source, call) if getattr(one[0], "arg", "") not in gone]
-        added = [f", {word}={value}" for word, value in new.added.items() if word not in given]
-        if added and kept:
-            plan.changes.insert(kept[-1][2], "".join(added))
-        plan.note(call, f"{name} as {new.name}: {new.told}")
-    if new is not _DDP or "." in source.code(reference.node):
-        plan.changes.replace(source.span(reference.node), new.name)
+    is_test = new == _TORCH_DDP and "isinstance" in source.code(source.parents[reference.node])
+    if call is not None and is_plain(call) and len(call.args) == 1:
+        for keyword in call.keywords:
+            if keyword.arg in fixed and not is_constant(keyword.value, fixed[keyword.arg]):
+                plan.refuse(
+                    keyword.value, f"{keyword.arg}={source.code(keyword.value)}: {new} has no such way"
+                )
+        drop_arguments(source, plan.changes, call, gone | fixed.keys())
+        plan.note(call, note)
+    elif not is_test:
+        plan.refuse(reference.node, f"{reference.full} without its arguments written out by name")
+    if new != _TORCH_DDP or "." in source.code(reference.node):
+        plan.changes.replace(source.span(reference.node), new)
         plan.needs_torch = True
-
-
-def _python_floats(plan: Plan) -> None:
-    """``to_python_float(loss)`` becomes ``loss.item()``; a star import brings the name too."""
-    source, name = plan.source, "to_python_float"
-    nodes = [one.node for one in plan.references(f"fp16_utils.{name}")]
-    if any(one.full == "apex.fp16_utils.*" for one in source.imports) and name not in source.names.taken():
-        nodes += [node for node in source.nodes if isinstance(node, ast.Name) and node.id == name]
-    for node in nodes:
-        call = source.parents[node]
-        if isinstance(call, ast.Call) and call.func is node and len(call.args) == 1 and not call.keywords:
-            value = source.code(call.args[0])
-            simple = isinstance(call.args[0], ast.Name | ast.Attribute | ast.Call | ast.Subscript)
-            plan.changes.replace(source.span(call), f"{value if simple else f'({value})'}.item()")
-            plan.note(call, f"{name} is the tensor's item()")
-            plan.done.add(id(node))
 
 
 def write_lists(plan: Plan) -> list[str]:
@@ -193,13 +128,11 @@ def write_master_params(plan: Plan, gradients: Gradients) -> None:
         plan.note(call, "amp.master_params is the parameters of the model, which stay in fp32")
 
 
-def write_states(plan: Plan, states: list[Reference], scaler: Scaler) -> None:
+def write_states(plan: Plan, states: list[Reference], scaler: str) -> None:
     """``amp.state_dict`` and ``amp.load_state_dict`` become those of the scaler."""
     for reference in states:
         plan.done.add(id(reference.node))
         method = reference.full.rpartition(".")[2]
-        plan.changes.replace(
-            plan.source.span(reference.node), f"{scaler.at(plan.source, reference.node)}.{method}"
-        )
+        plan.changes.replace(plan.source.span(reference.node), f"{scaler}.{method}")
         told = "the state is the scaler's"
         plan.note(reference.node, told if method == "state_dict" else f"{told}; {_OF_APEX[plan.target]}")

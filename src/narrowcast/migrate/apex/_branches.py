@@ -38,8 +38,6 @@ def apex_branches(source: Source, settings: Settings) -> Changes:
             _remove_branch(source, changes, branch, removed)
             told = _GONE.format(test=source.code(branch.test))
             changes.tell(source.start(branch), RULE, told, fixed=True)
-    if branches:
-        _remove_choices(source, changes)
     remove(source, changes, removed)
     return changes
 
@@ -81,19 +79,3 @@ def _remove_branch(source: Source, changes: Changes, node: ast.If, removed: list
         changes.replace((begin, source.starts[line - 1]), "")
     else:
         unwrap(source, changes, node, node.orelse)
-
-
-def _remove_choices(source: Source, changes: Changes) -> None:
-    """Remove apex from the choices of a command line option, where one other choice is left."""
-    for node in source.all_calls:
-        given = {one.arg: one.value for one in node.keywords}
-        choices, default = given.get("choices"), given.get("default")
-        if not source.code(node.func).endswith("add_argument") or not isinstance(choices, ast.List):
-            continue
-        rest = [source.code(one) for one in choices.elts if getattr(one, "value", None) != "apex"]
-        if len(rest) == len(choices.elts) or len(rest) != 1:
-            continue
-        changes.replace(source.span(choices), f"[{rest[0]}]")
-        if default is not None and getattr(default, "value", None) == "apex":
-            changes.replace(source.span(default), rest[0])
-        changes.tell(source.start(node), RULE, "the option no longer offers apex", fixed=True)

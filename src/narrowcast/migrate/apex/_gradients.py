@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import ast
 
-from narrowcast.migrate.apex._setup import Scaler
 from narrowcast.migrate.apex._training import LOOPS, Run, Training, is_clip
-from narrowcast.migrate.source._edits import insert_before, is_one_line
+from narrowcast.migrate.source._edits import insert_before
 from narrowcast.migrate.source._names import walk
 from narrowcast.migrate.source._tree import Function, is_constant, method_of, receiver_of
 
 # Calls that read no gradients, by the last part of their names.
 _HARMLESS = {
-    "add_scalar", "append", "cpu", "detach", "double", "eval", "float", "format", "get_last_lr", "get_lr",
-    "hex", "info", "int", "item", "len", "mean", "perf_counter", "print", "range", "round", "save",
-    "set_description", "set_postfix", "size", "state_dict", "step", "str", "synchronize", "time", "train",
-    "update", "zero_grad", "zeros",
+    "add_scalar", "append", "debug", "eval", "info", "print", "save", "set_description", "set_postfix",
+    "step", "synchronize", "train", "update", "write", "zero_grad",
 }  # fmt: skip
 _LOOKS = (
     "gradients {are} read here, and those of a scaler stay scaled until its step, over several backward "
@@ -34,7 +31,7 @@ _NOT_CLEARED = (
 _LEAVES = (
     "this may leave between the backward pass and the step, which a scaler refuses: step in an if instead"
 )
-_TRIED = "an exception that is caught here may skip the scaler's update: put the try around the whole loop"
+_TRIED = "an exception that is caught here may skip the scaler's update: put the try into the caller"
 _SET = (
     "a gradient is set here, unscaled, to which a scaled one would be added: set it after the backward pass"
 )
@@ -61,69 +58,38 @@ class Gradients:
             self._check_cleared(name)
         self._check_reads()
 
-    def unscale(self, scaler: Scaler) -> None:
-        """Insert ``unscale_`` where gradients may be read before the step."""
+    def unscale(self, scaler: str) -> None:
+        """Insert ``unscale_`` before the first statement between the backward pass and the step."""
         source, changes = self.source, self.plan.changes
         for run in self.training.runs:
             block = run.blocks[-1][0].statement
-            place = block.body[1] if len(block.body) > 1 else self._place(run)
-            if place is None:
+            between = [*run.zone, *self.training.before_steps(run)]
+            in_arm = run.repeated and isinstance(run.top, ast.If)
+            between = self.training.before_steps(run) if in_arm else between
+            clips = block.body[1:]
+            if not clips and not between:
                 continue
+            place = min([*clips[:1], *between[:1], source.statement(run.steps[0])], key=source.start)
             for name in run.optimizers:
-                code = f"{scaler.at(source, place)}.unscale_({name})"
-                if place in block.body and not is_one_line(block):  # the block is dissolved
+                code = f"{scaler}.unscale_({name})"
+                if clips:  # the block is dissolved
                     changes.insert(source.lines(place)[0], source.indent(block) + code + source.newline)
                 else:
                     insert_before(source, changes, place, code)
-
-    def _place(self, run: Run) -> ast.stmt | None:
-        """Return the statement before which gradients are unscaled; None if the step itself may do it."""
-        zone, top, steps = run.zone, run.top, self.training.before_steps(run)
-        if isinstance(top, ast.If) and not self._is_harmless(top.test):
-            zone = [*zone, top]
-        found = next((one for one in [*zone, *steps] if not self._is_harmless(one)), None)
-        first = self.source.statement(run.steps[0])
-        return min(found, first, key=self.source.start) if found is not None else None
 
     def _check_flow(self, run: Run) -> None:
         """Refuse what may leave between a backward pass and the step, and exceptions caught around them."""
         for statement in [*run.zone, *self.training.before_steps(run)]:
             for node in walk(statement):
-                if isinstance(node, ast.Continue | ast.Break) and self._stays_inside(node, statement):
-                    continue
                 if isinstance(node, ast.Continue | ast.Break | ast.Return | ast.Raise | ast.Yield):
                     self.plan.refuse(node, _LEAVES)
         for _, levels in run.blocks:
-            for level in levels:
-                function = self._check_tried(level.statement)
-                for call in self.source.all_calls if function is not None else ():
-                    if getattr(call.func, "id", getattr(call.func, "attr", "")) == function.name:  # type: ignore[union-attr]
-                        self._check_tried(call)
-
-    def _stays_inside(self, node: ast.AST, statement: ast.stmt) -> bool:
-        """Return whether a ``continue`` or ``break`` is about a loop inside of ``statement``."""
-        for outer in self.source.around(node):
-            if isinstance(outer, LOOPS):
-                return True
-            if outer is statement:
-                return False
-        return isinstance(statement, LOOPS)
-
-    def _check_tried(self, node: ast.AST) -> Function | None:
-        """Refuse a ``try`` inside of a loop around ``node``; returns the function around it."""
-        tried = None
-        for outer in self.source.around(node):
-            if isinstance(outer, Function):
-                return outer
-            suppresses = isinstance(outer, ast.With) and "suppress" in self.source.code(
-                outer.items[0].context_expr
-            )
-            if (isinstance(outer, ast.Try) and outer.handlers and not _reraises(outer)) or suppresses:
-                tried = outer
-            elif isinstance(outer, LOOPS) and tried is not None:
-                self.plan.refuse(tried, _TRIED)
-                tried = None
-        return None
+            for outer in (one for level in levels for one in self.source.around(level.statement)):
+                suppresses = (
+                    isinstance(outer, ast.With) and "suppress(" in self.source.code(outer).splitlines()[0]
+                )
+                if (isinstance(outer, ast.Try) and outer.handlers) or suppresses:
+                    self.plan.refuse(outer, _TRIED)
 
     def _check_cleared(self, name: str) -> None:
         """Refuse gradients that are not cleared for each step: scaled and unscaled ones would add up."""
@@ -178,7 +144,7 @@ class Gradients:
 
     def model_of(self, name: str) -> str | None:
         """Return the model whose ``parameters()`` an optimizer was made of; None if that is not clear."""
-        models = {model for _, model in self.makers_of(name)} or {text for _, text in self.plan.models}
+        models = {model for _, model in self.makers_of(name)} or set(self.plan.models)
         return models.pop() if len(models) == 1 else None
 
     def makers_of(self, name: str) -> list[tuple[ast.stmt, str]]:
@@ -262,25 +228,3 @@ class Gradients:
     def _is_harmless_call(self, call: ast.Call) -> bool:
         name = getattr(call.func, "attr", getattr(call.func, "id", ""))
         return name in _HARMLESS and not self._is_of_this_file(call) and not self._takes_weights(call)
-
-    def _is_harmless(self, code: ast.stmt | ast.expr) -> bool:
-        """Return whether a statement or test reads no gradients for certain."""
-        return not any(
-            self._reads_gradients(node)
-            or isinstance(node, ast.With | ast.AsyncWith | ast.For | ast.AsyncFor | ast.comprehension)
-            or (isinstance(node, ast.Call) and not self._is_harmless_call(node))
-            # A property of this file may compute from gradients.
-            or (
-                isinstance(node, ast.Attribute)
-                and node.attr in self.plan.functions
-                and self._is_property(node)
-            )
-            for node in walk(code)
-        )
-
-    def _is_property(self, node: ast.Attribute) -> bool:
-        return any(function.decorator_list for function in self.plan.functions[node.attr])
-
-
-def _reraises(node: ast.Try) -> bool:
-    return all(handler.body and isinstance(handler.body[-1], ast.Raise) for handler in node.handlers)

@@ -82,43 +82,35 @@ class Plan:
         return parent if isinstance(parent, ast.Call) and parent.func is reference.node else None
 
     @cached_property
-    def models(self) -> set[tuple[str, str]]:
-        """What the models given to ``amp.initialize`` are called, each with its class (or "") and its text.
+    def models(self) -> set[str]:
+        """The texts of the models given to ``amp.initialize``.
 
         Followed through assignments, wrappers as DDP, and calls of functions of this file. Casting also what
         only has the same name does no harm: O1 casts everywhere.
         """
-        held: set[tuple[str, str]] = set()
+        held: set[str] = set()
         for reference in self.source.references:
             call = self.call_of(reference)
             if reference.full != "apex.amp.initialize" or call is None:
                 continue
             values = call.args[:1] or [one.value for one in call.keywords if one.arg == "models"]
-            held |= {self.held(one) for value in values for one in listed(value)}
+            held |= {self.source.code(one) for value in values for one in listed(value)}
             statement = self.source.statement(call)
             for target in statement.targets if isinstance(statement, ast.Assign) else ():
                 pair = isinstance(target, ast.Tuple) and len(call.args) + len(call.keywords) > 1
                 first = target.elts[0] if pair and isinstance(target, ast.Tuple) else target
-                held |= {self.held(one) for one in listed(first)}
+                held |= {self.source.code(one) for one in listed(first)}
         before = -1
         while len(held) > before:
             before = len(held)
             for node in self.source.nodes:
                 if isinstance(node, ast.Assign):
                     value = _unwrapped(node.value)
-                    if isinstance(value, ast.Name | ast.Attribute) and self.held(value) in held:
-                        held |= {self.held(target) for target in node.targets}
+                    if isinstance(value, ast.Name | ast.Attribute) and self.source.code(value) in held:
+                        held |= {self.source.code(target) for target in node.targets}
                 elif isinstance(node, ast.Call):
-                    held |= {("", name) for one, name in self.parameters(node) if self.held(one) in held}
+                    held |= {name for one, name in self.parameters(node) if self.source.code(one) in held}
         return held
-
-    def held(self, node: ast.AST) -> tuple[str, str]:
-        """Return the text of an expression, with its class if it belongs to ``self``."""
-        text = self.source.code(node)
-        owner = ""
-        if text.startswith(("self.", "cls.")):
-            owner = next((one.name for one in self.source.around(node) if isinstance(one, ast.ClassDef)), "")
-        return owner, text
 
     @cached_property
     def functions(self) -> dict[str, list[Function]]:
@@ -147,7 +139,7 @@ class Plan:
 
     def is_model(self, node: ast.AST) -> bool:
         """Return whether an expression is a model that apex was given."""
-        return isinstance(node, ast.Name | ast.Attribute) and self.held(node) in self.models
+        return isinstance(node, ast.Name | ast.Attribute) and self.source.code(node) in self.models
 
     def is_forward(self, call: ast.AST) -> bool:
         """Return whether a node is a call that computes with a model."""
@@ -195,19 +187,7 @@ def device_type(source: Source) -> str:
     apex ran on CUDA alone. Other devices are meant only by a script that asks whether there is CUDA, or that
     names the CPU and nothing else.
     """
-    names = [node for node in source.nodes if isinstance(node, ast.Attribute)]
-    if any(node.attr == "is_available" and "cuda" in source.code(node.value) for node in names):
+    if "cuda.is_available" in source.text:
         return '"cuda" if torch.cuda.is_available() else "cpu"'
-    return '"cpu"' if not names_cuda(source) and "cpu" in _words(source) else '"cuda"'
-
-
-def names_cuda(source: Source) -> bool:
-    """Return whether a script has ``.cuda()``, ``torch.cuda`` or ``"cuda:0"``."""
-    return any(isinstance(node, ast.Attribute) and node.attr == "cuda" for node in source.nodes) or any(
-        word.partition(":")[0] == "cuda" for word in _words(source)
-    )
-
-
-def _words(source: Source) -> set[str]:
-    values = (node.value for node in source.nodes if isinstance(node, ast.Constant))
-    return {value for value in values if isinstance(value, str)}
+    names_cpu = re.search(r"""["']cpu["']""", source.text)
+    return '"cpu"' if names_cpu and "cuda" not in source.text else '"cuda"'

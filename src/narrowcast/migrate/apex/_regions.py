@@ -9,20 +9,15 @@ from __future__ import annotations
 import ast
 
 from narrowcast.migrate.apex._plan import Plan
-from narrowcast.migrate.apex._setup import Scaler
 from narrowcast.migrate.apex._training import Level, Training
 from narrowcast.migrate.source._edits import wrap
 from narrowcast.migrate.source._names import walk
-from narrowcast.migrate.source._tree import suites_of
 
 Span = tuple[ast.stmt, ast.stmt]
-_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 _BCE = (
     "binary cross entropy of probabilities, which autocast refuses on CUDA: use BCEWithLogitsLoss on logits"
 )
 _BCE_NAMES = ("BCELoss", "binary_cross_entropy")
-# What takes a number out of a tensor: statements with one of these compute no loss.
-_READS = {"item", "cpu", "numpy", "detach", "tolist", "data"}
 
 
 class Regions:
@@ -39,7 +34,7 @@ class Regions:
             losses = {name for block, _ in run.blocks for name in _names(block.loss)}
             for _, levels in run.blocks:
                 self._add_training(losses, levels)
-        self._add_others()
+        self._note_others()
         self._refuse_cross_entropy()
 
     def _find_barriers(self) -> set[int]:
@@ -83,37 +78,12 @@ class Regions:
         calls = any(isinstance(node, ast.Call) for node in walk(statement))
         return calls and bool(self._stores(statement) & losses)
 
-    def _add_others(self) -> None:
-        """Add a region for each other call of a model, as in validation, with the loss right behind it."""
-        for node in walk(self.source.tree):
-            for suite in suites_of(node):
-                at = 0
-                while at < len(suite):
-                    first = suite[at]
-                    at += 1
-                    if not self._is_plain_forward(first):
-                        continue
-                    made = self._stores(first)
-                    while at < len(suite) and self._goes_on(suite[at], made):
-                        made |= self._stores(suite[at])
-                        at += 1
-                    self._add(first, suite[at - 1])
-                    self.has_forward = True
-
-    def _is_plain_forward(self, statement: ast.stmt) -> bool:
-        if id(statement) in self._covered or id(statement) in self._barriers:
-            return False
-        return isinstance(statement, _SIMPLE) and self.plan.calls_model(statement)
-
-    def _goes_on(self, statement: ast.stmt, made: set[str]) -> bool:
-        """Return whether a statement computes with the outputs of the model."""
-        if id(statement) in self._covered or id(statement) in self._barriers:
-            return False
-        value = getattr(statement, "value", None)
-        if not isinstance(statement, ast.Assign | ast.Return) or not isinstance(value, ast.Call):
-            return False
-        attributes = {node.attr for node in walk(value) if isinstance(node, ast.Attribute)}
-        return bool(_names(value) & made) and not attributes & _READS
+    def _note_others(self) -> None:
+        """Report calls of a model outside of the training steps, as in validation: they run in fp32 now."""
+        for call in self.source.all_calls:
+            if id(call) not in self._covered and self.plan.is_forward(call):
+                self.has_forward = True
+                self.plan.note(call, f"this runs in fp32 now: {self.plan.autocast} around it casts it too")
 
     def _add(self, first: ast.stmt, last: ast.stmt) -> None:
         suite = self.source.suite(first)
@@ -149,14 +119,14 @@ class Regions:
             if reference.full.rpartition(".")[2] in _BCE_NAMES:
                 self.plan.refuse(reference.node, _BCE)
 
-    def write(self, scaler: Scaler | None, *, always: bool) -> None:
+    def write(self, scaler: str | None, *, always: bool) -> None:
         """Wrap each region in ``with autocast(...)``; ``always``: mixed precision is on there."""
         for first, last in self.spans:
             how = [self.plan.device, "dtype=torch.float16"]
             if self.plan.policy is not None:
                 how[1] = f"policy={self.plan.policy}"
             if scaler is not None and not always:
-                how.append(f"enabled={scaler.at(self.source, first)}.is_enabled()")
+                how.append(f"enabled={scaler}.is_enabled()")
             wrap(self.source, self.plan.changes, first, last, f"with {self.plan.autocast}({', '.join(how)}):")
             self.plan.note(first, "the region in which operators are cast: the forward pass and the loss")
 

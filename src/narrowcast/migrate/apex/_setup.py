@@ -24,6 +24,14 @@ _ORDER = (
     "min_loss_scale", "max_loss_scale",
 )  # fmt: skip
 _OWN_LEVEL = ("cast_model_type", "patch_torch_functions", "master_weights", "cast_model_outputs")
+# Arguments that go: their value by default, and what happens instead.
+_GO: dict[str, tuple[object, str]] = {
+    **dict.fromkeys(_OWN_LEVEL, (None, "")),
+    "keep_batchnorm_fp32": (None, "weights stay in fp32, those of batch norms too"),
+    "min_loss_scale": (None, "torch's scaler has no such limit"),
+    "max_loss_scale": (2.0**24, "torch's scaler has no such limit"),
+    "num_losses": (1, "one scaler serves all losses, and an overflow in one lowers it for all"),
+}
 _LEVELS = ("O0", "O1", "O2", "O3")
 # torch's scaler doubles after this many steps: never.
 _NEVER = "2**31 - 1"
@@ -69,27 +77,6 @@ class Setup:
         return not self.enabled and self.outermost is None
 
 
-@dataclass(slots=True)
-class Scaler:
-    """Where the scaler lives.
-
-    Attributes:
-        name: of the variable, or of the attribute.
-        place: ``"module"``, ``"local"``, ``"class"`` or ``"global"`` (of the module, made in a function).
-    """
-
-    name: str
-    place: str
-
-    def at(self, source: Source, node: ast.AST) -> str:
-        """Return the expression for it where ``node`` stands."""
-        if self.place != "class":
-            return self.name
-        function = outermost_function(source, node)
-        assert function is not None
-        return f"{function.args.args[0].arg}.{self.name}"
-
-
 def read_setup(plan: Plan, reference: Reference) -> Setup | None:
     """Read a call of ``initialize``; None where it cannot be rewritten."""
     source, call = plan.source, plan.call_of(reference)
@@ -108,8 +95,15 @@ def read_setup(plan: Plan, reference: Reference) -> Setup | None:
     if enabled is not None and not is_constant(enabled, True):
         setup.enabled.insert(0, _operand(source, enabled))
         setup.switches.add(condition(source, enabled, True))
-    if not isinstance(setup.statement, ast.Assign | ast.Expr) or setup.statement.value is not call:
-        plan.refuse(call, "the result of amp.initialize is used inside an expression: assign it first")
+    alone = source.stands_alone(setup.statement)
+    if (
+        not isinstance(setup.statement, ast.Assign | ast.Expr)
+        or setup.statement.value is not call
+        or not alone
+    ):
+        plan.refuse(
+            call, "amp.initialize is part of an expression or shares its line: assign its result first"
+        )
     return setup
 
 
@@ -160,13 +154,6 @@ def _read_level(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
         plan.refuse(level, "opt_level O2 keeps half weights and fp32 masters, as narrowcast.apex does")
     else:
         plan.note(call, _O2)
-    for name in _OWN_LEVEL:
-        value = given[name]
-        if value is not None and not is_constant(value, None):
-            plan.refuse(value, f"{name} makes a level of its own, which has no equivalent: choose O1")
-    norms = given["keep_batchnorm_fp32"]
-    if norms is not None and not is_constant(norms, None):
-        plan.note(norms, "keep_batchnorm_fp32 goes: weights stay in fp32, those of batch norms too")
 
 
 def _read_scale(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> None:
@@ -183,19 +170,16 @@ def _read_scale(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
             interval = _NEVER if fixed else f"2000 if {dynamic} else {_NEVER}"
             setup.scaler += [f"init_scale={first}", f"growth_interval={interval}"]
             plan.note(scale, _STATIC)
-    for name, default in (("min_loss_scale", None), ("max_loss_scale", 2.0**24)):
+    for name, (default, told) in _GO.items():
         value = given[name]
-        if value is None or is_constant(value, default) or source.code(value) == "2.**24":
+        if value is None or is_constant(value, default):
             continue
-        if plan.target == "narrowcast" and not any(one.startswith("loss_scale=") for one in setup.scaler):
+        if name in _OWN_LEVEL:
+            plan.refuse(value, f"{name} makes a level of its own, which has no equivalent: choose O1")
+        elif plan.target == "narrowcast" and name.startswith("m"):
             setup.scaler.append(f"{name.replace('_loss', '')}={source.code(value)}")
         else:
-            plan.note(value, f"{name} goes: torch's scaler has no such limit")
-    losses = given["num_losses"]
-    if losses is not None and not is_constant(losses, 1):
-        plan.note(
-            losses, "num_losses goes: one scaler serves all losses, and an overflow in one lowers it for all"
-        )
+            plan.note(value, f"{name} goes: {told}")
 
 
 def is_reached(source: Source, setup: Setup, regions: Iterable[ast.stmt]) -> bool:
@@ -206,80 +190,41 @@ def is_reached(source: Source, setup: Setup, regions: Iterable[ast.stmt]) -> boo
     return all(outermost_function(source, one) is function for one in regions)
 
 
-def place_scaler(plan: Plan, setup: Setup, users: Sequence[ast.AST]) -> Scaler:
-    """Choose a place for the scaler that every one of ``users`` reaches, and a free name."""
-    source, statement = plan.source, setup.statement
-    attributes = {node.attr for node in source.nodes if isinstance(node, ast.Attribute)}
-    taken = source.names.taken() | attributes
-    name = next(
-        word for word in ("scaler", "grad_scaler", "amp_scaler", "loss_scaler_of_amp") if word not in taken
-    )
-    places = [statement, *users]
-    if outermost_function(source, statement) is None:
-        return Scaler(name, "module")
-    if all(source.function(one) is source.function(statement) for one in places):
-        return Scaler(name, "local")
-    methods = {outermost_function(source, one) for one in places}
-    classes = {source.parents[one] for one in methods if one is not None}
-    if len(classes) == 1 and all(_is_method(source, one) for one in methods) and _init_of(source, statement):
-        return Scaler(name, "class")
-    return Scaler(name, "global")
+def write_setup(plan: Plan, setup: Setup, users: Sequence[ast.AST]) -> tuple[str | None, list[str]]:
+    """Construct the scaler in place of ``initialize``, where every one of ``users`` reaches it.
 
-
-def _is_method(source: Source, function: Function | None) -> bool:
-    if function is None or not isinstance(source.parents[function], ast.ClassDef):
-        return False
-    return bool(function.args.args) and function.args.args[0].arg == "self"
-
-
-def _init_of(source: Source, statement: ast.stmt) -> ast.FunctionDef | None:
-    """Return the ``__init__`` of the class around a statement."""
-    owner = next((one for one in source.around(statement) if isinstance(one, ast.ClassDef)), None)
-    body = owner.body if owner is not None else []
-    return next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
-
-
-def write_setup(plan: Plan, setup: Setup, scaler: Scaler | None) -> list[str]:
-    """Construct the scaler in place of ``initialize``; returns the lines that the module needs."""
-    source, statement = plan.source, setup.statement
-    lines = []
+    Returns its name, None without users, and the lines that the module needs: a disabled scaler for code that
+    runs without ``initialize``.
+    """
+    source, statement, lines, module = plan.source, setup.statement, [], []
     if isinstance(statement, ast.Assign):
-        values = ", ".join(_codes(source, setup.call, name) for name in ("models", "optimizers"))
-        values = values.removesuffix(", ")
+        given = [source.code(one) for name in ("models", "optimizers") if (one := _given(setup.call, name))]
+        values = ", ".join(given)
         targets = [source.code(target) for target in statement.targets]
         if any(_bare(target) != _bare(values) for target in targets):
             lines.append(f"{' = '.join(targets)} = {values}")
-    module = []
-    if scaler is not None:
+    name = None
+    if users:
+        attributes = {node.attr for node in source.nodes if isinstance(node, ast.Attribute)}
+        taken = source.names.taken() | attributes
+        name = next(
+            word for word in ("scaler", "grad_scaler", "amp_scaler", "loss_scaler") if word not in taken
+        )
         made = [plan.device, *setup.scaler]
         if setup.enabled:
             made.append(f"enabled={' and '.join(setup.enabled)}")
-        lines.append(f"{scaler.at(source, statement)} = {plan.scaler}({', '.join(made)})")
-        module = _write_default(plan, setup, scaler)
+        lines.append(f"{name} = {plan.scaler}({', '.join(made)})")
+        function = source.function(statement)
+        is_local = all(source.function(one) is function for one in users)
+        if setup.outermost is not None or not is_local:
+            module.append(f"{name} = {plan.scaler}({plan.device}, enabled=False)")
+            if function is not None:
+                insert_before(source, plan.changes, _first_of(function), f"global {name}")
     if lines:
         plan.changes.replace(source.span(statement), between_statements(source, statement).join(lines))
     else:
         plan.gone.append(statement)
-    return module
-
-
-def _write_default(plan: Plan, setup: Setup, scaler: Scaler) -> list[str]:
-    """Construct a disabled scaler for code that runs where ``initialize`` is not reached."""
-    source, statement = plan.source, setup.statement
-    off = f"{plan.scaler}({plan.device}, enabled=False)"
-    function = outermost_function(source, statement)
-    if scaler.place == "global":
-        inner = source.function(statement)
-        assert inner is not None
-        insert_before(source, plan.changes, _first_of(inner), f"global {scaler.name}")
-        return [f"{scaler.name} = {off}"]
-    init = _init_of(source, statement) if scaler.place == "class" else None
-    if init is not None and init is not function:
-        attribute = f"{init.args.args[0].arg}.{scaler.name}"
-        insert_before(source, plan.changes, _first_of(init), f"{attribute} = {off}")
-    elif setup.outermost is not None:
-        insert_before(source, plan.changes, setup.outermost, f"{scaler.at(source, statement)} = {off}")
-    return []
+    return name, module
 
 
 def _first_of(function: Function) -> ast.stmt:
@@ -289,9 +234,9 @@ def _first_of(function: Function) -> ast.stmt:
     return body[1] if has_text and len(body) > 1 else body[0]
 
 
-def _codes(source: Source, call: ast.Call, name: str) -> str:
+def _given(call: ast.Call, name: str) -> ast.expr | None:
     value = argument(call, _ORDER.index(name), name)
-    return "" if value is None or is_constant(value, None) else source.code(value)
+    return None if value is None or is_constant(value, None) else value
 
 
 def _bare(code: str) -> str:

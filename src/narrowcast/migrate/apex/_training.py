@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from narrowcast.migrate.apex._plan import Plan
 from narrowcast.migrate.apex._setup import Setup, condition
+from narrowcast.migrate.source._edits import is_one_line
 from narrowcast.migrate.source._names import walk
 from narrowcast.migrate.source._tree import (
     Function,
@@ -27,16 +28,6 @@ from narrowcast.migrate.source._tree import (
 
 _SCALE_ORDER = ("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
-# Context managers that neither read gradients nor swallow exceptions.
-_CONTEXTS = (
-    "no_sync",
-    "autocast",
-    "no_grad",
-    "enable_grad",
-    "set_grad_enabled",
-    "record_function",
-    "profile",
-)
 _PLAIN = (
     "a backward pass without amp.scale_loss, whose gradients the scaler's step would divide by the scale: "
     "put it into a block of amp.scale_loss"
@@ -130,6 +121,10 @@ class Training:
         self.source = plan.source
         self.switches = {switch for setup in setups for switch in setup.switches if self._is_fixed(switch[0])}
         self.blocks = [one for ref in plan.references("amp.scale_loss") if (one := self._block(ref))]
+        for block in self.blocks:
+            uses = [one for one in self.source.nodes if getattr(one, "id", "") == block.name]
+            if len(uses) != 2 * sum(one.name == block.name for one in self.blocks):
+                plan.refuse(block.call, f"{block.name} is used outside of the block of amp.scale_loss")
         self.inside_blocks = {id(node) for block in self.blocks for node in walk(block.statement)}
         self.runs: list[Run] = []
         if not plan.refused:
@@ -140,7 +135,9 @@ class Training:
 
     def _is_fixed(self, test: str) -> bool:
         """Return whether a condition means the same wherever it stands: its names are set at most once."""
-        names = {getattr(node, "id", getattr(node, "attr", "")) for node in walk(ast.parse(test))} - {""}
+        names = {getattr(node, "id", getattr(node, "attr", "")) for node in walk(ast.parse(f"({test})"))} - {
+            ""
+        }
         stores = []
         for node in self.source.nodes:
             name = getattr(node, "id", getattr(node, "attr", ""))
@@ -162,8 +159,8 @@ class Training:
         if call is None or not isinstance(item, ast.withitem) or not isinstance(statement, ast.With):
             plan.refuse(reference.node, "amp.scale_loss outside a with statement")
             return None
-        if len(statement.items) > 1 or not source.stands_alone(statement):
-            plan.refuse(reference.node, "a with statement of amp.scale_loss and more: split it first")
+        if len(statement.items) > 1 or not source.stands_alone(statement) or is_one_line(statement):
+            plan.refuse(reference.node, "amp.scale_loss shares its line or with statement: split it first")
             return None
         given = {name: argument(call, place, name) for place, name in enumerate(_SCALE_ORDER)}
         loss, optimizers, name = given["loss"], given["optimizers"], item.optional_vars
@@ -184,7 +181,6 @@ class Training:
         """Accept ``name.backward(...)``, followed by calls that clip, and nothing else that uses the name."""
         first, *others = statement.body
         value = first.value if isinstance(first, ast.Expr) else None
-        scope = self.source.function(statement) or self.source.tree
         backward = method_of(value) == "backward" and self.source.code(receiver_of(value)) == name  # type: ignore[arg-type]
         if not backward or not all(self._clips(one) for one in others):
             told = f"expected {name}.backward() in the block of amp.scale_loss, and nothing else but clipping"
@@ -194,10 +190,6 @@ class Training:
                 "clipping in the block clipped gradients that were still scaled; now they are unscaled before"
             )
             self.plan.note(others[0], told)
-        for node in walk(scope):
-            reads = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
-            if reads and not any(_binds(one, name) for one in self.source.around(node)):
-                self.plan.refuse(node, f"{name} is used outside the block of amp.scale_loss")
 
     def _clips(self, statement: ast.stmt) -> bool:
         value = getattr(statement, "value", None)
@@ -256,7 +248,7 @@ class Training:
                 in_body = any(node is one for one in outer.body)
                 if condition(self.source, outer.test, in_body) not in self.switches:
                     self.plan.refuse(outer, "the backward pass is in an if, and the step outside of it")
-            elif not (isinstance(outer, ast.With) and self._is_harmless_context(outer)):
+            else:
                 return None, repeated
             node = outer
 
@@ -274,13 +266,6 @@ class Training:
             return None
         simple = isinstance(self.source.statement(call), ast.Expr | ast.Assign | ast.AugAssign)
         return call if simple else None
-
-    def _is_harmless_context(self, node: ast.With) -> bool:
-        calls = [one.context_expr for one in node.items]
-        return all(
-            isinstance(one, ast.Call) and getattr(one.func, "attr", getattr(one.func, "id", "")) in _CONTEXTS
-            for one in calls
-        )
 
     # Steps
 
@@ -304,8 +289,8 @@ class Training:
             parent = source.parents[statement]
             if step.args or step.keywords:
                 self.plan.refuse(step, "step with a closure, which torch's scaler does not take")
-            elif not isinstance(statement, ast.Expr) or statement.value is not step:
-                self.plan.refuse(step, "the result of step() is used")
+            elif not isinstance(statement, ast.Expr) or not source.stands_alone(statement):
+                self.plan.refuse(step, "the result of step() is used, or it shares its line: split it first")
             elif source.suite(statement) is suite:
                 run.top = run.top or statement
             elif isinstance(parent, ast.If) and source.suite(parent) is suite and statement in parent.body:
@@ -359,11 +344,6 @@ class Training:
         suite = self.source.suite(statements[0])
         begin = suite.index(statements[0]) if suite is run.suite else 0
         return [one for one in suite[begin : suite.index(statements[-1])] if one not in statements]
-
-
-def _binds(node: ast.AST, name: str) -> bool:
-    items = node.items if isinstance(node, ast.With) else []
-    return any(getattr(one.optional_vars, "id", "") == name for one in items)
 
 
 def is_clip(call: ast.Call) -> bool:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-from narrowcast.errors import near_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +42,6 @@ RULES = {
             mended="{scaler}.step({optimizer})",
         ),
         Rule(
-            name="scale-missing",
-            reason="the scaler divides gradients by the loss scale, and this backward pass did not multiply "
-            "the loss by it",
-            mended="{scaler}.scale(loss).backward() for the backward pass",
-        ),
-        Rule(
             name="update-missing",
             reason="the scale is never updated: it cannot back off where gradients overflow, and torch "
             "raises at the next step",
@@ -68,37 +59,18 @@ RULES = {
             "once more",
             mended="{code} behind the region, with the indentation of its with",
         ),
-        Rule(
-            name="half-weights",
-            reason="the weights themselves become float16: updates smaller than 2**-11 of a weight are lost, "
-            "and torch's scaler refuses their gradients",
-            mended="{code}",
-        ),
     )
 }
-REWRITINGS = ("apex", "deprecated-amp", "to-narrowcast")
-"""The names of findings of the rewritings, which no comment switches off."""
-
 _IGNORE = re.compile(r"#\s*narrowcast:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 
 def ignored(rule: str, line: str) -> bool:
     """Return whether a comment on ``line`` switches ``rule`` off.
 
-    ``# narrowcast: ignore[half-weights]`` does so for the rules that it names, ``# narrowcast: ignore`` for
+    ``# narrowcast: ignore[update-missing]`` does so for the rules that it names, ``# narrowcast: ignore`` for
     all.
     """
     found = _IGNORE.search(line)
     if found is None:
         return False
     return found[1] is None or rule in {name.strip() for name in found[1].split(",")}
-
-
-def without_effect(text: str) -> Iterator[tuple[int, str]]:
-    """Yield where a comment switches off something that is no rule, and what is wrong."""
-    for found in _IGNORE.finditer(text):
-        for name in filter(None, map(str.strip, (found[1] or "").split(","))):
-            if name in REWRITINGS:
-                yield found.start(), f"{name} is no mistake, and a comment does not switch it off"
-            elif name not in RULES:
-                yield found.start(), f'"{name}" is no rule. {near_names(name, RULES)}'

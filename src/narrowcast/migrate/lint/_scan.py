@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 
-from narrowcast.migrate.lint._rules import RULES, ignored, without_effect
+from narrowcast.migrate.lint._rules import RULES, ignored
 from narrowcast.migrate.source._edits import Changes, Settings
 from narrowcast.migrate.source._names import children, walk
 from narrowcast.migrate.source._tree import (
@@ -25,7 +25,6 @@ from narrowcast.migrate.source._tree import (
     suites_of,
 )
 
-IGNORE = "ignore"
 _TELLING = re.compile(r"GradScaler|autocast|unscale_|\.scale\(")
 _OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
 _SCALER = re.compile(r"scaler$", re.IGNORECASE)
@@ -44,10 +43,6 @@ def lint(source: Source, settings: Settings) -> Changes:
     changes = Changes()
     if not _TELLING.search(source.text):
         return changes
-    strings = [source.span(node) for node in source.nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
-    for at, message in without_effect(source.text):
-        if not any(start <= at < end for start, end in strings):
-            changes.tell(at, IGNORE, message, fixed=False)
     for rule, node, message in mistakes(source):
         begin, end = source.lines(node)
         if not any(ignored(rule, line) for line in source.text[begin:end].splitlines()):
@@ -76,21 +71,21 @@ class _State:
 
     Attributes:
         scaled: the scaler of the last scaled backward pass since the last step; None if that is not certain.
-        plain: whether a backward pass was not scaled; None if that is not certain.
+        mixed: whether gradients may have come in another way too.
         unscaled: whether the gradients may have been unscaled since.
         stepped: whether the scaler stepped since the last backward pass.
         updated: the update since that step.
     """
 
     scaled: str | None = None
-    plain: bool | None = False
+    mixed: bool = False
     unscaled: bool = False
     stepped: bool = False
     updated: ast.expr | None = None
 
     def forget(self) -> None:
         """Set all to what is not certain."""
-        self.scaled, self.plain, self.unscaled, self.stepped, self.updated = None, None, True, False, None
+        self.scaled, self.mixed, self.unscaled, self.stepped, self.updated = None, True, True, False, None
 
 
 class _Scan:
@@ -113,24 +108,8 @@ class _Scan:
         bodies: list[ast.AST] = [self.source.tree]
         bodies += [node for node in self.source.nodes if isinstance(node, Function)]
         for body in bodies if self._scalers else ():
-            if not self._divides_by_hand(body):
-                self._visit(body.body, _State())  # type: ignore[attr-defined]
-        return [*self._reported, *self._updates_missing(), *self._in_regions(), *self._half_weights()]
-
-    def _divides_by_hand(self, body: ast.AST) -> bool:
-        """Return whether a function, or the module itself, computes with the value of the loss scale."""
-        names = set()
-        for call in self.source.all_calls:
-            if method_of(call) != "get_scale" or (self.source.function(call) or self.source.tree) is not body:
-                continue
-            parent = self.source.parents[call]
-            if isinstance(parent, ast.BinOp | ast.AugAssign):
-                return True
-            names |= {self.source.code(one) for one in getattr(parent, "targets", ())}
-        computed = (node for node in walk(body) if isinstance(node, ast.BinOp | ast.AugAssign) and names)
-        return any(
-            isinstance(one, ast.Name) and one.id in names for node in computed for one in children(node)
-        )
+            self._visit(body.body, _State())  # type: ignore[attr-defined]
+        return [*self._reported, *self._updates_missing(), *self._in_regions()]
 
     # Scalers and optimizers
 
@@ -138,25 +117,17 @@ class _Scan:
         """Return the texts of scalers: made as one and not disabled, or used as only a scaler is."""
         found = set()
         for text, values in self._made.items():
-            if any(self._makes_scaler(value) for value in values):
-                found.add(text)
+            for value in (one for one in values if isinstance(one, ast.Call)):
+                name = self.source.names.full(value.func) or ""
+                known = name.startswith(("torch.", "narrowcast.", "apex.")) and name.endswith("GradScaler")
+                if known and not is_constant(argument(value, 5, "enabled"), False):
+                    found.add(text)
         for call in self.source.all_calls:
-            name = method_of(call)
-            if name not in ("scale", "unscale_") or len(call.args) != 1:
-                continue
-            text = self.source.code(receiver_of(call))
-            if text not in self._made and _SCALER.search(text):
-                found.add(text)
+            if method_of(call) in ("scale", "unscale_") and len(call.args) == 1:
+                text = self.source.code(receiver_of(call))
+                if text not in self._made and _SCALER.search(text):
+                    found.add(text)
         return found
-
-    def _makes_scaler(self, value: ast.expr) -> bool:
-        if not isinstance(value, ast.Call):
-            return False
-        name = self.source.names.full(value.func) or self.source.code(value.func)
-        package = name.partition(".")[0]
-        known = package in ("torch", "narrowcast", "apex") or name == "GradScaler"
-        off = is_constant(argument(value, 5, "enabled"), False)
-        return known and name.endswith("GradScaler") and not off
 
     def _find_scaled_names(self) -> dict[str, str]:
         """Return the names of scaled losses, each with its scaler: ``scaled = scaler.scale(loss)``."""
@@ -225,7 +196,7 @@ class _Scan:
             parent = self.source.parents[node]
             clears = isinstance(parent, ast.Assign) and is_constant(parent.value, None)
             if node.attr == "grad" and not isinstance(node.ctx, ast.Load) and not clears:
-                state.plain = None
+                state.mixed = True
         elif isinstance(node, ast.Call):
             self._call(node, method_of(node), state)
 
@@ -235,22 +206,20 @@ class _Scan:
         elif self._scaler_of(node, "unscale_", "clip_grad_norm_", "clip_grad_value_"):
             state.unscaled = True
         elif (scaler := self._scaler_of(node, "step", "step_together")) is not None:
-            if state.plain and not state.scaled:
-                self._reported.append(("scale-missing", node, scaler, ""))
             if state.updated is not None:
                 self._reported.append(("update-between-steps", state.updated, scaler, ""))
-            state.scaled, state.plain, state.unscaled, state.stepped = None, False, False, True
+            state.scaled, state.mixed, state.unscaled, state.stepped = None, False, False, True
         elif self._scaler_of(node, "update"):
             state.updated = node if state.stepped else None
         elif self._is_clip(node) or self._measures(node):
             rule = "clip-before-unscale" if self._is_clip(node) else "grad-before-unscale"
-            if state.scaled and not state.unscaled and state.plain is False:
+            if state.scaled and not state.unscaled and not state.mixed:
                 self._reported.append((rule, node, state.scaled, ""))
         elif name == "step" and not node.args and self._is_optimizer(receiver_of(node)):
-            if state.scaled and state.plain is False:
+            if state.scaled and not state.mixed:
                 self._reported.append(("step-without-scaler", node, state.scaled, ""))
-            state.scaled, state.plain = None, False
-        elif self._may_decide(node):
+            state.scaled, state.mixed = None, False
+        elif self._may_decide(node) or (name == "get_scale" and self._computes(node)):
             state.forget()
 
     def _backward(self, node: ast.Call, state: _State) -> None:
@@ -258,7 +227,7 @@ class _Scan:
         scaler = self._scaler_of(loss, "scale") or self._scaled_names.get(self.source.code(loss))
         state.stepped, state.updated = False, None
         if scaler is None:
-            state.plain = True if state.plain is False else state.plain
+            state.mixed = True
         else:
             state.scaled, state.unscaled = scaler, False
 
@@ -273,6 +242,10 @@ class _Scan:
         parts = [*call.args, *([receiver_of(call)] if isinstance(call.func, ast.Attribute) else [])]
         grads = (one for part in parts for one in walk(part) if isinstance(one, ast.Attribute))
         return name in _MEASURES and any(one.attr == "grad" for one in grads)
+
+    def _computes(self, call: ast.Call) -> bool:
+        """Return whether the value of a call may divide gradients: it is not only printed or compared."""
+        return isinstance(self.source.parents[call], ast.BinOp | ast.AugAssign | ast.Assign)
 
     def _may_decide(self, call: ast.Call) -> bool:
         """Return whether a call may scale, unscale or step out of sight."""
@@ -328,28 +301,3 @@ class _Scan:
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
                 return None
         return None
-
-    def _half_weights(self) -> Iterator[Found]:
-        """Report ``model.half()`` before training, of a model whose parameters an optimizer gets."""
-        trained = {
-            self.source.code(receiver_of(one))
-            for call in self.source.all_calls
-            for one in call.args[:1]
-            if isinstance(one, ast.Call) and method_of(one) == "parameters"
-        }
-        begins = [call.lineno for call in self.source.all_calls if method_of(call) == "backward"]
-        for call in self.source.all_calls:
-            if not self._is_half(call) or call.lineno > min(begins, default=call.lineno):
-                continue
-            model: ast.expr = receiver_of(call)
-            while isinstance(model, ast.Call) and method_of(model) in ("to", "cuda", "train"):
-                model = receiver_of(model)
-            inside = any(isinstance(one, ast.If | ast.IfExp) for one in self.source.around(call))
-            if self.source.code(model) in trained and not inside:
-                yield "half-weights", call, "scaler", self.source.code(receiver_of(call))
-
-    def _is_half(self, call: ast.Call) -> bool:
-        if method_of(call) == "half":
-            return not call.args
-        values = [*call.args, *(one.value for one in call.keywords)] if method_of(call) == "to" else []
-        return any(self.source.names.full(one) in ("torch.float16", "torch.half") for one in values)

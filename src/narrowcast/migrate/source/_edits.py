@@ -230,11 +230,16 @@ def between_statements(source: Source, statement: ast.stmt) -> str:
 
 
 def insert_before(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
-    """Insert one statement before another, indented as it is."""
-    if source.stands_alone(statement):
-        changes.insert(source.lines(statement)[0], source.indent(statement) + code + source.newline)
-    else:
-        changes.insert(source.start(statement), f"{code}; ")
+    """Insert a line before a statement, indented as it is."""
+    changes.insert(source.lines(statement)[0], source.indent(statement) + code + source.newline)
+
+
+def insert_after(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
+    """Insert a line after a statement, indented as it is."""
+    end = source.lines(statement)[1]
+    line = source.indent(statement) + code
+    ended = source.text[:end].endswith(("\n", "\r"))
+    changes.insert(end, line + source.newline if ended else source.newline + line)
 
 
 def import_line(source: Source, line: str) -> Edit:
@@ -281,14 +286,3 @@ def after_imports(source: Source, *, tried: bool = False) -> int:
 def _only_imports(statement: ast.Try | ast.If) -> bool:
     imports = any(isinstance(one, ast.Import | ast.ImportFrom) for one in walk(statement))
     return imports and not any(isinstance(one, ast.Call) for body in statement.body for one in walk(body))
-
-
-def insert_after(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
-    """Insert one statement after another, indented as it is."""
-    if not source.stands_alone(statement):
-        changes.insert(source.span(statement)[1], f"; {code}")
-        return
-    end = source.lines(statement)[1]
-    line = source.indent(statement) + code
-    ended = source.text[:end].endswith(("\n", "\r"))
-    changes.insert(end, line + source.newline if ended else source.newline + line)
