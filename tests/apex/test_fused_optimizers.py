@@ -196,6 +196,7 @@ def test_low_parameters_are_refused_until_masters_are_held(kind, dtype):
     [
         (lambda p: FusedAdam(p, amsgrad=True), r"no amsgrad.* use torch\.optim\.AdamW\("),
         (lambda p: FusedAdam(p, bias_correction=False), "leaves out the division of the moments by 1 - beta"),
+        (lambda p: FusedAdam([{"params": p, "bias_correction": False}]), "leaves out the division"),
         (lambda p: FusedAdam(p, master_weights=True), r"narrowcast\.weights\.hold\(optimizer\) for"),
         (
             lambda p: FusedSGD(p, lr=0.1, wd_after_momentum=True),

@@ -23,9 +23,8 @@ def own_gradients(rank):
     return [p.grad.flatten() for module in (first, second) for p in module.parameters()]
 
 
-@pytest.mark.parametrize("name", ["defaults", "delayed", "small buckets", "predivided", "when, not what"])
+@pytest.mark.parametrize("name", ["defaults", "delayed", "small buckets", "when, not what"])
 def test_gradients_are_averaged_with_each_option(ranks, name):
-    # The factor is a power of two, so that its place in the sum rounds nothing.
     expected = [(a + b) * 0.5 for a, b in zip(own_gradients(0), own_gradients(1), strict=True)]
     for rank in ranks:
         found = [torch.tensor(values) for values in rank["gradients"][name]]
@@ -70,6 +69,7 @@ def test_buffers_stay_each_ranks_own(ranks):
     [
         ({"shared_param": True}, "shared_param of apex's DistributedDataParallel cannot be changed"),
         ({"retain_allreduce_buffers": True, "gradient_average": False}, "buffers, gradient_average of apex"),
+        ({"gradient_predivide_factor": 4.0}, "gradient_predivide_factor of apex"),
         ({"message_size": 0}, "message_size must be at least 1 element, got 0"),
     ],
 )

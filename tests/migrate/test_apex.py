@@ -617,8 +617,15 @@ def test_o2_and_a_level_that_is_read_keep_narrowcast_apex():
     ],
 )
 def test_imports_that_stay(before, after):
-    used = "apex.amp.init()\nSyncBatchNorm()\namp.x()\n"
+    used = "apex.amp.y()\nSyncBatchNorm()\namp.x()\n"
     assert migrated(before + used, "narrowcast").text == after + used
+
+
+@pytest.mark.parametrize("start", ["from apex import amp\namp.", "import apex\napex.amp."])
+def test_imports_for_what_narrowcast_apex_lacks_stay(start):
+    outcome = migrated(start + "init()\n", "narrowcast")
+    assert outcome.text == start + "init()\n"
+    assert any("narrowcast.apex has no amp.init:" in message for _, message in left_alone(outcome))
 
 
 def test_a_package_may_hand_apex_on():

@@ -20,7 +20,6 @@ OPTIONS = {
     "defaults": {},
     "delayed": {"delay_allreduce": True},
     "small buckets": {"message_size": 1},
-    "predivided": {"gradient_predivide_factor": 4.0},
     "when, not what": {"num_allreduce_streams": 3, "allreduce_trigger_params": [], "prof": True},
 }
 

@@ -15,6 +15,8 @@ from narrowcast.errors import AmpError
 from narrowcast.gradients import unscale_by
 
 _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
+# By parameter: its gradient, which no later one can be mistaken for while it is kept, and its version.
+Versions = dict[torch.Tensor, tuple[torch.Tensor, int]]
 
 
 class _LowGradient(NamedTuple):
@@ -42,20 +44,22 @@ class Accumulation:
     sets them to None, as ``model.zero_grad()`` does, those of the masters are cleared too.
 
     ``masters`` is None if the optimizer has no half parameters. ``scaled_by`` is the scale of gradients that
-    ``delay_unscale`` left scaled, and None if they are unscaled.
+    ``delay_unscale`` left scaled, and None if they are unscaled. ``scaled_by_others`` is the scale of a block
+    that did not name the optimizer and brought gradients to its parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.masters: Masters | None = None
         self.scaled_by: float | None = None
+        self.scaled_by_others: float | None = None
         self._said = False
         self._apart: _Gradients = []
         self._low: list[_LowGradient] = []
-        self._at_begin: dict[torch.Tensor, torch.Tensor] = {}
 
     def begin(self, scale: float, *, delayed: bool) -> None:
         """Prepare for the backward pass of a block; refuse gradients that another scale has scaled."""
+        self.check_own()
         if self.scaled_by not in (None, scale):
             if any(parameter.grad is not None for parameter in self.leaves):
                 raise AmpError(
@@ -81,11 +85,35 @@ class Accumulation:
                 for master, gradient in of_masters:
                     master.grad = gradient
                 self.scaled_by = scale
-        self._at_begin = {p: p.grad for p in self.leaves if p.grad is not None}
 
-    def has_new_gradients(self) -> bool:
-        """Return whether parameters got gradients in this block that had none when it began."""
-        return any(p.grad is not None and p.grad is not self._at_begin.get(p) for p in self.leaves)
+    def versions(self) -> Versions:
+        """Return the present gradients, for ``written_since``."""
+        return {p: (p.grad, version_of(p.grad)) for p in self.leaves if p.grad is not None}
+
+    def written_since(self, before: Versions) -> list[torch.Tensor]:
+        """Return the gradients that are new, or were written to, since ``before``."""
+        return [
+            gradient
+            for parameter, (gradient, version) in self.versions().items()
+            if parameter not in before
+            or before[parameter][0] is not gradient
+            or before[parameter][1] != version
+        ]
+
+    def check_own(self) -> None:
+        """Refuse gradients from a block that did not name the optimizer, unless they were cleared since."""
+        if self.scaled_by_others is None:
+            return
+        self._follow_the_script()
+        taken_over = {one.low for one in self._low}
+        left = [p.grad for p in self.leaves if p.grad is not None and p not in taken_over]
+        if any_not_zero(left):
+            raise AmpError(
+                f"gradients of this {type(self._optimizer).__name__} came in a scale_loss block that did not "
+                f"name it, and are scaled by {self.scaled_by_others:g}: name it in that block, "
+                "scale_loss(loss, [optimizer, other]), or clear them with zero_grad() after the block"
+            )
+        self.scaled_by_others = None
 
     def end(self, scale: float, *, delayed: bool) -> torch.Tensor | None:
         """Unscale the gradients of a block and add those from before it.
@@ -94,7 +122,6 @@ class Accumulation:
             None if ``delayed``. Otherwise float32 of shape (2,), on the device of the gradients: the first is
             above 0 if a gradient of the block is NaN or infinite, the second if a sum is.
         """
-        self._at_begin = {}
         if any(p.grad is not None and p.grad.requires_grad for p in self.leaves):
             raise AmpError(
                 "backward(create_graph=True) in a scale_loss block is not supported: take the inner gradient "
@@ -126,7 +153,6 @@ class Accumulation:
 
         Gradients that were scaled before, and were added to, stay scaled: only ``zero_grad`` helps.
         """
-        self._at_begin = {}
         if not delayed and self.scaled_by is None:
             for parameter in (*self._parameters, *self.leaves):
                 parameter.grad = None
@@ -205,6 +231,11 @@ class Accumulation:
         """The parameters that backward passes give gradients to: half weights in place of their masters."""
         low_of: dict[torch.Tensor, torch.Tensor] = {master: low for low, master in self._pairs}
         return [low_of.get(parameter, parameter) for parameter in self._parameters]
+
+
+def any_not_zero(gradients: Iterable[torch.Tensor]) -> bool:
+    """Return whether a gradient has an element that is not 0; waits for the device."""
+    return any(bool(gradient.detach().any()) for gradient in gradients)
 
 
 def _take_apart(parameters: Iterable[torch.Tensor]) -> _Gradients:

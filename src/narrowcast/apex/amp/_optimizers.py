@@ -19,6 +19,7 @@ from narrowcast.gradients import closure_of, mark_as_stepped
 from narrowcast.weights import hold, lost_eps
 
 _STASH = "_amp_stash"
+active: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
 # Methods that scripts of apex call before they load masters from a checkpoint.
 _MAKE_MASTERS = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
 
@@ -59,6 +60,7 @@ class PreparedOptimizer:
         except BaseException:
             self.undo()
             raise
+        active.add(self)
 
     def _begin(self, originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         # First, so that the zero_grad that hold puts in front is removed before ours is.
@@ -123,6 +125,7 @@ class PreparedOptimizer:
         if not self._active:
             return {}
         self._active = False
+        active.discard(self)
         values = self._without_masters()
         for name, (ours, instance) in self._replaced.items():
             if vars(self.optimizer).get(name) == ours:
@@ -163,7 +166,7 @@ class PreparedOptimizer:
 
     def _zero_grad(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.gradients.forget_low_gradients()
-        self.gradients.scaled_by = None
+        self.gradients.scaled_by = self.gradients.scaled_by_others = None
         return inner(*args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -185,6 +188,7 @@ class PreparedOptimizer:
                 "so by scale_loss(..., delay_unscale=True): leave delay_unscale out for the last backward "
                 "pass before a step, or call zero_grad() to drop them"
             )
+        self.gradients.check_own()
         masters = self.gradients.masters
         with self.gradients.low_gradients_hidden():
             if masters is None:

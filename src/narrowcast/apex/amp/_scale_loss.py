@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from narrowcast.apex.amp._accumulation import Versions, any_not_zero
 from narrowcast.apex.amp._amp_state import _amp_state
-from narrowcast.apex.amp._optimizers import PreparedOptimizer, optimizer_of, prepared
-from narrowcast.errors import AmpError
+from narrowcast.apex.amp._optimizers import PreparedOptimizer, active, optimizer_of, prepared
+from narrowcast.errors import AmpError, UnsupportedError
 from narrowcast.gradients import check_apart
 
 
@@ -41,15 +42,19 @@ def scale_loss(
         loss_id: which of the ``num_losses`` scales to use.
         delay_unscale: leave the gradients scaled, to be added to in further blocks; a step is refused until
             a block without it. Needed for all but the last backward pass where DDP's ``no_sync`` is used.
-        model, delay_overflow_check: have no effect: the gradients are always checked.
+        model: has no effect, as in apex.
+        delay_overflow_check: must be False: the gradients of every block are checked at its end.
 
     Yields:
         ``loss`` in float32 times the scale; ``loss`` itself where amp was asked to do nothing.
 
     Raises:
         AmpError: wrong use, as a block before ``amp.initialize`` or within another one, gradients that are
-            scaled by another scale, or a backward pass from the wrong loss or after the block.
+            scaled by another scale, a loss that is scaled already, or a backward pass from the wrong loss or
+            after the block. The next step or block of an optimizer raises it too if gradients came in a block
+            that did not name it.
         SettingError: a parameter that two of the optimizers share.
+        UnsupportedError: ``delay_overflow_check=True``.
 
     Source: apex ``amp/handle.py``; https://nvidia.github.io/apex/advanced.html
     """
@@ -59,17 +64,23 @@ def scale_loss(
         return
     if not isinstance(loss, torch.Tensor):
         raise AmpError(f"expected the loss to be a torch.Tensor, got {type(loss).__name__}")
+    if delay_overflow_check:
+        raise UnsupportedError(
+            "delay_overflow_check=True is not supported: leave it out, and the gradients are checked at the "
+            "end of the block"
+        )
     scaler = _scaler_for(named, loss_id)
     if not any(one.scales for one in named):
         yield loss.float()
         return
     scale = scaler.loss_scale()
-    scaled = loss.float() if scale == 1.0 else loss.float() * scale
+    scaled = _scaled(loss, scale)
     backward = _Backward(scale, scaled)
     _begin(named, scale, delayed=delay_unscale)
+    before = {one: one.gradients.versions() for one in active} if scale != 1.0 else {}
     try:
         yield scaled
-        backward.check(named)
+        backward.check({one: before.get(one, {}) for one in named})
         found = [one.gradients.end(scale, delayed=delay_unscale) for one in named]
     except BaseException:
         for one in named:
@@ -79,6 +90,9 @@ def scale_loss(
         backward.is_over = True
         for one in named:
             one.in_block = False
+        for one, versions in before.items():
+            if one not in named and one.gradients.written_since(versions):
+                one.gradients.scaled_by_others = scale
     flags = [pair for pair in found if pair is not None]
     if flags:
         _update(scaler, loss_id, named, flags)
@@ -104,6 +118,20 @@ def _update(
             )
 
 
+def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
+    found = vars(loss).get("_scaled_by_amp")
+    if found is not None:
+        raise AmpError(
+            f"this loss is scaled by {found:g} already, by another scale_loss block: give the loss itself, "
+            "and name the optimizers of one backward pass in one block, scale_loss(loss, [first, second])"
+        )
+    if scale == 1.0:
+        return loss.float()
+    scaled = loss.float() * scale
+    vars(scaled)["_scaled_by_amp"] = scale
+    return scaled
+
+
 class _Backward:
     """Checks that the scaled loss of a block goes backward in the block, and not after it.
 
@@ -119,9 +147,12 @@ class _Backward:
             hooked: Any = scaled
             hooked.register_hook(self._see)
 
-    def check(self, named: Sequence[PreparedOptimizer]) -> None:
-        """Raise if gradients came and the scaled loss did not go backward."""
-        if not self._was_seen and any(one.gradients.has_new_gradients() for one in named):
+    def check(self, before: Mapping[PreparedOptimizer, Versions]) -> None:
+        """Raise if gradients were written since ``before`` and the scaled loss did not go backward."""
+        if self._was_seen:
+            return
+        # zero_grad() writes too.
+        if any(any_not_zero(one.gradients.written_since(versions)) for one, versions in before.items()):
             raise AmpError(
                 "gradients came in a scale_loss block whose own loss did not go backward: they are not "
                 f"scaled, and would be divided by {self._scale:g}: call backward of what the block yields, "

@@ -50,9 +50,9 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
     ``torch.optim.Adam(fused=True)``; single operations are rounded as in torch. States that apex saved load,
     with their count of steps. ``set_grad_none`` is what ``zero_grad()`` does without an argument.
 
-    Raises ``UnsupportedError`` for ``bias_correction=False``, ``amsgrad`` and ``master_weights``, and at a
-    step for parameters in float16 or bfloat16, for which apex kept moments in float32 and torch would keep
-    them in the parameter's format. Source: apex ``csrc/multi_tensor_adam.cu``.
+    Raises ``UnsupportedError`` for ``bias_correction=False``, also in a group, ``amsgrad`` and
+    ``master_weights``, and at a step for parameters in float16 or bfloat16, for which apex kept moments in
+    float32 and torch would keep them in the parameter's format. Source: apex ``csrc/multi_tensor_adam.cu``.
     """
 
     def __init__(
@@ -88,6 +88,12 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
             decoupled_weight_decay=adam_w_mode,
         )
         self.register_step_pre_hook(_refuse_low)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; its ``bias_correction``, if it has one, must be True."""
+        if not param_group.pop("bias_correction", True):
+            raise UnsupportedError(_NO_BIAS_CORRECTION)
+        super().add_param_group(param_group)
 
 
 class FusedSGD(_ApexOptimizer, torch.optim.SGD):

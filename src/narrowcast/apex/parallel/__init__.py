@@ -47,8 +47,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         delay_allreduce: reduce everything when backward has ended, and accept parameters without gradients,
             which torch looks for in every graph (it warns once if there was none).
 
-    The other arguments have no effect on the result, or raise ``SettingError`` if they are not the default.
-    Source: apex ``parallel/distributed.py``.
+    ``allreduce_trigger_params``, ``num_allreduce_streams`` and ``prof`` have no effect: in apex they change
+    when gradients are sent, and not their values. The others raise ``SettingError`` if they are not the
+    default. Source: apex ``parallel/distributed.py``.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "allreduce_communicators": allreduce_communicators is not None,
             "allreduce_always_fp32": allreduce_always_fp32,
             "gradient_average": not gradient_average,
+            # torch divides by the number of ranks before it adds.
+            "gradient_predivide_factor": gradient_predivide_factor != 1.0,
         }
         if refused := [name for name, is_given in given.items() if is_given]:
             raise SettingError(
