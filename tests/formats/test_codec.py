@@ -22,7 +22,7 @@ from narrowcast.formats import (
     encode,
     torch_dtype,
 )
-from narrowcast.formats._standard import FORMATS
+from narrowcast.formats._format import FORMATS
 
 NARROW = [BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ]
 ML_DTYPES = {
@@ -100,8 +100,11 @@ def test_numbers_that_the_format_lacks_are_refused(format):
 def test_what_a_refusal_says():
     with pytest.raises(SettingError) as caught:
         encode(E4M3FNUZ, -0.0)
-    assert str(caught.value) == "-0.0 is not a E4M3FNUZ number: round it first, with round_to(E4M3FNUZ, -0.0)"
+    assert (
+        str(caught.value)
+        == "-0.0 cannot be represented in E4M3FNUZ: round it first with round_to(E4M3FNUZ, -0.0)"
+    )
     for code in (-1, 256):
         with pytest.raises(SettingError) as caught:
             decode(OCP_E4M3, code)
-        assert str(caught.value) == f"a OCP_E4M3 code is from 0 to 255, not {code}"
+        assert str(caught.value) == f"expected a OCP_E4M3 code from 0 to 255, got {code}"

@@ -30,9 +30,7 @@ from narrowcast.formats import (
     round_to,
     torch_dtype,
 )
-from narrowcast.formats._dtype import from_torch_dtype
-from narrowcast.formats._format import Specials
-from narrowcast.formats._standard import FORMATS
+from narrowcast.formats._format import FORMATS, Specials, from_torch_dtype
 
 STORED = [format for format in FORMATS if format is not TF32]
 CHANGES = {
@@ -97,35 +95,35 @@ def test_a_record_is_frozen_slotted_and_keyword_only():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": ""}, "name must say what the format is, not ''"),
-        ({"standard": ""}, "standard must say what the format is, not ''"),
-        ({"exponent_bits": 1}, "FLOAT16: exponent_bits must be an integer, 2 or more, not 1"),
-        ({"significand_bits": 0}, "FLOAT16: significand_bits must be an integer, 1 or more, not 0"),
-        ({"bias": 7.5}, "FLOAT16: bias must be an integer, 0 or more, not 7.5"),
+        ({"name": ""}, "name must describe the format, got ''"),
+        ({"standard": ""}, "standard must describe the format, got ''"),
+        ({"exponent_bits": 1}, "FLOAT16: exponent_bits must be an integer, 2 or more, got 1"),
+        ({"significand_bits": 0}, "FLOAT16: significand_bits must be an integer, 1 or more, got 0"),
+        ({"bias": 7.5}, "FLOAT16: bias must be an integer, 0 or more, got 7.5"),
         (
             {"specials": "ieee"},
             "FLOAT16: specials must be one of Specials.IEEE, Specials.NAN_ALL_ONES, "
-            "Specials.NAN_NEGATIVE_ZERO, not 'ieee'",
+            "Specials.NAN_NEGATIVE_ZERO, got 'ieee'",
         ),
         (
             {"storage_bits": 15},
             "FLOAT16: the fields need 1 + 5 + 10 bits, more than storage_bits = 15: "
-            "make storage_bits at least 16",
+            "set storage_bits to at least 16",
         ),
         (
             {"storage_bits": 64, "significand_bits": 52},
             "FLOAT16: numbers from 2**-66 to 2**15 with 52 significand bits are not all exact in a "
-            "Python float (2**-1073 to 2**1022, 51 bits): narrow it or move its bias",
+            "Python float (2**-1073 to 2**1022, 51 bits): use fewer bits or another bias",
         ),
         (
             {"storage_bits": 32, "exponent_bits": 11, "bias": 1023},
             "FLOAT16: numbers from 2**-1032 to 2**1023 with 10 significand bits are not all exact in a "
-            "Python float (2**-1073 to 2**1022, 51 bits): narrow it or move its bias",
+            "Python float (2**-1073 to 2**1022, 51 bits): use fewer bits or another bias",
         ),
         (
             {"bias": 1065},
             "FLOAT16: numbers from 2**-1074 to 2**-1035 with 10 significand bits are not all exact in a "
-            "Python float (2**-1073 to 2**1022, 51 bits): narrow it or move its bias",
+            "Python float (2**-1073 to 2**1022, 51 bits): use fewer bits or another bias",
         ),
     ],
 )
@@ -228,8 +226,8 @@ def test_a_format_without_a_dtype_is_refused():
     with pytest.raises(SettingError) as caught:
         torch_dtype(TF32)
     assert str(caught.value) == (
-        "no torch dtype stores TF32: use one that is stored "
-        "(FLOAT32, BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ)"
+        "no torch dtype stores TF32: use one of "
+        "FLOAT32, BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ"
     )
 
 
@@ -240,6 +238,6 @@ def test_a_dtype_without_a_record_is_refused(dtype):
     with pytest.raises(SettingError) as caught:
         from_torch_dtype(dtype)
     assert str(caught.value) == (
-        f"{dtype} is not a format of narrowcast.formats: use one of torch.float32, torch.bfloat16, "
+        f"narrowcast.formats has no format for {dtype}: use one of torch.float32, torch.bfloat16, "
         "torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz"
     )

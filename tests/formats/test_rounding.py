@@ -27,7 +27,7 @@ from narrowcast.formats import (
     round_to,
     torch_dtype,
 )
-from narrowcast.formats._standard import FORMATS
+from narrowcast.formats._format import FORMATS
 
 NARROW = [BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ]
 ML_DTYPES = {
@@ -219,7 +219,7 @@ def test_which_updates_of_one_are_swallowed(format, power):
         ({"mode": "stochastic", "u": 1.0}, "u must be in [0, 1), not 1.0"),
         ({"mode": "stochastic", "u": -0.25}, "u must be in [0, 1), not -0.25"),
         ({"mode": "stochastic", "u": math.nan}, "u must be in [0, 1), not nan"),
-        ({"u": 0.5}, "nearest-even rounding draws nothing: leave out u, or ask for stochastic"),
+        ({"u": 0.5}, "nearest-even rounding uses no random number: leave out u, or use stochastic"),
     ],
 )
 def test_a_wrong_mode_or_random_number_is_refused(arguments, message):

@@ -19,7 +19,7 @@ from narrowcast.formats import (
     encode,
     round_to,
 )
-from narrowcast.formats._standard import FORMATS
+from narrowcast.formats._format import FORMATS
 
 STEPS = 64
 

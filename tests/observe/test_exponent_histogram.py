@@ -9,8 +9,7 @@ import torch
 from narrowcast import formats
 from narrowcast.errors import ScaleError, SettingError
 from narrowcast.formats import FLOAT16, OCP_E4M3, Format, round_to, torch_dtype
-from narrowcast.formats._format import Specials
-from narrowcast.formats._standard import FORMATS
+from narrowcast.formats._format import FORMATS, Specials
 from narrowcast.observe import ExponentHistogram, _exponent_histogram
 
 STORED = [format for format in FORMATS if format.name != "TF32"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowcast.formats import round_to
-from narrowcast.formats._dtype import from_torch_dtype
+from narrowcast.formats._format import from_torch_dtype
 from narrowcast.weights._lower import round_stochastically, rounded_with
 
 NOISE_BITS = {torch.bfloat16: 16, torch.float16: 31}

@@ -1,15 +1,12 @@
-"""Number formats as records, what every code means, and how a number is rounded, exactly and one at a time.
+"""Number formats as records, with exact scalar decoding, encoding and rounding.
 
-Nothing here is fast, and importing it does not import torch: it is what the fast versions are held against.
+This is the slow reference for the fast versions. Importing it does not import torch.
 """
 
 from __future__ import annotations
 
 from narrowcast.formats._codec import decode, encode
-from narrowcast.formats._dtype import torch_dtype
-from narrowcast.formats._format import Format
-from narrowcast.formats._rounding import RoundingMode, round_to
-from narrowcast.formats._standard import (
+from narrowcast.formats._format import (
     BFLOAT16,
     E4M3FNUZ,
     E5M2FNUZ,
@@ -18,7 +15,10 @@ from narrowcast.formats._standard import (
     OCP_E4M3,
     OCP_E5M2,
     TF32,
+    Format,
+    torch_dtype,
 )
+from narrowcast.formats._rounding import RoundingMode, round_to
 
 __all__ = [
     "BFLOAT16",

@@ -1,4 +1,4 @@
-"""Codes to numbers and back, exactly."""
+"""Convert codes to numbers and back, exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from narrowcast.formats._format import Format
 
 
 class Units(NamedTuple):
-    """A magnitude as ``(whole + rest / divisor) * 2**unit_exponent``, with 0 <= rest < divisor, all exact."""
+    """An exact magnitude: ``(whole + rest / divisor) * 2**unit_exponent``, with 0 <= rest < divisor."""
 
     whole: int
     rest: int
@@ -19,10 +19,10 @@ class Units(NamedTuple):
 
 
 def units_of(format: Format, magnitude: float) -> Units:
-    """``magnitude`` (finite, above zero) in units of the last place that ``format`` has there.
+    """Express ``magnitude`` (finite, above zero) in units in the last place of ``format``.
 
-    The exponent is not limited from above: past ``format.max`` the units grow as they would in a wider
-    format. From below it is, so that subnormals share the unit of the smallest normal.
+    The exponent has no upper limit: past ``format.max`` the units keep growing, as in a wider format. It has
+    a lower limit: subnormals share the unit of the smallest normal number.
     """
     exponent = math.frexp(magnitude)[1] - 1
     unit_exponent = max(exponent, format.min_exponent) - format.significand_bits
@@ -36,11 +36,10 @@ def units_of(format: Format, magnitude: float) -> Units:
 
 
 def decode(format: Format, code: int) -> float:
-    """The number that ``code`` means in ``format``, exact.
+    """Return the exact number that ``code`` encodes in ``format``.
 
-    The code is the format's own ``format.bits`` bits, sign first; for TF32 that is the float32 word shifted
-    right by 13. NaN codes give ``math.nan``, their sign and payload dropped; infinities and -0.0 keep their
-    sign; subnormals are never flushed.
+    A code has ``format.bits`` bits, sign first. For TF32 it is the float32 word shifted right by 13. A NaN
+    code gives ``math.nan`` without sign and payload. Subnormals are never flushed.
 
     Raises:
         SettingError: ``code`` is below 0 or not below ``format.code_count``.
@@ -50,7 +49,7 @@ def decode(format: Format, code: int) -> float:
     65504.0
     """
     if not 0 <= code < format.code_count:
-        raise SettingError(f"a {format.name} code is from 0 to {format.code_count - 1}, not {code}")
+        raise SettingError(f"expected a {format.name} code from 0 to {format.code_count - 1}, got {code}")
     sign = -1.0 if code & format.sign_bit else 1.0
     magnitude_code = code & (format.sign_bit - 1)
     if magnitude_code == format.infinity_code:
@@ -67,13 +66,13 @@ def decode(format: Format, code: int) -> float:
 
 
 def encode(format: Format, x: float) -> int:
-    """The code of ``x``, which must be a number of ``format``: nothing is rounded.
+    """Return the code of ``x`` in ``format``, without rounding.
 
-    Every NaN gives ``format.nan_code``; infinities, -0.0 and subnormals give their own codes.
+    Every NaN gives ``format.nan_code``. Infinities, -0.0 and subnormals give their own codes.
 
     Raises:
-        SettingError: ``x`` lies between two numbers of the format or past its ``max``, or is an infinity or
-            -0.0 where the format has none.
+        SettingError: ``x`` is not a number of the format: it needs rounding, exceeds ``max``, or is an
+            infinity or -0.0 that the format lacks.
 
     >>> from narrowcast.formats import OCP_E4M3, encode
     >>> hex(encode(OCP_E4M3, 448.0))
@@ -93,11 +92,11 @@ def encode(format: Format, x: float) -> int:
     whole, rest, _, unit_exponent = units_of(format, abs(x))
     if rest or abs(x) > format.max:
         raise _not_a_number_of(format, x)
-    # The hidden bit of a normal number adds one to the exponent field, so that field starts one below.
+    # The hidden bit of a normal number adds one to the exponent field, so the field starts one lower.
     exponent_field = unit_exponent + format.significand_bits - format.min_exponent
     return sign + (exponent_field << format.significand_bits) + whole
 
 
 def _not_a_number_of(format: Format, x: float) -> SettingError:
     name = format.name
-    return SettingError(f"{x!r} is not a {name} number: round it first, with round_to({name}, {x!r})")
+    return SettingError(f"{x!r} cannot be represented in {name}: round it first with round_to({name}, {x!r})")

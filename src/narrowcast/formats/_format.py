@@ -1,25 +1,29 @@
-"""A binary floating-point format as a record: what its standard fixes, and the limits that follow from it."""
+"""Number formats as records: the formats that PyTorch computes or stores in, and their torch dtypes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from narrowcast.errors import SettingError
 
-# Every value has to be exact in a Python float (IEEE 754 binary64), and so has max + half a unit.
+if TYPE_CHECKING:
+    import torch
+
+# Every value, and max + half a unit, must be exact in a Python float (IEEE 754 binary64).
 _WIDEST_SIGNIFICAND_BITS = 51
 _LARGEST_EXPONENT = 1022
 _SMALLEST_EXPONENT = -1073
 
 
 class Specials(StrEnum):
-    """Which codes are not finite numbers. Infinities and -0.0 follow from it.
+    """Which codes are not finite numbers, and so whether the format has infinities and -0.0.
 
-    ``IEEE``: the all-ones exponent is kept for infinities (significand zero) and NaNs (any other).
-    ``NAN_ALL_ONES``: only the code of all ones, with either sign, is NaN; no infinities (OCP E4M3).
-    ``NAN_NEGATIVE_ZERO``: the one NaN is the code that would be -0.0; no infinities, no -0.0 (fnuz).
+    ``IEEE``: the all-ones exponent encodes infinities (significand zero) and NaNs (any other significand).
+    ``NAN_ALL_ONES``: the all-ones code, with either sign, is NaN; there are no infinities (OCP E4M3).
+    ``NAN_NEGATIVE_ZERO``: the code of -0.0 is the only NaN; there are no infinities and no -0.0 (fnuz).
     """
 
     IEEE = "ieee"
@@ -32,24 +36,24 @@ class Specials(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A number format: one sign bit, then a biased exponent, then a significand with a hidden leading bit.
+    """A number format: a sign bit, a biased exponent, and a significand with a hidden leading bit.
 
-    With exponent field E > 0 and significand field T it means (1 + T / 2**significand_bits) * 2**(E - bias).
-    With E = 0 it is subnormal: (T / 2**significand_bits) * 2**(1 - bias), and zero if T is 0 too.
+    Exponent field E > 0 and significand field T encode (1 + T / 2**significand_bits) * 2**(E - bias).
+    E = 0 encodes zero and the subnormals: (T / 2**significand_bits) * 2**(1 - bias).
 
     Args:
         name: the constant's name in ``narrowcast.formats``.
-        standard: issuing body and document that define the format.
-        storage_bits: bits that one number occupies in memory; TF32 keeps its 19 in a 32-bit word.
-        exponent_bits: width of the exponent field, in bits.
-        significand_bits: width of the trailing significand field, in bits, without the hidden bit.
-        bias: what is subtracted from the exponent field to get the power of two.
-        specials: which codes are infinities and NaNs, and so whether there is a -0.0.
+        standard: the issuing body and the document that define the format.
+        storage_bits: bits that one number occupies in memory; TF32 keeps its 19 bits in a 32-bit word.
+        exponent_bits: width of the exponent field.
+        significand_bits: width of the significand field, without the hidden bit.
+        bias: the power of two is the exponent field minus ``bias``.
+        specials: which codes are infinities and NaNs.
 
     Raises:
-        SettingError: an empty name, a width or bias that is no integer or too small, ``specials`` of
-            another type, fields that do not fit the storage, or numbers that a Python float cannot hold
-            exactly, half the smallest and half a unit past ``max`` included.
+        SettingError: a field is empty, too small or of a wrong type, the bits do not fit the storage, or a
+            Python float cannot represent every number exactly, with half the smallest and half a unit past
+            ``max``.
 
     >>> from narrowcast.formats import FLOAT16
     >>> FLOAT16.max, FLOAT16.bits
@@ -67,18 +71,18 @@ class Format:
     def __post_init__(self) -> None:
         for field in ("name", "standard"):
             if not getattr(self, field):
-                raise SettingError(f"{field} must say what the format is, not {getattr(self, field)!r}")
+                raise SettingError(f"{field} must describe the format, got {getattr(self, field)!r}")
         for field, least in (("exponent_bits", 2), ("significand_bits", 1), ("storage_bits", 4), ("bias", 0)):
             value = getattr(self, field)
             if not isinstance(value, int) or value < least:
-                raise SettingError(f"{self.name}: {field} must be an integer, {least} or more, not {value!r}")
+                raise SettingError(f"{self.name}: {field} must be an integer, {least} or more, got {value!r}")
         if not isinstance(self.specials, Specials):
             known = ", ".join(map(repr, Specials))
-            raise SettingError(f"{self.name}: specials must be one of {known}, not {self.specials!r}")
+            raise SettingError(f"{self.name}: specials must be one of {known}, got {self.specials!r}")
         if self.storage_bits < self.bits:
             raise SettingError(
                 f"{self.name}: the fields need 1 + {self.exponent_bits} + {self.significand_bits} bits, more "
-                f"than storage_bits = {self.storage_bits}: make storage_bits at least {self.bits}"
+                f"than storage_bits = {self.storage_bits}: set storage_bits to at least {self.bits}"
             )
         self._check_that_numbers_are_exact()
 
@@ -92,17 +96,17 @@ class Format:
             raise SettingError(
                 f"{self.name}: numbers from 2**{smallest} to 2**{largest} with {self.significand_bits} "
                 f"significand bits are not all exact in a Python float (2**{_SMALLEST_EXPONENT} to "
-                f"2**{_LARGEST_EXPONENT}, {_WIDEST_SIGNIFICAND_BITS} bits): narrow it or move its bias"
+                f"2**{_LARGEST_EXPONENT}, {_WIDEST_SIGNIFICAND_BITS} bits): use fewer bits or another bias"
             )
 
     @property
     def bits(self) -> int:
-        """Bits of one code: sign, exponent and significand. Fewer than ``storage_bits`` in TF32 (19)."""
+        """Bits of one code: sign, exponent and significand. TF32 has 19, fewer than its ``storage_bits``."""
         return 1 + self.exponent_bits + self.significand_bits
 
     @property
     def code_count(self) -> int:
-        """Number of codes, NaNs and infinities included; codes run from 0 to ``code_count - 1``."""
+        """Number of codes, with NaNs and infinities. Codes run from 0 to ``code_count - 1``."""
         return 1 << self.bits
 
     @property
@@ -112,7 +116,7 @@ class Format:
 
     @property
     def largest_finite_code(self) -> int:
-        """Code of ``max``; the codes from 0 to it are the non-negative finite numbers in rising order."""
+        """Code of ``max``. The codes up to it are the non-negative finite numbers in ascending order."""
         all_ones = self.sign_bit - 1
         if self.specials is Specials.IEEE:
             return all_ones - (1 << self.significand_bits)
@@ -120,12 +124,12 @@ class Format:
 
     @property
     def infinity_code(self) -> int | None:
-        """Code of +infinity, or None where the format has no infinities."""
+        """Code of +infinity, or None if the format has no infinities."""
         return self.largest_finite_code + 1 if self.has_infinity else None
 
     @property
     def nan_code(self) -> int:
-        """The code that NaN is encoded as: positive and quiet where there are several."""
+        """The code that ``encode`` uses for NaN: the positive quiet one if there are several."""
         if self.specials is Specials.NAN_NEGATIVE_ZERO:
             return self.sign_bit
         if self.specials is Specials.NAN_ALL_ONES:
@@ -135,17 +139,17 @@ class Format:
 
     @property
     def has_infinity(self) -> bool:
-        """Whether +infinity and -infinity have codes; without them overflow gives NaN."""
+        """Whether the format has infinities. Without them overflow gives NaN."""
         return self.specials is Specials.IEEE
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether -0.0 has a code; without one -0.0, and negative numbers that flush to zero, become 0.0."""
+        """Whether -0.0 has a code. Without one, -0.0 and negative numbers that round to zero give 0.0."""
         return self.specials is not Specials.NAN_NEGATIVE_ZERO
 
     @property
     def min_exponent(self) -> int:
-        """Power of two of ``smallest_normal``, and of the unit that subnormals share with it."""
+        """Power of two of ``smallest_normal``."""
         return 1 - self.bias
 
     @property
@@ -155,41 +159,180 @@ class Format:
 
     @property
     def max(self) -> float:
-        """Largest finite number, exact."""
+        """Largest finite number."""
         hidden = 1 << self.significand_bits
         trailing = self.largest_finite_code & (hidden - 1)
         return math.ldexp(hidden + trailing, self.max_exponent - self.significand_bits)
 
     @property
     def min(self) -> float:
-        """Lowest finite number, ``-max``, exact; as in ``torch.finfo``, not the smallest above zero."""
+        """Lowest finite number, ``-max``, as in ``torch.finfo``."""
         return -self.max
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest number above zero that has the full precision, exact."""
+        """Smallest number above zero that has full precision."""
         return math.ldexp(1.0, self.min_exponent)
 
     @property
     def smallest_subnormal(self) -> float:
-        """Smallest number above zero, and the distance between all subnormals, exact."""
+        """Smallest number above zero, and the distance between subnormals."""
         return math.ldexp(1.0, self.min_exponent - self.significand_bits)
 
     @property
     def eps(self) -> float:
-        """Distance from 1.0 to the next number above it, exact (half of it is the unit roundoff)."""
+        """Distance from 1.0 to the next number above it, twice the unit roundoff."""
         return math.ldexp(1.0, -self.significand_bits)
 
     @property
     def overflow_threshold(self) -> float:
-        """Half a unit past ``max``, exact: beyond it nearest-even rounding overflows, below it gives ``max``.
+        """Half a unit past ``max``: nearest-even rounding overflows beyond it.
 
-        The threshold itself is a tie: it overflows where the code of ``max`` is odd (all formats here but
-        OCP E4M3, which keeps it).
+        The threshold itself overflows too if the code of ``max`` is odd: in all formats except OCP E4M3.
         """
         return self.max + math.ldexp(0.5, self.max_exponent - self.significand_bits)
 
     @property
     def flush_threshold(self) -> float:
-        """Half the smallest subnormal, exact: nearest-even rounding flushes it, and all below it, to zero."""
+        """Half the smallest subnormal: nearest-even rounding flushes it and everything below it to zero."""
         return self.smallest_subnormal / 2
+
+
+FLOAT32 = Format(
+    name="FLOAT32",
+    standard="IEEE 754-2019 binary32",
+    storage_bits=32,
+    exponent_bits=8,
+    significand_bits=23,
+    bias=127,
+    specials=Specials.IEEE,
+)
+"""IEEE 754 single precision."""
+
+# The whitepaper does not define the rounding from float32, and hardware differs: PTX has one conversion with
+# ties away from zero (cvt.rna.tf32.f32, sm_80) and one with ties to even (cvt.rn.tf32.f32, sm_90).
+TF32 = Format(
+    name="TF32",
+    standard="NVIDIA A100 Tensor Core GPU Architecture whitepaper, 2020, TensorFloat-32",
+    storage_bits=32,
+    exponent_bits=8,
+    significand_bits=10,
+    bias=127,
+    specials=Specials.IEEE,
+)
+"""NVIDIA's TensorFloat-32: the range of float32 with the precision of float16."""
+
+# Intel's document has no subnormals in arithmetic. PyTorch's conversions keep them, and so does round_to.
+BFLOAT16 = Format(
+    name="BFLOAT16",
+    standard="Google Brain bfloat16; Intel BFLOAT16 Hardware Numerics Definition, 338302-001US, 2018",
+    storage_bits=16,
+    exponent_bits=8,
+    significand_bits=7,
+    bias=127,
+    specials=Specials.IEEE,
+)
+"""The range of float32 with 8 significant bits."""
+
+FLOAT16 = Format(
+    name="FLOAT16",
+    standard="IEEE 754-2019 binary16",
+    storage_bits=16,
+    exponent_bits=5,
+    significand_bits=10,
+    bias=15,
+    specials=Specials.IEEE,
+)
+"""IEEE 754 half precision."""
+
+OCP_E4M3 = Format(
+    name="OCP_E4M3",
+    standard="OCP 8-bit Floating Point Specification (OFP8) 1.0, E4M3",
+    storage_bits=8,
+    exponent_bits=4,
+    significand_bits=3,
+    bias=7,
+    specials=Specials.NAN_ALL_ONES,
+)
+"""fp8 of the Open Compute Project with NaN but no infinities, up to 448."""
+
+OCP_E5M2 = Format(
+    name="OCP_E5M2",
+    standard="OCP 8-bit Floating Point Specification (OFP8) 1.0, E5M2",
+    storage_bits=8,
+    exponent_bits=5,
+    significand_bits=2,
+    bias=15,
+    specials=Specials.IEEE,
+)
+"""fp8 of the Open Compute Project with NaN and infinities, up to 57344."""
+
+E4M3FNUZ = Format(
+    name="E4M3FNUZ",
+    standard="Graphcore, AMD and Qualcomm, arXiv 2206.02915, 2022, 1.4.3 with bias 8",
+    storage_bits=8,
+    exponent_bits=4,
+    significand_bits=3,
+    bias=8,
+    specials=Specials.NAN_NEGATIVE_ZERO,
+)
+"""fp8 without infinities or negative zero, up to 240."""
+
+E5M2FNUZ = Format(
+    name="E5M2FNUZ",
+    standard="Graphcore, AMD and Qualcomm, arXiv 2206.02915, 2022, 1.5.2 with bias 16",
+    storage_bits=8,
+    exponent_bits=5,
+    significand_bits=2,
+    bias=16,
+    specials=Specials.NAN_NEGATIVE_ZERO,
+)
+"""fp8 without infinities or negative zero, up to 57344."""
+
+FORMATS = (FLOAT32, TF32, BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ)
+"""Every format of this package."""
+
+_DTYPE_NAMES = {
+    FLOAT32: "float32",
+    BFLOAT16: "bfloat16",
+    FLOAT16: "float16",
+    OCP_E4M3: "float8_e4m3fn",
+    OCP_E5M2: "float8_e5m2",
+    E4M3FNUZ: "float8_e4m3fnuz",
+    E5M2FNUZ: "float8_e5m2fnuz",
+}
+
+
+def torch_dtype(format: Format) -> torch.dtype:
+    """Return the torch dtype that stores ``format``.
+
+    Raises:
+        SettingError: no dtype stores it. TF32 is a format for computing on float32 tensors, not for storage.
+
+    Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch.dtype
+
+    >>> from narrowcast.formats import OCP_E4M3, torch_dtype
+    >>> torch_dtype(OCP_E4M3)
+    torch.float8_e4m3fn
+    """
+    import torch
+
+    if format not in _DTYPE_NAMES:
+        stored = ", ".join(known.name for known in _DTYPE_NAMES)
+        raise SettingError(f"no torch dtype stores {format.name}: use one of {stored}")
+    dtype = getattr(torch, _DTYPE_NAMES[format])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def from_torch_dtype(dtype: torch.dtype) -> Format:
+    """Return the format that tensors of ``dtype`` are stored in.
+
+    Raises:
+        SettingError: no format of this package belongs to ``dtype``, such as an integer type or float64.
+    """
+    for format, name in _DTYPE_NAMES.items():
+        if str(dtype) == f"torch.{name}":
+            return format
+    known = ", ".join(f"torch.{name}" for name in _DTYPE_NAMES.values())
+    raise SettingError(f"narrowcast.formats has no format for {dtype}: use one of {known}")

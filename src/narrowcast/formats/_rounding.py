@@ -1,4 +1,4 @@
-"""The reference that fast conversions are held against: slow, one number at a time, in exact integers."""
+"""Round one number at a time in exact integers, as the reference for the fast conversions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from narrowcast.formats._format import Format
 
 
 class RoundingMode(StrEnum):
-    """Which of its two neighbours a number goes to; a number of the format always stays.
+    """How to choose between the two neighbours of a number that the format cannot represent.
 
-    ``NEAREST_EVEN``: the nearer one; from the middle, the one with the even code (IEEE 754-2019, 4.3.1).
+    ``NEAREST_EVEN``: the nearer one; for a tie, the one with the even code (IEEE 754-2019, 4.3.1).
     ``TOWARD_ZERO``: the one of smaller magnitude (IEEE 754-2019, 4.3.2).
-    ``STOCHASTIC``: the one of larger magnitude with a probability equal to the fraction of the way to it.
+    ``STOCHASTIC``: the one of larger magnitude, with a probability equal to the fraction of the way to it.
 
     >>> from narrowcast.formats import FLOAT16, RoundingMode, round_to
     >>> round_to(FLOAT16, 1 + 2**-11 + 2**-13, RoundingMode.TOWARD_ZERO)
@@ -39,30 +39,28 @@ def round_to(
     u: float | Fraction | None = None,
     saturate: bool = False,
 ) -> float:
-    """``x`` rounded to ``format`` in one step, exact, as a Python float.
+    """Round ``x`` to ``format`` in one exact step and return it as a Python float.
 
-    NaN gives NaN. Infinities stay where the format has them. The sign is kept, so that -0.0 and negative
-    numbers that round to zero give -0.0, and 0.0 where the format has no -0.0. Subnormals are rounded like
-    any other number: none is flushed that is not nearer to zero.
+    NaN gives NaN. The sign is kept: -0.0, and negative numbers that round to zero, give -0.0, or 0.0 if the
+    format has no -0.0. Subnormals are rounded like any other number and never flushed.
 
-    Overflow is decided after rounding with an exponent that has no upper limit (IEEE 754-2019, 7.4), so that
-    what rounds to ``max`` is no overflow. What is past ``max`` then becomes an infinity, or NaN where the
-    format has none, and so does an infinite ``x``. With ``saturate`` both become ``max`` with the sign of
-    ``x``, the saturating conversion of OFP8 1.0. ``TOWARD_ZERO`` gives ``max`` for every finite overflow.
-    PyTorch's conversion to OCP E4M3 saturates since pull request 178817 of April 2026, which 2.13 has, and
-    gave NaN before; its conversions to the other formats do not saturate.
+    Overflow is decided after rounding with an unlimited exponent (IEEE 754-2019, 7.4), so a number that
+    rounds to ``max`` does not overflow. Overflow and an infinite ``x`` give an infinity, or NaN if the format
+    has no infinities; with ``saturate``, ``max`` with the sign of ``x``, as in OFP8 1.0. ``TOWARD_ZERO``
+    gives ``max`` for every finite overflow. PyTorch's conversion to OCP E4M3 saturates since 2.13 (pull
+    request 178817) and gave NaN before. Its conversions to other formats do not saturate.
 
     Args:
         format: the format to round to.
-        x: a Python float; a number of any other type is made one first.
+        x: a Python float, or a number that ``float`` converts.
         mode: a ``RoundingMode`` or its value.
-        u: the random number, 0 <= u < 1, that stochastic rounding compares with the fraction, exactly: ``x``
-            goes to the larger magnitude if ``u`` is below the fraction. Given, the result is reproducible.
-        saturate: give ``max`` instead of an infinity or NaN on overflow.
+        u: the random number of stochastic rounding, 0 <= u < 1. ``x`` is rounded to the larger magnitude if
+            ``u`` is below the exact fraction.
+        saturate: return ``max`` instead of an infinity or NaN on overflow.
 
     Raises:
-        SettingError: a mode that does not exist; stochastic rounding without ``u`` or with ``u`` outside
-            [0, 1); ``u`` with a mode that draws nothing.
+        SettingError: the mode is unknown; stochastic rounding has no ``u`` or one outside [0, 1); ``u`` is
+            given for another mode.
 
     >>> from narrowcast.formats import FLOAT16, round_to
     >>> round_to(FLOAT16, 1 + 2**-11), round_to(FLOAT16, 1 + 2**-11, "stochastic", u=0.25)
@@ -93,7 +91,7 @@ def _checked_mode(mode: RoundingMode | str, u: float | Fraction | None) -> Round
     mode = RoundingMode(mode)
     if mode is not RoundingMode.STOCHASTIC:
         if u is not None:
-            raise SettingError(f"{mode} rounding draws nothing: leave out u, or ask for stochastic")
+            raise SettingError(f"{mode} rounding uses no random number: leave out u, or use stochastic")
     elif u is None:
         raise SettingError("stochastic rounding needs a random number: pass u, 0 <= u < 1")
     elif not 0 <= u < 1:
@@ -102,7 +100,7 @@ def _checked_mode(mode: RoundingMode | str, u: float | Fraction | None) -> Round
 
 
 def _goes_away(units: Units, mode: RoundingMode, u: float | Fraction | None) -> bool:
-    """Whether the magnitude goes to the larger of its two neighbours."""
+    """Return whether to round to the neighbour of larger magnitude."""
     if mode is RoundingMode.TOWARD_ZERO:
         return False
     if mode is RoundingMode.STOCHASTIC:

@@ -7,12 +7,13 @@ imported in place of apex.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import PurePath
 
+import narrowcast.apex
 from narrowcast.migrate._torch_names import narrowcast_name
 from narrowcast.migrate.apex._around import write_around, write_lists, write_master_params, write_states
 from narrowcast.migrate.apex._gradients import Gradients
-from narrowcast.migrate.apex._kept import keep_with_narrowcast
 from narrowcast.migrate.apex._plan import RULE, Plan, device_type, is_apex
 from narrowcast.migrate.apex._regions import Regions
 from narrowcast.migrate.apex._setup import Setup, is_reached, read_setup, write_setup
@@ -27,7 +28,7 @@ from narrowcast.migrate.source._edits import (
     remove,
     unwrap,
 )
-from narrowcast.migrate.source._imports import GONE, move_imports
+from narrowcast.migrate.source._imports import GONE, move_imports, replace_names, set_module
 from narrowcast.migrate.source._tree import Source, argument, is_constant, receiver_of
 
 _UNKNOWN = {
@@ -44,6 +45,11 @@ _INSTEAD = {
     "apex.normalization.FusedLayerNorm": "torch.nn.LayerNorm, which computes the same",
     "apex.fp16_utils.to_python_float": "loss.item()",
 }
+# Names that the packages of narrowcast.apex lack.
+_LACKING = (
+    "apex.amp.init.",
+    *(f"apex.parallel.{name}." for name in ("LARC", "Reducer", "multiproc", "distributed")),
+)
 _BY_HAND = 'keep the weights in fp32 and use a GradScaler, or nc.Stepper(model, optimizer, "O2")'
 _OF_TRAINING = {f"apex.amp.{name}" for name in ("state_dict", "load_state_dict", "master_params")}
 _IN_ONE = (
@@ -68,7 +74,7 @@ def apex(source: Source, settings: Settings) -> Changes:
         return plan.changes
     left = Changes()
     if settings.target == "narrowcast":
-        keep_with_narrowcast(source, left)
+        _keep_with_narrowcast(source, left)
     kept = bool(left.edits)
     for at, reason in dict.fromkeys(plan.refused):
         left.tell(at, RULE, f"kept, with narrowcast.apex: {reason}" if kept else reason, fixed=kept)
@@ -246,3 +252,62 @@ def _remove_tries(plan: Plan) -> None:
             plan.gone.append(node)
         elif not all(isinstance(one, ast.Import | ast.ImportFrom) for one in (*node.body, *node.orelse)):
             plan.refuse(node, "apex is imported in a try with other statements: import it on its own first")
+
+
+# ---- files that keep their calls of apex
+
+
+def _keep_with_narrowcast(source: Source, changes: Changes) -> None:
+    """Import from ``narrowcast.apex`` the packages that it has; every call stays."""
+    # By the name that an import binds, which is either apex's or narrowcast's.
+    lacking: dict[str, list[str]] = {}
+    for reference in source.references:
+        if not _has(reference.full):
+            lacking.setdefault(reference.name, []).append(reference.full)
+    for statement in source.nodes:
+        if isinstance(statement, ast.ImportFrom) and not statement.level and is_apex(statement.module or ""):
+            missing = {
+                one: _missing(f"{statement.module}.{one.name}", one.asname or one.name, lacking)
+                for one in statement.names
+            }
+            moved = [one for one in statement.names if not missing[one]]
+            if len(moved) == len(statement.names):
+                set_module(source, changes, statement, f"narrowcast.{statement.module}")
+            elif moved:
+                line = f"from narrowcast.{statement.module} import {', '.join(map(ast.unparse, moved))}"
+                replace_names(source, changes, statement, moved, [line])
+        elif isinstance(statement, ast.Import) and any(is_apex(alias.name) for alias in statement.names):
+            ours = [one for one in statement.names if is_apex(one.name)]
+            missing = {one: _missing(one.name, one.asname or "apex", lacking) for one in ours}
+            moved = [one for one in ours if not missing[one]]
+            _keep_plain(source, changes, statement, moved)
+        else:
+            continue
+        for name in dict.fromkeys(name for names in missing.values() for name in names):
+            message = f"narrowcast.apex has no {name.removeprefix('apex.')}: this still asks for apex itself"
+            changes.tell(source.start(statement), RULE, f"{message} (see docs/from-apex.md)", fixed=False)
+        if moved:
+            changes.tell(source.start(statement), RULE, "imported from narrowcast.apex instead", fixed=True)
+
+
+def _missing(full: str, bound: str, lacking: Mapping[str, list[str]]) -> list[str]:
+    """Return the names that narrowcast.apex lacks: one import, or what the script uses of it."""
+    return lacking.get(bound, []) if _has(full) else [full]
+
+
+def _has(full: str) -> bool:
+    """Return whether narrowcast.apex has a name: its packages have all public names of apex but a few."""
+    parts = full.split(".")
+    known = len(parts) < 2 or parts[1] in narrowcast.apex.__all__ or parts[1] == "*"
+    return known and not f"{full}.".startswith(_LACKING)
+
+
+def _keep_plain(source: Source, changes: Changes, statement: ast.Import, moved: list[ast.alias]) -> None:
+    lines: dict[str, None] = {}
+    for alias in moved:
+        if alias.asname or alias.name != "apex":
+            lines[f"import narrowcast.{ast.unparse(alias)}"] = None
+        if not alias.asname:
+            lines["from narrowcast import apex"] = None
+    if moved:
+        replace_names(source, changes, statement, moved, list(lines))
