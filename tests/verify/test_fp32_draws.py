@@ -157,7 +157,11 @@ def test_every_op_of_aten_that_draws_is_known_here():
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-@pytest.mark.parametrize("layer", [F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout3d], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout3d],
+    ids=lambda layer: layer.__name__,
+)
 def test_dropouts_drop_the_same_and_go_backward_right(layer, dtype):
     found = []
     for one in (torch.float32, dtype):
