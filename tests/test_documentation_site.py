@@ -15,7 +15,9 @@ from child_processes import finished
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (1280, 400)
-ROOMS = sorted(path.stem for path in (ROOT / "docs" / "reference").glob("*.md") if path.stem != "narrowcast")
+PACKAGES = sorted(
+    path.stem for path in (ROOT / "docs" / "reference").glob("*.md") if path.stem != "narrowcast"
+)
 
 
 @pytest.fixture(scope="session")
@@ -48,20 +50,22 @@ def test_every_public_name_is_in_the_reference(site):
     text = (site / "reference" / "narrowcast.html").read_text(encoding="utf-8")
     shown = set(re.findall(r'id="narrowcast\.(\w+)"', text))
     # ``rule`` is a module of three functions.
-    assert set(narrowcast.__all__) - shown - set(ROOMS) == {"__version__", "rule"}
+    assert set(narrowcast.__all__) - shown - set(PACKAGES) == {"__version__", "rule"}
     assert all(f'id="narrowcast.policy._rule.{name}"' in text for name in ("op", "module", "module_type"))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_public_name_of_a_room_is_in_the_reference(room, site):
-    text = (site / "reference" / f"{room}.html").read_text(encoding="utf-8")
-    shown = set(re.findall(rf'id="narrowcast\.{room}\.([\w.]+)"', text))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_of_packages_are_in_the_reference(package, site):
+    text = (site / "reference" / f"{package}.html").read_text(encoding="utf-8")
+    shown = set(re.findall(rf'id="narrowcast\.{package}\.([\w.]+)"', text))
     # ``rule`` and ``lists`` are modules that hold functions shown elsewhere, and lists of names.
-    assert set(public_names(importlib.import_module(f"narrowcast.{room}"))) - {"rule", "amp.lists"} <= shown
+    assert (
+        set(public_names(importlib.import_module(f"narrowcast.{package}"))) - {"rule", "amp.lists"} <= shown
+    )
 
 
 def public_names(module):
-    """What a door hands on; of doors that it hands on, as apex's do, what those do."""
+    """Public names of a module, and of public modules in it, as those of apex."""
     for name in getattr(module, "__all__", None) or [
         name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
     ]:

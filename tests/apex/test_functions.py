@@ -17,18 +17,23 @@ halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
 
 @pytest.fixture(autouse=True)
 def _lists_come_back():
-    doors = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
+    modules = (lists.functional_overrides, lists.torch_overrides, lists.tensor_overrides)
     before = [
-        (door, name, list(getattr(door, name))) for door in doors for name in dir(door) if "_FUNCS" in name
+        (module, name, list(getattr(module, name)))
+        for module in modules
+        for name in dir(module)
+        if "_FUNCS" in name
     ]
     before += [
-        (door, name, list(getattr(door, name))) for door in doors[1:] for name in ("CASTS", "SEQUENCE_CASTS")
+        (module, name, list(getattr(module, name)))
+        for module in modules[1:]
+        for name in ("CASTS", "SEQUENCE_CASTS")
     ]
-    found = [getattr(door, name) for door, name, _ in before]
+    found = [getattr(module, name) for module, name, _ in before]
     yield
-    for (door, name, entries), one in zip(before, found, strict=True):
+    for (module, name, entries), one in zip(before, found, strict=True):
         one[:] = entries
-        setattr(door, name, one)
+        setattr(module, name, one)
 
 
 def first_type(x, y=None, *, more=None):

@@ -69,13 +69,15 @@ APEXS = {
 }
 
 
-@pytest.mark.parametrize("door", APEXS)
-def test_the_lists_are_apexs(door):
-    found = getattr(amp.lists, door)
-    assert set(found.__all__) == {"MODULE", *APEXS[door]}
-    for name, words in APEXS[door].items():
+@pytest.mark.parametrize("module", APEXS)
+def test_the_lists_are_apexs(module):
+    found = getattr(amp.lists, module)
+    assert set(found.__all__) == {"MODULE", *APEXS[module]}
+    for name, words in APEXS[module].items():
         entries = [entry if isinstance(entry, str) else entry[0] for entry in getattr(found, name)]
-        there = [word for word in words.split() if door != "tensor_overrides" or hasattr(torch.Tensor, word)]
+        there = [
+            word for word in words.split() if module != "tensor_overrides" or hasattr(torch.Tensor, word)
+        ]
         assert sorted(entries) == sorted(there), name
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch that this room uses; a test fails when one moves."""
+"""Private names of torch that this package uses; a test fails when one changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of torch without a promise of stability that this room uses, in one place."""
+"""Private names of torch that this package uses; a test fails when one changes."""
 
 from __future__ import annotations
 
