@@ -22,7 +22,7 @@ import warnings
 import torch
 
 import narrowcast as nc
-from narrowcast.formats import from_torch_dtype, round_to
+from narrowcast.formats import BFLOAT16, FLOAT16, round_to
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,7 +67,7 @@ def name(tensor: torch.Tensor) -> str:
 # %% What the rounding does to the numbers
 def product_by_hand(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> float:
     """The product of the first numbers: both rounded, multiplied, and rounded; one at a time, exactly."""
-    short = from_torch_dtype(dtype)
+    short = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}[dtype]
     return round_to(short, round_to(short, x[0].item()) * round_to(short, y[0].item()))
 
 

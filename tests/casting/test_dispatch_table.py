@@ -15,7 +15,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture
-def before():
+def before(torch_alone):
     gc.collect()
     nc.policy.every_operator()  # what Python's first look at an operator registers is there by then
     return whole_table()

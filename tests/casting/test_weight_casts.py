@@ -299,6 +299,7 @@ def test_a_plain_region_sees_them_where_the_operator_has_a_kernel(layer):
         assert torch.equal(layer(X), by_hand(layer))
 
 
+@pytest.mark.long
 def test_no_thread_waits_for_a_cache_with_pythons_lock():
     script = Path(__file__).parent / "scripts" / "threads_that_clear.py"
     done = finished([sys.executable, str(script)])

@@ -141,6 +141,7 @@ def test_the_gradients_are_those_that_plain_torch_has(runs, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_later_weights_are_those_of_mixed_training(runs, tmp_path):
     text = """
         import os, torch

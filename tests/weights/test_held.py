@@ -201,6 +201,7 @@ def kept_bytes():
     return sum(storages.values())
 
 
+@pytest.mark.long  # it walks all objects of the process
 @pytest.mark.parametrize(("updates", "per_element"), [("masters", 4), ("kahan", 2), ("stochastic", 0)])
 def test_bytes_kept_between_steps(updates, per_element):
     elements = 1 << 16
