@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy
 import pytest
@@ -19,6 +20,7 @@ from forked_runs import ForkServer
 # Processes that tests start inherit it: two workers with two threads each would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+TESTS = Path(__file__).parent
 # CPU seconds that a test without the mark ``long`` may take, with its processes, without session fixtures.
 LIMIT_CPU_S = 3.0
 # What _busy() takes on the CPU for which the limit was chosen; a slower one gets more.
@@ -132,8 +134,24 @@ def pytest_addoption(parser):
     )
 
 
+# All their tests get the mark ``cpu_kind``.
+CPU_KIND_FILES = {
+    "attach/test_hard_scripts.py",
+    "attach/test_policies.py",
+    "casting/test_bake.py",
+    "casting/test_rules_elsewhere.py",
+    "casting/test_watching.py",
+    "policy/test_presets.py",
+    "training/test_stepper_policies.py",
+    "verify/test_certify.py",
+}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.path.relative_to(TESTS).as_posix() in CPU_KIND_FILES:
+            item.add_marker(pytest.mark.cpu_kind)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
         if not item.get_closest_marker("xdist_group"):
