@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 endif
 PYTEST := $(RUN) -m pytest $(if $(CI),--ci)
 
-.PHONY: help install demo examples docs test test-long check bench clean
+.PHONY: help install demo examples docs test test-long breakages check bench clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
@@ -42,6 +42,9 @@ AVX2_ALONE := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 PYTHONPATH=tests/
 test-long: $(READY)  ## exhaustive products, long random runs, kills, and the tests of an older CPU; half an hour
 	$(PYTEST) -n auto -m long
 	$(AVX2_ALONE) $(PYTEST) -n auto -m "cpu_kind and not long"
+
+breakages: $(READY)  ## break the package in forty ways; the tests must notice each; an hour
+	$(RUN) tests/breakages.py
 
 check: $(READY)  ## lint, formatting, types, and the layout of the packages
 	$(RUN) -m ruff check .

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import narrowcast
+from breakages import BREAKAGES
 from child_processes import output_of
 
 SOURCE = Path(narrowcast.__file__).parent
@@ -207,6 +208,12 @@ def test_architecture_md_names_files_and_functions_that_exist():
         assert path, f"{file} is not there"
         found = [getattr(node, "name", "") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
         assert not name or name in found, f"{file} has no {name}"
+
+
+def test_breakages_can_be_placed():
+    for breakage in BREAKAGES.values():
+        text = (SOURCE / breakage["file"]).read_text(encoding="utf-8")
+        assert text.count(breakage["old"]) == 1, f"{breakage['id']}: move it to where the behaviour is now"
 
 
 def test_the_version_is_written_once():
