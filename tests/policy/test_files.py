@@ -169,7 +169,7 @@ def test_a_base_that_is_no_preset(tmp_path):
     assert refusal(lambda: Policy.load(path)).startswith(f"{path}: unknown policy 3. ")
     path.write_text('version = 1\nbase = "O2"\ncompute = "fp32"\n')
     assert refusal(lambda: Policy.load(path)) == (
-        f"{path}: master_weights is for weights in a low format: compute must not be 'fp32'"
+        f"{path}: master_weights needs a low format: compute must not be 'fp32'"
     )
 
 

@@ -154,15 +154,15 @@ def test_what_a_policy_asks_for():
         ({"low_weights": "yes"}, "expected low_weights to be a bool, got 'yes'"),
         (
             {"compute": "fp32", "master_weights": True},
-            "master_weights is for weights in a low format: compute must not be 'fp32'",
+            "master_weights needs a low format: compute must not be 'fp32'",
         ),
         (
             {"compute": "fp32", "low_weights": True},
-            "low_weights is for weights in a low format: compute must not be 'fp32'",
+            "low_weights needs a low format: compute must not be 'fp32'",
         ),
         (
             {"low_weights": True, "master_weights": True},
-            "master_weights and low_weights exclude each other: with masters or without?",
+            "master_weights and low_weights exclude each other: set one of them",
         ),
     ],
 )

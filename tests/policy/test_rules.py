@@ -239,7 +239,7 @@ def test_rules_of_other_ranks_do_not_contradict():
     [
         (
             rule.op("mm", compute="fp32"),
-            'expected a tuple of rules, got one: write a comma after it, (rule,); it is "mm: fp32"',
+            'expected a tuple of rules, got one rule, "mm: fp32": write (rule,) with a comma',
         ),
         ("softmax", "expected a tuple of rules, got 'softmax'"),
         (None, "expected a tuple of rules, got None"),

@@ -20,7 +20,7 @@ from narrowcast.policy import (
     PROMOTE,
     REFUSE,
     TABLES,
-    _tables,
+    _ops,
     autocast_key,
     base_of,
     native_table,
@@ -128,9 +128,7 @@ def test_a_kernel_from_python_is_none_of_torchs_and_hides_none():
 
 
 def test_an_operator_of_another_version_is_left_out(monkeypatch):
-    monkeypatch.setattr(
-        _tables, "TABLES", {"cpu": {"linear": LOWER, "linear_of_tomorrow": LOWER, "relu": FP32}}
-    )
+    monkeypatch.setattr(_ops, "TABLES", {"cpu": {"linear": LOWER, "linear_of_tomorrow": LOWER, "relu": FP32}})
     assert native_table.__wrapped__("cpu") == {"linear": LOWER}
 
 

@@ -30,8 +30,8 @@ def test_rules_stand_below_in_their_order():
         ),
     )
     assert str(policy) == (
-        "bf16: matrix products and convolutions in bfloat16, by the device's own table,\n"
-        "    with 4 rules\n"
+        "bf16: matmuls and convolutions in bfloat16, by the device's own table, with 4\n"
+        "    rules\n"
         "  PyTorch's table for cuda on every device\n"
         "  softmax                                           fp16\n"
         '  modules "decoder.layers.*.norm"                   fp32, handed on in lower\n'
@@ -45,9 +45,7 @@ def test_rules_stand_below_in_their_order():
 def test_one_rule():
     policy = Policy(compute="fp16", rules=(rule.op("mm", compute="fp32"),))
     assert str(policy) == (
-        "fp16: matrix products and convolutions in float16, by the device's own table,\n"
-        "    with 1 rule\n"
-        "  mm  fp32"
+        "fp16: matmuls and convolutions in float16, by the device's own table, with 1\n    rule\n  mm  fp32"
     )
 
 

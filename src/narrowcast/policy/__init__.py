@@ -1,9 +1,27 @@
-"""Which operations compute in which format, as plain data: rules, presets, PyTorch's own tables, one file."""
+"""Policies: rules, presets and PyTorch's autocast tables, and the decision for each operator and module."""
 
 from narrowcast.policy import _rule as rule
-from narrowcast.policy._ops import base_of, canonical_op, every_operator, operator, overloads_of
+from narrowcast.policy._ops import (
+    FP32,
+    FP32_APPEND_DTYPE,
+    FP32_SET_DTYPE,
+    LOWER,
+    PROMOTE,
+    REFUSE,
+    TABLES,
+    autocast_key,
+    base_of,
+    canonical_op,
+    every_operator,
+    native_table,
+    operator,
+    overloads_of,
+)
 from narrowcast.policy._policy import (
+    PRESET_TABLE,
+    PRESETS,
     Policy,
+    Preset,
     as_policy,
     dtype_of,
     format_name,
@@ -11,8 +29,6 @@ from narrowcast.policy._policy import (
     resolve,
     with_fp32_weights,
 )
-from narrowcast.policy._presets import ALL as PRESET_TABLE
-from narrowcast.policy._presets import PRESETS, Preset
 from narrowcast.policy._resolved import (
     UNLISTED,
     Decision,
@@ -23,17 +39,6 @@ from narrowcast.policy._resolved import (
     rules_for,
 )
 from narrowcast.policy._rule import COMPUTES, FORMATS, FP8_RECIPES, Rule, class_names
-from narrowcast.policy._tables import (
-    FP32,
-    FP32_APPEND_DTYPE,
-    FP32_SET_DTYPE,
-    LOWER,
-    PROMOTE,
-    REFUSE,
-    TABLES,
-    autocast_key,
-    native_table,
-)
 from narrowcast.policy._toml import dumps as policy_text
 from narrowcast.policy._toml import parse as policy_in
 

@@ -1,21 +1,22 @@
-"""Names of PyTorch's operators: what a person may write for one, and which overloads it stands for.
+"""Names and overloads of PyTorch's operators, and its autocast tables as data.
 
-An operator is named as the dispatcher does, ``"softmax"`` for all its overloads or ``"softmax.int"`` for one;
-those of other libraries with their namespace, ``"mylib::op"``. Overloads that write to an argument (in-place
-and ``out=`` forms) are left out: PyTorch's own autocast runs them uncast too, since casting what is written
-to would write to a copy.
+The names are the dispatcher's: ``"softmax"`` for all overloads, ``"softmax.int"`` for one, ``"mylib::op"``
+for another library. Rules exclude overloads that write to an argument (in-place and ``out=`` forms), as
+PyTorch's autocast does: a cast argument would be a copy, and the write would be lost.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from narrowcast.errors import PolicyError
-from narrowcast.policy._torch_internals import operator_names
+from narrowcast.policy._torch_internals import has_torchs_own_kernel, operator_names
 
-# What is written before an operator's name, and what the dispatcher has there.
+# Prefix of a Python name -> prefix of the dispatcher's name.
 _PREFIXES = {
     "torch.nn.functional.": "",
     "nn.functional.": "",
@@ -31,7 +32,7 @@ _PREFIXES = {
     "aten::": "",
     "aten.": "",
 }
-# What a person calls it, where the dispatcher has another word.
+# Python name -> the dispatcher's name, for suggestions.
 _MEANT = {
     "cross_entropy": "cross_entropy_loss",
     "grid_sample": "grid_sampler",
@@ -52,12 +53,10 @@ _MEANT = {
 
 
 def canonical_op(name: object) -> str:
-    """``name`` as the dispatcher spells it, without ``aten::``; ``"torch.softmax"`` is ``"softmax"``.
-
-    The overload that the dispatcher has no word for is ``"sum.default"``, where there are others beside it.
+    """Return the dispatcher's name of an operator, as ``"softmax"`` for ``"torch.softmax"``.
 
     Raises:
-        PolicyError: PyTorch has no such operator, or only forms of it that a rule cannot be for.
+        PolicyError: PyTorch has no such operator, or autocast never casts it.
     """
     if not isinstance(name, str) or not name:
         raise PolicyError(f'expected the name of an operator, as "softmax" or "softmax.int", got {name!r}')
@@ -72,7 +71,7 @@ def canonical_op(name: object) -> str:
 
 
 def overloads_of(name: str) -> tuple[str, ...]:
-    """The overloads that ``name`` stands for, as ``"softmax.int"``; empty where there is none."""
+    """Return the overloads of ``name`` that rules can select, as ``"softmax.int"``; may be empty."""
     found = _names(base_of(name))
     if "." in name:
         asked = _qualified(name).removesuffix(".default")
@@ -81,12 +80,12 @@ def overloads_of(name: str) -> tuple[str, ...]:
 
 
 def every_operator() -> tuple[str, ...]:
-    """Every overload that a rule could be for, of all libraries that are imported."""
+    """Return every overload that rules can select, from all imported libraries."""
     return tuple(one.removeprefix("aten::") for one in operator_names() if _why_not(one) is None)
 
 
 def operator(name: str) -> Any:
-    """The ``torch._ops.OpOverload`` called ``name``, as ``"softmax.int"``."""
+    """Return the ``torch._ops.OpOverload`` called ``name``, as ``"softmax.int"``."""
     import torch
 
     namespace, _, rest = _qualified(name).partition("::")
@@ -95,7 +94,7 @@ def operator(name: str) -> Any:
 
 
 def base_of(name: str) -> str:
-    """``"softmax"`` for ``"softmax.int"``."""
+    """Return the name without the overload: ``"softmax"`` for ``"softmax.int"``."""
     return name.partition(".")[0]
 
 
@@ -113,14 +112,14 @@ def _without_prefix(name: str) -> str:
     return name
 
 
-# ---- what the dispatcher has
+# ---- the dispatcher's operators
 
 
 def _names(base: str) -> tuple[str, ...]:
-    """Qualified names of every overload of ``base``."""
+    """Return the qualified names of all overloads of ``base``."""
     qualified = _qualified(base)
     if qualified not in _by_base() or not qualified.startswith("aten::"):
-        _by_base.cache_clear()  # another library may have been imported, or have defined more
+        _by_base.cache_clear()  # a library may have defined operators since
     return _by_base().get(qualified, ())
 
 
@@ -134,11 +133,11 @@ def _by_base() -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def _why_not(qualified: str) -> str | None:
-    """Why no rule can be for an overload, in words; None where one can."""
+    """Return why rules cannot select an overload, or None if they can."""
     try:
         schema = operator(qualified)._schema
     except (AttributeError, RuntimeError):
-        return "has no schema"  # registered with the dispatcher, and not known to Python
+        return "has no schema"  # in the dispatcher, but unknown to Python
     if schema.is_mutable:
         return "writes to an argument"
     if not any("Tensor" in str(argument.type) for argument in schema.arguments):
@@ -146,35 +145,181 @@ def _why_not(qualified: str) -> str | None:
     return None
 
 
-# ---- what a person may have meant
+# ---- messages
 
 
 def _not_for_rules(name: str, base: str) -> str:
     known = ", ".join(sorted(overloads_of(base)))
     if known:
-        return f"operator {base!r} has no overload {name!r} that a rule can be for. Known: {known}."
+        return f"operator {base!r} has no overload {name!r} for rules. Known: {known}."
     why = dict.fromkeys(reason for one in _names(base) if (reason := _why_not(one)))
     advice = ""
     if base.endswith("_") and overloads_of(base.rstrip("_")):
-        advice = f'; a rule can be for "{base.rstrip("_")}"'
-    return f"no rule can be for operator {name!r}, which {' or '.join(why)} and is never cast{advice}"
+        advice = f'; write the rule for "{base.rstrip("_")}"'
+    return f"autocast never casts {name!r}, which {' or '.join(why)}{advice}"
 
 
 def _guess(word: str) -> str:
     if word in _MEANT:
         return f'Did you mean "{_MEANT[word]}"?'
     if _is_python_function(word):
-        return "It is a Python function: rules are for the operators that it calls."
+        return "It is a Python function: write rules for the operators that it calls."
     if "::" in word:
-        return f"Import what defines {word.partition('::')[0]!r} first."
+        return f"Import the library that defines {word.partition('::')[0]!r} first."
     names = [base.removeprefix("aten::") for base in _by_base() if not base.startswith("aten::_")]
     near = difflib.get_close_matches(word.lower(), names, n=3)
     if near:
         return "Did you mean " + " or ".join(f'"{one}"' for one in near) + "?"
-    return 'Operators of another library are named with their namespace, as "mylib::op", once it is imported.'
+    return 'For an operator of another library, import the library and write "mylib::op".'
 
 
 def _is_python_function(word: str) -> bool:
     import torch
 
     return callable(getattr(torch.nn.functional, word, None)) and word.islower()
+
+
+# ---- PyTorch's autocast tables
+#
+# Read from aten/src/ATen/autocast_mode.h and autocast_mode.cpp of PyTorch 2.13, with the additions
+# of 2.11, 2.12 and 2.15. Each version lists a part of them; native_table asks the dispatcher which.
+
+LOWER = "lower"
+"""Computed in the region's format."""
+FP32 = "fp32"
+"""Computed in fp32."""
+FP32_SET_DTYPE = "fp32 by dtype="
+"""Computed with the operator's optional ``dtype`` set to fp32 if the caller did not set it."""
+FP32_APPEND_DTYPE = "fp32 by the overload with dtype"
+"""``norm``, redirected to the overload with a ``dtype``."""
+PROMOTE = "promote"
+"""Computed in the widest format among the inputs."""
+REFUSE = "refuse"
+"""An error."""
+
+_CUDA_BASE = {
+    LOWER: """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv
+        linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+        _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        _scaled_dot_product_flash_attention scaled_dot_product_attention""",
+    FP32: """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm
+        frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+        cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+        huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+        multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+        upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d
+        upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+        _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
+    FP32_SET_DTYPE: """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+        linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList""",
+    FP32_APPEND_DTYPE: "norm.Scalar norm.ScalarOpt_dim",
+    PROMOTE: """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot
+        scatter_add""",
+    REFUSE: "binary_cross_entropy",
+}
+_CPU = {
+    LOWER: """conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm
+        addmm _addmm_activation addbmm linear _convolution.deprecated matmul conv_tbc mkldnn_rnn_layer
+        conv_transpose1d conv_transpose2d.input conv_transpose3d.input prelu scaled_dot_product_attention
+        _native_multi_head_attention""",
+    PROMOTE: "stack cat index_copy",
+    FP32: """_grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d
+        binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky cholesky_inverse cholesky_solve
+        cosine_embedding_loss cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor
+        fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn
+        fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fractional_max_pool2d
+        fractional_max_pool3d geqrf grid_sampler grid_sampler_2d grid_sampler_3d hinge_embedding_loss
+        huber_loss inverse kl_div l1_loss linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str
+        linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
+        linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_rank.atol_rtol_float
+        linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr linalg_solve linalg_svd
+        linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve margin_ranking_loss max_pool3d
+        max_unpool2d max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss
+        multilabel_margin_loss_forward nanquantile nanquantile.scalar nll_loss nll_loss2d orgqr ormqr pinverse
+        poisson_nll_loss polar prod prod.dim_int qr quantile quantile.scalar reflection_pad1d reflection_pad2d
+        replication_pad1d replication_pad2d replication_pad3d smooth_l1_loss soft_margin_loss stft stft.center
+        svd trace triangular_solve triplet_margin_loss view_as_complex""",
+}
+_MPS = {
+    LOWER: """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d.input conv_transpose3d.input convolution _mps_convolution prelu addmm addmv addr
+        matmul einsum mm mv linear addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell
+        scaled_dot_product_attention""",
+    PROMOTE: "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add",
+    FP32: """acos asin batch_norm binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+        cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim group_norm
+        hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_norm
+        linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2 log_softmax.int logsumexp
+        margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss
+        nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar
+        pow.Tensor_Tensor prod prod.dim_int reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
+        softmax.int softplus sum sum.dim_IntList tan triplet_margin_loss""",
+}
+
+
+# Overloads for named tensors, until 2.12.
+_NAMED = {
+    FP32_SET_DTYPE: """cumprod.dimname cumsum.dimname log_softmax.Dimname prod.dim_Dimname softmax.Dimname
+        sum.dim_DimnameList""",
+    FP32_APPEND_DTYPE: "norm.names_ScalarOpt_dim",
+}
+_CPU_NAMED = {PROMOTE: "index_copy.dimname", FP32: "prod.dim_Dimname"}
+_MPS_NAMED = {FP32: _NAMED[FP32_SET_DTYPE]}  # the MPS table sets no dtype and has no norm
+# Since 2.15. That CUDA casts it as the CPU does is inferred from the other matrix functions.
+_SINCE_2_15 = {FP32: "linalg_matrix_sqrth"}
+# Only in builds with cuDNN.
+_CUDNN = {LOWER: "cudnn_convolution cudnn_convolution_transpose _cudnn_rnn"}
+
+
+def _by_op(*parts: dict[str, str]) -> Mapping[str, str]:
+    return MappingProxyType(
+        {op: kind for part in parts for kind, names in part.items() for op in names.split()}
+    )
+
+
+TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "cpu": _by_op(_CPU, _CPU_NAMED, _SINCE_2_15),
+        "cuda": _by_op(_CUDA_BASE, _CUDNN, _NAMED, _SINCE_2_15),
+        "mps": _by_op(_MPS, _MPS_NAMED),
+        **dict.fromkeys(("xpu", "mtia", "maia"), _by_op(_CUDA_BASE, _NAMED)),
+    }
+)
+"""Device type -> operator (``"softmax.int"``) -> how a region casts it, over all versions of PyTorch."""
+
+ONE_DEVICE_ONLY = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn"})
+"""Operators of recurrent layers that exist on one device type only."""
+
+_KEYS = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "mps": "AutocastMPS",
+    "xpu": "AutocastXPU",
+    "mtia": "AutocastMTIA",
+    "maia": "AutocastMAIA",
+    "hpu": "AutocastHPU",
+    "xla": "AutocastXLA",
+    "ipu": "AutocastIPU",
+}
+
+
+def autocast_key(device_type: str) -> str:
+    """Return the autocast dispatch key of ``device_type``."""
+    return _KEYS.get(device_type, "AutocastPrivateUse1")
+
+
+@functools.cache
+def native_table(device_type: str) -> Mapping[str, str]:
+    """Return ``TABLES[device_type]`` limited to the installed PyTorch; empty for an unknown device."""
+    key = autocast_key(device_type)
+    known = set(operator_names())
+    table = TABLES.get(device_type, {})
+    return MappingProxyType(
+        {
+            op: k
+            for op, k in table.items()
+            if f"aten::{op}" in known and has_torchs_own_kernel(f"aten::{op}", key)
+        }
+    )

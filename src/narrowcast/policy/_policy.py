@@ -1,17 +1,17 @@
-"""A policy as a frozen value, and what it means on a device."""
+"""Policies and presets as frozen values, and the dtype that they resolve to on a device."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import textwrap
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from narrowcast.errors import PolicyError, near_names
-from narrowcast.policy import _presets
-from narrowcast.policy._presets import PRESETS
 from narrowcast.policy._rule import FP8_RECIPES, Rule, check_no_contradictions
 
 if TYPE_CHECKING:
@@ -37,27 +37,137 @@ _OTHER_NAMES = {
     "02": "O2",
     "03": "O3",
 }
+# The width of a policy that is printed, in characters.
+_WIDTH = 80
+_TARGET_WIDTH = 48
+_MANY = 4
 _COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A named policy.
+
+    Attributes:
+        meaning: description in one line.
+        fields: fields of the ``Policy`` except its rules.
+        rules: keyword arguments of each ``Rule``, which is created on use since its check imports torch.
+        for_scripts: whether ``narrowcast run`` accepts it; False if only ``nc.Stepper`` supports it.
+    """
+
+    meaning: str
+    fields: dict[str, Any]
+    rules: tuple[dict[str, str], ...] = ()
+    for_scripts: bool = True
+
+
+# Operators that fail in a region on CPU or CUDA when the formats of their floating inputs differ, found by
+# tests/policy/test_safe_preset.py, which calls every operator that way. If one device fails, the rule follows
+# the table of the other; if both fail, inputs are promoted. Not included:
+# - batch_norm and instance_norm write to their running statistics, and a cast would be written to instead;
+#   native_batch_norm, native_layer_norm and fake_quantize_* take fp32 parameters with narrow inputs, which a
+#   rule would widen;
+# - in-place forms, such as x[i] = y, are never cast;
+# - fractional_max_pool2d and 3d: only samples passed to a private argument can differ;
+#   linear_cross_entropy is experimental Python.
+_AS_CUDA_DOES = "addmv chain_matmul linalg_multi_dot mv"
+_AS_CPU_DOES = """cholesky_solve grid_sampler_2d grid_sampler_3d linalg_householder_product linalg_lstsq
+    linalg_matrix_rank linalg_solve linalg_tensorsolve lu_solve nanquantile orgqr ormqr polar quantile
+    triangular_solve"""
+_PROMOTED = """bilinear complex cross dot embedding_bag heaviside histogram histogramdd index_add index_copy
+    index_put index_reduce isclose lerp linalg_cross linalg_ldl_solve linalg_lu_solve linalg_pinv
+    linalg_solve_ex linalg_solve_triangular masked_scatter meshgrid put scatter scatter_add scatter_reduce
+    sparse_sampled_addmm special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h
+    special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_zeta tensordot vdot
+    _sparse_mm.reduce _weight_norm"""
+_NORMS = "group_norm layer_norm rms_norm"
+
+# Operators that apex computes in fp32 and PyTorch's table for CUDA does not. PyTorch decomposes cross_entropy
+# into a log_softmax in the input's format. Other differences:
+# - softmin, interpolate and normalize are Python functions around softmax, upsample_* and norms;
+#   log_sigmoid covers multilabel_soft_margin_loss, a Python function that stays in fp32 after it;
+# - local_response_norm squares its input with mul, and a rule for mul would affect the whole model: use
+#   rule.module_type("torch.nn.LocalResponseNorm", compute="fp32");
+# - interpolate(mode="area") is adaptive_avg_pool*, which apex does not cast elsewhere;
+# - in-place powers are never cast, and apex's fp32 Tensor.cpu() was a bug.
+# Operators that apex's lists lack (rms_norm, einsum, attention) follow PyTorch's table.
+_APEX_FP32 = "cross_entropy_loss ctc_loss gelu grid_sampler log_sigmoid std var"
+
+
+def _each(ops: str, **effect: str) -> tuple[dict[str, str], ...]:
+    return tuple({"op": op, **effect} for op in ops.split())
+
+
+PRESET_TABLE: dict[str, Preset] = {
+    "auto": Preset(
+        meaning="the fastest safe format that the device has instructions for",
+        fields={"compute": "auto"},
+    ),
+    "bf16": Preset(
+        meaning="matmuls and convolutions in bfloat16, by the device's own table",
+        fields={"compute": "bf16"},
+    ),
+    "fp16": Preset(
+        meaning="matmuls and convolutions in float16, by the device's own table",
+        fields={"compute": "fp16"},
+    ),
+    "fp32": Preset(meaning="everything in float32", fields={"compute": "fp32"}),
+    "safe": Preset(
+        meaning="auto, with mixed inputs promoted, norm outputs lowered, binary_cross_entropy in fp32",
+        fields={"compute": "auto"},
+        rules=(
+            *_each(_NORMS, compute="fp32", output="lower"),
+            *_each("binary_cross_entropy", compute="fp32"),
+            *_each(_AS_CPU_DOES, compute="fp32"),
+            *_each(_AS_CUDA_DOES, compute="lower"),
+            *_each(_PROMOTED, compute="promote"),
+        ),
+    ),
+    "O0": Preset(meaning="apex's O0: everything in float32", fields={"compute": "fp32"}),
+    "O1": Preset(
+        meaning="apex's O1: each operator in the format that suits it, one table everywhere",
+        fields={"compute": "auto", "tables": "cuda"},
+        rules=_each(_APEX_FP32, compute="fp32"),
+    ),
+    "O2": Preset(
+        meaning="weights in a low format too, with fp32 masters; batch norms in float32",
+        fields={"compute": "auto", "master_weights": True},
+        for_scripts=False,
+    ),
+    "O3": Preset(
+        meaning="apex's O3: everything in a low format, without masters or a loss scale",
+        fields={"compute": "auto", "low_weights": True},
+        for_scripts=False,
+    ),
+}
+"""Preset name -> preset."""
+
+PRESETS = {name: preset.meaning for name, preset in PRESET_TABLE.items()}
+"""Preset name -> description in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Policy:
-    """Which operator and which module computes in which format. Frozen, pure data; equal when its fields are.
+    """The format of each operator and module, as a frozen value that compares by its fields.
 
     Attributes:
-        compute: the format of what gains by a narrow one: ``"bf16"``, ``"fp16"``, ``"fp32"``, or ``"auto"``,
-            which each device resolves for itself.
-        rules: what differs from the table; see ``nc.rule``. Two of one selector must not differ.
-        tables: which of PyTorch's own autocast tables is followed: ``"native"``, that of the device, or that
-            of ``"cpu"``, ``"cuda"`` or ``"mps"`` on every device: those of CPU and CUDA differ in more than
-            fifty operators, and a model checked on a CPU behaves as on the GPU with ``"cuda"``.
-        master_weights: the model's weights are held in the format that is computed in, and updated through
-            fp32 masters. Preset ``"O2"`` is that with ``"auto"``; only ``nc.Stepper`` can.
-        low_weights: the weights are held in that format without masters, those of batch norms too. Preset
-            ``"O3"``; only ``nc.Stepper`` can.
+        compute: format of the autocast region: ``"bf16"``, ``"fp16"``, ``"fp32"``, or ``"auto"`` for the best
+            format of each device.
+        rules: differences from PyTorch's table; see ``nc.rule``.
+        tables: PyTorch's autocast table to follow: ``"native"`` for that of the device, or the table of
+            ``"cpu"``, ``"cuda"`` or ``"mps"`` on every device. CPU and CUDA differ in more than fifty
+            operators; with ``"cuda"`` a model checked on a CPU behaves as on the GPU.
+        master_weights: hold the model's weights in the compute format and update them through fp32 master
+            weights, as preset ``"O2"`` does. Needs ``nc.Stepper``.
+        low_weights: hold the weights, also of batch norms, in the compute format without master weights, as
+            preset ``"O3"`` does. Needs ``nc.Stepper``.
 
     Raises:
-        PolicyError: at construction, for words that are not known and settings that exclude each other.
+        PolicyError: a value is unknown, settings exclude each other, or two rules with the same selector
+            differ.
     """
 
     compute: str
@@ -77,25 +187,25 @@ class Policy:
             if not isinstance(getattr(self, name), bool):
                 raise PolicyError(f"expected {name} to be a bool, got {getattr(self, name)!r}")
             if getattr(self, name) and self.compute == "fp32":
-                raise PolicyError(f"{name} is for weights in a low format: compute must not be 'fp32'")
+                raise PolicyError(f"{name} needs a low format: compute must not be 'fp32'")
         if self.master_weights and self.low_weights:
-            raise PolicyError("master_weights and low_weights exclude each other: with masters or without?")
+            raise PolicyError("master_weights and low_weights exclude each other: set one of them")
 
     @classmethod
     def preset(cls, name: str) -> Policy:
-        """The preset called ``name``; a PolicyError with near names where there is none."""
-        if not isinstance(name, str) or name not in _presets.ALL:
+        """Return the preset called ``name``; an unknown name raises PolicyError."""
+        if not isinstance(name, str) or name not in PRESET_TABLE:
             raise PolicyError(_unknown(name))
-        preset = _presets.ALL[name]
+        preset = PRESET_TABLE[name]
         return cls(rules=tuple(Rule(**one) for one in preset.rules), **preset.fields)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
-        """The policy in a TOML file that ``save`` or a person wrote.
+        """Read a policy from a TOML file.
 
         Raises:
-            PolicyError: no such file, no TOML, unknown keys, a base that is no preset, a newer version, or a
-                policy that cannot hold.
+            PolicyError: the file is missing or not valid TOML, has unknown keys or a newer version, names an
+                unknown base, or describes an invalid policy.
         """
         from narrowcast.policy import _toml
 
@@ -103,27 +213,27 @@ class Policy:
         return _remembered(_toml.parse(_toml.read(place), place), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a TOML file that ``load`` reads without loss; an older one at ``path`` is replaced whole.
+        """Write the policy to a TOML file that ``load`` reads, replacing an existing file atomically.
 
         Raises:
-            PolicyError: the file cannot be written; what was there is as before.
+            PolicyError: the file cannot be written; an existing file is unchanged.
         """
         from narrowcast.policy import _toml
 
         _toml.write(self, _as_path(path))
 
     def with_rules(self, *rules: Rule) -> Policy:
-        """This policy with more rules; each replaces an earlier one that is for the same thing.
+        """Return this policy with more rules, each replacing an earlier one with the same selector.
 
         Raises:
-            PolicyError: two of ``rules`` are for the same thing and differ.
+            PolicyError: two of ``rules`` have the same selector and differ.
         """
         new = _checked_rules(rules)
         selectors = {one.selector for one in new}
         return replace(self, rules=(*(one for one in self.rules if one.selector not in selectors), *new))
 
     def without_rules(self, *rules: Rule) -> Policy:
-        """This policy without these rules; a PolicyError where one is not in it."""
+        """Return this policy without these rules; an unknown rule raises PolicyError."""
         for one in rules:
             if one not in self.rules:
                 raise PolicyError(f'expected a rule of this policy, got "{one}"')
@@ -131,46 +241,44 @@ class Policy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether PyTorch's own table of the device is all there is: no rules, no other table."""
+        """Whether the policy only follows PyTorch's table of the device."""
         return not self.rules and self.tables == "native"
 
     @property
     def names_modules(self) -> bool:
-        """Whether something must be done to a model for its rules to hold: modules are named, or fp8."""
+        """Whether a model must be modified for the rules: some name modules or an fp8 recipe."""
         return any(one.is_for_modules or one.compute in FP8_RECIPES for one in self.rules)
 
     @property
     def holds_low_weights(self) -> bool:
-        """Whether the model's weights are held in the low format, with masters or without."""
+        """Whether the model's weights are held in a low format, with master weights or without."""
         return self.master_weights or self.low_weights
 
     def __str__(self) -> str:
-        from narrowcast.policy import _text
-
-        return _text.table(self)
+        return _table(self)
 
 
 def name_of(policy: Policy) -> str | None:
-    """The preset that ``policy`` is, for a person; None where it is none."""
-    for name, preset in _presets.ALL.items():
+    """Return the name of the preset that equals ``policy``, or None."""
+    for name, preset in PRESET_TABLE.items():
         if len(preset.rules) == len(policy.rules) and Policy.preset(name) == policy:
             return name
     return None
 
 
-# By identity, since a policy that is equal need not be from there.
+# By identity: an equal policy may come from elsewhere.
 _files: dict[int, tuple[weakref.ref[Policy], str]] = {}
 
 
 def _remembered(policy: Policy, path: str | os.PathLike[str]) -> Policy:
-    """``policy``, of which ``policy_name`` knows from now on that it is in the file at ``path``."""
+    """Return ``policy`` after recording for ``policy_name`` that it came from ``path``."""
     key = id(policy)
     _files[key] = (weakref.ref(policy, lambda _: _files.pop(key, None)), os.fspath(path))
     return policy
 
 
 def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
-    """What a person calls it: the file that it came from, its preset, or its format and what it has besides.
+    """Return a short description: the policy's file, its preset, or its format and its differences.
 
     >>> policy_name(Policy(compute="bf16", tables="cuda"))
     'bf16 with the table for cuda'
@@ -194,9 +302,7 @@ def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
 
 def _checked_rules(rules: object) -> tuple[Rule, ...]:
     if isinstance(rules, Rule):
-        raise PolicyError(
-            f'expected a tuple of rules, got one: write a comma after it, (rule,); it is "{rules}"'
-        )
+        raise PolicyError(f'expected a tuple of rules, got one rule, "{rules}": write (rule,) with a comma')
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise PolicyError(f"expected a tuple of rules, got {rules!r}")
     found: list[Rule] = []
@@ -238,12 +344,12 @@ def _looks_like_a_file(name: object) -> bool:
 
 
 def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
-    """``policy`` itself, the preset that it names, or the one in the TOML file that it names.
+    """Return ``policy`` itself, or the preset or the TOML file that it names.
 
-    A str is a file's where it ends in ``.toml`` or holds a ``/``.
+    A str names a file if it ends in ``.toml`` or contains a ``/``.
 
     Raises:
-        PolicyError: there is no such preset or file, or the file holds none.
+        PolicyError: the preset or file does not exist, or the file is invalid.
     """
     if isinstance(policy, Policy):
         return policy
@@ -264,9 +370,9 @@ _by_name: dict[str, Policy] = {}
 
 
 def _named(name: str) -> Policy:
-    """One object for each name, so that its places and kernels need not be made again."""
+    """Return one object per name, so that scopes and kernels are created once."""
     if name not in _by_name:
-        _by_name.setdefault(name, Policy.preset(name))  # another thread may be first
+        _by_name.setdefault(name, Policy.preset(name))  # another thread may be faster
     return _by_name[name]
 
 
@@ -274,9 +380,9 @@ _by_file: dict[str, tuple[bytes, Policy]] = {}
 
 
 def _in_file(path: str | os.PathLike[str]) -> Policy:
-    """One object for a file as long as it says the same, since a region may name it at each step.
+    """Return one object per file while its content is unchanged, as a region may name it at each step.
 
-    What it says is compared, not when it was written: two versions may have one size and one time.
+    The content is compared: two versions may have the same size and time.
     """
     from narrowcast.policy import _toml
 
@@ -289,10 +395,10 @@ def _in_file(path: str | os.PathLike[str]) -> Policy:
 
 
 def with_fp32_weights(policy: Policy | str | os.PathLike[str]) -> Policy:
-    """``policy`` for a caller that leaves the weights as they are.
+    """Return ``policy`` for a caller that does not change the weights.
 
     Raises:
-        PolicyError: it does not exist, or it asks for weights held in a low format.
+        PolicyError: the policy does not exist or holds the weights in a low format.
     """
     wanted = as_policy(policy)
     if wanted.holds_low_weights:
@@ -303,13 +409,13 @@ def with_fp32_weights(policy: Policy | str | os.PathLike[str]) -> Policy:
 
 
 def resolve(policy: Policy | str, device_type: str, *, low_weights: bool = False) -> torch.dtype:
-    """The dtype that ``policy`` computes in on ``device_type``: bfloat16, float16 or float32.
+    """Return the dtype that ``policy`` computes in on ``device_type``: bfloat16, float16 or float32.
 
     Args:
-        low_weights: whether the caller can hold weights in a low format, where the policy asks for it.
+        low_weights: whether the caller supports weights in a low format.
 
     Raises:
-        PolicyError: the policy does not exist, or asks for low weights of a caller that holds none.
+        PolicyError: the policy does not exist, or needs low weights that the caller does not support.
     """
     import torch
 
@@ -323,7 +429,7 @@ def resolve(policy: Policy | str, device_type: str, *, low_weights: bool = False
 
 
 def dtype_of(word: str) -> torch.dtype:
-    """``torch.bfloat16`` for ``"bf16"`` and so on."""
+    """Return ``torch.bfloat16`` for ``"bf16"`` and so on."""
     import torch
 
     dtype: torch.dtype = getattr(torch, _COMPUTE_DTYPES[word])
@@ -331,7 +437,51 @@ def dtype_of(word: str) -> torch.dtype:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """``"bf16"`` for ``torch.bfloat16`` and so on; torch's own word for what no policy computes in."""
+    """Return ``"bf16"`` for ``torch.bfloat16`` and so on; torch's name for other dtypes."""
     names = {long: short for short, long in _COMPUTE_DTYPES.items()}
     word = str(dtype).removeprefix("torch.")
     return names.get(word, word)
+
+
+# ---- as a table
+
+
+def _table(policy: Policy) -> str:
+    """Format a heading and one line per rule; consecutive operators with the same effect share an entry."""
+    lines = textwrap.wrap(_heading(policy), _WIDTH, subsequent_indent="    ")
+    if policy.tables != "native":
+        lines.append(f"  PyTorch's table for {policy.tables} on every device")
+    entries = _entries(policy.rules)
+    width = min(_TARGET_WIDTH, max((len(target) for target, _ in entries), default=0))
+    for target, effect in entries:
+        first, *rest = textwrap.wrap(target, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
+        lines.append(f"  {first:<{width}}  {effect}")
+        lines += [f"  {line}" for line in rest]
+    return "\n".join(lines)
+
+
+def _entries(rules: tuple[Rule, ...]) -> list[tuple[str, str]]:
+    """Return the target and the effect of each line."""
+    found: list[tuple[str, str]] = []
+    for (everywhere, effect), group in itertools.groupby(
+        rules, lambda one: (not one.is_for_modules, one.effect)
+    ):
+        targets = [one.target for one in group]
+        if everywhere and len(targets) >= _MANY:
+            targets = [", ".join(targets)]
+        found += [(target, effect) for target in targets]
+    return found
+
+
+def _heading(policy: Policy) -> str:
+    name = name_of(policy)
+    if name is not None:
+        return f"{name}: {PRESETS[name]}"
+    if policy.master_weights:
+        heading = f"O2 in {policy.compute}: {PRESETS['O2']}"
+    elif policy.low_weights:
+        heading = f"O3 in {policy.compute}: {PRESETS['O3']}"
+    else:
+        heading = f"{policy.compute}: {PRESETS[policy.compute]}"
+    count = len(policy.rules)
+    return f"{heading}, with {count} rule{'s' * (count != 1)}" if count else heading

@@ -1,6 +1,6 @@
-"""What a policy means on one type of device: for each place in a model and each operator, one decision.
+"""Decide how each operator computes at each place in a model, on one device type.
 
-Both engines and ``explain`` ask here, so that they cannot differ.
+The autocast kernels and ``explain`` share these decisions.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from narrowcast.policy._ops import overloads_of
+from narrowcast.policy._ops import LOWER, ONE_DEVICE_ONLY, native_table, overloads_of
 from narrowcast.policy._policy import Policy
 from narrowcast.policy._rule import FP8_RECIPES, Rule, specificity
-from narrowcast.policy._tables import LOWER, ONE_DEVICE_ONLY, native_table
 
 if TYPE_CHECKING:
     import torch
 
 UNLISTED = "unlisted"
-"""Cast as if PyTorch's table had no such operator; the table of the device has it, and another was asked."""
+"""Not cast: the device's own table lists the operator, but the table that the policy names does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +29,10 @@ class Decision:
     """How one operator computes at one place.
 
     Attributes:
-        compute: a word of ``COMPUTES``, a kind of PyTorch's tables (``_tables``), or ``UNLISTED``.
-        output: format that is handed on, or None.
-        rule: the rule that decided; None where PyTorch's table did.
-        because: the same in words.
+        compute: a word of ``COMPUTES``, a kind of PyTorch's tables (``_ops``), or ``UNLISTED``.
+        output: format of the outputs, or None to leave them.
+        rule: the rule that decided, or None if PyTorch's table did.
+        because: the reason as text.
     """
 
     compute: str
@@ -43,16 +42,16 @@ class Decision:
 
 
 class Scope:
-    """A place in a model as far as rules are concerned: which of them hold there.
+    """The set of rules that hold at a place in a model.
 
-    Places in which the same rules hold are one object, so that decisions are made once. Rules with an fp8
-    recipe decide about no operator: they are for linear layers, which compute in fp8 by themselves.
+    Places with the same rules share one object and its decisions. Rules with an fp8 recipe decide no
+    operator: they apply to linear layers, which compute in fp8 themselves.
 
     Attributes:
-        resolved: what the policy means on the type of device.
-        rule: the rule for modules in force, not one with an fp8 recipe; None outside of every one.
-        actions: operator -> what the kernels of ``casting`` prepared for it here.
-        mark: the autocast state that stands for this place, once ``casting`` has chosen one.
+        resolved: the policy on the device type.
+        rule: the module rule in force, except one with an fp8 recipe, or None.
+        actions: operator -> the action that ``casting`` prepared for it.
+        mark: the autocast state that ``casting`` chose for this scope, or None.
     """
 
     __slots__ = (
@@ -73,17 +72,17 @@ class Scope:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What tells this place from every other one of the same type of device, in other processes too."""
+        """A key that identifies this scope on its device type, also in other processes."""
         resolved = self.resolved
         return (resolved.table_name, resolved.lower, resolved.rules, self.rule, self._ops)
 
     @property
     def rules_operators(self) -> bool:
-        """Whether some rule for an operator inside modules holds here."""
+        """Whether a rule for an operator inside modules holds here."""
         return bool(self._ops)
 
     def inside(self, rules: tuple[Rule, ...]) -> Scope:
-        """The place inside a module for which ``rules`` (of ``rules_for``) hold; self where none does."""
+        """Return the scope inside a module that ``rules`` (from ``rules_for``) select; else self."""
         if not rules:
             return self
         found = self._inside.get(rules)
@@ -100,7 +99,7 @@ class Scope:
         return found
 
     def decide(self, op: str) -> Decision | None:
-        """What is to become of a call of ``op`` (``"softmax.int"``); None: what PyTorch itself does."""
+        """Return the decision for ``op`` (``"softmax.int"``), or None if PyTorch decides."""
         try:
             return self._decisions[op]
         except KeyError:
@@ -108,7 +107,7 @@ class Scope:
             return decision
 
     def rule_of(self, op: str) -> Rule | None:
-        """The rule that wins about ``op`` here, one with an fp8 recipe too; None where there is none."""
+        """Return the winning rule for ``op`` here, with fp8 recipes, or None."""
         inside = next((one for one in self._ops if _covers(one, op)), None)
         if inside is not None:
             return inside
@@ -129,14 +128,14 @@ class Scope:
 
 
 class ResolvedPolicy:
-    """A policy on one type of device.
+    """A policy on one device type.
 
     Attributes:
-        rules: those of the policy; the policy itself is not held, so that this can end with it.
+        rules: the policy's rules. No reference to the policy is kept, so that both can be freed together.
         lower: the format of the region, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-        native: PyTorch's own table of the device.
-        table: the table that the policy asks for; the same but for ``Policy.tables``.
-        table_name: the type of device that the table is of.
+        native: PyTorch's table of the device.
+        table: the table that the policy selects by ``Policy.tables``.
+        table_name: the device type of that table.
         names_modules: as ``Policy.names_modules``.
     """
 
@@ -154,16 +153,16 @@ class ResolvedPolicy:
 
     @cached_property
     def root(self) -> Scope:
-        """The place outside of every module for which there is a rule."""
+        """The scope outside of all modules with a rule."""
         return self.place(None, None, ())
 
     def place(self, rule: Rule | None, nearest: Rule | None, ops: tuple[Rule, ...]) -> Scope:
-        """The one place in which these rules hold."""
+        """Return the scope of these rules, one object for equal rules."""
         key = (rule, nearest, ops)
         return self._places.setdefault(key, Scope(self, rule, nearest, ops))
 
     def forget_places(self) -> None:
-        """Let go of the places, which hold this, so that this ends when the last one in use does."""
+        """Drop the scopes, which refer to this object, so that it is freed with the last one in use."""
         for one in list(self._places.values()):
             one._inside.clear()
             one.actions.clear()
@@ -171,18 +170,18 @@ class ResolvedPolicy:
         self.__dict__.pop("root", None)
 
     def rule_for(self, op: str) -> Rule | None:
-        """The rule for every call of ``op``, one for the overload before one for all."""
+        """Return the rule for all calls of ``op``; a rule for its overload comes first."""
         return _best(
             one for one in self.rules if _decides(one) and not one.is_for_modules and _covers(one, op)
         )
 
     def is_cast_anywhere(self, op: str) -> bool:
-        """Whether the table or a rule for every call of ``op`` casts what it is given."""
+        """Return whether the table or a rule for all calls of ``op`` casts its inputs."""
         rule = self.rule_for(op)
         return op in self.table or (rule is not None and rule.compute not in ("as-is", "refuse"))
 
     def decide_anywhere(self, op: str) -> Decision | None:
-        """As ``Scope.decide``, outside of modules for which there is a rule."""
+        """Decide as ``Scope.decide`` does, outside of modules with a rule."""
         rule = self.rule_for(op)
         if rule is not None:
             return Decision(compute=rule.compute, output=rule.output, rule=rule, because=str(rule))
@@ -193,17 +192,17 @@ class ResolvedPolicy:
         return Decision(compute=asked or UNLISTED, because=because)
 
     def kernels(self) -> tuple[str, ...]:
-        """The operators (overloads) about which this policy may decide other than PyTorch does."""
+        """Return the operators (overloads) for which this policy may differ from PyTorch."""
         found = dict.fromkeys(op for one in self.rules if _decides(one) for op in overloads_of(one.op or ""))
         listed = {**self.native, **self.table}
         found |= dict.fromkeys(op for op in listed if self.native.get(op) != self.table.get(op))
         if any(one.op is None and _decides(one) for one in self.rules):
-            # A rule for modules decides about everything that is cast at all.
+            # A module rule applies to every operator that is cast.
             found |= dict.fromkeys(self.table)
         return tuple(found)
 
     def why_native(self, op: str) -> str:
-        """In words why PyTorch does with ``op`` what it does where ``decide`` gives None."""
+        """Explain what PyTorch does with ``op`` if ``decide`` returns None."""
         kind = self.native.get(op)
         if kind is None:
             return "unlisted: in the formats that come"
@@ -212,47 +211,44 @@ class ResolvedPolicy:
 
 
 def rules_for(policy: Policy, path: str, names: tuple[str, ...]) -> tuple[Rule, ...]:
-    """The rules of ``policy`` that name the module at ``path`` whose classes are called ``names``."""
+    """Return the rules of ``policy`` for the module at ``path`` with classes ``names``."""
     return tuple(one for one in policy.rules if one.is_for_modules and names_module(one, path, names))
 
 
 def names_module(rule: Rule, path: str, names: tuple[str, ...]) -> bool:
-    """Whether ``rule`` is for the module at ``path`` whose class and bases are called ``names``."""
+    """Return whether ``rule`` selects the module at ``path`` with class and bases ``names``."""
     by_path = rule.module is None or fnmatch.fnmatchcase(path, rule.module)
     return by_path and (rule.module_type is None or rule.module_type in names)
 
 
 def _decides(rule: Rule) -> bool:
-    """Whether ``rule`` decides about operators, which one with an fp8 recipe does not."""
+    """Return whether ``rule`` decides operators: those with an fp8 recipe do not."""
     return rule.compute not in FP8_RECIPES
 
 
 def _covers(rule: Rule, op: str) -> bool:
-    """Whether ``rule`` is for the overload ``op``."""
+    """Return whether ``rule`` selects the overload ``op``."""
     return rule.op is not None and op in overloads_of(rule.op)
 
 
 def _best(rules: Iterable[Rule]) -> Rule | None:
-    """That which wins, among rules for operators everywhere."""
+    """Return the winning rule among those for all calls of an operator."""
     return max(rules, key=specificity, default=None)
 
 
 def _rank(rules: tuple[Rule, ...]) -> Callable[[Rule], tuple[object, ...]]:
-    """The order in which ``rules`` win at one module: the more specific, then the later."""
+    """Return the sort key of ``rules`` at one module: the more specific wins, then the later."""
     return lambda one: (*specificity(one), rules.index(one))
 
 
-# What is made for a policy ends with it, and with it the kernels that its rules have in PyTorch's dispatcher.
-# By identity, since hashing every rule at each region would take longer than the region.
+# Entries are removed when their policy is freed, and so are the kernels of its rules in PyTorch's dispatcher.
+# Keyed by identity: hashing all rules at each region would take longer than the region.
 _found: dict[int, tuple[weakref.ref[Policy], dict[tuple[str, str], ResolvedPolicy]]] = {}
-_making = threading.RLock()  # a policy may end by garbage collection while something is made for another
+_making = threading.RLock()  # a policy may be collected while another is resolved
 
 
 def resolved(policy: Policy, device_type: str, lower: str) -> ResolvedPolicy:
-    """``policy`` on ``device_type`` with the region's format ``lower``.
-
-    One object as long as ``policy`` lives, so that its places can be compared by identity.
-    """
+    """Return ``policy`` on ``device_type`` with the region's format ``lower``, one object per policy."""
     entry = _found.get(id(policy))
     if entry is not None and entry[0]() is policy:
         made = entry[1].get((device_type, lower))
@@ -272,7 +268,7 @@ def _made_for(policy: Policy) -> dict[tuple[str, str], ResolvedPolicy]:
         of_policy: dict[tuple[str, str], ResolvedPolicy] = {}
 
         def end(_: object) -> None:
-            # Another policy may have this one's id by now.
+            # Another policy may have the same id by now.
             if key in _found and _found[key][1] is of_policy:
                 del _found[key]
             for made in of_policy.values():

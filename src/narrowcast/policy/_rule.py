@@ -1,19 +1,19 @@
-"""``nc.rule``: which operator, or which part of a model, computes in which format.
+"""Rules: choose the format of an operator or of a part of a model.
 
     rule.op("softmax", compute="fp16")                                    every softmax
-    rule.op("layer_norm", compute="fp32", output="lower")                 compute wide, hand on narrow
+    rule.op("layer_norm", compute="fp32", output="lower")                 fp32 inside, lower outputs
     rule.module("decoder.*.norm", compute="fp32")                         parts of a model, by path
     rule.module("head", op="linear", compute="fp32")                      an operator inside them
     rule.module_type(torch.nn.LayerNorm, compute="fp32", output="bf16")   by class, subclasses included
 
 ``compute`` is a format (``"fp32"``, ``"bf16"``, ``"fp16"``), ``"lower"`` (the region's own), ``"promote"``
-(the widest format among the inputs), ``"as-is"`` (the formats that come), ``"refuse"`` (an error), or an fp8
-recipe for linear layers. ``output`` is the format that is handed on; without it, whatever comes out.
+(the widest format among the inputs), ``"as-is"`` (no cast), ``"refuse"`` (an error), or an fp8 recipe for
+linear layers. ``output`` is the format of the outputs; without it they are not cast.
 
 The more specific rule wins: an operator inside a module, then a module, then an operator, then PyTorch's
-table. Of rules for modules that of the innermost module wins; at one module, and everywhere, one overload
-comes before all of them, a path together with a class before one of the two, and among equals the later rule.
-A rule for a module is about what PyTorch's table or a rule casts anyway, not about every operator inside.
+table. The innermost module wins over outer ones. At one module a rule for one overload wins over a rule for
+all, a path with a class over one of them, and the later rule among equals. A rule for a module applies to the
+operators that PyTorch's table or another rule casts, not to every operator inside.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ COMPUTES = (*FORMATS, "promote", "as-is", "refuse", *FP8_RECIPES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule; made by ``op``, ``module`` and ``module_type``. Frozen, pure data.
+    """A rule, as created by ``op``, ``module`` and ``module_type``.
 
     Attributes:
-        compute: format that is computed in, or another word of ``COMPUTES``.
-        output: format that is handed on, one of ``FORMATS``; None: whatever comes out.
+        compute: one of ``COMPUTES``.
+        output: format of the outputs, one of ``FORMATS``, or None to leave them.
         op: operator, as ``"softmax"`` or ``"softmax.int"``; None: all of a module.
         module: glob over paths in the model, as ``"decoder.*.norm"``; ``*`` runs across dots; None: any.
         module_type: full name of a class of modules, as ``"torch.nn.modules.linear.Linear"``; None: any.
 
     Raises:
-        PolicyError: at construction, for a word that is not known and for rules that cannot hold.
+        PolicyError: a value is unknown or a combination is invalid.
     """
 
     compute: str
@@ -77,12 +77,12 @@ class Rule:
 
     @property
     def selector(self) -> tuple[str | None, str | None, str | None]:
-        """What it is for; two rules of one selector say the same or contradict each other."""
+        """What the rule selects. Two rules with the same selector must be equal."""
         return (self.op, self.module, self.module_type)
 
     @property
     def target(self) -> str:
-        """What it is for, in words: ``linear in modules "head"``."""
+        """What the rule selects, as text: ``linear in modules "head"``."""
         modules = []
         if self.module is not None:
             modules.append(f'modules "{_printable(self.module)}"')
@@ -93,7 +93,7 @@ class Rule:
 
     @property
     def is_for_modules(self) -> bool:
-        """Whether it looks at where in a model an operator is called."""
+        """Whether the rule selects modules."""
         return self.module is not None or self.module_type is not None
 
     def __str__(self) -> str:
@@ -101,19 +101,19 @@ class Rule:
 
     @property
     def effect(self) -> str:
-        """What it does, in words: ``fp32, handed on in bf16``."""
+        """What the rule does, as text: ``fp32, handed on in bf16``."""
         return self.compute + (f", handed on in {self.output}" if self.output else "")
 
 
 def op(name: str, *, compute: str, output: str | None = None) -> Rule:
-    """A rule for every call of an operator.
+    """Create a rule for every call of an operator.
 
     Args:
         name: as the dispatcher spells it, ``"softmax"`` for all overloads, ``"softmax.int"`` for one; of
             another library ``"mylib::op"``. ``"torch.softmax"`` and ``"F.softmax"`` are understood. In-place
             and ``out=`` forms are never cast, as in PyTorch's own autocast.
         compute: what its floating inputs are cast to; see the module's docstring for the words.
-        output: what its floating outputs are cast to; None: they stay as they come.
+        output: what its floating outputs are cast to; None: they are not cast.
 
     Only floating tensors on the region's device are cast, fp64 aside. A cast to fp16 overflows to infinity
     beyond 65504; NaN stays NaN; subnormals of the target format are kept.
@@ -132,7 +132,7 @@ def module(
     op: str | None = None,
     type: type[torch.nn.Module] | str | None = None,
 ) -> Rule:
-    """A rule for the modules whose path in the model matches ``glob``.
+    """Create a rule for the modules whose path in the model matches ``glob``.
 
     Without ``op`` the module's floating inputs are cast to ``compute``, every operator inside that a rule or
     PyTorch's table would cast computes in it, and what the module returns is cast to ``output``. With ``op``
@@ -156,7 +156,7 @@ def module(
 def module_type(
     cls: type[torch.nn.Module] | str, *, compute: str, output: str | None = None, op: str | None = None
 ) -> Rule:
-    """A rule for modules of a class, subclasses included; otherwise as ``module``.
+    """Create a rule for the modules of a class and its subclasses; otherwise as ``module``.
 
     Args:
         cls: the class, or its full name, as ``"torch.nn.LayerNorm"`` or ``"mypackage.layers.Norm"``.
@@ -168,16 +168,12 @@ def module_type(
 
 
 def class_names(cls: type) -> tuple[str, ...]:
-    """The full names of ``cls`` and of its bases, which a rule by class is compared with."""
+    """Return the full names of ``cls`` and its bases."""
     return tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
 
 
 def check_no_contradictions(rules: tuple[Rule, ...]) -> None:
-    """Refuse two rules of one selector that say different things.
-
-    Raises:
-        PolicyError: there are two.
-    """
+    """Raise PolicyError if two different rules have the same selector."""
     seen: dict[Any, Rule] = {}
     for one in rules:
         other = seen.setdefault(one.selector, one)
@@ -189,7 +185,7 @@ def check_no_contradictions(rules: tuple[Rule, ...]) -> None:
 
 
 def specificity(one: Rule) -> tuple[bool, bool, bool, bool]:
-    """Rank of what decides about an operator at one module, or outside of all: the higher wins."""
+    """Return the rank of a rule at one module, or outside of all; the highest wins."""
     by_both = one.module is not None and one.module_type is not None
     overload = one.op is not None and base_of(one.op) != one.op
     return (one.is_for_modules and one.op is not None, one.is_for_modules, overload, by_both)
@@ -199,7 +195,7 @@ def specificity(one: Rule) -> tuple[bool, bool, bool, bool]:
 
 
 def _class_name(cls: Any) -> str | None:
-    """The full name of a class of modules: where it is defined, not where it is handed on."""
+    """Return the full name of a module class, where it is defined, not where it is re-exported."""
     if cls is None:
         return None
     import torch
@@ -250,7 +246,7 @@ def _check_word(what: str, value: Any, known: tuple[str, ...]) -> None:
     renamed = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
     if word in renamed:
         raise PolicyError(f'unknown {what} {value!r} of a rule. Did you mean "{renamed[word]}"?')
-    if word in ("fp64", "float64", "double"):  # near by letters, and the opposite in meaning
+    if word in ("fp64", "float64", "double"):  # a similar name with the opposite meaning
         raise PolicyError(
             f"unknown {what} {value!r} of a rule: autocast casts nothing from fp64 or to it. "
             f"Known: {', '.join(known)}."
@@ -259,5 +255,5 @@ def _check_word(what: str, value: Any, known: tuple[str, ...]) -> None:
 
 
 def _printable(text: str) -> str:
-    """``text`` in one line, whatever it holds."""
+    """Return ``text`` as one printable line."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

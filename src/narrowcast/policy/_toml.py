@@ -1,4 +1,4 @@
-"""A policy as a TOML file with a version.
+"""Read and write a policy as a TOML file with a version.
 
     version = 1
     compute = "bf16"
@@ -7,9 +7,9 @@
     op = "softmax"
     compute = "fp16"
 
-Every field of ``Policy`` and of ``Rule`` is a key of the same name; what is left out has its default, or with
-``base = "safe"`` what that preset has. The file's rules come after those of the preset, and replace what is
-for the same thing there. A file that ``save`` writes names no base: it says all of the policy.
+Each field of ``Policy`` and ``Rule`` is a key of the same name. A missing key has its default, or the value
+of the preset that ``base = "safe"`` names. The file's rules follow those of the preset and replace rules with
+the same selector. ``save`` writes the whole policy, without a base.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEADER = "# A policy of narrowcast: which operators and modules compute in whic
 
 
 def write(policy: Policy, path: Path) -> None:
-    """Write ``policy`` to ``path``: whole, or not at all.
+    """Write ``policy`` to ``path`` atomically.
 
     Raises:
         PolicyError: the file cannot be written.
@@ -41,12 +41,12 @@ def write(policy: Policy, path: Path) -> None:
     try:
         with replacing(path) as file:
             file.write(data)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise PolicyError(f"cannot write the policy to {path}: {_reason(error)}") from error
 
 
 def dumps(policy: Policy) -> str:
-    """``policy`` as the text of a file."""
+    """Return ``policy`` as TOML."""
     lines = [_HEADER + f"version = {VERSION}"]
     lines += [_line(f.name, getattr(policy, f.name)) for f in fields(policy) if _is_written(f, policy)]
     for rule in policy.rules:
@@ -56,11 +56,7 @@ def dumps(policy: Policy) -> str:
 
 
 def read(path: Path) -> bytes:
-    """What the file at ``path`` holds.
-
-    Raises:
-        PolicyError: it cannot be read.
-    """
+    """Return the content of the file at ``path``; raise PolicyError if it cannot be read."""
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:
@@ -68,11 +64,7 @@ def read(path: Path) -> bytes:
 
 
 def parse(data: bytes, path: Path) -> Policy:
-    """The ``Policy`` that ``data`` says, the content of the file at ``path``.
-
-    Raises:
-        PolicyError: see ``Policy.load``.
-    """
+    """Parse ``data``, the content of the file at ``path``; errors are those of ``Policy.load``."""
     try:
         found = tomllib.loads(data.decode("utf-8-sig"))  # some editors write a byte order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -122,7 +114,7 @@ def _check_keys(found: dict[str, Any], known: list[str], where: str) -> None:
 
 
 def _rule_fields() -> list[Any]:
-    """In the order in which a person reads them: what it is for, then what it does."""
+    """Return the fields in the order of a file: the selector, then the effect."""
     order = ("module", "module_type", "op", "compute", "output")
     return sorted(fields(Rule), key=lambda f: order.index(f.name))
 
@@ -134,7 +126,7 @@ def _is_written(field: Any, value: Any) -> bool:
 
 
 def _line(name: str, value: str | bool) -> str:
-    # A string of JSON is one of TOML, but for DEL, which TOML wants escaped.
+    # A JSON string is a TOML string, except that TOML requires DEL to be escaped.
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     return f"{name} = {text}"
 
@@ -144,7 +136,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _neighbour(path: Path) -> str:
-    """Which file beside a missing one may have been meant."""
+    """Suggest a file with a similar name if ``path`` is missing."""
     with suppress(OSError, ValueError):
         if not path.exists():
             near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.toml")], n=1)

@@ -6,7 +6,7 @@ import re
 
 
 def operator_names() -> list[str]:
-    """The qualified names of every operator, ``"aten::softmax.int"``, in-place and ``out=`` forms too."""
+    """Return the qualified names of all operators, as ``"aten::softmax.int"``."""
     import torch
 
     names: list[str] = torch._C._dispatch_get_all_op_names()
@@ -14,10 +14,9 @@ def operator_names() -> list[str]:
 
 
 def has_torchs_own_kernel(qualified: str, key: str) -> bool:
-    """Whether PyTorch, or another library in C++, has a kernel for the operator on dispatch key ``key``.
+    """Return whether the operator has a kernel from C++ on dispatch key ``key``.
 
-    Those registered from Python do not count, ours among them, nor do they hide one beneath. Asking whether
-    there is a kernel at all would make the answer depend on which rules happen to be in force.
+    Kernels registered from Python do not count: otherwise the answer would depend on the rules in force.
     """
     import torch
 

@@ -7,11 +7,11 @@ import warnings
 
 import torch
 
-from narrowcast.policy import FP32, TABLES, _tables, autocast_key, native_table
+from narrowcast.policy import FP32, TABLES, _ops, autocast_key, native_table
 from narrowcast.policy._torch_internals import has_torchs_own_kernel
 
 key = autocast_key("cpu")
-_tables.TABLES = {"cpu": {**TABLES["cpu"], "relu": FP32, "rms_norm": FP32}}
+_ops.TABLES = {"cpu": {**TABLES["cpu"], "relu": FP32, "rms_norm": FP32}}
 library = torch.library.Library("aten", "IMPL")
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
