@@ -18,9 +18,9 @@ SOURCE = Path(narrowcast.__file__).parent
 BUDGETS = {
     "errors": 140,
     "_files": 85,  # the one atomic write, of which there were seven
-    "formats": 630,  # to become 600
+    "formats": 600,
     "machine": 1_320,  # to become 1,200
-    "policy": 1_650,  # to become 1,550
+    "policy": 1_610,  # to become 1,550
     "scaling": 600,
     "casting": 4_800,  # to become 4,400
     "gradients": 2_650,  # to become 2,300: named scales, norms over ranks and DTensors stay for now
@@ -31,14 +31,14 @@ BUDGETS = {
     "verify": 3_730,  # to become 2,900
     "integrations": 0,
     "apex": 3_100,  # to become 2,900
-    "migrate": 3_530,  # to become 3,400
+    "migrate": 3_540,  # to become 3,400
     "report": 3_180,  # to become 2,700
     "cli": 1_110,  # to become 1,050
     "__init__": 113,
     "__main__": 7,
 }
-MOST_FILES = 201  # to become 190
-MOST_TEST_LINES = 49_100  # to become 40,000
+MOST_FILES = 195  # to become 190
+MOST_TEST_LINES = 49_200  # to become 40,000
 MOST_PUBLIC_NAMES = 95
 PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
 ORDER = list(BUDGETS)
