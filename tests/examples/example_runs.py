@@ -69,7 +69,7 @@ def _ended(command: list[str], folder: Path, environment: dict[str, str]) -> sub
 
 
 def succeeded(done: subprocess.CompletedProcess[str]) -> list[str]:
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.returncode == 0, done.stderr  # it notes that so short a budget leaves rates unmeasured
     return done.stdout.splitlines()
 
 

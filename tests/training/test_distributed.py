@@ -311,7 +311,7 @@ def test_a_named_loss_that_overflows_on_one_rank_skips_on_all(world):
 @every_size
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
     facts, ending = launch(world, isinstance(world, Few))
-    assert len(facts) == (len(FEW) if isinstance(world, Few) else 24), ending
+    assert len(facts) == (len(FEW) if isinstance(world, Few) else 23), ending
     assert ending.startswith("exit code 0\n"), ending
 
 
