@@ -181,7 +181,8 @@ def pytest_runtest_makereport(item, call):
     report = yield
     if call.when == "teardown" and not item.get_closest_marker("long"):
         spent = _cpu_s() - _session_fixtures_s - item.cpu_s_before
-        if spent > LIMIT_CPU_S and spent > LIMIT_CPU_S * min(_busy() for _ in range(3)) / _BUSY_S:
+        if spent > LIMIT_CPU_S:
+            spent /= max(1.0, min(_busy() for _ in range(3)) / _BUSY_S)
             report.user_properties.append(("cpu_s", spent))
     return report
 
@@ -213,7 +214,9 @@ class _Reports:
         if self.is_worker:
             return
         _over_limit.update(
-            (report.nodeid, spent) for name, spent in report.user_properties if name == "cpu_s"
+            (report.nodeid, spent)
+            for name, spent in report.user_properties
+            if name == "cpu_s" and spent > LIMIT_CPU_S
         )
         if self.ci and report.skipped and not hasattr(report, "wasxfail"):
             reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
@@ -223,10 +226,13 @@ class _Reports:
 
     def pytest_terminal_summary(self, terminalreporter):
         if _over_limit:
-            terminalreporter.section(f"over {LIMIT_CPU_S:g} s of CPU time and not marked long")
+            terminalreporter.section(
+                f"over {LIMIT_CPU_S:g} s of CPU time and not marked long; CI fails at twice that"
+            )
             for test, spent in sorted(_over_limit.items(), key=lambda item: -item[1]):
                 terminalreporter.write_line(f"{spent:6.1f} s  {test}")
 
     def pytest_sessionfinish(self, session, exitstatus):
-        if self.ci and _over_limit and exitstatus == 0:
+        # Twice the limit: the same test takes that much more on another machine, or beside a busy neighbour.
+        if self.ci and max(_over_limit.values(), default=0.0) > 2 * LIMIT_CPU_S and exitstatus == 0:
             session.exitstatus = 1
