@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.casting import _places
+from narrowcast.casting import _scopes
 from narrowcast.errors import OrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,7 +34,7 @@ def _fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    assert not _places.thread.regions
+    assert not _scopes.thread.regions
 
 
 def linear():

@@ -9,7 +9,7 @@ from dispatch_table import changes_since, everywhere, kernels, whole_table
 
 import narrowcast as nc
 from narrowcast.casting import region_in
-from narrowcast.casting._kernels import root_place
+from narrowcast.casting._kernels import root_scope
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -176,7 +176,7 @@ def test_policies_come_and_go_in_two_threads(before):
 def test_the_kernels_of_the_cuda_key_on_a_machine_without_cuda(before):
     """What ``attach`` and ``explain`` ask about another device needs none."""
     policy = nc.Policy(compute="bf16").with_rules(nc.rule.op("softmax", compute="fp16"))
-    root_place(policy, "cuda", BF16)
+    root_scope(policy, "cuda", BF16)
     assert "aten::softmax.int" in kernels("AutocastCUDA")
     del policy
     gc.collect()

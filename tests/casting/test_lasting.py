@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.casting import Applied, LastingRegion, _autocast, _weight_casts, places_here
+from narrowcast.casting import Applied, LastingRegion, _autocast, _weight_casts, active_scopes
 from narrowcast.casting import _torch_internals as internals
 from narrowcast.errors import OrderError
 
@@ -41,13 +41,13 @@ def test_what_starts_the_engine_is_looked_up_at_each_call():
 def test_it_is_open_until_it_is_closed(region):
     assert product() == torch.bfloat16
     assert torch.exp(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float32
-    assert list(places_here()) == ["cpu"]
+    assert list(active_scopes()) == ["cpu"]
     with nc.autocast("cpu", enabled=False):
-        assert not places_here()
+        assert not active_scopes()
         assert product() == torch.float32
     region.close()
     assert product() == torch.float32
-    assert not places_here()
+    assert not active_scopes()
     region.close()
 
 

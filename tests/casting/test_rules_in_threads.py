@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import _places
-from narrowcast.casting._places import places_here
+from narrowcast.casting import _scopes
+from narrowcast.casting._scopes import scopes_here
 
 rule = nc.rule
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,8 +30,8 @@ def formats():
 def is_outside():
     return (
         not torch.is_autocast_enabled("cpu")
-        and not places_here()
-        and not _places.thread.regions
+        and not scopes_here()
+        and not _scopes.thread.regions
         and not any(torch.is_autocast_enabled(device) for device in ("ipu", "maia"))
     )
 

@@ -197,7 +197,7 @@ def test_devices():
 def test_the_compiler_leaves_a_function_alone():
     seen = []
 
-    @internals.unseen_by_the_compiler
+    @internals.skipped_by_dynamo
     def alone(x):
         seen.append(torch.compiler.is_dynamo_compiling())
         return called_by_it(x)

@@ -327,8 +327,8 @@ def test_what_is_resolved_ends_with_the_policy_and_is_one_until_then():
     try:
         del policy, found
         assert place.resolved is ended()  # a place in use goes on
-        assert place.inside(ended().rules) is ended().place(*[ended().rules[0]] * 2, ())
-        ended().forget_places()
+        assert place.inside(ended().rules) is ended().scope(*[ended().rules[0]] * 2, ())
+        ended().forget_scopes()
         del place
         assert ended() is None
     finally:

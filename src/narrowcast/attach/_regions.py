@@ -21,7 +21,7 @@ from narrowcast.attach._patches import Patches
 from narrowcast.attach._recorder import Reading, is_capturing
 from narrowcast.attach._run import Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
-from narrowcast.casting import Applied, autocast, cast_floating, named_places, region_in
+from narrowcast.casting import Applied, autocast, cast_floating, modules_by_path, region_in
 from narrowcast.errors import UnsupportedError
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
 from narrowcast.observe.op_trace import near_module
@@ -397,7 +397,7 @@ class _ModuleRules:
         def missed(rule: Rule) -> None:
             self._unmatched.setdefault(rule, set()).add(kind)
             if not self._guesses.get(rule):
-                named = ((path, class_names(type(module))) for path, module in named_places(model))
+                named = ((path, class_names(type(module))) for path, module in modules_by_path(model))
                 self._guesses[rule] = near_module(rule, list(named))
 
         applied = self._applied[model] = Applied(model, self._policy, opens=False, may_miss=missed)

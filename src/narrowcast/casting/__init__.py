@@ -8,17 +8,17 @@ that; ``cast_floating`` casts the tensors inside any nesting of containers.
 from narrowcast.casting._apply import Applied, applied_to, apply
 from narrowcast.casting._autocast import (
     LastingRegion,
-    PlacedRegion,
+    ScopedRegion,
+    active_scopes,
     autocast,
     custom_bwd,
     custom_fwd,
-    places_here,
     region_in,
 )
 from narrowcast.casting._bake import bake
 from narrowcast.casting._compile import compile
-from narrowcast.casting._paths import named_places
-from narrowcast.casting._places import rule_that_casts
+from narrowcast.casting._paths import modules_by_path
+from narrowcast.casting._scopes import rule_that_casts
 from narrowcast.casting._tree import cast_floating, cast_where
 from narrowcast.casting._watching import ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
@@ -29,7 +29,8 @@ __all__ = [
     "Applied",
     "Fp8Linear",
     "LastingRegion",
-    "PlacedRegion",
+    "ScopedRegion",
+    "active_scopes",
     "applied_to",
     "apply",
     "autocast",
@@ -40,9 +41,8 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "drop_casts",
-    "named_places",
+    "modules_by_path",
     "ops_under_way",
-    "places_here",
     "region_in",
     "rule_that_casts",
     "unconverted",

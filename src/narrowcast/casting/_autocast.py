@@ -11,15 +11,15 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from narrowcast.casting import _apply, _places, _regions, _torch_internals, _weight_casts
-from narrowcast.casting._kernels import region_of, root_place
-from narrowcast.casting._places import place_on, thread
+from narrowcast.casting import _apply, _regions, _scopes, _torch_internals, _weight_casts
+from narrowcast.casting._kernels import region_of, root_scope
 from narrowcast.casting._regions import traced_region
+from narrowcast.casting._scopes import scope_on, thread
 from narrowcast.casting._torch_internals import (
     current_engine,
     nesting,
     replace_engine,
-    unseen_by_the_compiler,
+    skipped_by_dynamo,
     without_autocast,
 )
 from narrowcast.casting._tree import cast_where
@@ -76,7 +76,7 @@ class autocast:  # noqa: N801 (torch's spelling)
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """In code that is traced, what its tracer can follow; nothing new otherwise."""
         if torch.compiler.is_compiling():
-            kwargs = {name: value for name, value in kwargs.items() if name not in ("place", "warns")}
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("scope", "warns")}
             return _traced(*_checked(*args, **kwargs), kwargs.get("policy"))
         return object.__new__(cls)
 
@@ -113,25 +113,25 @@ class autocast:  # noqa: N801 (torch's spelling)
                 self.fast_dtype,
                 self._enabled,
                 self._cache_enabled,
-                place=self._place(),
+                scope=self._inner_scope(),
                 warns=self._warns,
             )
         return self
 
-    def _place(self) -> Scope | None:
+    def _inner_scope(self) -> Scope | None:
         """Where the calls inside are made from; None: no rules are in force there."""
         policy = self._policy
         if policy is None:
-            return place_on(self.device)
-        place = self._rules
-        needs_hooks = place is not None and place.resolved.names_modules and self._enabled
+            return scope_on(self.device)
+        scope = self._rules
+        needs_hooks = scope is not None and scope.resolved.names_modules and self._enabled
         if needs_hooks and not _apply.is_applied(policy):
             by_module = next(one for one in policy.rules if one.is_for_modules or one.compute in FP8_RECIPES)
             raise PolicyError(
                 f"the policy has a rule for modules ({by_module}), which a region alone cannot find: "
                 "call nc.apply(model, policy) first, which opens the region too"
             )
-        return place
+        return scope
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
@@ -248,7 +248,7 @@ def _check_dtype(device_type: str, dtype: Any) -> None:
         )
 
 
-class PlacedRegion(autocast):
+class ScopedRegion(autocast):
     """A region of which the place is known, for code that opens it for others.
 
     A backward pass inside it is no mistake, unless it ``warns``.
@@ -261,25 +261,25 @@ class PlacedRegion(autocast):
         enabled: bool,
         cache_enabled: bool | None = None,
         *,
-        place: Scope | None = None,
+        scope: Scope | None = None,
         warns: bool = False,
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._warns = warns
-        self._given = place
+        self._given = scope
 
-    def _place(self) -> Scope | None:
+    def _inner_scope(self) -> Scope | None:
         return self._given
 
 
-def region_in(policy: Policy, device_type: str, dtype: torch.dtype, *, warns: bool = False) -> PlacedRegion:
+def region_in(policy: Policy, device_type: str, dtype: torch.dtype, *, warns: bool = False) -> ScopedRegion:
     """A region of ``policy`` in ``dtype`` for code that saw to its rules for modules itself.
 
     In fp32 it is off, unless there are rules.
     """
-    place = None if policy.is_plain else root_place(policy, device_type, dtype)
-    enabled = dtype != torch.float32 or place is not None
-    return PlacedRegion(device_type, dtype, enabled, place=place, warns=warns)
+    scope = None if policy.is_plain else root_scope(policy, device_type, dtype)
+    enabled = dtype != torch.float32 or scope is not None
+    return ScopedRegion(device_type, dtype, enabled, scope=scope, warns=warns)
 
 
 def _traced(
@@ -363,10 +363,10 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         ctx._dtype = torch.get_autocast_dtype(device_type)
         ctx._fwd_used_autocast = inside and cast_inputs is None
         if not torch.compiler.is_compiling():
-            ctx._narrowcast_place = place_on(device_type)
+            ctx._narrowcast_scope = scope_on(device_type)
         if cast_inputs is None or not inside:
             return fwd(ctx, *args, **kwargs)
-        with PlacedRegion(device_type, ctx._dtype, enabled=False):
+        with ScopedRegion(device_type, ctx._dtype, enabled=False):
             return fwd(ctx, *cast_where(args, cast_inputs, wants), **cast_where(kwargs, cast_inputs, wants))
 
     return decorate_fwd
@@ -404,8 +404,8 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
                 f'@nc.custom_fwd(device_type="{device_type}")'
             )
         # A forward of torch.amp's custom_fwd recorded no rules, and runs backward by PyTorch's own table.
-        place = getattr(ctx, "_narrowcast_place", None)
-        with PlacedRegion(device_type, ctx._dtype, ctx._fwd_used_autocast, place=place):
+        scope = getattr(ctx, "_narrowcast_scope", None)
+        with ScopedRegion(device_type, ctx._dtype, ctx._fwd_used_autocast, scope=scope):
             return bwd(ctx, *args, **kwargs)
 
     return decorate_bwd
@@ -414,10 +414,10 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 # ---- regions that outlast the code that opened them
 
 
-def places_here() -> Mapping[str, Scope]:
+def active_scopes() -> Mapping[str, Scope]:
     """Type of device -> the place of this thread's calls, where a policy with rules casts there now."""
     return {
-        device: place for device, place in _places.places_here().items() if torch.is_autocast_enabled(device)
+        device: scope for device, scope in _scopes.scopes_here().items() if torch.is_autocast_enabled(device)
     }
 
 
@@ -449,8 +449,8 @@ class LastingRegion:
         self._thread = threading.current_thread()
         with ExitStack() as opened:
             for device, dtype in dtypes.items():
-                place = root_place(policy, device, dtype)
-                opened.enter_context(PlacedRegion(device, dtype, True, cache_enabled, place=place))
+                scope = root_scope(policy, device, dtype)
+                opened.enter_context(ScopedRegion(device, dtype, True, cache_enabled, scope=scope))
             self._open_regions = list(thread.regions)
             self._regions = opened.pop_all()
         with ExitStack() as watching:
@@ -495,7 +495,7 @@ class LastingRegion:
             self._regions.close()
         else:
             self._regions.pop_all()
-            _regions.give_up(self._open_regions)
+            _regions.discard_regions(self._open_regions)
 
 
 class _Process:
@@ -531,9 +531,9 @@ def backward_outside(policy: Policy) -> Iterator[None]:
 def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
     """The start of autograd's engine with autocast off for the thread, which the engine's threads follow."""
 
-    @unseen_by_the_compiler
+    @skipped_by_dynamo
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not any(place.resolved.rules in _process.rules for place in _places.places_here().values()):
+        if not any(scope.resolved.rules in _process.rules for scope in _scopes.scopes_here().values()):
             return below(*args, **kwargs)
         drop_casts()  # so that the pass frees each as it goes
         try:

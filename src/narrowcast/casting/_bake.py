@@ -292,16 +292,16 @@ def _format(
 ) -> torch.dtype | None:
     """The one low format in which ``ops`` compute in the module at ``path``; None if there is none."""
     lower = resolve(policy, device_type)
-    place: Scope = resolved(policy, device_type, format_name(lower)).root
+    scope: Scope = resolved(policy, device_type, format_name(lower)).root
     parts = path.split(".") if path else []
     for length in range(len(parts) + 1):
         above = ".".join(parts[:length])
         if above in by_path:
-            place = place.inside(rules_for(policy, above, class_names(type(by_path[above]))))
+            scope = scope.inside(rules_for(policy, above, class_names(type(by_path[above]))))
     found = set()
     for op in (overload for name in ops for overload in overloads_of(name)):
-        decision = place.decide(op)
-        compute = place.resolved.native.get(op) if decision is None else decision.compute
+        decision = scope.decide(op)
+        compute = scope.resolved.native.get(op) if decision is None else decision.compute
         if compute is not None:  # an operator on no table is made of others, which are cast
             found.add({"lower": lower, "bf16": torch.bfloat16, "fp16": torch.float16}.get(compute))
     only = found.pop() if len(found) == 1 else None

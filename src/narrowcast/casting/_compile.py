@@ -19,7 +19,7 @@ import torch
 
 from narrowcast.casting import _regions
 from narrowcast.casting._apply import CompiledHooks, applied_to, check_rules, refuse_new_fp8
-from narrowcast.casting._kernels import root_place
+from narrowcast.casting._kernels import root_scope
 from narrowcast.casting._module_hooks import device_types
 from narrowcast.casting._paths import Structure
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
@@ -161,11 +161,11 @@ def _region(owner: object, policy: Policy, module: torch.nn.Module | None, value
     try:
         for device in device_types(module, *values):
             dtype = resolve(policy, device)
-            place = None if policy.is_plain else root_place(policy, device, dtype)
-            on = dtype != torch.float32 or place is not None
+            scope = None if policy.is_plain else root_scope(policy, device, dtype)
+            on = dtype != torch.float32 or scope is not None
             check_device(device)
             caches = torch.is_autocast_cache_enabled()
-            _regions.enter(owner, device, dtype, on, caches, place=place)
+            _regions.enter(owner, device, dtype, on, caches, scope=scope)
             entered += 1
         yield
     finally:

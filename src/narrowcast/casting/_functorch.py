@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from narrowcast.casting import _operators
-from narrowcast.casting._operators import without_waiting
-from narrowcast.casting._places import places_here
+from narrowcast.casting._operators import without_autocast_cache
+from narrowcast.casting._scopes import scopes_here
 from narrowcast.casting._torch_internals import (
-    call_composite,
+    decomposition_of,
     has_kernel,
     make_library,
     names_of_composites,
-    unseen_by_the_compiler,
+    skipped_by_dynamo,
 )
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import UNLISTED, Scope, operator
@@ -80,7 +80,7 @@ class Front:
         qualified = _qualified(op)
         namespace, _, word = qualified.partition("::")
         library = self._covered[op, key] = make_library(namespace)
-        below = without_waiting(torch.library.get_kernel(qualified, key).call_boxed)
+        below = without_autocast_cache(torch.library.get_kernel(qualified, key).call_boxed)
         of_its_own = has_kernel(qualified, key) or has_kernel(qualified, _BATCHED)
         kernel = make(op, below, of_its_own)
         library.impl(word, kernel, key, with_keyset=True)
@@ -93,38 +93,38 @@ class Front:
         """
         word = f"in front of {op}"
 
-        @unseen_by_the_compiler
+        @skipped_by_dynamo
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            for device, place in places_here().items():
+            for device, scope in scopes_here().items():
                 if torch.is_autocast_enabled(device) and _is_on(device, args, kwargs):
-                    action: Any = place.actions.get(word, self)
+                    action: Any = scope.actions.get(word, self)
                     if action is self:
-                        action = place.actions[word] = self._prepare(op, place, of_its_own)
+                        action = scope.actions[word] = self._prepare(op, scope, of_its_own)
                     return below(keyset, *args, **kwargs) if action is None else action(keyset, args, kwargs)
             return below(keyset, *args, **kwargs)
 
         return kernel
 
-    def _prepare(self, op: str, place: Scope, of_its_own: bool) -> _operators.Action | None:
-        decision = place.decide(op)
+    def _prepare(self, op: str, scope: Scope, of_its_own: bool) -> _operators.Action | None:
+        decision = scope.decide(op)
         if decision is not None and decision.compute != UNLISTED:
-            return _operators.action_for(op, decision, place)
-        native = self._native_of(op, place.resolved.device_type) if decision is None else None
+            return _operators.action_for(op, decision, scope)
+        native = self._native_of(op, scope.resolved.device_type) if decision is None else None
         if native is not None:
             return lambda keyset, args, kwargs: native(keyset, *args, **kwargs)
         if of_its_own or not has_kernel(_qualified(op), "CompositeImplicitAutograd"):
             return None
-        apart = call_composite(operator(op))
+        apart = decomposition_of(operator(op))
         return lambda _keyset, args, kwargs: apart(*args, **kwargs)
 
     def _kernel_inside(self, op: str, below: _Kernel, _of_its_own: bool) -> _Kernel:
         """Refuses where ``vmap`` would pass over the rule that is in force."""
 
-        @unseen_by_the_compiler
+        @skipped_by_dynamo
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            for device, place in places_here().items():
+            for device, scope in scopes_here().items():
                 if torch.is_autocast_enabled(device) and _is_on(device, args, kwargs):
-                    decision = place.decide(op)
+                    decision = scope.decide(op)
                     if decision is not None and decision.compute != UNLISTED:
                         raise UnsupportedError(
                             f"{op} was called inside another operator under torch.vmap, which passes over "

@@ -25,10 +25,10 @@ from torch.compiler import is_exporting
 
 from narrowcast.casting import _operators
 from narrowcast.casting._functorch import Front
-from narrowcast.casting._operators import native_kernel, pass_by
-from narrowcast.casting._places import place_on
+from narrowcast.casting._operators import below_autocast, native_kernel
 from narrowcast.casting._regions import once_none_is_open
-from narrowcast.casting._torch_internals import make_library, unseen_by_the_compiler
+from narrowcast.casting._scopes import scope_on
+from narrowcast.casting._torch_internals import make_library, skipped_by_dynamo
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
     Policy,
@@ -60,7 +60,7 @@ class _Library:
         native = native_kernel(op, self.device_type)
         if native is not None:
             self.native[op] = native
-        kernel = _kernel(op, self.device_type, native or pass_by(operator(op), self.device_type))
+        kernel = _kernel(op, self.device_type, native or below_autocast(operator(op), self.device_type))
         library = self.libraries[op] = make_library(namespace)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
@@ -111,7 +111,7 @@ def serve(resolved: ResolvedPolicy) -> None:
         _served.add(resolved)
 
 
-def root_place(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
+def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
     """Where calls are made from in a region of ``policy``, outside of modules that rules name."""
     found = resolved(policy, device_type, format_name(dtype))
     serve(found)
@@ -135,8 +135,8 @@ def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | No
     found = entry[1].get(device_type)
     if found is None:
         dtype = resolve(policy, device_type)
-        place = None if policy.is_plain else root_place(policy, device_type, dtype)
-        found = entry[1][device_type] = (dtype, place)
+        scope = None if policy.is_plain else root_scope(policy, device_type, dtype)
+        found = entry[1][device_type] = (dtype, scope)
     return found
 
 
@@ -210,26 +210,26 @@ def _overlays_aside() -> Iterator[None]:
 def _kernel(op: str, device_type: str, native: Callable[..., Any]) -> Callable[..., Any]:
     """Our kernel of ``op``; ``native`` is what PyTorch would do, called with a keyset first."""
 
-    @unseen_by_the_compiler  # after a graph break it would take our code for the script's
+    @skipped_by_dynamo  # after a graph break it would take our code for the script's
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        place = place_on(device_type)
-        if place is None:
+        scope = scope_on(device_type)
+        if scope is None:
             return native(keyset, *args, **kwargs)
         try:
-            action: Any = place.actions[op]
+            action: Any = scope.actions[op]
         except KeyError:
-            action = _prepare(op, place)
+            action = _prepare(op, scope)
         if action is None:
             return native(keyset, *args, **kwargs)
         if is_exporting():
-            _refuse_export(op, place)
+            _refuse_export(op, scope)
         return action(keyset, args, kwargs)
 
     return kernel
 
 
-def _refuse_export(op: str, place: Scope) -> None:
-    decision = place.decide(op)
+def _refuse_export(op: str, scope: Scope) -> None:
+    decision = scope.decide(op)
     because = "" if decision is None else f" ({decision.because})"
     raise UnsupportedError(
         f"{op} was called while torch.export traced it inside a region whose policy decides about it{because}"
@@ -237,10 +237,10 @@ def _refuse_export(op: str, place: Scope) -> None:
     )
 
 
-def _prepare(op: str, place: Scope) -> _operators.Action | None:
-    decision = place.decide(op)
+def _prepare(op: str, scope: Scope) -> _operators.Action | None:
+    decision = scope.decide(op)
     action: _operators.Action | None = (
-        None if decision is None else _operators.action_for(op, decision, place)
+        None if decision is None else _operators.action_for(op, decision, scope)
     )
-    place.actions[op] = action
+    scope.actions[op] = action
     return action

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowcast.casting import _regions
-from narrowcast.casting._kernels import root_place
+from narrowcast.casting._kernels import root_scope
 from narrowcast.casting._operators import CASTABLE, compute_dtype, widest
-from narrowcast.casting._places import place_on, places_here, state_of, thread
+from narrowcast.casting._scopes import autocast_state_of, scope_on, scopes_here, thread
 from narrowcast.casting._torch_internals import (
     constant_while_tracing,
     keep_graphs_with_regions,
-    not_compiled_alone,
-    unseen_by_the_compiler,
+    skipped_by_dynamo,
+    traced_only_inline,
 )
 from narrowcast.casting._tree import cast_where, tensors_inside
 from narrowcast.errors import OrderError, UnsupportedError
@@ -108,7 +108,7 @@ class _Region(NamedTuple):
     device: str
     dtype: torch.dtype
     enabled: bool
-    place: Scope | None
+    scope: Scope | None
 
 
 _State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
@@ -195,7 +195,7 @@ class Hook:
         """What was applied, here or to the model that this one was copied from."""
         return self._shared.policy
 
-    @not_compiled_alone
+    @traced_only_inline
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_exporting() and not (self._shared.removed or self._shared.compiled):
             raise UnsupportedError(_EXPORTED)
@@ -205,7 +205,7 @@ class Hook:
             return _untraced(self._before, module, args, kwargs)
         return self._traced_before(module, args, kwargs)
 
-    @not_compiled_alone
+    @traced_only_inline
     def after(self, module: torch.nn.Module, _args: Any, kwargs: Any, output: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return self._after(module, output)
@@ -259,8 +259,8 @@ class Hook:
     def _enter(self, call: OpenCall, region: _Region | None) -> None:
         if region is not None:
             caches = torch.is_autocast_cache_enabled()
-            device, dtype, enabled, place = region
-            _regions.enter(call, device, dtype, enabled, caches, place=place, caller=call.caller)
+            device, dtype, enabled, scope = region
+            _regions.enter(call, device, dtype, enabled, caches, scope=scope, caller=call.caller)
             call.regions += 1
 
     def _close(self, call: OpenCall) -> None:
@@ -311,7 +311,7 @@ class Hook:
     def devices(self) -> list[str]:
         """The device types on which a region of this policy is open in this thread."""
         rules = self._shared.policy.rules
-        return [device for device, place in places_here().items() if place.resolved.rules == rules]
+        return [device for device, scope in scopes_here().items() if scope.resolved.rules == rules]
 
     def _may_open(self) -> bool:
         return self._opening or (self._shared.opens and not self.devices())
@@ -321,10 +321,10 @@ class Hook:
         policy = self._shared.policy
         check_device(device)
         dtype = resolve(policy, device)
-        place = None if policy.is_plain else root_place(policy, device, dtype)
-        if (dtype != torch.float32 or place is not None) and not _is_open(device, dtype, place):
-            return _Region(device, dtype, True, place)
-        if dtype == torch.float32 and place is None and torch.is_autocast_enabled(device):
+        scope = None if policy.is_plain else root_scope(policy, device, dtype)
+        if (dtype != torch.float32 or scope is not None) and not _is_open(device, dtype, scope):
+            return _Region(device, dtype, True, scope)
+        if dtype == torch.float32 and scope is None and torch.is_autocast_enabled(device):
             # A region around the call is of another policy, and this one computes in fp32.
             return _Region(device, torch.get_autocast_dtype(device), False, None)
         return None
@@ -333,25 +333,25 @@ class Hook:
         self, device: str, promoted: torch.dtype | None
     ) -> tuple[_Region | None, _Casts | None, _Casts | None]:
         """The module's own region, what its inputs are cast to, and its outputs."""
-        outside = place_on(device)
+        outside = scope_on(device)
         assert outside is not None
         switched_off = outside.rule is not None and outside.rule.compute == "as-is"
         if not torch.is_autocast_enabled(device) and not switched_off:
             return None, None, None  # by the script, inside the model
-        place = outside.inside(self._rules)
-        rule = place.rule if self._casts else None
+        scope = outside.inside(self._rules)
+        rule = scope.rule if self._casts else None
         if rule is None:
-            on = torch.is_autocast_enabled(device) or place.rules_operators
-            return _Region(device, torch.get_autocast_dtype(device), on, place), None, None
+            on = torch.is_autocast_enabled(device) or scope.rules_operators
+            return _Region(device, torch.get_autocast_dtype(device), on, scope), None, None
         if rule.compute == "refuse":
             raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
-        dtype = compute_dtype(rule.compute, dtype_of(place.resolved.lower), promoted)
+        dtype = compute_dtype(rule.compute, dtype_of(scope.resolved.lower), promoted)
         # Rules for operators inside come first; without any, nothing is to be cast.
-        on = rule.compute != "as-is" or place.rules_operators
-        region = _Region(device, torch.get_autocast_dtype(device) if dtype is None else dtype, on, place)
+        on = rule.compute != "as-is" or scope.rules_operators
+        region = _Region(device, torch.get_autocast_dtype(device) if dtype is None else dtype, on, scope)
         output = None
         if rule.output is not None:
-            word = place.resolved.lower if rule.output == "lower" else rule.output
+            word = scope.resolved.lower if rule.output == "lower" else rule.output
             output = _Casts(rule, device, dtype_of(word))
         return region, None if dtype is None else _Casts(rule, device, dtype), output
 
@@ -393,8 +393,8 @@ def _state(region: _Region | None) -> _State | None:
     if region is None:
         return None
     keep_graphs_with_regions()
-    device, dtype, enabled, place = region
-    return device, dtype, enabled, tuple(state_of(place, device))
+    device, dtype, enabled, scope = region
+    return device, dtype, enabled, tuple(autocast_state_of(scope, device))
 
 
 def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
@@ -404,7 +404,7 @@ def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> lis
     return [one.device.type for one in tensors_inside((args, kwargs))[:1]]
 
 
-@unseen_by_the_compiler
+@skipped_by_dynamo
 def _untraced(hook: Any, *args: Any) -> Any:
     """Break the graph: a compiled piece of the model is made in the region that is open around it."""
     return hook(*args)
@@ -430,14 +430,14 @@ def _wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
     return lambda one: one.dtype in CASTABLE and one.dtype != dtype and one.device.type == device
 
 
-def _is_open(device: str, dtype: torch.dtype, place: Scope | None) -> bool:
+def _is_open(device: str, dtype: torch.dtype, scope: Scope | None) -> bool:
     """Whether the thread is in such a region already, at that place or inside it."""
     if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
         return False
-    current = place_on(device)
-    if current is None or place is None:
-        return current is place
-    return current.resolved.root.identity == place.identity
+    current = scope_on(device)
+    if current is None or scope is None:
+        return current is scope
+    return current.resolved.root.identity == scope.identity
 
 
 def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list[str]:

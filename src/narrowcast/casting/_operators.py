@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._places import lower_dtype
+from narrowcast.casting._scopes import lower_dtype
 from narrowcast.casting._torch_internals import (
     after_autocast,
     boxed_redispatch,
@@ -26,7 +26,7 @@ from narrowcast.casting._torch_internals import (
     takes_numbers_for_tensors,
     without_key,
 )
-from narrowcast.casting._weight_casts import cast_weight, may_be_kept
+from narrowcast.casting._weight_casts import cast_weight, is_cacheable
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
     FP32,
@@ -45,7 +45,7 @@ from narrowcast.policy import (
 )
 
 
-def pass_by(op: Any, device_type: str) -> Callable[..., Any]:
+def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
     """What PyTorch does with an operator that autocast has no kernel for; to be called with a keyset first.
 
     It goes on to what comes after autocast, and what it calls itself is cast as usual: a composite is made of
@@ -93,11 +93,11 @@ def may_get_numbers(op: Any) -> bool:
 
 def tensors_for_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """``args`` of ``op`` with a tensor of no dimension for each number that stands for one."""
-    places = [at for at, one in enumerate(op._schema.arguments[: len(args)]) if str(one.type) == "Tensor"]
-    if all(isinstance(args[at], torch.Tensor) for at in places):
+    positions = [at for at, one in enumerate(op._schema.arguments[: len(args)]) if str(one.type) == "Tensor"]
+    if all(isinstance(args[at], torch.Tensor) for at in positions):
         return args
-    tensors = [args[at] for at in places if isinstance(args[at], torch.Tensor)]
-    made = {at: _tensor_of(args[at], tensors) for at in places if not isinstance(args[at], torch.Tensor)}
+    tensors = [args[at] for at in positions if isinstance(args[at], torch.Tensor)]
+    made = {at: _tensor_of(args[at], tensors) for at in positions if not isinstance(args[at], torch.Tensor)}
     return tuple(made.get(at, value) for at, value in enumerate(args))
 
 
@@ -132,11 +132,11 @@ _APPENDED = {
 }
 
 
-def action_for(name: str, decision: Decision, place: Scope) -> Action:
+def action_for(name: str, decision: Decision, scope: Scope) -> Action:
     """What the kernel of operator ``name`` calls with its arguments where ``decision`` was made."""
-    op, device = operator(name), place.resolved.device_type
+    op, device = operator(name), scope.resolved.device_type
     if decision.compute == UNLISTED:
-        go_on = pass_by(op, device)
+        go_on = below_autocast(op, device)
         return lambda keyset, args, kwargs: go_on(keyset, *args, **kwargs)
     if decision.compute == REFUSE:
         return _refusing(name, decision)
@@ -144,9 +144,9 @@ def action_for(name: str, decision: Decision, place: Scope) -> Action:
         return _setting_dtype(op, device)
     if decision.compute == FP32_APPEND_DTYPE:
         return _appending_dtype(op, operator(_APPENDED[name]), device)
-    casts = _casts(decision.compute, device, place)
+    casts = _casts(decision.compute, device, scope)
     run = _running(op, device, casts)
-    return run if decision.output is None else _handing_on(run, decision.output, device, place)
+    return run if decision.output is None else _casting_output(run, decision.output, device, scope)
 
 
 def native_action(name: str, kind: str, device: str) -> Action:
@@ -169,7 +169,7 @@ def is_eligible(tensor: torch.Tensor, device: str) -> bool:
 
 def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An eligible ``tensor`` in ``dtype``; the cast of a weight is kept for its next use."""
-    if isinstance(tensor, torch.nn.Parameter) and tensor.dtype is torch.float32 and may_be_kept(tensor):
+    if isinstance(tensor, torch.nn.Parameter) and tensor.dtype is torch.float32 and is_cacheable(tensor):
         return cast_weight(tensor, dtype)
     return tensor.to(dtype)
 
@@ -209,7 +209,7 @@ def compute_dtype(compute: str, lower: torch.dtype, promoted: torch.dtype | None
     return None if compute in ("as-is", UNLISTED, REFUSE) else dtype_of(compute)
 
 
-def _casts(compute: str, device: str, place: Scope) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+def _casts(compute: str, device: str, scope: Scope) -> Callable[[Any, Any], tuple[Any, Any]] | None:
     if compute == "as-is":
         return None
     if compute not in (PROMOTE, LOWER):
@@ -218,7 +218,7 @@ def _casts(compute: str, device: str, place: Scope) -> Callable[[Any, Any], tupl
 
     def casts(args: Any, kwargs: Any) -> tuple[Any, Any]:
         promoted = widest(tensors_in((*args, *kwargs.values())), device) if compute == PROMOTE else None
-        return _cast_all(args, kwargs, compute_dtype(compute, lower_dtype(place), promoted), device)
+        return _cast_all(args, kwargs, compute_dtype(compute, lower_dtype(scope), promoted), device)
 
     return casts
 
@@ -264,12 +264,12 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return found
 
 
-def _handing_on(run: Action, output: str, device: str, place: Scope) -> Action:
-    def run_and_hand_on(keyset: Any, args: Any, kwargs: Any) -> Any:
-        dtype = lower_dtype(place) if output == LOWER else dtype_of(output)
+def _casting_output(run: Action, output: str, device: str, scope: Scope) -> Action:
+    def run_and_cast(keyset: Any, args: Any, kwargs: Any) -> Any:
+        dtype = lower_dtype(scope) if output == LOWER else dtype_of(output)
         return _cast(run(keyset, args, kwargs), dtype, device)
 
-    return run_and_hand_on
+    return run_and_cast
 
 
 def _refusing(name: str, decision: Decision) -> Action:
@@ -342,7 +342,7 @@ def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
         return call
     action = native_action(op, kind, device_type)
 
-    call = without_waiting(call)
+    call = without_autocast_cache(call)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
@@ -353,7 +353,7 @@ def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     return kernel
 
 
-def without_waiting(call: Callable[..., Any]) -> Callable[..., Any]:
+def without_autocast_cache(call: Callable[..., Any]) -> Callable[..., Any]:
     """A fetched kernel that neither reads nor writes PyTorch's cache, whose lock others may hold.
 
     Tracers, of which there is one at a time, keep it: a weight is cast once in what they record.

@@ -14,7 +14,7 @@ _WRAPPERS = (
 _MOST_PATHS = 64  # of one module; shared parts inside shared parts have a path for each way to them
 
 
-def named_places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+def modules_by_path(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return every module inside ``model`` with its first path, itself under ``""``.
 
     Wrappers have the path of what they wrap, and come before it.

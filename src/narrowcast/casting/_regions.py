@@ -25,8 +25,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from narrowcast.casting import _torch_internals, _weight_casts
-from narrowcast.casting._places import OpenRegion, move_to, place_on, places_here, thread
-from narrowcast.casting._torch_internals import unseen_by_the_compiler
+from narrowcast.casting._scopes import OpenRegion, scope_on, scopes_here, set_scope, thread
+from narrowcast.casting._torch_internals import skipped_by_dynamo
 from narrowcast.errors import OrderError
 from narrowcast.policy import Scope
 
@@ -108,7 +108,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_process.after_fork)
 
 
-@unseen_by_the_compiler
+@skipped_by_dynamo
 def enter(
     owner: object,
     device: str,
@@ -116,7 +116,7 @@ def enter(
     enabled: bool,
     cache_enabled: bool,
     *,
-    place: Scope | None,
+    scope: Scope | None,
     warns: bool = False,
     caller: int | None = None,
 ) -> None:
@@ -124,7 +124,7 @@ def enter(
     regions = thread.regions
     if regions and regions[-1].caller is not None:
         close_abandoned()
-    region = OpenRegion(owner, device, dtype, warns, place, enabled)
+    region = OpenRegion(owner, device, dtype, warns, scope, enabled)
     region.caller = caller
     torch.set_autocast_enabled(device, enabled)
     if dtype is not region.dtype_before:  # each setting is a twentieth of the time of a region
@@ -135,8 +135,8 @@ def enter(
     caches = region.caching if wants_cache else cache_enabled
     if caches is not region.cache_before:
         torch.set_autocast_cache_enabled(caches)
-    if place is not region.place_before:
-        move_to(place, device)
+    if scope is not region.scope_before:
+        set_scope(scope, device)
         region.moved = True
     regions.append(region)
 
@@ -164,7 +164,7 @@ def traced_region(
             yield
 
 
-@unseen_by_the_compiler
+@skipped_by_dynamo
 def leave(owner: object) -> None:
     """Close the region that ``owner`` opened last in this thread.
 
@@ -184,7 +184,7 @@ def leave(owner: object) -> None:
             "leave a region in the thread that entered it, as a with statement does"
         )
     region, above = regions.pop(owned[-1]), regions[owned[-1] :]
-    _take_from_below(region, above)
+    _remove_below(region, above)
     raise OrderError(
         f"expected the innermost region to be left first, got the {region.device} region in {region.dtype} "
         f"with {len(above)} still open inside it; a generator or a coroutine that stops inside a region does "
@@ -197,14 +197,14 @@ def _restore(region: OpenRegion) -> None:
     torch.set_autocast_dtype(region.device, region.dtype_before)
     torch.set_autocast_cache_enabled(region.cache_before)
     if region.moved:
-        move_to(region.place_before, region.device)
+        set_scope(region.scope_before, region.device)
     outermost = torch.autocast_decrement_nesting() == 0
     if outermost:
-        _weight_casts.forget_here()
+        _weight_casts.drop_casts_here()
     _process.close(region, drop=outermost)
 
 
-def give_up(regions: list[OpenRegion]) -> None:
+def discard_regions(regions: list[OpenRegion]) -> None:
     """Forget regions that were left open by a thread that has ended, and its state with it."""
     for region in reversed(regions):
         _process.close(region, drop=True)
@@ -228,20 +228,20 @@ def is_running(caller: int) -> bool:
     return frame is not None
 
 
-def _take_from_below(region: OpenRegion, above: list[OpenRegion]) -> None:
+def _remove_below(region: OpenRegion, above: list[OpenRegion]) -> None:
     """Close a region under others, which are to restore later what it would have restored."""
     above[0].cache_before = region.cache_before
     heirs = [other for other in above if other.device == region.device]
     if heirs:
         heirs[0].enabled_before, heirs[0].dtype_before = region.enabled_before, region.dtype_before
-        heirs[0].place_before = region.place_before
+        heirs[0].scope_before = region.scope_before
         heirs[0].moved |= region.moved
     else:
-        move_to(region.place_before, region.device)
+        set_scope(region.scope_before, region.device)
         torch.set_autocast_enabled(region.device, region.enabled_before)
         torch.set_autocast_dtype(region.device, region.dtype_before)
     torch.autocast_decrement_nesting()
-    _weight_casts.forget_here()
+    _weight_casts.drop_casts_here()
     _process.close(region, drop=True)
 
 
@@ -272,20 +272,20 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     owners = [region.owner for region in thread.regions if isinstance(region.owner, Owner)]
     cache = torch.is_autocast_cache_enabled()
-    devices = sorted({*places_here(), *(region.device for region in thread.regions)})
+    devices = sorted({*scopes_here(), *(region.device for region in thread.regions)})
     states = {d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices}
-    places = {d: place_on(d) for d in devices}
+    scopes = {d: scope_on(d) for d in devices}
 
     @functools.wraps(function)
     def in_that_state(*args: Any, **kwargs: Any) -> Any:
         for one in owners:
             one.check_recomputation()
-        absent = {d: (torch.get_autocast_dtype(d), False) for d in places_here() if d not in states}
+        absent = {d: (torch.get_autocast_dtype(d), False) for d in scopes_here() if d not in states}
         owner = object()
         entered = 0
         try:
             for device, (dtype, enabled) in (absent | states).items():
-                enter(owner, device, dtype, enabled, cache, place=places.get(device))
+                enter(owner, device, dtype, enabled, cache, scope=scopes.get(device))
                 entered += 1
             return function(*args, **kwargs)
         finally:

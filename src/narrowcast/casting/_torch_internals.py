@@ -82,7 +82,7 @@ def takes_numbers_for_tensors(op: Any) -> bool:
     return namespace == "aten" and bool(torch._C._should_allow_numbers_as_tensors(base))
 
 
-def call_composite(op: Any) -> Callable[..., Any]:
+def decomposition_of(op: Any) -> Callable[..., Any]:
     """Takes a composite apart: what it is made of is called at once, in C++ but where code is traced."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     tracing = functools.partial(
@@ -174,7 +174,7 @@ def nesting() -> int:
     return depth - 1
 
 
-def unseen_by_the_compiler(function: _F) -> _F:
+def skipped_by_dynamo(function: _F) -> _F:
     """Have ``torch.compile`` neither trace ``function`` nor compile it or what it calls.
 
     As ``torch.compiler.disable``, which would import the whole compiler and put a wrapper around each call.
@@ -187,7 +187,7 @@ def unseen_by_the_compiler(function: _F) -> _F:
     return function
 
 
-def not_compiled_alone(function: _F) -> _F:
+def traced_only_inline(function: _F) -> _F:
     """Have ``torch.compile`` trace ``function`` inside others, but run it as it is where Python calls it."""
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP

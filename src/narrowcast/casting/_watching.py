@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from narrowcast.casting import _kernels, _operators
-from narrowcast.casting._operators import native_kernel, pass_by
-from narrowcast.casting._places import place_on, region_dtype
-from narrowcast.casting._torch_internals import has_kernel, make_library, unseen_by_the_compiler
+from narrowcast.casting._operators import below_autocast, native_kernel
+from narrowcast.casting._scopes import region_dtype, scope_on
+from narrowcast.casting._torch_internals import has_kernel, make_library, skipped_by_dynamo
 from narrowcast.policy import (
     PROMOTE,
     UNLISTED,
@@ -154,7 +154,7 @@ class _Watch:
         own = _kernels.own_kernel(op, self._device_type)
         if own is not None:
             return own
-        return native_kernel(op, self._device_type) or pass_by(operator(op), self._device_type)
+        return native_kernel(op, self._device_type) or below_autocast(operator(op), self._device_type)
 
     def end(self) -> None:
         for library in self._libraries.values():
@@ -175,7 +175,7 @@ def _watched(
     kind = native_table(device_type).get(op)
     composite = has_kernel(op if "::" in op else f"aten::{op}", "CompositeImplicitAutograd")
 
-    @unseen_by_the_compiler
+    @skipped_by_dynamo
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not watch.is_on:
             return below(keyset, *args, **kwargs)
@@ -218,8 +218,8 @@ def _watched(
 
 def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, Rule | None, str]:
     """The word that decides about ``op`` in this thread, the rule, and the same in words."""
-    place = place_on(device_type)
-    decision = place.decide(op) if place is not None else None
+    scope = scope_on(device_type)
+    decision = scope.decide(op) if scope is not None else None
     if decision is not None:
         return decision.compute, decision.rule, decision.because
     if kind is None:

@@ -25,7 +25,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowcast.casting import _torch_internals
-from narrowcast.casting._places import thread
+from narrowcast.casting._scopes import thread
 from narrowcast.casting._torch_internals import is_proxy_tracing, is_tracing, is_transforming
 
 _autograd: Any = torch.autograd  # the module, of which mypy would not let us replace a function
@@ -72,7 +72,7 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-def may_be_kept(tensor: torch.nn.Parameter) -> bool:
+def is_cacheable(tensor: torch.nn.Parameter) -> bool:
     """Return whether a cast of ``tensor``, a parameter, may be used again: it can be told to be old."""
     return (
         tensor.is_leaf
@@ -87,7 +87,7 @@ def may_be_kept(tensor: torch.nn.Parameter) -> bool:
     )
 
 
-def forget_here() -> None:
+def drop_casts_here() -> None:
     """Forget the casts of this thread, as when its outermost region ends."""
     if _here.casts:
         _here.casts.clear()
@@ -100,7 +100,7 @@ def drop_casts() -> None:
     that no optimizer and no ``load_state_dict`` makes.
     """
     _process.generation += 1
-    forget_here()  # other threads let go of theirs at their next use
+    drop_casts_here()  # other threads let go of theirs at their next use
     torch.clear_autocast_cache()
 
 

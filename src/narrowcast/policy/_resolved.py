@@ -91,7 +91,7 @@ class Scope:
             plain = [one for one in best_first if one.op is None]
             in_formats = [one for one in plain if one.compute not in FP8_RECIPES]
             ops = (*(one for one in best_first if one.op is not None), *self._ops)
-            found = self._inside[rules] = self.resolved.place(
+            found = self._inside[rules] = self.resolved.scope(
                 in_formats[0] if in_formats else self.rule,
                 plain[0] if plain else self._nearest,
                 tuple(dict.fromkeys(ops)),
@@ -149,24 +149,24 @@ class ResolvedPolicy:
         asked = native_table(self.table_name)
         own = {op: kind for op, kind in self.native.items() if op in ONE_DEVICE_ONLY}
         self.table = {op: kind for op, kind in asked.items() if op not in ONE_DEVICE_ONLY} | own
-        self._places: dict[tuple[Rule | None, Rule | None, tuple[Rule, ...]], Scope] = {}
+        self._scopes: dict[tuple[Rule | None, Rule | None, tuple[Rule, ...]], Scope] = {}
 
     @cached_property
     def root(self) -> Scope:
         """The scope outside of all modules with a rule."""
-        return self.place(None, None, ())
+        return self.scope(None, None, ())
 
-    def place(self, rule: Rule | None, nearest: Rule | None, ops: tuple[Rule, ...]) -> Scope:
+    def scope(self, rule: Rule | None, nearest: Rule | None, ops: tuple[Rule, ...]) -> Scope:
         """Return the scope of these rules, one object for equal rules."""
         key = (rule, nearest, ops)
-        return self._places.setdefault(key, Scope(self, rule, nearest, ops))
+        return self._scopes.setdefault(key, Scope(self, rule, nearest, ops))
 
-    def forget_places(self) -> None:
+    def forget_scopes(self) -> None:
         """Drop the scopes, which refer to this object, so that it is freed with the last one in use."""
-        for one in list(self._places.values()):
+        for one in list(self._scopes.values()):
             one._inside.clear()
             one.actions.clear()
-        self._places.clear()
+        self._scopes.clear()
         self.__dict__.pop("root", None)
 
     def rule_for(self, op: str) -> Rule | None:
@@ -272,7 +272,7 @@ def _made_for(policy: Policy) -> dict[tuple[str, str], ResolvedPolicy]:
             if key in _found and _found[key][1] is of_policy:
                 del _found[key]
             for made in of_policy.values():
-                made.forget_places()
+                made.forget_scopes()
             of_policy.clear()
 
         entry = _found[key] = (weakref.ref(policy, end), of_policy)

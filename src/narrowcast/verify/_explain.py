@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from narrowcast.attach import NAMED_NOTHING
-from narrowcast.casting import apply, named_places, unconverted
+from narrowcast.casting import apply, modules_by_path, unconverted
 from narrowcast.errors import FileError, PolicyError
 from narrowcast.machine import versions
 from narrowcast.observe.capture import (
@@ -156,7 +156,7 @@ def _resolved_facts(model: torch.nn.Module, policy: Policy, name: str, device: s
     """
     lower = format_name(resolve(policy, device))
     on_device = resolved(policy, device, lower)
-    places = [(path, class_names(type(module))) for path, module in named_places(model)]
+    places = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
     rules = []
     for rule in policy.rules:
         modules = [path for path, names in places if rule.is_for_modules and names_module(rule, path, names)]

@@ -18,7 +18,7 @@ import torch
 from narrowcast.apex.amp._amp_state import _amp_state
 from narrowcast.apex.amp._levels import LOW_DTYPES
 from narrowcast.apex.amp._rules import BANNED, FLOAT, HALF, MODULES, WIDEST, Key, Target, WholeCast, is_known
-from narrowcast.casting import PlacedRegion, cast_where, places_here
+from narrowcast.casting import ScopedRegion, active_scopes, cast_where
 from narrowcast.errors import AmpError
 from narrowcast.policy import Policy
 
@@ -59,8 +59,8 @@ def casts_here() -> tuple[Casts, tuple[str, ...]] | None:
         return None
     devices = []
     found = None
-    for device, place in places_here().items():
-        its = _in_force.get(id(place.resolved.rules))
+    for device, scope in active_scopes().items():
+        its = _in_force.get(id(scope.resolved.rules))
         if its is not None and (found is None or its[0] is found):
             found = its[0]
             devices.append(device)
@@ -98,8 +98,8 @@ def disable_casts() -> Iterator[None]:
 def _no_region() -> Iterator[None]:
     """Cast nothing inside, except in models, which cast by themselves."""
     with ExitStack() as regions:
-        for device in places_here():
-            regions.enter_context(PlacedRegion(device, torch.get_autocast_dtype(device), False))
+        for device in active_scopes():
+            regions.enter_context(ScopedRegion(device, torch.get_autocast_dtype(device), False))
         yield
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from narrowcast.casting._paths import is_wrapper, named_places
+from narrowcast.casting._paths import is_wrapper, modules_by_path
 from narrowcast.casting.fp8._linear import CASTABLE, Fp8Linear, Fp8Use, has_fp8, load, turn, turn_back
 from narrowcast.errors import PolicyError, near_names
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, Scope, as_policy, class_names, resolved, rules_for
@@ -48,19 +48,19 @@ def sites(model: torch.nn.Module, policy: Policy, *, with_fp8: bool = False) -> 
     """
     # Which rule wins does not depend on the device.
     root = resolved(policy, "cpu", "bf16").root
-    places: dict[str, tuple[Scope, tuple[Rule, ...]]] = {}
+    scopes: dict[str, tuple[Scope, tuple[Rule, ...]]] = {}
     found = []
-    for path, module in named_places(model):
+    for path, module in modules_by_path(model):
         if isinstance(module, Fp8Linear) and not with_fp8:
             if not module.fp8_use.removed:
                 raise PolicyError(
                     f"{path!r} is an fp8 layer already: remove() the handle of its policy first"
                 )
             turn_back(module)  # in a copy of the model whose policy was removed
-        around, rules = places[path.rpartition(".")[0]] if path else (root, ())
+        around, rules = scopes[path.rpartition(".")[0]] if path else (root, ())
         own = () if is_wrapper(module) else rules_for(policy, path, class_names(type(module)))
-        place, rules = places[path] = around.inside(own), (*rules, *own)
-        found.append(Site(path=path, module=module, rules=rules, winner=place.rule_of("linear")))
+        scope, rules = scopes[path] = around.inside(own), (*rules, *own)
+        found.append(Site(path=path, module=module, rules=rules, winner=scope.rule_of("linear")))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._places import region_dtype
+from narrowcast.casting._scopes import region_dtype
 from narrowcast.errors import MissingModuleError
 
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)

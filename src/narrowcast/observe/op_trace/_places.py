@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from narrowcast.casting import Fp8Linear, named_places
+from narrowcast.casting import Fp8Linear, modules_by_path
 from narrowcast.observe._torch_internals import NO_GRAPH_TASK, backward_node, graph_task_id, next_node_number
 
 FORWARD, BACKWARD, OPTIMIZER, OUTSIDE = "forward", "backward", "optimizer", "outside"
@@ -71,7 +71,7 @@ class ModulePaths:
         """Name the modules of ``model`` by their paths in it; those that have a name keep it."""
         if model in self._names:
             return
-        modules = list(named_places(model))
+        modules = list(modules_by_path(model))
         # The class of the model inside wrappers such as DDP's or torch.compile's.
         title = [type(module).__name__ for path, module in modules if path == ""][-1]
         self._titles[title] = self._titles.get(title, 0) + 1

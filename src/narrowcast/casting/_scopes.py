@@ -20,8 +20,8 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.policy import Rule, Scope, dtype_of
 
 # The device types whose formats stand for places on another one: for the first places, and for those beyond.
-_BEARERS = {"cpu": ("ipu", "maia"), "cuda": ("hpu", "mtia")}
-_OTHER_BEARERS = ("xla", "hpu")
+_STATE_DEVICES = {"cpu": ("ipu", "maia"), "cuda": ("hpu", "mtia")}
+_OTHER_STATE_DEVICES = ("xla", "hpu")
 _NEUTRAL = torch.float16
 # Not those in which a program may have opened a region for such a device.
 _FORMATS = tuple(
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 _Mark = tuple[torch.dtype, torch.dtype | None]
 # By device type and identity of a place, its mark; by device type and mark, the places (of equal policies).
 _marks: dict[tuple[str, str], _Mark] = {}
-_places: dict[tuple[str, torch.dtype, torch.dtype | None], list[weakref.ref[Scope]]] = {}
+_by_mark: dict[tuple[str, torch.dtype, torch.dtype | None], list[weakref.ref[Scope]]] = {}
 
 
 class _Process:
@@ -57,26 +57,26 @@ class OpenRegion:
 
     __slots__ = (
         "cache_before", "caching", "caller", "device", "dtype", "dtype_before", "enabled_before", "moved",
-        "owner", "place", "place_before", "propagates", "thread", "warns",
+        "owner", "propagates", "scope", "scope_before", "thread", "warns",
     )  # fmt: skip
 
     def __init__(
-        self, owner: object, device: str, dtype: torch.dtype, warns: bool, place: Scope | None, enabled: bool
+        self, owner: object, device: str, dtype: torch.dtype, warns: bool, scope: Scope | None, enabled: bool
     ) -> None:
         self.owner = owner
         self.thread = thread.regions
         self.device = device
         self.dtype = dtype
         self.warns = warns and enabled
-        self.propagates = place is not None or (enabled and dtype == torch.float32)
+        self.propagates = scope is not None or (enabled and dtype == torch.float32)
         self.caller: int | None = None
-        self.place = place
+        self.scope = scope
         self.caching = False
         self.moved = False
         self.enabled_before = torch.is_autocast_enabled(device)
         self.dtype_before = torch.get_autocast_dtype(device)
         self.cache_before = torch.is_autocast_cache_enabled()
-        self.place_before = place_on(device)
+        self.scope_before = scope_on(device)
 
 
 class _Thread(threading.local):
@@ -102,57 +102,57 @@ def rule_that_casts() -> Rule | None:
     return thread.casting_rule
 
 
-def place_on(device_type: str) -> Scope | None:
+def scope_on(device_type: str) -> Scope | None:
     """Return the place of this thread's calls on ``device_type``; None: no rule is in force."""
-    bearer, beyond = _BEARERS.get(device_type, _OTHER_BEARERS)
+    carrier, beyond = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
     second = torch.get_autocast_dtype(beyond) if _process.beyond else None
     if second not in _FORMATS:
         second = None
-    for reference in _places.get((device_type, torch.get_autocast_dtype(bearer), second), ()):
-        place = reference()
-        if place is not None:
-            return place
+    for reference in _by_mark.get((device_type, torch.get_autocast_dtype(carrier), second), ()):
+        scope = reference()
+        if scope is not None:
+            return scope
     return None
 
 
-def places_here() -> dict[str, Scope]:
+def scopes_here() -> dict[str, Scope]:
     """Return the places of this thread's calls by type of device."""
-    found = {device: place_on(device) for device in _process.device_types}
-    return {device: place for device, place in found.items() if place is not None}
+    found = {device: scope_on(device) for device in _process.device_types}
+    return {device: scope for device, scope in found.items() if scope is not None}
 
 
-def move_to(place: Scope | None, device_type: str) -> None:
+def set_scope(scope: Scope | None, device_type: str) -> None:
     """Make ``place`` that of this thread's calls from now on; None: no rule is in force."""
-    for bearer, dtype in state_of(place, device_type):
-        torch.set_autocast_dtype(bearer, dtype)
-        torch.set_autocast_enabled(bearer, dtype != _NEUTRAL)
+    for carrier, dtype in autocast_state_of(scope, device_type):
+        torch.set_autocast_dtype(carrier, dtype)
+        torch.set_autocast_enabled(carrier, dtype != _NEUTRAL)
 
 
-def state_of(place: Scope | None, device_type: str) -> list[tuple[str, torch.dtype]]:
+def autocast_state_of(scope: Scope | None, device_type: str) -> list[tuple[str, torch.dtype]]:
     """Return the device types whose autocast formats stand for ``place``, with these formats."""
-    mark = (_NEUTRAL, None) if place is None else mark_of(place)
-    bearers = _BEARERS.get(device_type, _OTHER_BEARERS)
+    mark = (_NEUTRAL, None) if scope is None else mark_of(scope)
+    carriers = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
     if not _process.beyond:
-        return [(bearers[0], mark[0])]
-    return [(bearers[0], mark[0]), (bearers[1], mark[1] or _NEUTRAL)]
+        return [(carriers[0], mark[0])]
+    return [(carriers[0], mark[0]), (carriers[1], mark[1] or _NEUTRAL)]
 
 
-def mark_of(place: Scope) -> _Mark:
+def mark_of(scope: Scope) -> _Mark:
     """Return the formats that stand for ``place``.
 
     Raises:
         UnsupportedError: the process has used up all of them.
     """
-    return place.mark if place.mark is not None else _choose_mark(place)
+    return scope.mark if scope.mark is not None else _choose_mark(scope)
 
 
-def _choose_mark(place: Scope) -> _Mark:
-    device_type = place.resolved.device_type
+def _choose_mark(scope: Scope) -> _Mark:
+    device_type = scope.resolved.device_type
     with _lock:
-        identity = (device_type, repr(place.identity))
+        identity = (device_type, repr(scope.identity))
         if identity not in _marks:
-            bearers = _BEARERS.get(device_type, _OTHER_BEARERS)
-            before = sum(_BEARERS.get(device, _OTHER_BEARERS) == bearers for device, _ in _marks)
+            carriers = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
+            before = sum(_STATE_DEVICES.get(device, _OTHER_STATE_DEVICES) == carriers for device, _ in _marks)
             lap, at = divmod(before, len(_FORMATS))
             if lap > len(_FORMATS):
                 raise UnsupportedError(
@@ -165,10 +165,10 @@ def _choose_mark(place: Scope) -> _Mark:
             trace_backward_outside_of_regions()
             _marks[identity] = (_FORMATS[at], _FORMATS[lap - 1] if lap else None)
             _tag_caches()
-        place.mark = _marks[identity]
-        same = _places.setdefault((device_type, *place.mark), [])
-        same[:] = [one for one in same if one() is not None] + [weakref.ref(place)]
-        return place.mark
+        scope.mark = _marks[identity]
+        same = _by_mark.setdefault((device_type, *scope.mark), [])
+        same[:] = [one for one in same if one() is not None] + [weakref.ref(scope)]
+        return scope.mark
 
 
 def _tag_caches() -> None:
@@ -179,17 +179,17 @@ def _tag_caches() -> None:
     settings.cache_key_tag = f"{kept}|narrowcast:{ours}"
 
 
-def lower_dtype(place: Scope) -> torch.dtype:
+def lower_dtype(scope: Scope) -> torch.dtype:
     """Return the dtype of ``"lower"`` at ``place``: inside a module with a rule the policy's format.
 
     Elsewhere the region's: one of ``torch.autocast`` that was opened inside ours may have another format.
     """
-    if place.rule is not None:
-        return dtype_of(place.resolved.lower)
-    return torch.get_autocast_dtype(place.resolved.device_type)
+    if scope.rule is not None:
+        return dtype_of(scope.resolved.lower)
+    return torch.get_autocast_dtype(scope.resolved.device_type)
 
 
 def region_dtype(device_type: str) -> torch.dtype:
     """Return the format in which an operator on PyTorch's list of narrow ones computes here."""
-    place = place_on(device_type)
-    return torch.get_autocast_dtype(device_type) if place is None else lower_dtype(place)
+    scope = scope_on(device_type)
+    return torch.get_autocast_dtype(device_type) if scope is None else lower_dtype(scope)
