@@ -23,7 +23,7 @@ BUDGETS = {
     "policy": 1_610,  # to become 1,550
     "scaling": 600,
     "casting": 4_800,  # to become 4,400
-    "gradients": 2_650,  # to become 2,300: named scales, norms over ranks and DTensors stay for now
+    "gradients": 2_360,  # to become 2,300
     "weights": 1_540,  # to become 1,450
     "training": 2_850,  # to become 2,300
     "observe": 3_850,  # to become 2,800: the profiler of doctor and that of observe.profile are still two

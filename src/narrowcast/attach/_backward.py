@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as module_hooks
 
-from narrowcast.attach._leaves import Leaf, Leaves
+from narrowcast.attach._leaves import Leaf, Leaves, true_gradient
 from narrowcast.attach._patches import Patches
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
@@ -198,7 +198,7 @@ class Backward:
         found = [gradient for gradient in scaled if gradient is not None]
         if any(nonfinite_flags(found).read()):
             return self._torch_grad(outputs, inputs, grad_outputs, retain_graph, **keywords)
-        return tuple(None if g is None else g * (1.0 / factor) for g in scaled)
+        return tuple(None if g is None else true_gradient(g, factor) for g in scaled)
 
     def _is_of_torch_func(self, roots: Sequence[torch.Tensor]) -> bool:
         wrapped = any(is_functorch_wrapped(root) for root in roots)
@@ -261,7 +261,7 @@ class Backward:
         finally:
             for tensor, before in earlier:
                 scaled = _gradient_of(tensor)
-                true = None if scaled is None else scaled * (1.0 / factor)
+                true = None if scaled is None else true_gradient(scaled, factor)
                 tensor.grad = before if true is None else true if before is None else before + true
 
 

@@ -12,9 +12,9 @@ import torch
 
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._run import RunningScale
-from narrowcast.attach._torch_internals import register_hook_first
+from narrowcast.attach._torch_internals import graph_task_id, register_hook_first
 from narrowcast.errors import UnsupportedError
-from narrowcast.gradients import NonfiniteFlags, PassScales, leaf_of, nodes_below, nonfinite_flags
+from narrowcast.gradients import NonfiniteFlags, leaf_of, nodes_below, nonfinite_flags
 
 _READ_EVERY = 64  # backwards without a step between them
 _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
@@ -61,7 +61,7 @@ class Leaves:
     def __init__(self, scale: RunningScale, recorder: Recorder) -> None:
         self._scale = scale
         self._recorder = recorder
-        self.factors: PassScales[float] = PassScales()
+        self.factors: dict[int, float] = {}
         self._by_id: dict[int, Leaf] = {}
         self._unread: list[_Unread] = []
         self._an_optimizer_steps = False
@@ -96,9 +96,15 @@ class Leaves:
         with self._lock:
             leaf = self.find(tensor)
             if leaf is None:
-                handle = register_hook_first(tensor, self.factors.unscale)
+                handle = register_hook_first(tensor, self._unscale)
                 leaf = self._by_id[id(tensor)] = Leaf(weakref.ref(tensor), handle.remove)
             return leaf
+
+    def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Divide a gradient by the scale of the running pass: the hook of each leaf."""
+        factor = self.factors.get(graph_task_id())
+        # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
+        return None if factor is None or gradient is None else true_gradient(gradient, factor)
 
     def find(self, tensor: torch.Tensor) -> Leaf | None:
         leaf = self._by_id.get(id(tensor))
@@ -219,6 +225,11 @@ class Leaves:
             leaf.remove_hook()
         self._by_id.clear()
         self._unread.clear()
+
+
+def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
+    """Divide by the loss scale, as torch does: by a product with the inverse."""
+    return gradient * (1.0 / factor)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

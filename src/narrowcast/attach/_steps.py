@@ -17,13 +17,7 @@ from narrowcast.attach._patches import Patches
 from narrowcast.attach._run import Run
 from narrowcast.attach._torch_internals import untraced
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
-from narrowcast.gradients import (
-    SkipsInARow,
-    SkipStep,
-    closure_of,
-    collapse_message,
-    step_or_restore,
-)
+from narrowcast.gradients import SkipsInARow, SkipStep, closure_of, collapse_message, step_or_restore
 
 PATIENCE = 25
 """Skipped steps of one optimizer in a row after which the loss scale is not the cause."""

@@ -3,7 +3,6 @@
 from narrowcast.gradients._check import unscale_by
 from narrowcast.gradients._optimizer_gradients import NonfiniteFlags, check_apart, nonfinite_flags
 from narrowcast.gradients._scaler import GradScaler
-from narrowcast.gradients._scales import PassScales, leaf_of, nodes_below
 from narrowcast.gradients._steps import (
     SkipsInARow,
     SkipStep,
@@ -12,13 +11,18 @@ from narrowcast.gradients._steps import (
     collapse_message,
     step_or_restore,
 )
-from narrowcast.gradients._torch_internals import ASKED_BY_SCALERS, mark_as_stepped, needs_closure
+from narrowcast.gradients._torch_internals import (
+    ASKED_BY_SCALERS,
+    leaf_of,
+    mark_as_stepped,
+    needs_closure,
+    nodes_below,
+)
 
 __all__ = [
     "ASKED_BY_SCALERS",
     "GradScaler",
     "NonfiniteFlags",
-    "PassScales",
     "SkipStep",
     "SkipsInARow",
     "StepResult",

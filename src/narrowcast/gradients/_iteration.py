@@ -16,7 +16,7 @@ from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _check, _torch_internals
 from narrowcast.gradients._check import GradientCheck, Scaling
 from narrowcast.gradients._optimizer_gradients import OptimizerGradients, check_apart, gradients_of, labels_of
-from narrowcast.gradients._scales import Found, Scales
+from narrowcast.gradients._scales import DeviceScale
 from narrowcast.gradients._steps import (
     RANKS_DIFFER,
     Outcomes,
@@ -42,7 +42,7 @@ State = dict[str, Any]
 
 def fresh_state() -> State:
     """Return the state of an optimizer of which nothing is known yet; the first two keys are torch's."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}, "check": None, "names": set()}
+    return {"stage": OptState.READY, "found_inf_per_device": {}, "check": None}
 
 
 class Iteration:
@@ -50,14 +50,14 @@ class Iteration:
 
     def __init__(
         self,
-        scales: Scales,
+        loss_scale: DeviceScale,
         outcomes: Outcomes,
         *,
         process_group: Any | None,
         sharded: bool,
         allow_fp16: bool,
     ) -> None:
-        self._scales = scales
+        self._loss_scale = loss_scale
         self._outcomes = outcomes
         self.process_group = process_group
         self._sharded = sharded
@@ -67,7 +67,7 @@ class Iteration:
 
     def state(self, method: str, optimizer: torch.optim.Optimizer) -> State:
         """Return the optimizer's state; OrderError if ``method`` may not be called now."""
-        self._scales.factor(method)
+        self._loss_scale.factor_for(method)
         state = self.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise OrderError(
@@ -77,11 +77,10 @@ class Iteration:
             )
         return state
 
-    def found(self) -> list[Found]:
-        """Return the names and flags of each optimizer."""
-        return [
-            (state["names"], list(state["found_inf_per_device"].values())) for state in self.states.values()
-        ]
+    def found(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the overflow flags of all optimizers, on ``device``."""
+        flags = [flag for state in self.states.values() for flag in state["found_inf_per_device"].values()]
+        return [flag.to(device, non_blocking=True) for flag in flags]
 
     def end(self) -> None:
         """Forget the state of each optimizer."""
@@ -94,7 +93,7 @@ class Iteration:
         if state["stage"] is OptState.UNSCALED:
             raise OrderError(_UNSCALED_TWICE)
         gradients = self._gradients(optimizer)
-        self._set_check(state, _check.unscale(gradients, self._scaling(state, gradients)))
+        self._set_check(state, _check.unscale(gradients, self._scaling()))
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         state = self.state("clip_grad_norm_", optimizer)
@@ -102,7 +101,7 @@ class Iteration:
         if state["stage"] is OptState.READY and one_pass:
             gradients = self._gradients(optimizer, summed=True)
             defer = _torch_internals.takes_grad_scale(optimizer) and gradients.dense
-            check = _check.clip(gradients, self._scaling(state, gradients), max_norm, order, defer=defer)
+            check = _check.clip(gradients, self._scaling(), max_norm, order, defer=defer)
             self._set_check(state, check)
             assert check.norm is not None
             return check.norm
@@ -115,7 +114,7 @@ class Iteration:
         if not order > 0:
             raise UnsupportedError(f"a norm of order {order} over process_group: use one above 0")
         gradients = self._gradients(optimizer, summed=True)
-        total = _check.clip_unscaled(gradients, max_norm, order, self._scaling(state, gradients))
+        total = _check.clip_unscaled(gradients, max_norm, order, self._scaling())
         check.norm, differ = total.norm, total.ranks_differ
         check.ranks_differ = (
             differ if check.ranks_differ is None or differ is None else check.ranks_differ | differ
@@ -136,15 +135,9 @@ class Iteration:
     def _gradients(self, optimizer: torch.optim.Optimizer, *, summed: bool = False) -> OptimizerGradients:
         return gradients_of(optimizer, allow_fp16=self._allow_fp16, summed=summed, names=self.names)
 
-    def _scaling(self, state: State, gradients: OptimizerGradients) -> Scaling:
-        """Return the scale of these gradients; those of named losses are unscaled already."""
-        factor, below_one = self._scales.factor("step"), False
-        if self._scales.named_passes is None:
-            below_one = self._scales.only.may_be_below(1.0)
-        else:
-            state["names"] = self._scales.named_passes.names_in(gradients.parameters)
-            factor = torch.ones_like(factor)
-        return Scaling(factor, below_one, self.process_group, self._sharded)
+    def _scaling(self) -> Scaling:
+        factor = self._loss_scale.factor_for("step")
+        return Scaling(factor, self._loss_scale.may_be_below(1.0), self.process_group, self._sharded)
 
     def _set_check(self, state: State, check: GradientCheck, stage: OptState = OptState.UNSCALED) -> None:
         found = check.found_inf
@@ -155,7 +148,7 @@ class Iteration:
         """Return the check of gradients, which are unscaled from now on."""
         check: GradientCheck | None = state["check"]
         if check is None:  # an optimizer that takes ``grad_scaler`` filled torch's own entries
-            found = torch.zeros_like(self._scales.factor("step"))
+            found = torch.zeros_like(self._loss_scale.factor_for("step"))
             for flag in state["found_inf_per_device"].values():
                 found += flag.to(found.device)
             check = GradientCheck(found, bool(state["found_inf_per_device"]), self._gradients(optimizer))
@@ -189,7 +182,7 @@ class Iteration:
         check: GradientCheck | None = state["check"]
         if state["stage"] is OptState.READY:
             gradients = self._gradients(optimizer)
-            scaling = self._scaling(state, gradients)
+            scaling = self._scaling()
             if gradients.dense and self._defers_unscaling(optimizer, scaling):
                 check = _check.check_scaled(gradients, scaling)
                 self._set_check(state, check, OptState.READY)
@@ -334,12 +327,9 @@ class Iteration:
     ) -> StepResult:
         """End the step of an optimizer: report it, now or once the host can know its flag."""
         state["stage"], state["check"] = OptState.STEPPED, None
-        scale = self._scales.copied()
-        if isinstance(scale, dict):
-            scale = {name: factor for name, factor in scale.items() if name in state["names"]}
         result = StepResult(
             found_inf=found if skipped is None else skipped,
-            scale=scale,
+            scale=self._loss_scale.copied(),
             grad_norm=check.norm,
             nonfinite=nonfinite,
             returned=returned,
@@ -351,13 +341,10 @@ class Iteration:
             ranks_differ = differ is not None and bool(differ)
             self._outcomes.report(optimizer, result, number, ranks_differ=ranks_differ)
             return result
-        values = [found, torch.zeros_like(found) if differ is None else differ.to(found)]
-        learn_scale = None
-        if self._scales.named_passes is None:
-            only = self._scales.only
-            values.append(self._scales.factor("step"))
-            learn_scale = functools.partial(only.learn, moves=only.moves)
-        self._outcomes.report_later(PendingStep(optimizer, result, number, torch.stack(values), learn_scale))
+        differs = torch.zeros_like(found) if differ is None else differ.to(found)
+        values = torch.stack([found, differs, self._loss_scale.factor_for("step")])
+        learn_scale = functools.partial(self._loss_scale.learn, moves=self._loss_scale.moves)
+        self._outcomes.report_later(PendingStep(optimizer, result, number, values, learn_scale))
         return result
 
 

@@ -10,25 +10,25 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import OrderError, ScaleError, UnsupportedError
-from narrowcast.gradients import _settings
+from narrowcast.gradients import _scales
 from narrowcast.gradients._check import clamp, clip_by_torch
 from narrowcast.gradients._iteration import Iteration, State, fresh_state
 from narrowcast.gradients._optimizer_gradients import gradients_of
-from narrowcast.gradients._scales import Scales
+from narrowcast.gradients._scales import DeviceScale
 from narrowcast.gradients._steps import Listener, Outcomes, StepResult, closure_of
 from narrowcast.gradients._torch_internals import untraced, wants_the_scaler
-from narrowcast.scaling import Dynamic, LossScale
+from narrowcast.scaling import Dynamic, LossScale, Off
 
 
 def _setting(name: str) -> Any:
     def read(scaler: TorchNames) -> Any:
-        first = scaler._scales.first
-        if not isinstance(first, Dynamic):
-            raise ScaleError(f"{type(first).__name__} has no {name}: only Dynamic has")
-        return getattr(first, name)
+        value = scaler._loss_scale.settings
+        if not isinstance(value, Dynamic):
+            raise ScaleError(f"{type(value).__name__} has no {name}: only Dynamic has")
+        return getattr(value, name)
 
     def write(scaler: TorchNames, value: Any) -> None:
-        scaler._scales.change(**{name: value})
+        scaler._loss_scale.change(**{name: value})
 
     return property(read, write)
 
@@ -41,7 +41,7 @@ class TorchNames:
     torch's getters and setters of factors and interval, which are inherited, use the first three.
     """
 
-    _scales: Scales
+    _loss_scale: DeviceScale
     _iteration: Iteration
     _enabled: bool
 
@@ -60,26 +60,25 @@ class TorchNames:
 
     @property
     def _scale(self) -> torch.Tensor | None:
-        return self._scales.only.shared_factor()
+        return self._loss_scale.shared_factor()
 
     @_scale.setter
     def _scale(self, value: torch.Tensor | None) -> None:
         if value is not None:
-            scale = self._scales.only
-            scale.place(value.device)
-            scale.set(_settings.changed(scale.read(), scale=_settings.one_number(value)))
+            self._loss_scale.place(value.device)
+            self._loss_scale.change(scale=_scales.one_number(value))
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
-        return self._scales.only.good_steps
+        return self._loss_scale.good_steps
 
     @property
     def _init_scale(self) -> float:
-        return float(self._scales.only.settings.scale)
+        return float(self._loss_scale.settings.scale)
 
     @property
     def _init_growth_tracker(self) -> int:
-        value = self._scales.only.settings
+        value = self._loss_scale.settings
         return value.good_steps if isinstance(value, Dynamic) else 0
 
     @property
@@ -93,7 +92,7 @@ class TorchNames:
             self._iteration.states[key] = fresh_state() | state
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        self._scales.only.place(torch.device(dev))
+        self._loss_scale.place(torch.device(dev))
 
 
 class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
@@ -165,7 +164,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         sharded: bool = False,
         allow_fp16_gradients: bool = False,
     ) -> None:
-        first = _settings.loss_scale_of(
+        value = _scales.loss_scale_of(
             loss_scale,
             scale=init_scale,
             growth_factor=growth_factor,
@@ -176,31 +175,27 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             hysteresis=hysteresis,
         )
         self._enabled = bool(enabled)
-        self._device = _settings.device_type_of(device, enabled=self._enabled)  # type: ignore[assignment]
+        self._device = _scales.device_type_of(device, enabled=self._enabled)  # type: ignore[assignment]
         self._settings = {"sharded": sharded, "allow_fp16": allow_fp16_gradients}
-        self._begin(Scales(first), Outcomes(patience), process_group)
+        self._begin(value, Outcomes(patience), process_group)
 
-    def _begin(self, scales: Scales, outcomes: Outcomes, process_group: Any | None) -> None:
-        self._scales, self._outcomes = scales, outcomes
-        self._iteration = Iteration(scales, outcomes, process_group=process_group, **self._settings)
+    def _begin(self, value: LossScale, outcomes: Outcomes, process_group: Any | None) -> None:
+        self._loss_scale, self._outcomes = DeviceScale(value), outcomes
+        self._iteration = Iteration(self._loss_scale, outcomes, process_group=process_group, **self._settings)
 
     # ---- one iteration
 
-    def scale(self, outputs: Any, name: str | None = None) -> Any:
+    def scale(self, outputs: Any) -> Any:
         """Multiply ``outputs`` by the loss scale.
 
         Args:
             outputs: a tensor, or any nesting of lists, tuples, named tuples, dicts and other iterables of
                 tensors. fp16 and bf16 come back in fp32, so that the product cannot overflow.
-            name: give each loss its own scale. Gradients are then unscaled before they accumulate: ``p.grad``
-                is unscaled from ``backward`` on, and losses may share parameters. Name every loss or none.
 
         Raises:
             ValueError: something inside is not a tensor.
-            ScaleError: a named and an unnamed loss in one scaler.
-            UnsupportedError: a named loss that goes through a reentrant checkpoint.
         """
-        return self._scales.times(outputs, name) if self._enabled else outputs
+        return self._loss_scale.times(outputs) if self._enabled else outputs
 
     @untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -239,7 +234,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             OrderError: before ``scale`` or after ``step``.
             ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
         """
-        _settings.check_clipping(optimizer, "max_norm", max_norm)
+        _scales.check_clipping(optimizer, "max_norm", max_norm)
         if self._enabled:
             return self._iteration.clip_norm(optimizer, max_norm, float(norm_type))
         return clip_by_torch(optimizer, max_norm, float(norm_type))
@@ -253,7 +248,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         Raises:
             The errors of ``clip_grad_norm_``.
         """
-        _settings.check_clipping(optimizer, "value", value)
+        _scales.check_clipping(optimizer, "value", value)
         if self._enabled:
             self._iteration.clip_value(optimizer, value)
         else:
@@ -305,12 +300,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         return self._iteration.step_together(every)
 
     @untraced
-    def update(self, new_scale: float | torch.Tensor | None = None, name: str | None = None) -> None:
-        """End the iteration and update each scale.
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """End the iteration and update the scale.
 
         Args:
             new_scale: set the scale to this instead; a number, or a tensor of one element (which is read).
-            name: the loss that ``new_scale`` is for, if losses have names.
 
         Raises:
             OrderError: before ``scale``, or no optimizer's gradients were checked since the last ``update``.
@@ -318,18 +312,17 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         """
         if not self._enabled:
             return
-        self._scales.factor("update")
+        factor = self._loss_scale.factor_for("update")
         if new_scale is not None:
-            scale = self._scales.get(name)
-            scale.set(_settings.changed(scale.read(), scale=_settings.one_number(new_scale)))
+            self._loss_scale.change(scale=_scales.one_number(new_scale))
         else:
-            found = self._iteration.found()
-            if not any(flags for _, flags in found):
+            found = self._iteration.found(factor.device)
+            if not found:
                 raise OrderError(
                     "No inf checks were recorded prior to update: call step(optimizer), or "
                     "unscale_(optimizer), after backward and before update"
                 )
-            self._scales.move(found)
+            self._loss_scale.move(found[0] if len(found) == 1 else torch.stack(found).amax())
         self._iteration.end()
 
     def report_pending(self) -> None:
@@ -362,9 +355,9 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
     # ---- settings
 
-    def get_scale(self, name: str | None = None) -> float:
+    def get_scale(self) -> float:
         """Return the loss scale, 1.0 if disabled; waits for the device."""
-        return float(self._scales.get(name).read().scale) if self._enabled else 1.0
+        return float(self._loss_scale.read().scale) if self._enabled else 1.0
 
     @property
     def process_group(self) -> Any | None:
@@ -372,25 +365,25 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         return self._iteration.process_group
 
     @property
-    def initial_loss_scale(self) -> LossScale:
-        """The loss scale that this scaler was made with, or that was set or loaded since."""
-        return self._scales.first
+    def scales_losses(self) -> bool:
+        """Whether losses are multiplied by a scale: False only for ``loss_scale=Off()``."""
+        return not isinstance(self._loss_scale.settings, Off)
 
     def factor_on(self, device: torch.device) -> torch.Tensor:
-        """Return a scale for gradients that are not accumulated, 0-dim fp32 on ``device``."""
-        return self._scales.any_factor().to(device, non_blocking=True)
+        """Return the loss scale for gradients that are not accumulated, 0-dim fp32 on ``device``."""
+        return self._loss_scale.factor_on(device)
 
-    def factors(self) -> float | torch.Tensor | dict[str, torch.Tensor]:
-        """Return a copy of the loss scale on its device, 0-dim fp32, or one for each name."""
-        return self._scales.copied()
+    def factor(self) -> float | torch.Tensor:
+        """Return the loss scale: a copy on its device, 0-dim fp32, once a loss was scaled."""
+        return self._loss_scale.copied()
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Set names of parameters, by ``id``, that take precedence over those of the optimizer."""
         self._iteration.names = dict(names)
 
-    def loss_scale(self, name: str | None = None) -> LossScale:
+    def loss_scale(self) -> LossScale:
         """Return the loss scale as a value, with its counts; waits for the device."""
-        return self._scales.get(name).read()
+        return self._loss_scale.read()
 
     # ---- saving
 
@@ -399,7 +392,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
         A disabled scaler returns the same, so that its checkpoint can be loaded. Call it after ``update``.
         """
-        return _settings.state_of(self._scales.read())
+        return _scales.state_of(self._loss_scale.read())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``, even if disabled.
@@ -407,14 +400,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         The empty state of torch's disabled scaler changes nothing and warns.
 
         Raises:
-            ScaleError: an entry is missing or outside its range, or names do not match.
+            ScaleError: an entry is missing or outside its range.
         """
-        values = _settings.scales_in(state_dict, self._scales.first, in_force=self._enabled)
-        if values is None:
-            return
-        self._scales.set(values)
-        if not isinstance(values, Mapping):
-            self._scales.first = values
+        value = _scales.scale_in(state_dict, self._loss_scale.settings, in_force=self._enabled)
+        if value is not None:
+            self._loss_scale.set(value)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._iteration.states:
@@ -426,20 +416,17 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             "enabled": self._enabled,
             "device": self._device,
             "settings": self._settings,
-            "first": self._scales.first,
             "patience": self._outcomes.patience,
-            "scales": self._scales.read(),
+            "loss_scale": self._loss_scale.read(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._enabled, self._device, self._settings = state["enabled"], state["device"], state["settings"]
-        self._begin(Scales(state["first"]), Outcomes(state["patience"]), None)
-        self._scales.set(state["scales"])
+        self._begin(state["loss_scale"], Outcomes(state["patience"]), None)
 
     def __repr__(self) -> str:
         if not self._enabled:
             return "GradScaler(enabled=False)"
-        kind = type(self._scales.first).__name__
-        scales = {name: scale.read().scale for name, scale in self._scales.by_name.items() if scale.on_host}
-        now = ", ".join(f"{'scale' if name is None else name}={scale:g}" for name, scale in scales.items())
-        return f"GradScaler({kind}{f', {now}' if now else ''})"
+        value = self._loss_scale.read() if self._loss_scale.on_host else None
+        now = "" if value is None else f", scale={value.scale:g}"
+        return f"GradScaler({type(self._loss_scale.settings).__name__}{now})"

@@ -1,39 +1,28 @@
-"""The loss scales of one scaler: one for all losses, or a named one for each.
+"""The loss scale of a scaler: on a device, as settings that are checked and changed, and saved.
 
 ``narrowcast.scaling`` defines what a scale does, as values; here the same transitions run on a device without
 a host sync. The values are the reference: tests drive both through the same steps.
-
-Two losses with two scales may reach the same parameter. Their gradients add up correctly only if each is
-divided by its own scale before it accumulates. So a backward pass registers its name when it starts, at the
-multiplication by the scale, and every leaf that it reaches has a hook that unscales for that pass.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
-from narrowcast.errors import OrderError, ScaleError, UnsupportedError, near_names
-from narrowcast.gradients import _settings, _torch_internals
-from narrowcast.gradients._torch_internals import ACCUMULATE_GRAD, graph_task_id
-from narrowcast.scaling import Dynamic, LossScale, Off
+from narrowcast.errors import OrderError, ScaleError, near_names
+from narrowcast.gradients import _torch_internals
+from narrowcast.machine import check_device
+from narrowcast.scaling import Dynamic, LossScale, Off, Static, from_torch
 
-_PASSES_KEPT = 64  # backward passes that may run at once, or be remembered after they ended
-_NO_SCALE = (
-    "Attempted {method} but no loss was scaled yet: the scale is on no device. Call "
-    "scaler.scale(loss).backward() earlier in the iteration"
-)
-
-Found = tuple[set[str], list[torch.Tensor]]
-"""Of one optimizer: the names of the losses in its gradients, and its overflow flags."""
+_KINDS: dict[str, type[Any]] = {"Off": Off, "Static": Static, "Dynamic": Dynamic}
 
 
 class DeviceScale:
-    """A loss scale as 0-dim tensors on the device of the first loss.
+    """The loss scale of a scaler, as 0-dim tensors on the device of the first loss.
 
     Attributes:
         factor: the factor of the loss, float32; None until there is a device.
@@ -60,6 +49,40 @@ class DeviceScale:
                 assert self._value.hysteresis_left is not None
                 self._hysteresis_left = torch.full_like(self.good_steps, self._value.hysteresis_left)
         return self.factor
+
+    def factor_for(self, method: str) -> torch.Tensor:
+        """Return the factor; OrderError, naming ``method``, if it is on no device yet."""
+        if self.factor is None:
+            raise OrderError(
+                f"Attempted {method} but no loss was scaled yet: the scale is on no device. Call "
+                "scaler.scale(loss).backward() earlier in the iteration"
+            )
+        return self.factor
+
+    def factor_on(self, device: torch.device) -> torch.Tensor:
+        """Return the factor on ``device``, without placing it there for good."""
+        if self.factor is None:
+            return torch.tensor(self._value.scale, dtype=torch.float32, device=device)
+        return self.factor.to(device, non_blocking=True)
+
+    def copied(self) -> float | torch.Tensor:
+        """Return the factor, or a copy of it on its device."""
+        return self._value.scale if self.factor is None else self.factor.clone()
+
+    def times(self, outputs: Any) -> Any:
+        """Multiply a tensor, or a nesting of tensors, by the factor; fp16 and bf16 in fp32."""
+        if isinstance(outputs, torch.Tensor):
+            wide = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+            return wide * self.place(outputs.device).to(outputs.device, non_blocking=True)
+        if isinstance(outputs, Mapping):
+            return {key: self.times(item) for key, item in outputs.items()}
+        if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+            return type(outputs)(*map(self.times, outputs))
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(map(self.times, outputs))
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
+            return map(self.times, outputs)
+        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}")
 
     def shared_factor(self) -> torch.Tensor | None:
         """Return the factor itself, which the caller may write to."""
@@ -120,6 +143,10 @@ class DeviceScale:
         if device is not None:
             self.place(device)
 
+    def change(self, **settings: Any) -> None:
+        """Change some settings; waits for the device."""
+        self.set(changed(self.read(), **settings))
+
     def move(self, found_inf: torch.Tensor) -> None:
         """Update the scale after a step.
 
@@ -165,268 +192,157 @@ class DeviceScale:
         self._hysteresis_left.copy_(torch.where(restored, value.hysteresis, left))
 
 
-class Scales:
-    """Loss scales by name; a scaler without names has one, under None."""
-
-    def __init__(self, first: LossScale) -> None:
-        self.first = first
-        self.by_name: dict[str | None, DeviceScale] = {None: DeviceScale(first)}
-        self.named_passes: NamedPasses | None = None
-
-    @property
-    def only(self) -> DeviceScale:
-        """The scale without a name; ScaleError if the losses have names."""
-        if self.named_passes is None:
-            return self.by_name[None]
-        raise ScaleError(f"expected the name of a loss scale: {self._names()}")
-
-    def get(self, name: str | None) -> DeviceScale:
-        if name is None:
-            return self.only
-        if name not in self.by_name:
-            raise ScaleError(f"no loss was scaled by the name {name!r}. {near_names(name, self._names())}")
-        return self.by_name[name]
-
-    def _names(self) -> list[str]:
-        return [name for name in self.by_name if name is not None]
-
-    def change(self, **settings: Any) -> None:
-        """Change settings of every scale; waits for the device."""
-        for scale in self.by_name.values():
-            scale.set(_settings.changed(scale.read(), **settings))
-        self.first = _settings.changed(self.first, **settings)
-
-    def factor(self, method: str) -> torch.Tensor:
-        """Return a factor that is on a device; OrderError, naming ``method``, if none is."""
-        for scale in self.by_name.values():
-            if scale.factor is not None:
-                return scale.factor
-        raise OrderError(_NO_SCALE.format(method=method))
-
-    def any_factor(self) -> torch.Tensor:
-        """Return a factor that is on a device, else the initial scale."""
-        placed = [scale.factor for scale in self.by_name.values() if scale.factor is not None]
-        return placed[0] if placed else torch.tensor(self.first.scale, dtype=torch.float32)
-
-    def copied(self) -> float | torch.Tensor | dict[str, torch.Tensor]:
-        """Return copies of the factors on their devices, by name if there are names."""
-        if self.named_passes is None:
-            factor = self.by_name[None].factor
-            return self.by_name[None].settings.scale if factor is None else factor.clone()
-        scales = ((name, scale.factor) for name, scale in sorted(self.by_name.items(), key=str))
-        return {name: f.clone() for name, f in scales if f is not None and name is not None}
-
-    def times(self, outputs: Any, name: str | None) -> Any:
-        """Multiply a tensor, or a nesting of tensors, by a scale."""
-        if name is None and self.named_passes is None:
-            return _mapped(outputs, self._times_only)
-        scale, passes = self._named(name)
-
-        def times_named(output: torch.Tensor) -> torch.Tensor:
-            assert name is not None
-            return passes.scaled(output, name, scale.place(output.device))
-
-        return _mapped(outputs, times_named)
-
-    def _times_only(self, output: torch.Tensor) -> torch.Tensor:
-        return multiplied(output, self.by_name[None].place(output.device))
-
-    def _named(self, name: str | None) -> tuple[DeviceScale, NamedPasses]:
-        if name is None or (self.named_passes is None and self.by_name[None].factor is not None):
-            raise ScaleError(
-                "expected a name for every loss of this scaler or for none, got both: gradients of a named "
-                "loss are unscaled where they accumulate, those of an unnamed one by step"
-            )
-        if not isinstance(name, str):
-            raise TypeError(f"expected the name of a loss scale, got {name!r}")
-        if self.named_passes is None:
-            self.named_passes = NamedPasses()
-            del self.by_name[None]
-        if name not in self.by_name:
-            self.by_name[name] = DeviceScale(self.first)
-        return self.by_name[name], self.named_passes
-
-    def move(self, steps: Sequence[Found]) -> None:
-        """Update each scale once, by the flags of the optimizers whose gradients its losses reached."""
-        for name, scale in self.by_name.items():
-            if scale.factor is None:
-                continue
-            concerned = [step for step in steps if name is None or name in step[0]]
-            where = scale.factor.device
-            flags = [flag.to(where, non_blocking=True) for _, found in concerned for flag in found]
-            if not flags:
-                continue  # no optimizer used this loss
-            scale.move(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
-        if self.named_passes is not None:
-            self.named_passes.forget()
-
-    def read(self) -> LossScale | dict[str, LossScale]:
-        """Return every loss scale as a value; waits for the device."""
-        if self.named_passes is None:
-            return self.by_name[None].read()
-        return {name: scale.read() for name, scale in self.by_name.items() if name is not None}
-
-    def set(self, values: LossScale | Mapping[str, LossScale]) -> None:
-        """Replace the loss scale, or the scale of each name."""
-        if not isinstance(values, Mapping):
-            if self.named_passes is not None:
-                raise ScaleError(f"expected a loss scale for each of {self._names()}, got one without a name")
-            self.by_name[None].set(values)
-            return
-        if self.named_passes is None:
-            if self.by_name[None].factor is not None:
-                raise ScaleError(f"expected one loss scale without a name, got {list(values)}")
-            self.named_passes = NamedPasses()
-            del self.by_name[None]
-        for name, value in values.items():
-            self.by_name.setdefault(name, DeviceScale(value)).set(value)
+# ---- settings
 
 
-def multiplied(output: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Multiply a loss by a scale; fp16 and bf16 losses in fp32."""
-    wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
-    return wide * factor.to(output.device, non_blocking=True)
+def loss_scale_of(
+    given: LossScale | None,
+    *,
+    hysteresis: int,
+    min_scale: float | None,
+    max_scale: float | None,
+    **settings: Any,
+) -> LossScale:
+    """Return the loss scale that the arguments of ``GradScaler`` describe.
+
+    Raises:
+        ScaleError: a setting outside its range, or one beside a loss scale, which has settings of its own.
+    """
+    limits = {"min_scale": min_scale, "max_scale": max_scale}
+    settings |= {name: limit for name, limit in limits.items() if limit is not None}
+    if hysteresis != 1:
+        settings |= {"hysteresis": hysteresis, "rule": "apex"}
+    if given is None:
+        return Dynamic(**settings)
+    if not isinstance(given, Off | Static | Dynamic):
+        raise ScaleError(
+            "expected a loss scale of narrowcast.scaling, such as Dynamic(...) or Static(scale=8.0), got "
+            f"{given!r}"
+        )
+    default = Dynamic()
+    beside = [name for name, value in settings.items() if value != getattr(default, name) and name != "rule"]
+    if beside:
+        names = ", ".join("init_scale" if name == "scale" else name for name in beside)
+        raise ScaleError(
+            f"loss_scale has settings of its own, got {names} beside it: write "
+            f"loss_scale={type(given).__name__}(...) with them inside"
+        )
+    return given
 
 
-def _mapped(outputs: Any, times: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(outputs, torch.Tensor):
-        return times(outputs)
-    if isinstance(outputs, Mapping):
-        return {key: _mapped(item, times) for key, item in outputs.items()}
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*(_mapped(item, times) for item in outputs))
-    if isinstance(outputs, list | tuple):
-        return type(outputs)(_mapped(item, times) for item in outputs)
-    if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
-        return (_mapped(item, times) for item in outputs)
-    raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}")
+def changed(value: LossScale, **settings: Any) -> LossScale:
+    """Return a dynamic loss scale with other settings, or a fixed one with another scale.
+
+    Raises:
+        ScaleError: it has no such setting, or the setting is outside its range.
+    """
+    if isinstance(value, Static) and set(settings) == {"scale"}:
+        return replace(value, **settings)
+    if not isinstance(value, Dynamic):
+        raise ScaleError(f"{type(value).__name__} has no {', '.join(settings)} to set: Dynamic has")
+    interval = settings.get("growth_interval", value.growth_interval)
+    if isinstance(interval, int) and interval >= 1:
+        # With at least this many good steps so far, the next one grows the scale.
+        settings["good_steps"] = min(value.good_steps, interval - 1)
+    return replace(value, **settings)
 
 
-# ---- named scales
+def device_type_of(device: Any, *, enabled: bool) -> str | None:
+    """Return the type of ``device``; DeviceError if the scaler is enabled and this machine lacks it."""
+    if device is None:
+        return None
+    device_type = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
+    if enabled:
+        check_device(device_type)
+    return device_type
 
 
-ScaleOfPass = TypeVar("ScaleOfPass", float, torch.Tensor)
+def check_clipping(optimizer: Any, name: str, limit: float) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise ScaleError(
+            f"expected the optimizer, whose gradients are clipped, got {type(optimizer).__name__}: "
+            "give the optimizer, not model.parameters()"
+        )
+    if isinstance(limit, torch.Tensor):
+        return  # reading it needs a host sync; a NaN there makes every gradient NaN, which skips the step
+    if not (isinstance(limit, int | float) and limit >= 0):
+        raise ScaleError(f"{name} must be a number of at least 0, got {limit!r}")
 
 
-class PassScales(dict[int, ScaleOfPass]):
-    """The loss scale of each backward pass, by the number that autograd gives the pass while it runs."""
-
-    def unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Divide a gradient by the scale of the running pass: a hook of a leaf, before it accumulates."""
-        factor = self.get(graph_task_id())
-        # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
-        if factor is None or gradient is None:
-            return None
-        if isinstance(factor, torch.Tensor):
-            inverse = factor.to(gradient.device, non_blocking=True).reciprocal()
-            return (gradient * inverse).to(gradient.dtype)  # 0-dim gradients in fp16 would become fp32
-        return gradient * (1.0 / factor)
+def one_number(value: Any) -> float:
+    """Return a number, or a tensor of one element that needs no gradient, as a float; else ScaleError."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad:
+        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise ScaleError(
+        f"new_scale should be a number, or a tensor of one element with requires_grad=False, got {value!r}"
+    )
 
 
-class NamedPasses:
-    """The named loss of each backward pass, and the names of the losses in each parameter's gradient."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-        self._scales: PassScales[torch.Tensor] = PassScales()
-        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._names_of_leaves: dict[int, set[str]] = {}
-
-    def scaled(self, output: torch.Tensor, name: str, factor: torch.Tensor) -> torch.Tensor:
-        """Multiply ``output`` by ``factor``; its backward pass unscales at every leaf."""
-        if output.grad_fn is None:
-            raise ScaleError(
-                f"expected a loss with a graph for the scale {name!r}, got a tensor without: no backward can "
-                "start from it"
-            )
-        for node in nodes_below([output.grad_fn]):
-            leaf = leaf_of(node)
-            if leaf is not None:
-                self._hook(leaf)
-            elif type(node).__name__ == "CheckpointFunctionBackward":
-                raise UnsupportedError(
-                    f"the loss {name!r} goes through a reentrant checkpoint, whose own backward pass hides "
-                    "from named scales: write checkpoint(..., use_reentrant=False), or scale without a name"
-                )
-        factor = factor.clone()  # an update before the backward pass must not change it
-        scaled = multiplied(output, factor)
-        # The first node that runs in a backward pass from the loss.
-        scaled.grad_fn.register_prehook(lambda _: self._begin(name, factor))  # type: ignore[union-attr]
-        return scaled
-
-    def _begin(self, name: str, factor: torch.Tensor) -> None:
-        """Register the backward pass of this thread as that of ``name``."""
-        task = graph_task_id()
-        other = self._names.setdefault(task, name)
-        if other != name:
-            raise ScaleError(
-                f"expected one named loss in a backward pass, got {other!r} and {name!r}: call backward on "
-                "each of them (retain_graph=True for the first), or add them before scaling and name the sum"
-            )
-        self._scales[task] = factor
-        while len(self._names) > _PASSES_KEPT:
-            oldest = min(self._names)
-            del self._names[oldest], self._scales[oldest]
-
-    def _hook(self, leaf: torch.Tensor) -> None:
-        known = self._hooked.get(id(leaf))
-        if known is not None and known() is leaf:
-            return
-        reference = weakref.ref(leaf)
-
-        def unscale(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            tensor, unscaled = reference(), self._scales.unscale(gradient)
-            if tensor is not None and unscaled is not None:
-                names = self._names_of_leaves.setdefault(id(tensor), set())
-                if tensor.grad is None:
-                    names.clear()
-                names.add(self._names[graph_task_id()])
-            return unscaled
-
-        self._hooked[id(leaf)] = reference
-        leaf.register_hook(unscale)  # type: ignore[no-untyped-call]
-
-    def names_in(self, parameters: Iterable[torch.Tensor]) -> set[str]:
-        """Return the names of the losses whose gradients these parameters hold.
-
-        Raises:
-            UnsupportedError: a distributed tensor holds a gradient that no hook has unscaled.
-        """
-        names: set[str] = set()
-        for parameter in parameters:
-            found = self._names_of_leaves.get(id(parameter))
-            if found:
-                names |= found
-            elif type(parameter) not in (torch.Tensor, torch.nn.Parameter) and hasattr(
-                parameter, "device_mesh"
-            ):
-                raise UnsupportedError(
-                    "named scales unscale in hooks of the parameters, which fully_shard does not call: "
-                    "scale without a name, with one GradScaler for each loss"
-                )
-        return names
-
-    def forget(self) -> None:
-        """Drop what belongs to parameters that are gone."""
-        self._hooked = {key: ref for key, ref in self._hooked.items() if ref() is not None}
-        self._names_of_leaves = {
-            key: names for key, names in self._names_of_leaves.items() if key in self._hooked
-        }
+# ---- saved states: torch's entries beside ours, so that each loads the other's
 
 
-def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield every node that backward from ``roots`` would visit, each once, roots included."""
-    seen = set(roots)
-    waiting = list(seen)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+def state_of(scale: LossScale) -> dict[str, Any]:
+    """Return the state to save: numbers and strings, which ``torch.load(weights_only=True)`` reads.
+
+    torch's five entries are there if its scaler would go on alike except for hysteresis and limits; it
+    refuses a state without them.
+    """
+    fields: dict[str, Any] = asdict(scale)  # type: ignore[call-overload]
+    state: dict[str, Any] = {"loss_scale": {"kind": type(scale).__name__, **fields}}
+    if isinstance(scale, Dynamic):
+        torchs = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        state |= {name: fields[name] for name in torchs}
+        state["_growth_tracker"] = min(scale.good_steps, scale.growth_interval - 1)
+    return state
 
 
-def leaf_of(node: Any) -> torch.Tensor | None:
-    """Return the leaf whose gradient ``node`` accumulates; None for a node inside the graph."""
-    return node.variable if type(node) is ACCUMULATE_GRAD else None  # type: ignore[attr-defined]
+def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) -> LossScale | None:
+    """Return the loss scale of a saved state; one of torch gets the limits and hysteresis of ``present``.
+
+    Returns None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``, and if one of
+    the saved scale and the present one that is ``in_force`` is off: a state must not turn scaling on or off.
+    """
+    if not state:
+        _warn(
+            "the saved state is empty: it is that of a torch.amp.GradScaler that was disabled. This scaler "
+            "keeps its own scale"
+        )
+        return None
+    if "loss_scale" in state:
+        saved = _scale_of(state["loss_scale"])
+        if not in_force or isinstance(saved, Off) == isinstance(present, Off):
+            return saved
+        with_, without = ("a", "no") if isinstance(present, Off) else ("no", "a")
+        _warn(
+            f"the saved state is of a run with {with_} loss scale, and this scaler has {without} loss scale "
+            "(another format?); it keeps its own"
+        )
+        return None
+    if "loss_scaler0" in state:
+        raise ScaleError("this state is one of apex: narrowcast.scaling.from_state reads it")
+    if not isinstance(present, Dynamic):
+        raise ScaleError(
+            f"a state of torch.amp.GradScaler is of a dynamic scale, and this scaler has {present!r}"
+        )
+    torchs = asdict(from_torch(state))
+    settings = ("scale", "growth_factor", "backoff_factor", "growth_interval", "good_steps")
+    return replace(present, hysteresis_left=None, **{name: torchs[name] for name in settings})
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=4)  # at the caller of load_state_dict
+
+
+def _scale_of(fields: Mapping[str, Any]) -> LossScale:
+    kind = fields.get("kind")
+    if kind not in _KINDS:
+        known = near_names(str(kind), _KINDS)
+        raise ScaleError(f"unknown kind of loss scale {kind!r} in a saved state. {known}")
+    values = {name: value for name, value in fields.items() if name != "kind"}
+    try:
+        made: LossScale = _KINDS[kind](**values)
+    except TypeError as unknown:
+        raise ScaleError(f"a saved {kind} that this version does not read: {unknown}") from None
+    return made

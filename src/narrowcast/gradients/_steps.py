@@ -49,7 +49,7 @@ class StepResult:
         self,
         *,
         found_inf: torch.Tensor | bool,
-        scale: torch.Tensor | float | dict[str, torch.Tensor],
+        scale: torch.Tensor | float,
         grad_norm: torch.Tensor | float | None = None,
         nonfinite: Callable[[], tuple[str, ...]] | tuple[str, ...] = (),
         returned: Any = None,
@@ -90,10 +90,8 @@ class StepResult:
         return self._found_inf
 
     @property
-    def scale(self) -> float | dict[str, float]:
-        """The loss scale of these gradients; by name if scales are named."""
-        if isinstance(self._scale, dict):
-            return {name: float(scale) for name, scale in self._scale.items()}
+    def scale(self) -> float:
+        """The loss scale of these gradients."""
         if isinstance(self._scale, torch.Tensor):
             self._scale = float(self._scale)
         return self._scale
@@ -133,7 +131,7 @@ class PendingStep:
     """A step whose flags are on their way to the host.
 
     Args:
-        values: 1-dim: the overflow flag, whether ranks differ, and maybe the scale, for ``learn_scale``.
+        values: 1-dim: the overflow flag, whether ranks differ, and the scale, for ``learn_scale``.
     """
 
     def __init__(
@@ -142,7 +140,7 @@ class PendingStep:
         result: StepResult,
         number: int,
         values: torch.Tensor,
-        learn_scale: Callable[[float], None] | None,
+        learn_scale: Callable[[float], None],
     ) -> None:
         self.optimizer, self.result, self.number = reference_to(optimizer), result, number
         self.learn_scale = learn_scale
@@ -242,10 +240,9 @@ class Outcomes:
         """Report earlier steps. A whole forward pass lies between, so their flags have arrived."""
         while self._pending and not is_capturing():
             step = self._pending.popleft()
-            found, ranks_differ, *scale = step.read()
+            found, ranks_differ, scale = step.read()
             step.result.set_skipped(found > 0)
-            if step.learn_scale is not None:
-                step.learn_scale(*scale)
+            step.learn_scale(scale)
             self.report(step.optimizer(), step.result, step.number, ranks_differ=ranks_differ > 0)
 
     def report(
@@ -281,17 +278,11 @@ class Outcomes:
                     self.patience,
                     since,
                     listed(result.nonfinite) or "another rank",
-                    "" if result.scale == 1.0 else _shown(result.scale),
+                    "" if result.scale == 1.0 else f"{result.scale:g}",
                     "look at the loss, try bf16, and fp32 to see whether it happens there too. "
                     "nc.GradScaler(patience=None) never raises this",
                 )
             )
-
-
-def _shown(scale: float | dict[str, float]) -> str:
-    if isinstance(scale, dict):
-        return ", ".join(f"{value:g} ({name})" for name, value in scale.items())
-    return f"{scale:g}"
 
 
 # ---- closures

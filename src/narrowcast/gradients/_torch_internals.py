@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from torch.amp.grad_scaler import OptState
 
 __all__ = ["OptState"]
 
-NO_GRAPH_TASK = -1
 ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -31,10 +30,22 @@ def untraced(method: Method) -> Method:
     return hidden
 
 
-def graph_task_id() -> int:
-    """Number of the backward pass that this thread is working for; NO_GRAPH_TASK outside of one."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield every node that backward from ``roots`` would visit, each once, roots included."""
+    seen = set(roots)
+    waiting = list(seen)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """Return the leaf whose gradient ``node`` accumulates; None for a node inside the graph."""
+    return node.variable if type(node) is ACCUMULATE_GRAD else None  # type: ignore[attr-defined]
 
 
 def multiply_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:

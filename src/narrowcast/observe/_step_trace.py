@@ -52,7 +52,7 @@ class StepTrace:
     Attributes:
         inputs: what the model was last called with, and ``outputs``, what it returned: copies by name.
         skipped: whether the step was skipped; None if no optimizer stepped in the block.
-        scale: the loss scale of the gradients, by name if scales have names; None without a scaler.
+        scale: the loss scale of the gradients; None without a scaler.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StepTrace:
         self.inputs: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         self.skipped: bool | None = None
-        self.scale: float | dict[str, float] | None = None
+        self.scale: float | None = None
         self._step_count = 0
         self._found_inf: torch.Tensor | None = None
         self._last: dict[str, torch.Tensor | None] = {}  # gradients as they were copied last
@@ -456,7 +456,5 @@ def _shape(tensor: torch.Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "scalar"
 
 
-def _scale_text(scale: float | dict[str, float] | None) -> str:
-    if isinstance(scale, dict):
-        return ", loss scales " + ", ".join(f"{name} {number:g}" for name, number in scale.items())
+def _scale_text(scale: float | None) -> str:
     return "" if scale is None else f", loss scale {scale:g}"

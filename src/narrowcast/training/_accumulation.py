@@ -206,7 +206,7 @@ def _average(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
     dist.all_reduce(kind, dist.ReduceOp.MAX, group=group)
     if int(kind.max()) > 1:
         raise UnsupportedError(
-            "sparse gradients of an unfinished accumulation, or of losses by name, cannot be reduced under "
+            "sparse gradients of an unfinished accumulation cannot be reduced under "
             "DistributedDataParallel: use dense gradients (sparse=False), or finish every accumulation"
         )
     works = []

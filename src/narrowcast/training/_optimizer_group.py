@@ -12,10 +12,7 @@ import torch
 
 from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
 from narrowcast.gradients import GradScaler, StepResult, needs_closure
-from narrowcast.scaling import Off
 from narrowcast.weights import HeldWeights, held_by
-
-Loss = torch.Tensor | Mapping[str, torch.Tensor]
 
 
 class OptimizerGroup:
@@ -108,44 +105,25 @@ class OptimizerGroup:
 
     def backward(
         self,
-        loss: Loss,
+        loss: torch.Tensor,
         *,
         inputs: Sequence[torch.Tensor] | None,
-        reduce: Callable[[], None] | None = None,
+        one_rank: bool = True,
     ) -> None:
         """Add the gradients of one micro-batch, scaled, and divided by the number of micro-batches.
 
         Args:
             inputs: the only parameters that get gradients; None: all.
-            reduce: averages over the ranks the gradients that DDP has not seen; None without DDP.
+            one_rank: whether no other rank computes gradients of these parameters.
         """
         self._check_gradients()
-        losses = dict(loss) if isinstance(loss, Mapping) else {None: loss}
-        scaled_by_name = not isinstance(self.scaler.initial_loss_scale, Off)
-        if scaled_by_name and self.held and isinstance(loss, Mapping):
-            raise UnsupportedError(
-                "losses by name are unscaled in the format of the weights, which policy 'O2' holds in a low "
-                "one: add the losses, or use policy 'fp16'"
-            )
-        # DDP reduces in the first backward pass after a forward pass, and ignores the others.
-        by_hand = reduce is not None and len(losses) > 1
-        for index, (name, one) in enumerate(losses.items()):
-            scaled = self.scaler.scale(one, name=name if scaled_by_name else None)
-            if self.accumulate > 1:
-                scaled = scaled / self.accumulate
-            again = index + 1 < len(losses)
-            if by_hand:
-                _backward_without_ddp(
-                    scaled, [p for p in self.parameters if p.requires_grad], retain_graph=again
-                )
-            else:
-                torch.autograd.backward(scaled, inputs=inputs, retain_graph=again)
-        if reduce is not None and by_hand and self.reduces:
-            reduce()
+        scaled = self.scaler.scale(loss)
+        if self.accumulate > 1:
+            scaled = scaled / self.accumulate
+        torch.autograd.backward(scaled, inputs=inputs)
         for held in self.held:
             held.take_gradients()
-        one_rank = reduce is None and self.scaler.process_group is None
-        if one_rank and not self._gradients():
+        if one_rank and self.scaler.process_group is None and not self._gradients():
             raise OrderError(
                 f"no parameter of this {type(self.optimizers[0]).__name__} got a gradient from this loss: "
                 "compute it from the model that the Stepper was given, with parameters that require gradients"
@@ -187,7 +165,7 @@ class OptimizerGroup:
                     gradient.mul_(self.accumulate / filled)
         return self._guarded(self._clip_and_step)
 
-    def step_with_closure(self, evaluate: Callable[[], Loss]) -> StepResult:
+    def step_with_closure(self, evaluate: Callable[[], torch.Tensor]) -> StepResult:
         """Step an optimizer that evaluates the loss several times, such as LBFGS."""
         (optimizer,) = self.optimizers
 
@@ -283,18 +261,6 @@ class OptimizerGroup:
         self.zero()
 
 
-def _backward_without_ddp(
-    loss: torch.Tensor, parameters: Sequence[torch.Tensor], *, retain_graph: bool
-) -> None:
-    gradients = torch.autograd.grad(loss, parameters, retain_graph=retain_graph, allow_unused=True)
-    with torch.no_grad():
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and parameter.grad is None:
-                parameter.grad = gradient
-            elif gradient is not None:
-                parameter.grad += gradient
-
-
 def _versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Identify tensors and count the writes to them."""
     return [(id(gradient), gradient._version) for gradient in gradients]
@@ -350,19 +316,16 @@ def check_loss(loss: Any, group: OptimizerGroup) -> None:
             f"{type(group.optimizers[0]).__name__} evaluates the loss several times a step: give step a "
             "function, as stepper.step(lambda: criterion(model(x), y))"
         )
-    losses = list(loss.values()) if isinstance(loss, Mapping) else [loss]
-    if not losses:
-        raise SettingError("expected at least one loss in the dict, got {}")
-    for one in losses:
-        if not isinstance(one, torch.Tensor):
-            raise SettingError(f"expected a loss, a dict of losses or a function, got {type(one).__name__}")
-        if one.numel() != 1:
-            raise SettingError(f"expected a loss of one element, got shape {tuple(one.shape)}: take its mean")
-        if not one.requires_grad:
-            raise OrderError(
-                "expected a loss with a graph, got one that needs no gradient: compute it outside "
-                "torch.no_grad(), from parameters with requires_grad=True, and give it to step undetached"
-            )
+    if not isinstance(loss, torch.Tensor):
+        add = ": add several losses" if isinstance(loss, Mapping | Sequence) else ""
+        raise SettingError(f"expected a loss or a function, got {type(loss).__name__}{add}")
+    if loss.numel() != 1:
+        raise SettingError(f"expected a loss of one element, got shape {tuple(loss.shape)}: take its mean")
+    if not loss.requires_grad:
+        raise OrderError(
+            "expected a loss with a graph, got one that needs no gradient: compute it outside "
+            "torch.no_grad(), from parameters with requires_grad=True, and give it to step undetached"
+        )
 
 
 # ---- one Stepper for each scaler, and no steps by hand

@@ -16,7 +16,7 @@ from narrowcast.gradients import GradScaler, StepResult
 from narrowcast.policy import Policy, as_policy, format_name, policy_name
 from narrowcast.training._accumulation import Statistics, Synchronization, WeightCasts
 from narrowcast.training._make import cast_inputs, formats_of, make_groups, place_rules
-from narrowcast.training._optimizer_group import Loss, OptimizerGroup, check_loss, claim, release
+from narrowcast.training._optimizer_group import OptimizerGroup, check_loss, claim, release
 from narrowcast.training._random import random_states, set_random_states
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -141,14 +141,13 @@ class Stepper:
             finally:
                 self._regions_open -= 1
 
-    def step(self, loss: Loss | Callable[[], Loss], name: str | None = None) -> StepResult:
+    def step(self, loss: torch.Tensor | Callable[[], torch.Tensor], name: str | None = None) -> StepResult:
         """Run the backward pass of ``loss``, and step after the last micro-batch.
 
         Args:
-            loss: a tensor of one element; a dict of losses by name, each with its own scale, whose gradients
-                add up; or a function without arguments that computes one of these (in the region). If its
-                gradients overflow and a lower scale may help, the function is called again with the same
-                random numbers. Optimizers that need a closure, such as LBFGS, need a function.
+            loss: a tensor of one element, or a function without arguments that computes it (in the region).
+                If its gradients overflow and a lower scale may help, the function is called again with the
+                same random numbers. Optimizers that need a closure, such as LBFGS, need a function.
             name: of the optimizer that steps, if they have names.
 
         Returns:
@@ -330,15 +329,15 @@ class Stepper:
             raise SettingError(f"expected name=... of the optimizer that steps: {', '.join(names)}")
         raise SettingError(f"no optimizer is called {name!r}. {near_names(name, names)}")
 
-    def _backward(self, group: OptimizerGroup, loss: Loss) -> StepResult | None:
+    def _backward(self, group: OptimizerGroup, loss: torch.Tensor) -> StepResult | None:
         """Run the backward pass, and step after the last micro-batch; None before it."""
         alone = len(self._groups) == 1
         ddp = bool(self._synchronization.ddp)
         try:
             # Only the optimizer that steps gets gradients: a generator's loss reaches the discriminator too.
             inputs = None if alone or ddp else [p for p in group.parameters if p.requires_grad]
-            self._casts.before_backward(loss.values() if isinstance(loss, Mapping) else [loss])
-            group.backward(loss, inputs=inputs, reduce=self._synchronization.reduce_now if ddp else None)
+            self._casts.before_backward([loss])
+            group.backward(loss, inputs=inputs, one_rank=not ddp)
             if not alone and ddp:
                 for other in self._groups.values():
                     if other is not group:
@@ -378,9 +377,9 @@ class Stepper:
         self._statistics.forget()
 
     def _step_by_function(
-        self, group: OptimizerGroup, name: str | None, function: Callable[[], Loss]
+        self, group: OptimizerGroup, name: str | None, function: Callable[[], torch.Tensor]
     ) -> StepResult:
-        def evaluate() -> Loss:
+        def evaluate() -> torch.Tensor:
             with torch.enable_grad(), self.autocast(name):
                 return function()
 
@@ -392,8 +391,7 @@ class Stepper:
         while True:
             loss = evaluate()
             check_loss(loss, group)
-            losses = loss.values() if isinstance(loss, Mapping) else [loss]
-            finite = all(bool(one.detach().isfinite()) for one in losses)  # otherwise no scale can help
+            finite = bool(loss.detach().isfinite())  # otherwise no scale can help
             result = self._backward(group, loss)
             if result is None or not (finite and _lower_scale_may_help(group, result)):
                 return self._counted(group, result)
@@ -401,13 +399,13 @@ class Stepper:
 
 
 def _lower_scale_may_help(group: OptimizerGroup, result: StepResult) -> bool:
-    if group.accumulate > 1 or not result.skipped or isinstance(result.scale, dict):
+    if group.accumulate > 1 or not result.skipped:
         return False
     return group.scaler.get_scale() < result.scale
 
 
 def _incomplete(scaler: GradScaler) -> StepResult:
-    return StepResult(found_inf=False, scale=scaler.factors(), complete=False)
+    return StepResult(found_inf=False, scale=scaler.factor(), complete=False)
 
 
 def _device_of(outputs: Any) -> torch.device:

@@ -10,7 +10,6 @@ import warnings
 from datetime import timedelta
 
 import ranks_agreement
-import ranks_losses
 import ranks_sharded
 import ranks_skips
 import ranks_training
@@ -23,7 +22,6 @@ SCENARIOS = {
     **ranks_training.SCENARIOS,
     **ranks_sharded.SCENARIOS,
     **ranks_agreement.SCENARIOS,
-    **ranks_losses.SCENARIOS,
 }
 
 

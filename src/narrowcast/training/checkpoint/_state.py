@@ -10,7 +10,6 @@ import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError, SettingError
 from narrowcast.policy import format_name
-from narrowcast.scaling import Off
 from narrowcast.training._optimizer_group import check_settings_of
 from narrowcast.training._random import check_random_states, random_states, set_random_states
 from narrowcast.training._stepper import Stepper
@@ -171,7 +170,7 @@ class Run:
             fix = "Name them alike" if self.stepper is not None else "Give stepper=..."
             fit.refuse(f"its optimizers have the names {came}, and here they are {here}", fix)
         for key, live in self.objects.items():
-            if key not in saved and not isinstance(getattr(live, "initial_loss_scale", None), Off):
+            if key not in saved and getattr(live, "scales_losses", True):
                 there = ", ".join(other[2] for other in saved if other[:2] == key[:2]) or "none"
                 fit.unless_strict(
                     f"the checkpoint holds no {_noun(key)} {key[2]!r} (it has {there})",
