@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.observe.op_trace import OpTrace, together, trace_events
-from narrowcast.observe.op_trace._events import odd_sizes
 from narrowcast.policy import as_policy
 
 
@@ -140,19 +139,9 @@ def test_the_cast_of_a_weight_under_a_rule_is_made_once_in_a_region():
     policy = plain("bf16", [nc.rule.op("linear", compute="fp16")])
     events = watched(policy, lambda: layer(x) + layer(x), layer)
     site = only(events, op="linear")
-    assert (site["calls"], site["wanted_casts"], site["casts"]) == (2, 4, 3)
+    assert (site["calls"], site["casts"]) == (2, 3)
     assert site["cast_bytes"] == 16 * 16 * 6 + 2 * x.numel() * 6
     assert site["rule"] == "linear: fp16"
-
-
-def test_backward_belongs_to_the_modules_that_were_called():
-    model, x = Net(), torch.randn(3, 16)
-    events = watched("bf16", lambda: model(x), model)
-    products = {site["path"]: site["calls"] for site in sites(events, phase="backward", op="mm")}
-    # The gradients of weight and input of each layer.
-    assert products == {"blocks.0.up": 2, "blocks.0.down": 2, "blocks.1.up": 2, "blocks.1.down": 2, "head": 2}
-    assert only(events, phase="backward", path="blocks.1.norm", op="native_layer_norm_backward")
-    assert not sites(events, phase="backward", path="blocks.1", op="native_layer_norm_backward")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -294,33 +283,6 @@ def test_rules_that_no_call_reached_and_why(rule, reason):
     assert [found["reason"] for found in trace.unreached()] == ([] if reason is None else [reason])
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "multiple", "odd"),
-    [
-        ("matmul", (8, 16, 24), 8, []),
-        ("matmul", (8, 16, 24), 16, ["M = 8", "K = 24"]),
-        ("matmul", (7, 16, 9), 8, ["M = 7", "K = 9"]),
-        ("batched matmul", (3, 8, 10, 8), 8, ["N = 10"]),
-        ("convolution", (4, 3, 32, 32, 64, 3, 3, 3), 8, ["channels in = 3"]),
-        ("convolution", (4, 16, 31, 64, 16, 3), 8, []),
-        ("attention", (2, 4, 128, 60, 2, 4, 128, 60), 8, ["size of a head = 60"]),
-        ("recurrent layer", (5, 2, 12), 8, ["input size = 12"]),
-        ("matmul", (), 8, []),
-    ],
-)
-def test_sizes_that_are_no_multiple(kind, shape, multiple, odd):
-    assert odd_sizes(kind, shape, multiple) == odd
-
-
-def test_odd_sizes_of_narrow_products_alone_are_told():
-    model, x = nn.Linear(16, 10), torch.randn(8, 16)
-    shapes = of(watched("bf16", lambda: model(x), model), "odd shape")
-    assert shapes
-    assert shapes[0]["path"] == ""
-    assert {tuple(shape["sizes"]) for shape in shapes} == {("N = 10",), ("M = 10",)}
-    assert not of(watched("fp32", lambda: model(x), model), "odd shape")
-
-
 def test_outside_of_a_region_only_what_ran_is_told():
     model, x = nn.Linear(16, 8), torch.randn(8, 16)
     with OpTrace(as_policy("bf16")) as trace:
@@ -368,24 +330,19 @@ def test_a_backward_inside_a_forward_is_backward():
     model = Penalised()
     events = watched("bf16", lambda: model(torch.randn(4, 8, requires_grad=True)), model)
     assert only(events, op="mm")["phase"] == "backward"
-    assert only(events, op="mm")["path"] == "layer"
 
 
 @pytest.mark.filterwarnings("ignore:fp8 is emulated:UserWarning")
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
-def test_the_backward_of_a_layer_in_fp8_is_one_row_by_its_rule(recipe):
+def test_a_layer_in_fp8_is_one_matmul_by_its_rule(recipe):
     """What torchao takes it apart into, to find scales and to round, is nobody's operator."""
     model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 10)), torch.randn(16, 16)
     policy = plain("bf16", [nc.rule.op("linear", compute=recipe)])
     with OpTrace(policy) as trace, nc.apply(model, policy):
         trace.paths.add_model(model)
-        hidden = model[0](model[0](x))
-        model[2](hidden).float().sum().backward()
+        model[0](model[0](x)).float().sum().backward()
     events = trace_events(trace.take(), trace.unreached(), {})
-    found = only(events, path="0", phase="backward")
+    found = only(events, path="0")
     assert (found["op"], found["kind"], found["calls"]) == ("linear", "product", 2)
-    assert (found["inputs"], found["computes"], found["outputs"]) == (["fp32"], recipe, ["fp32"])
-    assert found["rule"] == f"linear: {recipe}"
-    assert found["because"] == "backward: through fp8, as the forward"
-    assert only(events, path="0", phase="forward")["calls"] == 2
-    assert only(events, path="2", phase="backward", op="mm")["rule"] is None
+    assert (found["inputs"], found["computes"], found["rule"]) == (["fp32"], recipe, f"linear: {recipe}")
+    assert any(site["kind"] == "product" for site in sites(events, phase="backward"))

@@ -38,11 +38,8 @@ optimizer
 rule 1: softmax: fp16
 
 Cast there and back again, a step
-  fp32 > bf16 > fp32: softmax.int in blocks.0, then _to_copy in the backward of
-    head: 2 times, 4.0 KiB
-
-Sizes that are no multiple of what tensor cores take: 10 % of the product time
-   10 %  matmul 128 x 50 x 64 in head: N = 50, not a multiple of 8
+  fp32 > bf16 > fp32: softmax.int in blocks.0, then _to_copy in the backward: 2
+    times, 4.0 KiB
 
 Rules that no call reached
   mm: fp16: mm runs only inside linear, which is decided about as a whole: a
@@ -69,7 +66,6 @@ def test_every_site_is_shown_where_asked(tmp_path):
     lines = explain_text(found, every=True).splitlines()
     assert sum(line.startswith("  ") and " view " in line for line in lines) == 40
     assert "blocks.31.qkv" in lines
-    assert "backward of head" in lines
     assert "blocks.*.qkv  x 40" in explain_text(found)
 
 
@@ -94,7 +90,6 @@ def test_json_has_every_site_and_shares_that_add_up(tmp_path):
     assert linear["time_share"] == pytest.approx(0.1)
     assert found["totals"]["cast_share_of_ops"] == pytest.approx(0.12)
     assert found["totals"]["narrow_share_of_product_time"] == pytest.approx(0.98)
-    assert found["odd_shapes"][0]["product_time_share"] == pytest.approx(0.1)
     assert found["reasons"] == {}
 
 
@@ -103,7 +98,7 @@ def test_each_number_that_is_missing_has_its_reason(tmp_path):
     nothing |= dict.fromkeys(("duration_s", "cast_s", "product_s", "narrow_product_s"), 0.0)
     found = found_in(tmp_path, made_captures.explained_events(**nothing))
     missing = {f"totals.{name}" for name, value in found["totals"].items() if value is None}
-    missing |= {"sites[].time_share", "odd_shapes[].product_time_share"}
+    missing.add("sites[].time_share")
     assert set(found["reasons"]) == missing
     text = explain_text(found)
     assert "Products: none that took time in 2 watched steps." in text
@@ -122,7 +117,7 @@ def test_a_page_has_the_panel_and_says_where_it_cannot(tmp_path):
     page = write_page(made_captures.explained_run(tmp_path)).read_text()
     assert "narrowcast explain train.py --epochs 3" in page
     assert "plot-loss" not in page.partition("<script>")[0], "losses of slowed steps say nothing"
-    for words in ("What ran in which format", "einsum &gt; bmm", "rule 1", "blocks.*.qkv", "N = 50"):
+    for words in ("What ran in which format", "einsum &gt; bmm", "rule 1", "blocks.*.qkv"):
         assert words in page
     for words in ("How to read this", "When not to trust this"):
         assert words not in page, "it is about comparisons"

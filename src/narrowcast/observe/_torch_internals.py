@@ -5,25 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch._C._autograd import _get_sequence_nr, _profiler_enabled
+from torch._C._autograd import _profiler_enabled
 
 NO_GRAPH_TASK = -1
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward that this thread is in, or ``NO_GRAPH_TASK``."""
 
-backward_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The node whose backward this thread is in, or None."""
-
 at_the_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 """Inside a backward pass: call this when it has ended, and after what was asked for earlier."""
-
-next_node_number: Callable[[], int] = _get_sequence_nr
-"""The number that autograd gives to the next node that this thread makes."""
 
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"

@@ -15,7 +15,6 @@ from narrowcast.observe.explanation import (
     count_text,
     explained,
     grouped,
-    odd_shapes_in_words,
     percent,
     read_explanation,
     round_trips_in_words,
@@ -49,7 +48,7 @@ class Panel:
         more: backward, the optimizer, and what ran outside of modules.
         every: each site on its own; ``left_out`` more are in the capture only.
         rules: number and text of each rule that decided.
-        trips, shapes, unreached, notes: sentences.
+        trips, unreached, notes: sentences.
     """
 
     problem: str = ""
@@ -61,7 +60,6 @@ class Panel:
     left_out: int = 0
     rules: tuple[tuple[str, str], ...] = ()
     trips: tuple[str, ...] = ()
-    shapes: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -99,7 +97,6 @@ def panel_of(folder: Path) -> Panel | None:
         left_out=len(found["sites"]) - sum(len(group.rows) for group in every),
         rules=tuple(rules),
         trips=_listed(round_trips_in_words(found)),
-        shapes=_listed(odd_shapes_in_words(found)),
         unreached=_listed([f"{rule['rule']}: {rule['reason']}" for rule in found["unreached"]]),
         notes=tuple(shortened(note, 2_000) for note in found["notes"][:_MOST_LISTED]),
     )

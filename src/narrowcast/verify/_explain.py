@@ -317,7 +317,7 @@ def _why_nothing(folder: Path) -> str:
 
 
 def _empty(settings: ExplainSettings) -> dict[str, Any]:
-    lists = ("rules", "sites", "round_trips", "odd_shapes", "unreached", "notes")
+    lists = ("rules", "sites", "round_trips", "unreached", "notes")
     nothing = ("device", "format", "unit", "steps", "complete", "totals")
     return {
         "schema": 1,

@@ -32,11 +32,10 @@ finished     the comparison reached its end
 ``explain.jsonl`` of ``narrowcast explain``; numbers are sums over all steps:
 site         calls of one operator in one module with one decision. root: class of the model; path: of the
              module; within: operators around it, outermost first; kind "view": nothing is computed; computes:
-             format that autocast cast the inputs to; listed: whether PyTorch's table has it; wanted_casts:
-             inputs in another format than computes; casts: those that ran (the cast of a weight is kept for
-             its next use); cast_bytes: read and written by them; duration_s: of all calls, casts included
+             format that autocast cast the inputs to; listed: whether PyTorch's table has it; casts: those
+             that ran (the cast of a weight is kept for its next use); cast_bytes: read and written by them;
+             duration_s: of all calls, casts included
 round trip   a tensor cast to another format and back with nothing computed in between; formats: three
-odd shape    a product in a narrow format with sizes that are not multiples of what tensor cores take
 unreached    a rule that no call reached; enclosing: operators in which its operator ran
 watched      totals; complete: false if the script ended within the first step; narrow_product_s: of products
              in a format narrower than fp32
@@ -168,24 +167,12 @@ EVENTS: dict[str, Any] = {
         rule=str | None,
         listed=bool,
         calls=_Count,
-        wanted_casts=_Count,
         casts=_Count,
         cast_bytes=_Count,
         duration_s=_Seconds,
     ),
     "round trip": _record(
         formats=list[str], first=_record(**_CALL), second=_record(**_CALL), count=_Count, moved_bytes=_Count
-    ),
-    "odd shape": _record(
-        kind=str,
-        shape=list[_Count],
-        format=str,
-        multiple=_Count,
-        sizes=list[str],
-        root=str,
-        path=str,
-        calls=_Count,
-        duration_s=_Seconds,
     ),
     "unreached": _record(rule=str, reason=str, enclosing=list[str]),
     "watched": _record(

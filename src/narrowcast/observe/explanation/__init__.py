@@ -1,18 +1,17 @@
 """What ``narrowcast explain`` found: read from a capture, and shown as a table. No torch is needed."""
 
-from narrowcast.observe.explanation._explained import explained, read_explanation
 from narrowcast.observe.explanation._table import (
     LAYER_NUMBER,
     Group,
-    OpRow,
     bytes_text,
     count_text,
+    explained,
     explained_lines,
     grouped,
     has_several_models,
-    odd_shapes_in_words,
     percent,
     place_name,
+    read_explanation,
     round_trips_in_words,
     rules_of,
     wrapped,
@@ -21,14 +20,12 @@ from narrowcast.observe.explanation._table import (
 __all__ = [
     "LAYER_NUMBER",
     "Group",
-    "OpRow",
     "bytes_text",
     "count_text",
     "explained",
     "explained_lines",
     "grouped",
     "has_several_models",
-    "odd_shapes_in_words",
     "percent",
     "place_name",
     "read_explanation",

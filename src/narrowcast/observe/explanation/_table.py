@@ -1,12 +1,16 @@
-"""What ran in which format as a table of at most 79 columns; repeated layers are one row."""
+"""What ran in which format: read from a capture, and shown as a table; repeated layers are one row."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from narrowcast.errors import FileError
+from narrowcast.observe.capture import Capture, read_capture
 
 Line = tuple[str, bool]
 """Text, and whether it is a heading."""
@@ -18,12 +22,98 @@ LAYER_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A number that is a part of a path, as the 3 of ``blocks.3.norm``."""
 # In a sentence, a number alone is not a part of a path.
 _NUMBER_INSIDE = re.compile(r"(?<=\.)\d+(?=\.|\b)")
+_SCHEMA = 1
+_PER_STEP = ("ops", "calls", "count", "casts", "cast_bytes", "moved_bytes", "duration_s")
 _SILENT = ("view", "no floats")
-_SUMS = ("calls", "wanted_casts", "casts", "cast_bytes", "duration_s")
+_SUMS = ("calls", "casts", "cast_bytes", "duration_s")
 _MOST_ROWS = 60
 _MOST_LISTED = 5
 _OP, _CALLS, _IN, _AS, _OUT, _BY, _BYTES, _TIME = 21, 6, 10, 6, 10, 9, 8, 5
 _UNITS = ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+# ---- numbers
+
+
+def read_explanation(path: Path) -> Capture:
+    """Read ``explain.jsonl``.
+
+    Raises:
+        FileError: it is missing, cannot be read, is of something else, or is incomplete.
+    """
+    capture = read_capture(path)
+    if capture.start["kind"] != "explain":
+        raise FileError(f"{path} is not the capture of narrowcast explain")
+    if not capture.of("watched"):
+        raise FileError(f"{path} was cut short: run narrowcast explain again")
+    return capture
+
+
+def explained(capture: Capture) -> dict[str, Any]:
+    """Return what a capture of ``narrowcast explain`` shows.
+
+    Returns:
+        JSON-ready: ``schema``, ``target``, ``policy``, ``rules``, ``problem`` (a sentence if there are no
+        numbers, else null), ``device``, ``format``, ``unit``, ``steps``, ``totals`` (of one step), ``sites``,
+        ``round_trips``, ``unreached``, ``notes``, ``reasons`` (path of each number that is null -> why) and
+        ``versions``. Times and bytes are of one step, shares are of all that was watched.
+    """
+    watched = capture.of("watched")[-1]
+    steps, duration_s = max(1, watched["steps"]), watched["duration_s"]
+    totals, reasons = _totals(watched, steps)
+    sites = [
+        _per_step(site, steps) | {"time_share": _share(site["duration_s"], duration_s)}
+        for site in capture.of("site")
+    ]
+    if not duration_s and sites:
+        reasons["sites[].time_share"] = "no time was measured"
+    return {
+        "schema": _SCHEMA,
+        "target": list(capture.start["argv"]),
+        "policy": capture.start["policy"],
+        "problem": None if sites else "nothing that the script did was seen",
+        **{name: watched[name] for name in ("rules", "device", "format", "unit", "steps", "complete")},
+        "totals": totals,
+        "sites": sites,
+        "round_trips": [_per_step(trip, steps) for trip in capture.of("round trip")],
+        "unreached": [_per_step(rule, steps) for rule in capture.of("unreached")],
+        "notes": [note["text"] for note in capture.of("note")],
+        "reasons": reasons,
+        "versions": watched["versions"],
+    }
+
+
+def _per_step(event: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the fields of an event, sums divided by the number of steps."""
+    return {
+        name: _divided(value, steps) if name in _PER_STEP else value
+        for name, value in event.items()
+        if name != "event"
+    }
+
+
+def _divided(value: float, steps: int) -> float:
+    return value // steps if isinstance(value, int) and value % steps == 0 else value / steps
+
+
+def _totals(watched: dict[str, Any], steps: int) -> tuple[dict[str, Any], dict[str, str]]:
+    totals = {
+        name: _divided(watched[name], steps)
+        for name in ("ops", "casts", "moved_bytes", "cast_bytes", "duration_s")
+    } | {
+        "cast_share_of_ops": _share(watched["casts"], watched["ops"]),
+        "cast_share_of_bytes": _share(watched["cast_bytes"], watched["moved_bytes"]),
+        "cast_share_of_time": _share(watched["cast_s"], watched["duration_s"]),
+        "product_share_of_time": _share(watched["product_s"], watched["duration_s"]),
+        "narrow_share_of_product_time": _share(watched["narrow_product_s"], watched["product_s"]),
+    }
+    why = {"narrow_share_of_product_time": "no product took any time"}
+    missing = {name: why.get(name, "nothing ran") for name, value in totals.items() if value is None}
+    return totals, {f"totals.{name}": reason for name, reason in missing.items()}
+
+
+def _share(part: float, whole: float) -> float | None:
+    return min(1.0, part / whole) if whole else None
 
 
 # ---- rows
@@ -38,7 +128,7 @@ class OpRow:
         inputs, computes, outputs: formats; ``computes`` is ``""`` if nothing is cast.
         by: ``"table"``, ``"rule 2"``, ``"unlisted"``, ``"asked"`` for a cast by the script, or ``"-"`` if
             autocast does not decide.
-        calls, wanted_casts, casts, cast_bytes, duration_s: of one step, all sites together.
+        calls, casts, cast_bytes, duration_s: of one step, all sites together.
         time_share: of everything that was watched; None if no time was measured.
     """
 
@@ -48,7 +138,6 @@ class OpRow:
     outputs: str
     by: str
     calls: float = 0
-    wanted_casts: float = 0
     casts: float = 0
     cast_bytes: float = 0
     duration_s: float = 0.0
@@ -134,7 +223,7 @@ def _group_name(site: Mapping[str, Any], *, several: bool, every: bool) -> str:
     if phase == "optimizer":
         return IN_OPTIMIZER
     if phase == "backward":
-        return f"{IN_BACKWARD} of {whole}" if every and whole else IN_BACKWARD
+        return IN_BACKWARD
     return whole or OUTSIDE
 
 
@@ -178,7 +267,6 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
     parts = (
         [line for number, rule in rules for line in _plain(f"rule {number}: {rule}")],
         _listed(f"Cast there and back again, a {found['unit']}", round_trips_in_words(found)),
-        _listed(_odd_head(found), odd_shapes_in_words(found)),
         _unreached(found),
     )
     for part in parts:
@@ -251,59 +339,21 @@ def round_trips_in_words(found: Mapping[str, Any]) -> list[str]:
     several = has_several_models(found)
 
     def called(place: Mapping[str, str]) -> str:
-        where = place_name(place, several=several)
-        if place["phase"] == "backward":
-            return f"{place['op']} in the backward{f' of {where}' if where else ''}"
-        in_optimizer = place["phase"] == "optimizer"
-        return f"{place['op']} {'in the optimizer' if in_optimizer else f'in {where}' if where else OUTSIDE}"
+        name = place_name(place, several=several)
+        outside = {"backward": "in the backward", "optimizer": "in the optimizer"}
+        return f"{place['op']} {f'in {name}' if name else outside.get(place['phase'], OUTSIDE)}"
 
-    def words(trip: Mapping[str, Any]) -> str:
-        return f"{' > '.join(trip['formats'])}: {called(trip['first'])}, then {called(trip['second'])}"
-
-    trips = _merged(found["round_trips"], words, ("count", "moved_bytes"))
-    trips.sort(key=lambda trip: -trip["moved_bytes"])
-    return [
-        f"{trip['words']}: {count_text(trip['count'])} time{'s' * (trip['count'] != 1)}, "
-        f"{bytes_text(trip['moved_bytes'])}"
-        for trip in trips
-    ]
-
-
-def odd_shapes_in_words(found: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each odd shape, repeated layers together, the slowest first."""
-    several = has_several_models(found)
-
-    def words(shape: Mapping[str, Any]) -> str:
-        size, odd = " x ".join(map(str, shape["shape"])), ", ".join(shape["sizes"])
-        where = place_name(shape, several=several) or OUTSIDE
-        return f"{shape['kind']} {size} in {where}: {odd}, not a multiple of {shape['multiple']}"
-
-    shapes = _merged(found["odd_shapes"], words, ("duration_s", "product_time_share"))
-    known = found["totals"]["narrow_share_of_product_time"] is not None
-    shapes.sort(key=lambda shape: -shape["duration_s"])
-    return [
-        f"{percent(shape['product_time_share'] if known else None):>5}  {shape['words']}" for shape in shapes
-    ]
-
-
-def _odd_head(found: Mapping[str, Any]) -> str:
-    shares = [shape["product_time_share"] for shape in found["odd_shapes"]]
-    said = percent(None if None in shares else sum(shares))
-    return f"Sizes that are no multiple of what tensor cores take: {said} of the product time"
-
-
-def _merged(
-    events: Iterable[Mapping[str, Any]], words: Callable[[Mapping[str, Any]], str], sums: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Join events whose ``words`` differ in numbers of paths alone: ``sums`` added up, ``words`` in it."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for event in events:
-        found.setdefault(_NUMBER_INSIDE.sub("*", words(event)), []).append(event)
-    return [
-        {name: sum(event[name] or 0 for event in same) for name in sums}
-        | {"words": pattern if len(same) > 1 else words(same[0])}
-        for pattern, same in found.items()
-    ]
+    alike: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for trip in found["round_trips"]:
+        words = f"{' > '.join(trip['formats'])}: {called(trip['first'])}, then {called(trip['second'])}"
+        alike.setdefault(_NUMBER_INSIDE.sub("*", words), []).append((words, trip))
+    sentences = []
+    for pattern, same in alike.items():
+        count, moved = (sum(trip[name] for _, trip in same) for name in ("count", "moved_bytes"))
+        words = pattern if len(same) > 1 else same[0][0]
+        times = f"{count_text(count)} time{'s' * (count != 1)}"
+        sentences.append((moved, f"{words}: {times}, {bytes_text(moved)}"))
+    return [sentence for _, sentence in sorted(sentences, key=lambda each: -each[0])]
 
 
 def _listed(head: str, sentences: Sequence[str]) -> list[Line]:

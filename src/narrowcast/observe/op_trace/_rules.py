@@ -36,8 +36,8 @@ def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str
     return f" ({guess[0].lower()}{guess[1:]}?)" if meant else ""
 
 
-class RulesSeen:
-    """Told of every call, knows in the end which rules none of them reached, and why."""
+class ReachedRules:
+    """Counts which rules decided about a call, and explains why the others did not."""
 
     def __init__(self, policy: Policy) -> None:
         self._rules = policy.rules

@@ -1,0 +1,294 @@
+"""Every operation that torch runs below autocast and autograd: its module, formats, bytes, time and casts.
+
+An operator that a script calls may consist of several of these. Casts by autocast itself are seen only here.
+A hook on every module keeps the paths of the calls that a thread is in.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from narrowcast.casting import Fp8Linear, modules_by_path, ops_under_way, rule_that_casts
+from narrowcast.observe._torch_internals import NO_GRAPH_TASK, graph_task_id
+from narrowcast.observe.profiling import is_product, seconds_between, stamp
+from narrowcast.policy import Rule, format_name
+
+FORWARD, BACKWARD, OPTIMIZER, OUTSIDE = "forward", "backward", "optimizer", "outside"
+_CASTS = ("aten::_to_copy", "aten::to.dtype", "aten::_to_copy.default")
+
+
+# ---- modules
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an operator was called: class of the model, path of the module in it, and phase of the step.
+
+    ``root`` and ``path`` are empty outside of modules, in backward passes and in optimizers; ``path`` alone
+    is empty in the model itself.
+    """
+
+    root: str
+    path: str
+    phase: str
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # Of each running call of a module: the module's id, its place, the backward pass that recomputes it,
+        # and the hook that ends it.
+        self.calls: list[tuple[int, Place, int, Any]] = []
+
+
+class ModulePaths:
+    """Knows the place of each call while it is entered.
+
+    Args:
+        fp8_returned: called with the place, the module, its arguments and its output when a linear layer
+            that multiplies in fp8 returns; autocast does not see its operators.
+
+    Attributes:
+        in_optimizer: set it while an optimizer steps.
+    """
+
+    def __init__(self, fp8_returned: Callable[[Place, torch.nn.Module, Any, Any], None]) -> None:
+        self._fp8_returned = fp8_returned
+        self.in_optimizer = False
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
+        self._titles: dict[str, int] = {}
+        self._thread = _Thread()
+        self._hook: Any = None
+        self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Name the modules of ``model`` by their paths in it; those that have a name keep it."""
+        if model in self._names:
+            return
+        modules = list(modules_by_path(model))
+        # The class of the model inside wrappers such as DDP's or torch.compile's.
+        title = [type(module).__name__ for path, module in modules if path == ""][-1]
+        self._titles[title] = self._titles.get(title, 0) + 1
+        if self._titles[title] > 1:
+            title = f"{title}-{self._titles[title]}"
+        for path, module in modules:
+            self._names.setdefault(module, (title, path))
+
+    def called_modules(self) -> list[tuple[str, torch.nn.Module]]:
+        """Return path and module of each that was called and still exists."""
+        return [(path, module) for module, (_, path) in list(self._names.items()) if module in self._called]
+
+    def __enter__(self) -> Self:
+        self._hook = register_module_forward_pre_hook(self._before_forward)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        while self._thread.calls:
+            self._thread.calls.pop()[3].remove()
+
+    def here(self) -> Place:
+        """Return the place of a call that this thread makes now."""
+        calls, task = self._thread.calls, graph_task_id()
+        if calls and task in (calls[-1][2], NO_GRAPH_TASK):
+            return calls[-1][1]
+        if task != NO_GRAPH_TASK:
+            return Place("", "", BACKWARD)
+        return Place("", "", OPTIMIZER if self.in_optimizer else OUTSIDE)
+
+    def _before_forward(self, module: torch.nn.Module, _args: Any) -> None:
+        calls = self._thread.calls
+        name = self._names.get(module)
+        if name is None and not calls:
+            return
+        place = calls[-1][1] if name is None else Place(*name, FORWARD)
+        self._called.add(module)
+        # Registered now, it runs after the module's other hooks: those that cast its output run inside.
+        hook = module.register_forward_hook(self._after_forward, always_call=True)
+        calls.append((id(module), place, graph_task_id(), hook))
+
+    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        calls = self._thread.calls
+        if not any(call[0] == id(module) for call in calls):
+            return
+        if isinstance(module, Fp8Linear) and calls[-1][0] == id(module):
+            self._fp8_returned(calls[-1][1], module, args, output)
+        ended = 0
+        while ended != id(module):  # calls inside it that an exception ended are still there
+            ended, _, _, hook = calls.pop()
+            hook.remove()
+
+
+# ---- operations
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operation that ran.
+
+    Attributes:
+        op: such as ``"mm"`` or ``"add.Tensor"``.
+        place: where it was called.
+        depth: in how many watched operators it ran.
+        stamps: before and after it.
+        moved_bytes: read and written; 0 for a view.
+        is_view: whether it returns the memory of its input.
+        inputs, outputs: formats of its floating-point tensors.
+        cast: formats from and to, of a cast between floating-point formats.
+        multiplies: format of the narrowest operand of a matmul, convolution or attention.
+        rule: the rule for a module whose input or output it casts.
+        site: what it was counted with; set later.
+    """
+
+    op: str
+    place: Place
+    depth: int
+    stamps: tuple[Any, Any]
+    moved_bytes: int
+    is_view: bool
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    rule: Rule | None
+    multiplies: str | None
+    cast: tuple[str, str] | None = None
+    site: Any = None
+    _took_s: float | None = None
+
+    def took_s(self) -> float:
+        """Return its seconds; waits for a GPU to finish it."""
+        if self._took_s is None:
+            self._took_s = seconds_between(*self.stamps)
+        return self._took_s
+
+
+class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports each operation, also those of autograd's own threads.
+
+    Args:
+        here: returns the place of a call made now.
+        report: called with each operation, in the thread that ran it.
+    """
+
+    def __init__(self, here: Callable[[], Place], report: Callable[[Operation], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._here, self._report = here, report
+        self._lock = threading.Lock()
+        # By storage of the result: casts whose result nothing has written to since.
+        self._casts: dict[int, tuple[Any, Operation]] = {}
+        self.round_trips: list[tuple[Operation, Operation]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name is None:
+            return func(*args, **kwargs)
+        given = list(_tensors([*args, *kwargs.values()]))
+        place = self._here()
+        # A CUDA graph that is being captured takes no events that tell the time.
+        on_gpu = any(tensor.is_cuda for tensor in given) and not torch.cuda.is_current_stream_capturing()
+        clock = "cuda" if on_gpu else "cpu"
+        began = stamp(clock)
+        result = func(*args, **kwargs)
+        ended = stamp(clock)
+        made = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
+        is_view = _is_view(func)
+        operation = Operation(
+            op=name.removeprefix("aten::"),
+            place=place,
+            depth=len(ops_under_way()),
+            stamps=(began, ended),
+            moved_bytes=0 if is_view else sum(_bytes(tensor) for tensor in (*given, *made)),
+            is_view=is_view,
+            inputs=formats_of(given),
+            outputs=formats_of(made),
+            rule=rule_that_casts(),
+            multiplies=_narrowest_operand(given) if is_product(name.partition(".")[0]) else None,
+        )
+        self._find_casts(func, name, operation, given, made)
+        self._report(operation)
+        return result
+
+    def _find_casts(
+        self,
+        func: Any,
+        name: str,
+        operation: Operation,
+        given: list[torch.Tensor],
+        made: list[torch.Tensor],
+    ) -> None:
+        """Note a cast, and whether it returns to the format that an earlier cast came from."""
+        if func._schema.is_mutable:
+            with self._lock:
+                for tensor in given:
+                    self._casts.pop(_storage(tensor), None)
+            return
+        formats = (*operation.inputs, *operation.outputs)
+        if name not in _CASTS or len(formats) != 2 or operation.inputs == operation.outputs:
+            return
+        operation.cast = formats
+        with self._lock:
+            earlier = self._casts.get(_storage(given[0]))
+            if earlier is not None and not earlier[0].expired() and earlier[1].cast == formats[::-1]:
+                self.round_trips.append((earlier[1], operation))
+            weak = StorageWeakRef(made[0].untyped_storage())  # type: ignore[no-untyped-call]
+            self._casts[_storage(made[0])] = (weak, operation)
+
+
+def formats_of(tensors: Any) -> tuple[str, ...]:
+    """Return the formats of the floating-point tensors among ``tensors``, each once, the widest first."""
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
+    return tuple(format_name(dtype) for dtype in sorted(found, key=lambda d: (-d.itemsize, str(d))))
+
+
+def _narrowest_operand(given: list[torch.Tensor]) -> str | None:
+    """Return the format of the narrowest matrix; a bias or a running sum may be wider."""
+    dtypes = [tensor.dtype for tensor in given if tensor.is_floating_point() and tensor.dim() > 1]
+    return format_name(min(dtypes, key=lambda dtype: dtype.itemsize)) if dtypes else None
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
+
+
+@functools.cache
+def _name_of(func: Any) -> str | None:
+    """Return ``"aten::add.Tensor"``; None if it does not work on tensors, as a mark of the profiler."""
+    name: str = func.name()
+    schema = func._schema
+    on_tensors = any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
+    return name if on_tensors and not name.startswith("prim::") else None
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    aliases = [one.alias_info for one in func._schema.returns]
+    return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)  # sparse tensors and wrappers have none
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize if tensor.layout == torch.strided else 0
