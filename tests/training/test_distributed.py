@@ -29,8 +29,7 @@ class Few(int):
 
 
 FEW = [
-    "skip: ddp, loss", "skip: fsdp2, loss", "uneven flush", "left alone", "resume ddp",
-    "resume fsdp2", "together",
+    "skip: ddp, loss", "skip: fsdp2, loss", "uneven flush", "left alone", "resume", "together",
 ]  # fmt: skip
 SIZES = [pytest.param(2, marks=pytest.mark.long, id="2"), pytest.param(4, marks=pytest.mark.long, id="4")]
 long_sizes = pytest.mark.parametrize("world", SIZES, indirect=True)
@@ -145,7 +144,7 @@ def test_ddp_reduces_once_a_window(world):
 @long_sizes
 def test_fsdp2_ends_with_the_weights_of_one_process(world):
     cases = cases_of(world, "fsdp2")
-    assert len(cases) == (20 if world == 2 else 40)
+    assert len(cases) == (21 if world == 2 else 41)
     for case, ranks in cases:
         assert_copies(case, ranks)
         tolerance = REGION["bf16" if "bf16" in case else "fp16" if "fp16" in case else "fp32"]
@@ -160,15 +159,6 @@ def test_every_order_of_the_norm_is_that_of_all_parts(world):
         for facts in ranks:
             assert facts["off"] < CLIPPING, case
             assert facts["type"] == "Tensor", case
-
-
-@long_sizes
-def test_several_sharded_optimizers_clip_by_one_norm(world):
-    ranks = ranks_of(world, "several optimizers")
-    assert_copies("several optimizers", ranks)
-    for facts in ranks:
-        assert facts["off_by"] < CLIPPING
-        assert facts["norm_off"] < CLIPPING
 
 
 @long_sizes
@@ -264,14 +254,11 @@ def test_masters_train_as_in_one_process(world):
 
 
 @every_size
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_training_resumes_to_the_bit(kind, world):
-    for case, ranks in cases_of(world, f"resume {kind}"):
-        for facts in ranks:
-            assert facts["same"], case
-            # 1024, halved by the second step of six, and doubled after each two good ones.
-            assert facts["scales"] == [2048.0, 2048.0], case
-            assert facts.get("steps", [6, 6]) == [6, 6], case
+def test_states_of_distributed_checkpoint_go_on_to_the_bit(world):
+    for facts in ranks_of(world, "resume"):
+        assert facts["same"]
+        # 1024, halved by the second step of six, and doubled after each two good ones.
+        assert facts["scales"] == [2048.0, 2048.0]
 
 
 @every_size
@@ -289,7 +276,7 @@ def test_optimizers_skip_together_on_all_ranks(world):
 @every_size
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
     facts, ending = launch(world, isinstance(world, Few))
-    assert len(facts) == (len(FEW) if isinstance(world, Few) else 21), ending
+    assert len(facts) == (len(FEW) if isinstance(world, Few) else 19), ending
     assert ending.startswith("exit code 0\n"), ending
 
 

@@ -19,24 +19,19 @@ STEPS = 3
 
 def sharded(layout, dtype):
     """(model, which part of the batch this rank has, of how many)."""
-    if layout == "one mesh":
-        model = Tiny(dtype)
-        fully_shard(model)
-        return model, dist.get_rank(), dist.get_world_size()
-    if layout == "two groups":
-        model = Tiny(dtype)
-        fully_shard(model.up)
-        fully_shard(model)
-        return model, dist.get_rank(), dist.get_world_size()
+    model = Tiny(dtype, width_of(layout))
+    if layout == "beside tensor parallelism":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["data"])
+        return model, mesh["data"].get_local_rank(), 2
+    mesh = None
     if layout == "replicas of shards":
-        model = Tiny(dtype)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-        return model, dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = Tiny(dtype, width=8)
-    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["data"])
-    return model, mesh["data"].get_local_rank(), 2
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if layout == "two groups":
+        fully_shard(model.up)
+    fully_shard(model, mesh=mesh)
+    return model, dist.get_rank(), dist.get_world_size()
 
 
 def layouts():
@@ -73,13 +68,16 @@ def facts_of(model, results, norms, start, expected):
     }
 
 
-def by_stepper(layout, policy, accumulate, optimizer_name="SGD"):
+def by_stepper(layout, policy, accumulate, *, several=False):
+    """With one optimizer, or with several that step together and share one norm."""
     wide = torch.float64 if policy == "fp32" else torch.float32
     start, expected, norms = one_process(
-        optimizer_name, STEPS, accumulate=accumulate, max_norm=0.5, width=width_of(layout)
+        "SGD", STEPS, accumulate=accumulate, max_norm=0.5, width=width_of(layout)
     )
     model, rank, of = sharded(layout, wide)
-    optimizer = make_optimizer(optimizer_name, model.parameters())
+    optimizer = [
+        make_optimizer("SGD", m.parameters()) for m in ([model.up, model.down] if several else [model])
+    ]
     scaler = nc.scaling.Static(scale=1024.0) if policy == "fp16" else None
     stepper = nc.Stepper(model, optimizer, policy, accumulate=accumulate, max_norm=0.5, scaler=scaler)
     results = []
@@ -99,6 +97,7 @@ def training():
             facts[f"{layout}, by hand, {name}, {way}"] = by_hand(layout, name, way)
         for policy, accumulate in itertools.product(("fp32", "bf16", "fp16"), (1, 4)):
             facts[f"{layout}, Stepper, {policy}, {accumulate}"] = by_stepper(layout, policy, accumulate)
+    facts["one mesh, Stepper, fp32, several optimizers"] = by_stepper("one mesh", "fp32", 1, several=True)
     return facts
 
 
@@ -124,21 +123,9 @@ def norms():
     return facts
 
 
-def several_optimizers():
-    """Two optimizers that step together share one norm."""
-    start, expected, norms_ = one_process("SGD", STEPS, max_norm=0.5)
-    model, rank, of = sharded("one mesh", torch.float64)
-    optimizers = [make_optimizer("SGD", m.parameters()) for m in (model.up, model.down)]
-    stepper = nc.Stepper(model, optimizers, "fp32", max_norm=0.5)
-    results = []
-    for x, y in batches(STEPS, torch.float64):
-        with stepper.autocast():
-            loss = mse_loss(model(part(x, rank, of)), part(y, rank, of))
-        results.append(stepper.step(loss))
-    return facts_of(model, results, norms_, start, expected)
+def resume():
+    """The states of torch.distributed.checkpoint, whole, go on in another model and Stepper."""
 
-
-def resumed(way):
     def fresh(seed):
         model = Tiny(seed=seed)
         fully_shard(model)
@@ -156,39 +143,25 @@ def resumed(way):
 
     model, optimizer, stepper = fresh(0)
     go_on(model, stepper, range(3))
+    whole, state = get_state_dict(model, optimizer)
     file = io.BytesIO()
-    if way == "each rank its parts":
-        torch.save({"model": model.state_dict(), "stepper": stepper.state_dict()}, file)
-    else:
-        whole, state = get_state_dict(model, optimizer)
-        torch.save({"model": whole, "optimizer": state, "scaler": stepper.scaler.state_dict()}, file)
+    torch.save({"model": whole, "optimizer": state, "scaler": stepper.scaler.state_dict()}, file)
     go_on(model, stepper, range(3, 6))
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    other, optimizer_2, stepper_2 = fresh(5)
-    if way == "each rank its parts":
-        other.load_state_dict(saved["model"])
-        stepper_2.load_state_dict(saved["stepper"])
-    else:
-        set_state_dict(
-            other, optimizer_2, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-        )
-        stepper_2.scaler.load_state_dict(saved["scaler"])
-    go_on(other, stepper_2, range(3, 6))
+    other, optimizer, resumed = fresh(5)
+    set_state_dict(other, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    resumed.scaler.load_state_dict(saved["scaler"])
+    go_on(other, resumed, range(3, 6))
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     return {
         "same": all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs),
-        "scales": [stepper.scaler.get_scale(), stepper_2.scaler.get_scale()],
+        "scales": [stepper.scaler.get_scale(), resumed.scaler.get_scale()],
     }
-
-
-def resume():
-    return {way: resumed(way) for way in ("each rank its parts", "torch.distributed.checkpoint")}
 
 
 SCENARIOS = {
     "fsdp2": training,
     "norms of parts": norms,
-    "several optimizers": several_optimizers,
-    "resume fsdp2": resume,
+    "resume": resume,
 }

@@ -1,11 +1,10 @@
-"""DDP by Stepper: whole and incomplete windows, master weights, resuming."""
+"""DDP by Stepper: whole and unfinished accumulations, and master weights."""
 
-import io
 import itertools
 
 import torch
 import torch.distributed as dist
-from ranks_common import Tiny, batches, digest, is_last, make_optimizer, off_by, one_process, part, values
+from ranks_common import Tiny, batches, digest, make_optimizer, off_by, one_process, part, values
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -34,11 +33,13 @@ class Counter:
         return allreduce_hook(None, bucket)
 
 
-def train(stepper, run, data):
+def train(stepper, run, data, world=None):
+    """Train on this rank's rows; with ``world=1`` on all."""
+    rank = 0 if world else None
     results = []
     for x, y in data:
         with stepper.autocast():
-            loss = mse_loss(run(part(x)), part(y))
+            loss = mse_loss(run(part(x, rank, world)), part(y, rank, world))
         results.append(stepper.step(loss))
     return results
 
@@ -176,14 +177,14 @@ def left_alone():
     return {"ignored": model.down.bias.item(), "reduced": digest([model.up.weight])}
 
 
-def masters(accumulate, buckets, optimizer_name):
+def masters(accumulate, buckets):
     def prepared():
         model = Tiny()
         lower(model, torch.bfloat16)
         return model
 
     def made(run, model):
-        optimizer = make_optimizer(optimizer_name, model.parameters())
+        optimizer = make_optimizer("SGD", model.parameters())
         policy = nc.Policy(compute="bf16", master_weights=True)
         return nc.Stepper(run, optimizer, policy, accumulate=accumulate, max_norm=0.5), optimizer
 
@@ -193,10 +194,7 @@ def masters(accumulate, buckets, optimizer_name):
     alone = prepared()
     start = values(alone.parameters())
     whole, theirs = made(alone, alone)
-    for x, y in batches(STEPS * accumulate):
-        with whole.autocast():
-            loss = mse_loss(alone(x), y)
-        whole.step(loss)
+    train(whole, alone, batches(STEPS * accumulate), world=1)
     model = prepared()
     run = DistributedDataParallel(model, **BUCKETS[buckets])
     stepper, optimizer = made(run, model)
@@ -214,7 +212,7 @@ def masters(accumulate, buckets, optimizer_name):
 
 def master_weights():
     facts = {}
-    for case in itertools.product((1, 4), BUCKETS, ("SGD",)):
+    for case in itertools.product((1, 4), BUCKETS):
         facts[", ".join(map(str, case))] = masters(*case)
     model = Tiny()
     try:
@@ -225,60 +223,10 @@ def master_weights():
     return {"cases": facts, "unlowered": said}
 
 
-def resumed(policy, buckets):
-    """Six steps, and three with a save, a load and three; the second overflows on one rank."""
-
-    def fresh(seed):
-        model = Tiny(seed=seed)
-        if policy == "O2":
-            lower(model, torch.bfloat16)
-        run = DistributedDataParallel(model, **BUCKETS[buckets])
-        optimizer = make_optimizer("fused AdamW", model.parameters())
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        scaler = nc.scaling.Dynamic(scale=64.0 if seed else 1024.0, growth_interval=2)
-        policy_ = nc.Policy(compute="bf16", master_weights=True) if policy == "O2" else policy
-        return model, run, nc.Stepper(run, optimizer, policy_, scheduler=scheduler, scaler=scaler)
-
-    def go_on(run, stepper, numbers):
-        data = batches(6)
-        for number in numbers:
-            x, y = data[number]
-            with stepper.autocast():
-                loss = mse_loss(run(part(x)), part(y))
-            stepper.step(loss * (float("inf") if number == 1 and is_last() else 1.0))
-
-    model, run, stepper = fresh(0)
-    go_on(run, stepper, range(3))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "stepper": stepper.state_dict()}, file)
-    go_on(run, stepper, range(3, 6))
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other, run_2, stepper_2 = fresh(5)
-    # Its first two steps show DDP in which order gradients come. Until then it adds them up in another one,
-    # which is another sum where there are more than two.
-    go_on(run_2, stepper_2, range(2))
-    other.load_state_dict(saved["model"])
-    stepper_2.load_state_dict(saved["stepper"])
-    go_on(run_2, stepper_2, range(3, 6))
-    return {
-        "same": all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)),
-        "scales": [stepper.scaler.get_scale(), stepper_2.scaler.get_scale()],
-        "steps": [stepper.steps, stepper_2.steps],
-        "digest": digest(model.parameters()),
-    }
-
-
-def resume():
-    cases = itertools.product(("bf16", "fp16", "O2"), ("default", "bucket views"))
-    return {f"{policy}, {buckets}": resumed(policy, buckets) for policy, buckets in cases}
-
-
 SCENARIOS = {
     "ddp": ddp,
     "flush": flush,
     "uneven flush": uneven_flush,
     "left alone": left_alone,
     "masters": master_weights,
-    "resume ddp": resume,
 }

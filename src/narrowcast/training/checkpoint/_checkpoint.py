@@ -13,7 +13,7 @@ import torch
 
 from narrowcast.errors import CheckpointError, PolicyError
 from narrowcast.policy import Policy, as_policy, policy_in, policy_name, policy_text
-from narrowcast.training.checkpoint import _file, _foreign, _ranks
+from narrowcast.training.checkpoint import _file, _ranks
 from narrowcast.training.checkpoint._file import storable
 from narrowcast.training.checkpoint._ranks import Ranks, Saved
 from narrowcast.training.checkpoint._state import Fit, Run
@@ -26,10 +26,10 @@ class Checkpoint:
     Attributes:
         position: the position given to ``save_checkpoint``; None if there was none.
         policy: the policy of the run; None if it was saved without one.
-        notes: one sentence for each thing that was converted, left out or not found. Empty if the run
-            continues bit for bit.
+        notes: one sentence for each thing that was left out or not found. Empty if the run continues bit
+            for bit.
         ranks: how many ranks saved it.
-        versions: of narrowcast, torch and Python that saved it, by name; empty for a foreign file.
+        versions: of narrowcast, torch and Python that saved it, by name.
     """
 
     position: Any
@@ -121,7 +121,6 @@ def load_checkpoint(
     scaler: Any = None,
     held: Any = None,
     policy: Any = None,
-    strict: bool = True,
 ) -> Checkpoint:
     """Load a checkpoint of ``save_checkpoint``; no code in it is run.
 
@@ -133,18 +132,11 @@ def load_checkpoint(
     bit. With another number, weights and states of optimizers are exact, and ``notes`` says which ranks found
     no random state: they keep theirs, which should differ by rank.
 
-    A dict that another loop saved with ``torch.save`` is converted, and ``notes`` says how: the model's state
-    under ``"state_dict"``, ``"model"`` or ``"model_state_dict"``, likewise optimizer and scheduler, and the
-    state of torch's or apex's loss scaler under ``"scaler"`` or ``"amp"``. The rest of the dict is the
-    position. Missing masters are made from fp32 weights.
-
     Args:
         path: of a checkpoint.
         model, optimizer, stepper, scheduler, scaler, held, policy: as for ``save_checkpoint``. With the model
             alone, as for an evaluation, everything else is left out, and random states stay as they are. The
             checkpoint of a loop without a Stepper can be loaded into one, and the other way round.
-        strict: refuse what differs. False: load what fits, and list in ``notes`` what does not; weights are
-            converted, rounded to nearest.
 
     Returns:
         Position, policy and notes.
@@ -162,10 +154,10 @@ def load_checkpoint(
     source = Path(path)
     run = Run(model, optimizer, stepper, scheduler, scaler, held)
     wanted = _policy_of(stepper, policy)
-    fit = Fit(source, strict)
+    fit = Fit(source)
     try:
         folder = source.is_dir()
-        saved = _ranks.read(source, ranks) if folder else ranks.agreed(lambda: _read(source, fit, ranks))
+        saved = _ranks.read(source, ranks) if folder else ranks.agreed(lambda: _read(source, ranks))
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {source}: {error.strerror or error}") from error
     tree = ranks.agreed(lambda: _ranks.tree_for(saved, ranks, fit, run.layouts()))
@@ -173,10 +165,9 @@ def load_checkpoint(
     def checked() -> Policy | None:
         before = None if tree["policy"] is None else policy_in(tree["policy"].encode(), source)
         if before is not None and wanted is not None and before != wanted:
-            fit.unless_strict(
+            fit.refuse(
                 f"it was saved under the policy {policy_name(before)}, and here is {policy_name(wanted)}",
                 "Continue under the policy that it was saved under",
-                "the run continues under the new one",
             )
         run.check(fit, tree)
         return before
@@ -192,12 +183,9 @@ def load_checkpoint(
     )
 
 
-def _read(path: Path, fit: Fit, ranks: Ranks) -> Saved:
-    """Read a file of ours or of ``torch.save``; a rank beyond the first has no tree of its own in it."""
+def _read(path: Path, ranks: Ranks) -> Saved:
+    """Read a file; a rank beyond the first has no tree of its own in it."""
     tree = _file.read(path)
-    if tree is None:
-        tree, fit.notes = _foreign.read(path)
-        fit.foreign = True
     return Saved(common=tree, own=tree if ranks.rank == 0 else None)
 
 

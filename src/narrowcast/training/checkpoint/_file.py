@@ -31,31 +31,6 @@ Place = tuple[Any, ...]
 """Keys and indices from the root of a tree to a value in it."""
 
 
-class Digest:
-    """A file for ``torch.save`` that computes the SHA-256 of what it passes on to ``file``."""
-
-    def __init__(self, file: IO[bytes] | None = None) -> None:
-        self._file = file
-        self._sha256 = hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> None:
-        self._sha256.update(data)
-        if self._file is not None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                # torch.save ends with an error about positions in its archive instead.
-                self.error = error
-                raise
-
-    def flush(self) -> None:
-        pass  # torch.save calls it; the file is flushed once, at the end
-
-    def hexdigest(self) -> str:
-        return self._sha256.hexdigest()
-
-
 def write(path: Path, content: dict[str, Any]) -> None:
     """Replace ``path`` by a file of ``content`` in one step.
 
@@ -63,28 +38,33 @@ def write(path: Path, content: dict[str, Any]) -> None:
         OSError: the file cannot be written; the previous one is unchanged.
     """
     with replacing(path) as file:
-        digest = Digest(file)
         try:
-            torch.save({"format": FORMAT, **content}, digest)  # type: ignore[arg-type]
-        except RuntimeError:
-            if digest.error is not None:
-                raise digest.error from None
+            torch.save({"format": FORMAT, **content}, file)
+        except RuntimeError as error:
+            # On a full disk torch.save ends with an error about positions in its archive.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
             raise
-        file.write(b"\n%s %d sha256 %s\n" % (FORMAT.encode(), VERSION, digest.hexdigest().encode()))
+        file.flush()
+        size = file.tell()
+        with Path(file.name).open("rb") as written:
+            digest = _sha256(written, size)
+        file.write(b"\n%s %d sha256 %s\n" % (FORMAT.encode(), VERSION, digest.encode()))
 
 
-def read(path: Path) -> dict[str, Any] | None:
-    """Return the content of a checkpoint file; None if another program wrote it with ``torch.save``.
+def read(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint file.
 
     Raises:
-        CheckpointError: the file is truncated, altered, of a newer version, or would run code.
+        CheckpointError: the file is truncated, altered, of a newer version or another program, or it would
+            run code.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _LAST_LINE_BYTES))
         last = _LAST_LINE.search(file.read())
         if last is None:
-            return None
+            raise damaged(path, "its last line is missing")
         version, written = int(last[1]), last[2].decode()
         if version > VERSION:
             raise CheckpointError(
@@ -95,7 +75,13 @@ def read(path: Path) -> dict[str, Any] | None:
         found = _sha256(file, size - len(last[0]))
     if found != written:
         raise damaged(path, f"its SHA-256 is {found}, and was {written}")
-    content: dict[str, Any] = load_without_code(path)
+    try:
+        # Protocol 2 of pickle writes b"" as a call of bytes.
+        with warnings.catch_warnings(), torch.serialization.safe_globals([bytes]):
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise damaged(path, "it is not a file of torch.save without code") from error
     return content
 
 
@@ -107,30 +93,11 @@ def _sha256(file: IO[bytes], length: int) -> str:
     return digest.hexdigest()
 
 
-def load_without_code(path: Path) -> Any:
-    """``torch.load`` with ``weights_only``, on the CPU, with the errors of a checkpoint."""
-    try:
-        # Protocol 2 of pickle writes b"" as a call of bytes.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([bytes]):
-            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        wanted = re.findall(r"GLOBAL (\S+) was not an allowed", str(error))
-        if not wanted:
-            raise damaged(path, "it is not a file of torch.save without code") from error
-        raise CheckpointError(
-            f"{path} would run {wanted[0]} when it is read, and was not read. If you trust its source, "
-            "convert it with torch.load(path, weights_only=False) and torch.save of plain values and "
-            "tensors, or allow harmless classes with torch.serialization.safe_globals around load_checkpoint"
-        ) from error
-    except (RuntimeError, OSError, EOFError, LookupError, ValueError, AttributeError, TypeError) as error:
-        raise damaged(path, str(error).partition("\n")[0]) from error
-
-
 def damaged(path: Path, how: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is truncated, was altered or is no checkpoint: {how}. Nothing was loaded; use an earlier "
-        "checkpoint, or copy this one again"
+        f"{path} is truncated, was altered or is not of save_checkpoint: {how}. Nothing was loaded; use an "
+        "earlier checkpoint, or copy this one again. What torch.save wrote is read with torch.load, and "
+        "loaded with load_state_dict of the model, the optimizer and the scaler"
     )
 
 
@@ -177,8 +144,8 @@ def storable(tree: Any, place: Place, *, sharded: bool) -> Any:
     return mapped(tree, leaf, place)
 
 
-def _storable_tensor(value: torch.Tensor, place: Place, *, sharded: bool) -> torch.Tensor:
-    tensor = value.detach()
+def _storable_tensor(value: Any, place: Place, *, sharded: bool) -> torch.Tensor:
+    tensor: torch.Tensor = value.detach()
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         layout = str(tensor.layout).removeprefix("torch.")
         raise CheckpointError(
@@ -186,18 +153,14 @@ def _storable_tensor(value: torch.Tensor, place: Place, *, sharded: bool) -> tor
             f"{layout}: make it dense, with memory"
         )
     if hasattr(tensor, "device_mesh"):
-        return tensor if sharded else _gathered(tensor)
+        whole: torch.Tensor = value if sharded else value.full_tensor()
+        return whole.detach()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise CheckpointError(
             f"a checkpoint holds plain tensors and DTensors, and {name_of(place)} is a "
             f"{type(tensor).__name__}: save what it is made from"
         )
     return tensor.resolve_conj().resolve_neg()
-
-
-def _gathered(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor()
-    return whole
 
 
 def _fix(value: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import pickle
 import re
 import shutil
@@ -29,7 +30,7 @@ from narrowcast._files import sync_folder
 from narrowcast.errors import CheckpointError
 from narrowcast.training._torch_internals import read_metadata_of_tensors
 from narrowcast.training.checkpoint import _file
-from narrowcast.training.checkpoint._file import Digest, Place, damaged, mapped, name_of
+from narrowcast.training.checkpoint._file import Place, damaged, mapped, name_of
 from narrowcast.training.checkpoint._state import Fit, few
 
 MARKER = "checkpoint.narrowcast"
@@ -148,9 +149,9 @@ def _split(tree: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str
 
 def _sum_of(tensor: torch.Tensor) -> str:
     """A digest of values, shape, dtype and order of dimensions."""
-    digest = Digest()
-    torch.save(tensor.cpu(), digest)  # type: ignore[arg-type]
-    return digest.hexdigest()
+    file = io.BytesIO()
+    torch.save(tensor.cpu(), file)
+    return hashlib.sha256(file.getbuffer()).hexdigest()
 
 
 def _new_folder(path: Path) -> str:
@@ -253,17 +254,11 @@ def read(path: Path, ranks: Ranks) -> Saved:
             if found != body["files"][name]:
                 raise damaged(path, f"{name} is {found}, and was {body['files'][name]} (bytes, SHA-256)")
 
-    def tree_of(rank: int) -> dict[str, Any]:
-        tree = _file.read(data / f"rank_{rank}.pt")
-        if tree is None:
-            raise damaged(path, f"rank_{rank}.pt has no last line")
-        return tree
-
     def trees() -> tuple[dict[str, Any], dict[str, Any] | None]:
-        common = tree_of(0)
+        common = _file.read(data / "rank_0.pt")
         if ranks.rank == 0:
             return common, common
-        return common, tree_of(ranks.rank) if ranks.rank < body["ranks"] else None
+        return common, _file.read(data / f"rank_{ranks.rank}.pt") if ranks.rank < body["ranks"] else None
 
     ranks.agreed(check)
     common, own = ranks.agreed(trees)
@@ -276,10 +271,7 @@ def _read_marker(path: Path) -> dict[str, Any]:
             f"the folder {path} holds no complete checkpoint: {MARKER} is missing, as after a first "
             "save that was killed"
         )
-    body = _file.read(path / MARKER)
-    if body is None:
-        raise damaged(path / MARKER, "its last line is missing")
-    return body
+    return _file.read(path / MARKER)
 
 
 def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Layouts) -> dict[str, Any]:
@@ -312,15 +304,11 @@ def _note_other_count(saved: Saved, ranks: Ranks, fit: Fit) -> None:
         fit.notes.append("each rank takes its own position, and new ranks that of rank 0")
     places = [place for place in saved.differing if place[0] in ("model", "objects")]
     states = [name_of(place) for place in places if place[0] == "objects" and "generators" not in place]
-    others = [name_of(place) for place in places if name_of(place) not in states]
     if states:
-        fit.unless_strict(
-            f"ranks had different values of {few(states)}",
-            "Load it with as many ranks as saved it",
-            "every rank continues from those of rank 0",
-        )
-    if others:
-        fit.notes.append(f"ranks had different values of {few(others)}: every rank takes those of rank 0")
+        fit.refuse(f"ranks had different values of {few(states)}", "Load it with as many ranks as saved it")
+    if places:
+        names = few([name_of(place) for place in places])
+        fit.notes.append(f"ranks had different values of {names}: every rank takes those of rank 0")
 
 
 def _is_elsewhere(value: Any) -> bool:

@@ -10,8 +10,7 @@ import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError, SettingError
 from narrowcast.policy import format_name
-from narrowcast.training._optimizer_group import check_settings_of
-from narrowcast.training._random import check_random_states, random_states, set_random_states
+from narrowcast.training._random import random_states, set_random_states
 from narrowcast.training._stepper import Stepper
 from narrowcast.weights import HeldWeights, held_by
 
@@ -20,10 +19,10 @@ _BESIDE = "beside the Stepper"
 Key = tuple[str, str, str]
 """Group, kind and name of an object."""
 _WORDS = {
-    "optimizers": ("an optimizer", "Give it as optimizer=..."),
+    "optimizers": ("optimizer", "Give it as optimizer=..."),
     "held": ("held weights", "Hold the optimizer's weights with nc.weights.hold, as when it was saved"),
-    "schedulers": ("a scheduler", "Give it as scheduler=..."),
-    "scalers": ("a scaler", "Give it as scaler=..."),
+    "schedulers": ("scheduler", "Give it as scheduler=..."),
+    "scalers": ("scaler", "Give it as scaler=..."),
 }
 
 
@@ -32,18 +31,10 @@ class Fit:
     """Compares a checkpoint with the objects it is loaded into; collects the notes."""
 
     path: Any
-    strict: bool
-    foreign: bool = False
     notes: list[str] = field(default_factory=list)
 
     def refuse(self, problem: str, fix: str) -> NoReturn:
         raise CheckpointError(f"{self.path} does not fit: {problem}. {fix}. Nothing was loaded")
-
-    def unless_strict(self, problem: str, fix: str, consequence: str) -> None:
-        """Raise if strict, otherwise add a note."""
-        if self.strict:
-            self.refuse(problem, f"{fix}; or load what fits with strict=False")
-        self.notes.append(f"{problem}: {consequence}")
 
 
 class Run:
@@ -146,92 +137,55 @@ class Run:
         self._check_model(fit, tree["model"])
         saved: dict[Key, Any] = tree["objects"]
         if self.objects:
-            self._check_stepper(fit, tree)
-            if fit.foreign or not fit.strict:
-                self._make_masters(fit, saved, tree["model"])
+            self._check_stepper(fit, tree["stepper"])
         elif saved:
             tree["random"] = None  # the model alone is wanted, not a run that continues
         self._check_names(fit, saved)
         for key, one in self.objects.items():
             if key in saved:
                 _check_object(fit, key, one, saved[key], self.names)
-        if tree["random"] is not None:
-            try:
-                check_random_states(tree["random"])
-            except (RuntimeError, TypeError, ValueError, KeyError) as error:
-                fit.refuse(
-                    f"a random state in it cannot be set: {error}", "Use the torch that it was saved with"
-                )
 
     def _check_names(self, fit: Fit, saved: Mapping[Key, Any]) -> None:
-        mine, theirs = (sorted({key[0] for key in keys} - {_BESIDE}) for keys in (self.objects, saved))
-        if mine and theirs and mine != theirs:
-            came, here = (", ".join(map(repr, names)) for names in (theirs, mine))
-            fix = "Name them alike" if self.stepper is not None else "Give stepper=..."
-            fit.refuse(f"its optimizers have the names {came}, and here they are {here}", fix)
-        for key, live in self.objects.items():
-            if key not in saved and getattr(live, "scales_losses", True):
-                there = ", ".join(other[2] for other in saved if other[:2] == key[:2]) or "none"
-                fit.unless_strict(
-                    f"the checkpoint holds no {_noun(key)} {key[2]!r} (it has {there})",
-                    "Save it too, or load without it",
-                    "it stays as it is",
-                )
         for key in saved:
             if key not in self.objects:
-                article, fix = _WORDS[key[1]]
-                problem = (
-                    f"the checkpoint holds {article} {key[2]!r} ({saved[key]['kind']}) that was not given"
+                noun, fix = _WORDS[key[1]]
+                problem = f"it holds the {noun} {_shown(key)} ({saved[key]['kind']}), which was not given"
+                if self.objects:
+                    fit.refuse(problem, fix)
+                fit.notes.append(f"{problem}: not loaded")
+        for key, live in self.objects.items():
+            if key not in saved and getattr(live, "scales_losses", True):
+                there = ", ".join(_shown(other) for other in saved if other[1] == key[1]) or "none"
+                fit.refuse(
+                    f"the checkpoint holds no {_WORDS[key[1]][0]} {_shown(key)} (it has {there})",
+                    "Save it too, or load without it",
                 )
-                if self.of_kind("optimizers"):
-                    fit.unless_strict(problem, fix, "it was not loaded")
-                else:
-                    fit.notes.append(f"{problem}: it was not loaded")
 
-    def _check_stepper(self, fit: Fit, tree: Mapping[str, Any]) -> None:
-        saved = tree["stepper"]
-        if saved is None and self.stepper is not None:
-            fit.notes.append(
-                "the checkpoint is of a loop without a Stepper: its states were loaded into the Stepper, "
-                "which counts its steps from 0"
-            )
-        elif saved is not None and self.stepper is None:
-            fit.notes.append("the checkpoint is of a Stepper: its states were loaded into what was given")
-        elif saved is not None and self.stepper is not None:
-            for device, dtype in self.stepper.formats.items():
-                before = saved["formats"].get(device, format_name(dtype))
-                if before != format_name(dtype):
-                    fit.unless_strict(
-                        f"the Stepper computes in {format_name(dtype)} on {device}, and the saved one in "
-                        f"{before}",
-                        "Make it with the policy that was saved",
-                        "the run continues in the new format",
-                    )
-
-    def _make_masters(self, fit: Fit, saved: dict[Key, Any], model: Mapping[str, Any]) -> None:
-        """Make fp32 masters from fp32 weights if the checkpoint has no masters and the run does."""
-        for key, held in self.of_kind("held").items():
-            lows = [low for low, _ in held.parameters]
-            kept = [model.get(self.names.get(id(low), "")) for low in lows]
-            wide = all(
-                isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (torch.float32, low.shape)
-                for low, value in zip(lows, kept, strict=True)
-            )
-            if wide and key not in saved and held.updates == "masters":
-                saved[key] = {"kind": "masters", "state": {**held.state_dict(), "kept": kept}}
-                fit.notes.append("the fp32 masters were made from the fp32 weights in the checkpoint")
+    def _check_stepper(self, fit: Fit, saved: Mapping[str, Any] | None) -> None:
+        if self.stepper is None:
+            return
+        if saved is None:
+            fit.notes.append("it is of a loop without a Stepper, and the Stepper counts its steps from 0")
+            return
+        for device, dtype in self.stepper.formats.items():
+            before = saved["formats"].get(device, format_name(dtype))
+            if before != format_name(dtype):
+                fit.refuse(
+                    f"the Stepper computes in {format_name(dtype)} on {device}, and computed in {before}",
+                    "Make it with the policy that was saved",
+                )
 
     def _check_model(self, fit: Fit, theirs: Mapping[str, Any]) -> None:
         mine = {name: value for name, (_, value) in self.model_state().items()}
         same = "Make the model that was saved"
         missing, unknown = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
         if missing:
-            fit.unless_strict(f"the checkpoint lacks {few(missing)}", same, "left as they are")
+            fit.refuse(f"the checkpoint lacks {few(missing)}", same)
         if unknown:
-            fit.unless_strict(f"the model has no {few(unknown)}", same, "not loaded")
+            fit.refuse(f"the model has no {few(unknown)}", same)
         for name, here in mine.items():
-            there = theirs.get(name)
-            if not isinstance(here, torch.Tensor) or name not in theirs:
+            there = theirs[name]
+            if not isinstance(here, torch.Tensor):
                 continue
             if not isinstance(there, torch.Tensor):
                 fit.refuse(f"{name} is a tensor here, and was a {type(there).__name__}", same)
@@ -239,13 +193,7 @@ class Run:
                 fit.refuse(f"{name} has shape {tuple(here.shape)}, and had {tuple(there.shape)}", same)
             if here.dtype != there.dtype:
                 now, before = (str(one.dtype).removeprefix("torch.") for one in (here, there))
-                problem, change = f"{name} is {now} here, and was saved in {before}", "rounded to nearest"
-                if not (here.is_floating_point() and there.is_floating_point()):
-                    fit.refuse(problem, same)
-                if fit.foreign:
-                    fit.notes.append(f"{problem}: {change}")
-                else:
-                    fit.unless_strict(problem, same, change)
+                fit.refuse(f"{name} is {now} here, and was saved in {before}", same)
 
     def load(self, fit: Fit, tree: Mapping[str, Any]) -> None:
         """Load a tree that was checked.
@@ -316,8 +264,9 @@ def _by_name(kind: str, given: Any) -> dict[str, Any]:
     return found
 
 
-def _noun(key: Key) -> str:
-    return _WORDS[key[1]][0].removeprefix("an ").removeprefix("a ")
+def _shown(key: Key) -> str:
+    """The name of an object, after that of its group."""
+    return repr(f"{key[0]} {key[2]}".strip())
 
 
 def kind_of(one: Any) -> str:
@@ -346,69 +295,35 @@ def described(optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
     ]
 
 
-# ---- checks of one state
+# ---- one state
 
 
 def _check_object(fit: Fit, key: Key, one: Any, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    _, kind, name = key
-    if kind == "held":
+    which = f"{_WORDS[key[1]][0]} {_shown(key)}"
+    if key[1] == "held":
         try:
             one.check_state_dict(saved["state"])
         except SettingError as error:
             fit.refuse(str(error), "Hold the weights as they were held")
-    elif kind == "scalers":
-        _check_scaler(fit, name, one, saved)
-    elif saved["kind"] is not None and saved["kind"] != kind_of(one):
-        fit.unless_strict(
-            f"{_noun(key)} {name!r} is of {kind_of(one)}, and that in the checkpoint of {saved['kind']}",
-            f"Make the {_noun(key)} that was saved",
-            "its state was loaded all the same",
-        )
-    if kind == "optimizers":
-        _check_optimizer(fit, name, one, saved, names)
-
-
-def _check_scaler(fit: Fit, name: str, one: Any, saved: Mapping[str, Any]) -> None:
-    if saved["kind"] is None or saved["kind"] == kind_of(one):
+    if saved["kind"] != kind_of(one):
+        fit.refuse(f"the {which} is of {kind_of(one)}, and was of {saved['kind']}", "Make the same kind")
+    if key[1] != "optimizers":
         return
-    if kind_of(one).startswith("torch.") and "scale" not in saved["state"]:
-        fit.refuse(
-            f"scaler {name!r} is torch's, and the checkpoint holds a loss scale that it cannot follow",
-            "Use nc.GradScaler",
-        )
-    fit.notes.append(f"scaler {name!r} is a {kind_of(one)}, and the state was that of a {saved['kind']}")
-
-
-def _check_optimizer(
-    fit: Fit, name: str, one: Any, saved: Mapping[str, Any], names: Mapping[int, str]
-) -> None:
     same = "Make it from the same parameters in the same order and groups"
-    try:
-        check_settings_of(one, saved["state"])
-    except SettingError as error:
-        fit.refuse(f"optimizer {name!r}: {error}", "Make the optimizer that was saved")
     sizes, came = (
         [len(group["params"]) for group in groups]
         for groups in (one.param_groups, saved["state"]["param_groups"])
     )
     if sizes != came:
-        fit.refuse(f"optimizer {name!r} has groups of {sizes} parameters, and the checkpoint of {came}", same)
-    for index, (here, there) in enumerate(
-        zip(described(one, names), saved["parameters"] or [], strict=False)
-    ):
-        problem = f"parameter {index} of optimizer {name!r} is {_words(here)}, and was {_words(there)}"
-        if here["shape"] != there["shape"]:
-            fit.refuse(problem, same)
-        if here["name"] != there["name"] and None not in (here["name"], there["name"]):
-            fit.unless_strict(problem, same, "its state was loaded by its number")
+        fit.refuse(f"the {which} has groups of {sizes} parameters, and had {came}", same)
+    for index, (here, there) in enumerate(zip(described(one, names), saved["parameters"], strict=True)):
+        if here != there:
+            fit.refuse(f"parameter {index} of the {which} is {_words(here)}, and was {_words(there)}", same)
 
 
 def _words(parameter: Mapping[str, Any]) -> str:
     name = parameter["name"] or "a tensor that is not the model's"
     return f"{name}, {parameter['dtype']} of shape {tuple(parameter['shape'])}"
-
-
-# ---- loading one state
 
 
 def _load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
@@ -427,10 +342,7 @@ def _load_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> None:
             if isinstance(group[key], torch.Tensor):
                 group[key] = group[key].to(device)
     positions = [index for group in state["param_groups"] for index in group["params"]]
-    dtypes = [one["dtype"] for one in saved["parameters"] or []]
-    for parameter, position, dtype in zip(parameters_of(optimizer), positions, dtypes, strict=False):
-        if str(parameter.dtype).removeprefix("torch.") != dtype:
-            continue
+    for parameter, position in zip(parameters_of(optimizer), positions, strict=True):
         for key, value in state["state"].get(position, {}).items():
             now = optimizer.state.get(parameter, {}).get(key)
             both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
