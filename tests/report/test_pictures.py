@@ -6,7 +6,7 @@ import os
 import made_captures
 import pytest
 
-from narrowcast.report._pictures import kind_of, pictures
+from narrowcast.report._files import kind_of, pictures
 
 SVG = b'<?xml version="1.0"?>\n<!DOCTYPE svg>\n<svg xmlns="http://www.w3.org/2000/svg"></svg>'
 

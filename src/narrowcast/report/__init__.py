@@ -7,7 +7,6 @@ from narrowcast.report._explain import (
     check_text,
     decided_sites,
     differences,
-    differences_text,
     explain_text,
     facts_changed,
     lock_of,
@@ -15,8 +14,8 @@ from narrowcast.report._explain import (
     read_lock,
     write_lock,
 )
-from narrowcast.report._files import PAGE, explanation_of, find_capture, save_page, write_page
-from narrowcast.report._page import comparison_page, run_page
+from narrowcast.report._files import explanation_of, find_capture
+from narrowcast.report._page import PAGE, comparison_page, run_page, save_page, write_page
 from narrowcast.report._summary import empty_summary, run_summary, summary
 from narrowcast.report._table import comparison_table, run_block
 from narrowcast.report._text import printable
@@ -31,7 +30,6 @@ __all__ = [
     "decided_sites",
     "diagnosis_text",
     "differences",
-    "differences_text",
     "doctor_text",
     "empty_summary",
     "explain_text",

@@ -1,4 +1,4 @@
-"""Text of ``narrowcast explain``, the differences between two policies, and the lock file of decisions."""
+"""What ``narrowcast explain`` shows: its text and panel, where two policies differ, and the lock file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,32 @@ import msgspec
 
 from narrowcast._files import replacing
 from narrowcast.errors import FileError
+from narrowcast.observe.capture import EXPLANATION
 from narrowcast.observe.explanation import (
     LAYER_NUMBER,
-    bytes_text,
-    count_text,
+    explained,
     explained_lines,
+    grouped,
     has_several_models,
-    percent,
     place_name,
-    wrapped,
+    read_explanation,
+    round_trips_in_words,
+    rules_of,
 )
-from narrowcast.report._text import printable
+from narrowcast.report._render import terminal_text
+from narrowcast.report._text import bold, printable, shortened
 
-BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 VERSION = 1
 """Of the lock file."""
 _MOST = 40
+_MOST_SITES = 3_000
+_MOST_LISTED = 40
 _SILENT = ("view", "no floats")
 _UNLISTED = "unlisted"
 _HEAD = "# What ran in which format: narrowcast explain --lock wrote it, --check compares.\n"
 _FACTS = ("policy", "torch", "device", "format")
 _ADVICE = "write it anew with narrowcast explain --lock"
+_NOT_IN_MODULES = ("backward", "optimizer", "outside of modules")
 
 
 def explain_text(found: Mapping[str, Any], *, every: bool = False, color: bool = False) -> str:
@@ -46,15 +51,64 @@ def explain_text(found: Mapping[str, Any], *, every: bool = False, color: bool =
         color: whether to use bold type.
     """
     lines = [(printable(text), heading) for text, heading in explained_lines(found, every=every)]
-    return "\n".join(f"{BOLD}{text}{PLAIN}" if heading and color else text for text, heading in lines)
+    return "\n".join(bold(text) if heading and color else text for text, heading in lines)
+
+
+def explain_panel(folder: Path) -> dict[str, Any] | None:
+    """Return what the panel of a page shows of the capture of ``narrowcast explain`` in ``folder``.
+
+    None if there is none. ``problem`` is why there is nothing else; ``groups`` are the modules, ``outside``
+    what ran outside of them, ``every`` each site on its own, of which ``left_out`` are in the capture only.
+    """
+    try:
+        if not (folder / EXPLANATION).is_file():
+            return None
+        capture = read_explanation(folder / EXPLANATION)
+    except (FileError, OSError) as error:
+        return {"problem": shortened(str(error), 400)}
+    found = explained(capture)
+    groups, every = grouped(found), grouped(found, every=True)
+    while sum(len(group.rows) for group in every) > _MOST_SITES:
+        every.pop()
+    shares = [row.time_share or 0.0 for group in groups for row in group.rows]
+    sentences = {
+        "round_trips": round_trips_in_words(found),
+        "unreached": [f"{rule['rule']}: {rule['reason']}" for rule in found["unreached"]],
+    }
+    return {
+        "problem": found["problem"],
+        "found": found,
+        # In the folder of a comparison it is of another run, which its date shows.
+        "started": capture.start["started"],
+        "groups": [group for group in groups if group.name not in _NOT_IN_MODULES],
+        "outside": [group for group in groups if group.name in _NOT_IN_MODULES],
+        "every": every,
+        "left_out": len(found["sites"]) - sum(len(group.rows) for group in every),
+        "longest_share": max(shares, default=0.0) or 1.0,
+        "rules": rules_of(found["sites"]),
+        "notes": found["notes"][:_MOST_LISTED],
+        "sentences": {
+            name: [*texts[:_MOST_LISTED], *_more(len(texts) - _MOST_LISTED)]
+            for name, texts in sentences.items()
+        },
+    }
+
+
+def _more(count: int) -> list[str]:
+    return [f"and {count} more, in the capture"] if count > 0 else []
 
 
 # ---- decisions, and how two lists of them differ
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """What was decided about one operator in one module.
+class Decided(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={"inputs": "in", "computes": "as", "outputs": "out"},
+):
+    """What was decided about one operator in one module, as in a lock file.
 
     Attributes:
         module: its path, after the class of its model if there are several; empty outside of modules.
@@ -71,7 +125,7 @@ class Decided:
     computes: str
     outputs: str
     by: str
-    calls: float
+    calls: int | float
 
     @property
     def words(self) -> str:
@@ -93,7 +147,9 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it JSON-ready."""
-        return asdict(self)
+        sides = {"before": self.before, "after": self.after}
+        decided = {name: [msgspec.structs.asdict(site) for site in side] for name, side in sides.items()}
+        return {"module": self.module, "op": self.op} | decided
 
 
 def decided_sites(found: Mapping[str, Any]) -> list[Decided]:
@@ -135,63 +191,65 @@ def differences(before: Iterable[Decided], after: Iterable[Decided]) -> list[Dif
     ]
 
 
-def differences_text(found: Sequence[Difference], before: str, after: str, *, every: bool = False) -> str:
+def differences_text(
+    found: Sequence[Difference], sides: tuple[str, str], template: str, *, every: bool, **values: Any
+) -> str:
     """Return differences in lines of at most 79 columns, repeated layers together.
 
     Args:
         found: what ``differences`` returned.
-        before, after: names of the two sides, as of policies.
+        sides: names of the two sides, as of policies.
+        template: what shows them.
         every: each place alone.
+        values: what else the template shows.
     """
-    groups: dict[tuple[Any, ...], list[Difference]] = {}
+    together: dict[tuple[Any, ...], list[Difference]] = {}
     for one in found:
         pattern = one.module if every else LAYER_NUMBER.sub("*", one.module)
-        sides = tuple(tuple(site.words for site in side) for side in (one.before, one.after))
-        groups.setdefault((pattern, one.op, sides), []).append(one)
-    width = max(len(before), len(after))
-    lines = []
-    for (pattern, op, sides), same in list(groups.items())[: None if every else _MOST]:
-        where = (f"{pattern}  x {len(same)}" if len(same) > 1 else same[0].module) or "outside of modules"
-        lines += wrapped(f"{where}: {op}", first="  ", then="      ")
-        for name, side in zip((before, after), sides, strict=True):
-            for words in side or ("not called",):
-                lines += wrapped(f"{name:<{width}}  {words}", first="    ", then="        ")
-    if len(groups) > _MOST and not every:
-        lines.append(f"and {len(groups) - _MOST} more: --all")
-    return "\n".join(lines)
+        words = tuple(tuple(site.words for site in side) for side in (one.before, one.after))
+        together.setdefault((pattern, one.op, words), []).append(one)
+    width = max(map(len, sides))
+    shown = [
+        {
+            "where": (f"{pattern}  x {len(same)}" if len(same) > 1 else same[0].module)
+            or "outside of modules",
+            "op": op,
+            "sides": [
+                (name.ljust(width), decided or ("not called",))
+                for name, decided in zip(sides, words, strict=True)
+            ],
+        }
+        for (pattern, op, words), same in together.items()
+    ]
+    most = len(shown) if every else _MOST
+    return terminal_text(
+        template, count=len(found), groups=shown[:most], left_out=max(0, len(shown) - most), **values
+    )
 
 
 def policies_text(
     one: Mapping[str, Any], other: Mapping[str, Any], found: Sequence[Difference], *, every: bool = False
 ) -> str:
     """Return where two policies decide differently about a script, and what each costs."""
-    names = [printable(each["policy"]) for each in (one, other)]
-    target = printable(" ".join(one["target"]))
-    what = "decide the same about every operator that it called"
-    if found:
-        what = f"differ about {len(found)} operator{'s' * (len(found) != 1)} in its modules"
-    lines = wrapped(f"{target}: the policies {names[0]} and {names[1]} {what}.")
-    if found:
-        lines += ["", differences_text(found, *names, every=every), ""]
-    width = max(map(len, names))
-    for name, each in zip(names, (one, other), strict=True):
-        totals = each["totals"]
-        lines += wrapped(
-            f"{name:<{width}}  {count_text(totals['casts'])} casts a {each['unit']}, "
-            f"{bytes_text(totals['cast_bytes'])}; {percent(totals['narrow_share_of_product_time'])} of the "
-            "product time narrower than fp32"
-        )
-    return "\n".join(lines)
+    names = (one["policy"], other["policy"])
+    padded = [(each["policy"].ljust(max(map(len, names))), each) for each in (one, other)]
+    return differences_text(found, names, "policies.txt", every=every, one=one, other=other, names=padded)
+
+
+def check_text(before: Lock, after: Lock, found: Sequence[Difference], path: str, *, every: bool) -> str:
+    """Return what became of the decisions in a lock file."""
+    values = {"before": before, "around": facts_changed(before, after), "path": path}
+    return differences_text(found, ("locked", "now"), "check.txt", every=every, **values)
 
 
 # ---- the lock file: TOML, one line a site, the same text for the same decisions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lock:
-    """A lock file that was read.
+class Lock(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a lock file.
 
     Attributes:
+        version: of the file's format.
         policy: the name that was asked for, or the file, as seen from the working directory.
         torch: the version that decided.
         device: type of the device, with the name of a GPU.
@@ -199,35 +257,12 @@ class Lock:
         sites: the decisions.
     """
 
+    version: int = VERSION
     policy: str
     torch: str
     device: str
     format: str
     sites: tuple[Decided, ...]
-
-
-class _Site(
-    msgspec.Struct,
-    forbid_unknown_fields=True,
-    rename={"inputs": "in", "computes": "as", "outputs": "out"},
-):
-    module: str
-    op: str
-    ordinal: int
-    inputs: str
-    computes: str
-    outputs: str
-    by: str
-    calls: int | float
-
-
-class _File(msgspec.Struct):
-    version: int
-    policy: str
-    torch: str
-    device: str
-    format: str
-    sites: list[_Site]
 
 
 def lock_of(found: Mapping[str, Any]) -> Lock:
@@ -249,16 +284,10 @@ def write_lock(lock: Lock, path: Path) -> None:
     Raises:
         FileError: it cannot be written.
     """
-    lock = replace(lock, policy=_moved(lock.policy, Path(), path.parent))
-    lines = [_HEAD, f"version = {VERSION}\n"]
-    lines += [f"{name} = {_toml(getattr(lock, name))}\n" for name in _FACTS]
-    lines.append("sites = [\n")
-    seen: dict[tuple[str, str], int] = {}
-    for site in lock.sites:
-        place = (site.module, site.op)
-        seen[place] = seen.get(place, 0) + 1
-        fields = msgspec.to_builtins(_Site(ordinal=seen[place], **asdict(site)))
-        lines.append(f"  {{{', '.join(f'{name} = {_toml(value)}' for name, value in fields.items())}}},\n")
+    values = msgspec.to_builtins(lock) | {"policy": _moved(lock.policy, Path(), path.parent)}
+    lines = [_HEAD, *(f"{name} = {_toml(values[name])}\n" for name in ("version", *_FACTS)), "sites = [\n"]
+    for site in values["sites"]:
+        lines.append(f"  {{{', '.join(f'{name} = {_toml(value)}' for name, value in site.items())}}},\n")
     try:
         with replacing(path) as file:
             file.write("".join([*lines, "]\n"]).encode())
@@ -280,21 +309,14 @@ def read_lock(path: Path) -> Lock:
                 f"{path} is of version {version}, and this narrowcast reads up to {VERSION}: update "
                 f"narrowcast, or {_ADVICE}"
             )
-        file = msgspec.convert(values, _File)
+        lock = msgspec.convert(values, Lock)
     except FileError:
         raise
     except OSError as error:
         raise FileError(f"cannot read the lock file {path}: {error.strerror}") from error
     except ValueError as error:
         raise FileError(f"{path} is not a lock file: {error}; {_ADVICE}") from error
-    sites = [{name: getattr(site, name) for name in Decided.__slots__} for site in file.sites]
-    return Lock(
-        policy=_moved(file.policy, path.parent, Path()),
-        torch=file.torch,
-        device=file.device,
-        format=file.format,
-        sites=tuple(Decided(**site) for site in sites),
-    )
+    return msgspec.structs.replace(lock, policy=_moved(lock.policy, path.parent, Path()))
 
 
 def facts_changed(before: Lock, after: Lock) -> list[str]:
@@ -304,20 +326,6 @@ def facts_changed(before: Lock, after: Lock) -> list[str]:
         for name in _FACTS
         if getattr(before, name) != getattr(after, name)
     ]
-
-
-def check_text(before: Lock, after: Lock, found: Sequence[Difference], path: str, *, every: bool) -> str:
-    """Return what became of the decisions in a lock file."""
-    around = facts_changed(before, after)
-    name = printable(path)
-    said = f" ({'; '.join(around)})" if around else ""
-    if not found:
-        return "\n".join(wrapped(f"{name}: all {len(before.sites)} decisions are as they were{said}."))
-    count = f"{len(found)} decision{'s' * (len(found) != 1)}"
-    lines = wrapped(f"{name}: {count} differ{'s' * (len(found) == 1)}{said}.")
-    lines += ["", differences_text(found, "locked", "now", every=every), ""]
-    lines += wrapped("If this is meant: write the lock anew with narrowcast explain --lock.")
-    return "\n".join(lines)
 
 
 def _moved(policy: str, seen_from: Path, to: Path) -> str:

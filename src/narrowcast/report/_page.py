@@ -6,16 +6,15 @@ inserted, and the page's own security policy loads nothing and runs only the scr
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from narrowcast._files import replacing
+from narrowcast.errors import FileError
 from narrowcast.observe.capture import (
     PARAMETER_LIMIT,
     Capture,
@@ -24,8 +23,7 @@ from narrowcast.observe.capture import (
     parameter_error,
     parameter_limit,
 )
-from narrowcast.report import _text
-from narrowcast.report._explain_panel import panel_of
+from narrowcast.report._explain import explain_panel
 from narrowcast.report._figures import (
     NO_SEED,
     Axis,
@@ -34,11 +32,14 @@ from narrowcast.report._figures import (
     scale_figure,
     time_figure,
 )
-from narrowcast.report._pictures import Pictures, pictures
+from narrowcast.report._files import Found, Pictures, find_capture, pictures
+from narrowcast.report._render import html_page
 from narrowcast.report._statistics import forward_times_s, step_times_s
 from narrowcast.report._summary import final_losses, summary
 from narrowcast.report._table import NAMES, checks, rows, which_is_faster
-from narrowcast.report._text import UNKNOWN, number, printable, shortened, signed, site_name
+from narrowcast.report._text import number, shortened, signed, site_name
+
+PAGE = "report.html"
 
 _LONGEST_NOTE = 2_000
 _LONGEST_FACT = 400
@@ -47,17 +48,6 @@ _MOST_FACTS = 60
 _MOST_LINES = 60
 _MOST_PARAMETERS = 200
 _LOWEST_ERROR, _HIGHEST_ERROR = 1e-6, 1e3
-_FILTERS = (
-    "decibels",
-    "mebibytes",
-    "milliseconds",
-    "number",
-    "percent_change",
-    "seconds",
-    "short",
-    "shortened",
-    "when",
-)
 
 
 def comparison_page(comparison: ComparisonCapture) -> str:
@@ -70,7 +60,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
     losses, more_sites = loss_figures(runs)
     judged, times_s = checks(found), _times_s(runs, found["kind"])
     what = "forward calls" if found["kind"] == "inference" else "steps"
-    return _render(
+    return html_page(
         "comparison.html",
         title=_script(start["argv"]),
         command=_command("compare", start),
@@ -82,6 +72,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         checks=judged,
         decisive=[check for check in judged if check.verdict == found["verdict"]],
         loss_check=next((check for check in judged if check.name == "loss"), None),
+        names=NAMES,
         made={side: sum(run.format == side for run in runs) for side in NAMES},
         cut=[run_name(run) for run in runs if run.capture.end is None],
         losses=losses,
@@ -89,7 +80,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         figures={"times": time_figure(runs, times_s, what), "scale": scale_figure(runs)},
         by_seed=_by_seed(runs),
         parameters=_parameters(found["certificate"]) if found["certificate"] else None,
-        panel=panel_of(comparison.folder),
+        panel=explain_panel(comparison.folder),
         pictures=_pairs(comparison),
         facts=_facts([run.capture for run in runs]),
         runs=[
@@ -111,7 +102,7 @@ def run_page(capture: Capture, folder: Path) -> str:
     formats = {device["format"] for device in capture.of("device")}
     side = "fp32" if formats <= {"fp32"} else "mixed"
     run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
-    panel = panel_of(folder)
+    panel = explain_panel(folder)
     verb = "run" if panel is None else "explain"
     trains = bool(capture.of("step") or capture.of("loss"))
     # Losses and times of the few, slowed steps that explain watches mean nothing.
@@ -119,7 +110,7 @@ def run_page(capture: Capture, folder: Path) -> str:
     losses, more_sites = loss_figures(shown)
     times_s = _times_s(shown, "training" if trains else "inference")
     times = time_figure(shown, times_s, "steps" if trains else "forward calls")
-    return _render(
+    return html_page(
         "run.html",
         title=_script(capture.start["argv"]),
         verb=verb,
@@ -139,46 +130,38 @@ def run_page(capture: Capture, folder: Path) -> str:
     )
 
 
-def _render(template: str, **values: Any) -> str:
-    script = _source("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Pictures come as data, styles are the page's own; nothing may be fetched or sent.
-    policy = (
-        "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; "
-        f"form-action 'none'; script-src 'sha256-{digest}'"
-    )
-    page: str = (
-        _templates()
-        .get_template(template)
-        .render(script=script, style=_source("page.css"), security_policy=policy, names=NAMES, **values)
-    )
-    return page
+def write_page(folder: Path) -> Path:
+    """Write the page of the comparison or run in ``folder`` beside its capture; return its path.
+
+    Raises:
+        FileError: there is no capture, or none that can be read; or the page cannot be written.
+    """
+    return save_page(find_capture(folder))
 
 
-@cache
-def _templates() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
+def save_page(found: Found, path: Path | None = None) -> Path:
+    """Write the page of what ``find_capture`` returned, whole or not at all; return its path.
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        # Whatever is inserted: control characters, and those that reverse a line, are spelled out.
-        finalize=lambda value: printable(value) if type(value) is str else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {name: getattr(_text, name) for name in _FILTERS}
-    # For the page's own script and style only.
-    environment.filters["as_is"] = Markup
-    environment.globals["unknown"] = UNKNOWN
-    return environment
+    Args:
+        found: the comparison or run.
+        path: where to write; None: ``report.html`` beside the capture.
 
-
-@cache
-def _source(name: str) -> str:
-    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
+    Raises:
+        FileError: it cannot be written there.
+    """
+    if isinstance(found, ComparisonCapture):
+        page, folder = comparison_page(found), found.folder
+    else:
+        page, folder = run_page(found[0], found[1].parent), found[1].parent
+    path = folder / PAGE if path is None else path
+    try:
+        with replacing(path) as file:
+            file.write(page.encode())
+    except OSError as error:
+        raise FileError(
+            f"cannot write the page {path}: {error.strerror}; name another place with --output FILE"
+        ) from error
+    return path
 
 
 def _script(argv: Sequence[str]) -> str:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from narrowcast.observe.capture import TOTAL_LIMIT, Capture
+from narrowcast.report._render import terminal_text
 from narrowcast.report._text import (
     UNKNOWN,
-    WIDTH,
     count,
     decibels,
     fixed,
@@ -24,18 +18,18 @@ from narrowcast.report._text import (
     milliseconds,
     number,
     percent_change,
-    printable,
+    plural,
     seconds,
     short,
     shortened,
     signed,
     site_name,
+    table,
     three_digits,
     wrapped,
 )
 
 NAMES = {"fp32": "FP32", "mixed": "mixed"}
-_LONGEST_LINE = 200
 _NAMES_OF_FORMATS = ("auto", "bf16", "fp16", "fp32")
 
 
@@ -129,57 +123,17 @@ def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
         summary: what ``summary`` returns. A missing number is ``-``, with the reason below the table.
         color: whether to use bold type.
     """
-    found = rows(summary)
-    stream = io.StringIO()
-    console = Console(
-        file=stream, width=WIDTH, force_terminal=color, color_system="standard" if color else None
+    found, mixed = rows(summary), summary["mixed"]
+    head = ["", "FP32", f"mixed, {shortened(mixed['format'] or UNKNOWN, 20)}", "change"]
+    return terminal_text(
+        "comparison.txt",
+        color=color,
+        found=summary,
+        policy="" if mixed["policy"] in _NAMES_OF_FORMATS else mixed["policy"],
+        rows=found,
+        checks=checks(summary),
+        table=table(head, [(row.name, row.fp32, row.mixed, row.change) for row in found], left=(0, 3)),
     )
-
-    def say(text: str, indent: str = "", style: str = "") -> None:
-        console.print(Text("\n".join(wrapped(text, indent)), style=style))
-
-    if not summary["finished"]:
-        say("This comparison was cut short: these are the numbers up to then.")
-    policy = summary["mixed"]["policy"]
-    if policy not in _NAMES_OF_FORMATS:
-        say(f"mixed: by the policy {printable(policy)}", "  ")
-    console.print(_rich_table(found, summary["mixed"]["format"]))
-    for row in found:
-        for reason in row.reasons:
-            say(f"no {row.name}: {reason}")
-    for check in checks(summary):
-        numbers = f": {', '.join(check.numbers)}" if check.numbers else ""
-        reason = f"; {printable(check.reason)}" if check.reason else ""
-        say(f"{check.name:<10} {check.verdict}{numbers}{reason}", " " * 11)
-    bold = "bold" if color else ""
-    say(f"verdict    {summary['verdict']}", style=bold)
-    console.print()
-    say("Last line of the script's output:", style=bold)
-    console.print(Text(f"  FP32   {_last_line(summary['fp32'])}"))
-    console.print(Text(f"  mixed  {_last_line(summary['mixed'])}"))
-    for note in summary["notes"]:
-        say(f"note: {printable(note)}")
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
-
-
-def _rich_table(found: Sequence[Row], mixed_format: str | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", overflow="fold")
-    table.add_column("FP32", justify="right", overflow="fold")
-    table.add_column(
-        Text(f"mixed, {shortened(mixed_format or UNKNOWN, 20)}"), justify="right", overflow="fold"
-    )
-    table.add_column("change", style="bold")
-    for row in found:
-        table.add_row(*map(Text, (row.name, row.fp32, row.mixed, row.change)))
-    return table
-
-
-def _last_line(side: Mapping[str, Any]) -> str:
-    line = printable(side["last_line"] or "")
-    if len(line) > _LONGEST_LINE:
-        line = f"{line[:_LONGEST_LINE]} ..."
-    return line or "(it printed nothing)"
 
 
 def _speedup(ratio: Mapping[str, Any]) -> str:
@@ -274,10 +228,10 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
     aside = totals["aside"] is not None
     nothing = "left to the script's own mixed precision" if aside else "nothing ran in mixed precision"
     where = "; ".join(places) + (by if places else "")
-    lines = wrapped(f"narrowcast: {printable(where) or nothing}", "  ")
+    lines = [wrapped(f"narrowcast: {where or nothing}", then="  ", whole_words=True)]
     scale, steps, wall_s = totals["final_scale"], totals["steps"], totals["wall_s"]
     numbers = [
-        f"{steps} optimizer step{'s' * (steps != 1)}{' before that' if aside else ''}",
+        f"{plural(steps, 'optimizer step')}{' before that' if aside else ''}",
         f"{totals['skipped_steps']} skipped",
         "loss scale off" if scale is None else f"final loss scale {scale:g}",
         *([] if wall_s is None else [f"{wall_s:.1f} s"]),
@@ -287,7 +241,7 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
         lines.append("  note: the capture has no end: the run was killed or is still going on")
     notes = [note["text"] for note in capture.of("note")]
     for text in notes + _losses_not_finite(capture):
-        lines += wrapped(f"  note: {printable(text)}", " " * 8)
+        lines.append(wrapped(f"note: {text}", "  ", " " * 8, whole_words=True))
     if capture_path:
         lines.append(f"  capture: {capture_path}")
     return "\n".join(lines)
@@ -298,7 +252,7 @@ def _policy_words(capture: Capture) -> str:
     policy, rules = capture.start.get("policy", ""), capture.start.get("rules", 0)
     if not rules and not policy.endswith(".toml") and "/" not in policy:
         return ""
-    return f", by {policy} ({rules} rule{'s' * (rules != 1)})"
+    return f", by {policy} ({plural(rules, 'rule')})"
 
 
 def _because(why: str, by: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
-import textwrap
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
+
+from narrowcast.observe import explanation
 
 UNKNOWN = "-"
 WIDTH = 79
@@ -42,16 +45,63 @@ def shortened(text: str, longest: int = _LONGEST_NAME) -> str:
     return f"{shown[:half]}...{shown[-half:]}"
 
 
-def wrapped(text: str, indent: str = "") -> list[str]:
-    """Break ``text`` into lines of at most 79 columns; words, such as paths, stay whole."""
-    return textwrap.wrap(
-        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def without_escapes(text: str) -> str:
+    """Remove terminal sequences, such as those of bold type."""
+    return _ESCAPE_SEQUENCE.sub("", text)
+
+
+def bold(text: str) -> str:
+    return f"\x1b[1m{text}\x1b[0m"
+
+
+def bold_red(text: str) -> str:
+    return f"\x1b[1;31m{text}\x1b[0m"
+
+
+def wrapped(text: str, first: str = "", then: str | None = None, *, whole_words: bool = False) -> str:
+    """Make ``text`` safe to show, in lines of at most 79 columns; a number stays with its unit.
+
+    Args:
+        text: white space of any kind separates its words.
+        first, then: what the first line and the others begin with; ``then`` is two spaces more by default.
+        whole_words: whether words, such as paths, stay whole if they are longer than a line.
+    """
+    words = " ".join(printable(text).split()).replace(" s)", "\u00a0s)")
+    return "\n".join(explanation.wrapped(words, first=first, then=then, whole_words=whole_words))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
+    """Format a table of at most 79 columns with terminal sequences for bold type.
+
+    Args:
+        head: names of the columns.
+        rows: the cells of each row; rows may be shorter than ``head``.
+        left: places of the columns that are aligned to the left; the others are aligned to the right.
+    """
+    # Slow to import, and the end of a run has no table.
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(head):
+        made.add_column(Text(printable(name)), justify="left" if place in left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(printable(cell)) for cell in row))
+    stream = io.StringIO()
+    Console(file=stream, width=WIDTH, force_terminal=True, color_system="standard").print(made)
+    # rich adds empty lines above and below.
+    return "\n".join(line for line in stream.getvalue().splitlines() if without_escapes(line).strip())
 
 
 def site_name(site: str | None) -> str:
     """Shorten a call site to the file's name and the line."""
     return UNKNOWN if site is None else shortened(site.replace("\\", "/").rsplit("/", 1)[-1])
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def count(value: int | None) -> str:
@@ -102,6 +152,30 @@ def percent_change(value: float | str | None) -> str:
     if abs(change) < 0.5:
         return "the same"
     return f"{fixed(abs(change), 0)} % {'more' if change > 0 else 'less'}"
+
+
+def gibibytes(value: int) -> str:
+    return f"{value / 2**30:.1f} GiB"
+
+
+def duration(value: float) -> str:
+    """Format seconds in the unit that fits: ``2.4 s``, ``31 ms``, ``5.2 us``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if value * factor >= 1:
+            return f"{two_digits(value * factor)} {unit}"
+    return f"{two_digits(value * 1e6)} us"
+
+
+def ratio(value: float | None) -> str:
+    """Format ``0.37x``, ``4.1x``, ``12x``."""
+    return UNKNOWN if value is None else f"{two_digits(value)}x"
+
+
+def two_digits(value: float) -> str:
+    """Format ``0.0098``, ``0.37``, ``4.1``, ``12``, ``174``: never an exponent."""
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 1 else f"{value:.{2 if value >= 0.1 else 3}f}"
 
 
 def three_digits(value: float) -> str:

@@ -416,14 +416,15 @@ def percent(share: float | None) -> str:
     return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
 
 
-def wrapped(text: str, *, first: str = "", then: str | None = None) -> list[str]:
-    """Wrap ``text`` at 79 columns; a number stays with its ``%`` or ``x``."""
+def wrapped(text: str, *, first: str = "", then: str | None = None, whole_words: bool = False) -> list[str]:
+    """Wrap ``text`` at 79 columns; numbers stay with ``%`` and ``x``; optionally words stay whole."""
     whole = text.replace(" %", "\u00a0%").replace(" x ", "\u00a0x\u00a0")
     lines = textwrap.wrap(
         whole,
         WIDTH,
         initial_indent=first,
         subsequent_indent=f"{first}  " if then is None else then,
+        break_long_words=not whole_words,
         break_on_hyphens=False,
     )
     return [line.replace("\u00a0", " ") for line in lines]
