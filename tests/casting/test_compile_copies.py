@@ -1,31 +1,24 @@
-"""nc.compile: copies and pickles of what was compiled and of its model, and models in DDP."""
+"""nc.compile: copies and pickles of what was compiled and of its model, fp8 layers, and models in DDP."""
 
 import copy
-import pickle
-import sys
+import itertools
 
 import pytest
 import torch
+from casting_cases import COMPILES, FP32, Calls, assert_same, eager, pickled, rules, trained
 from torch import nn
 
 import narrowcast as nc
 
-FP16, FP32 = torch.float16, torch.float32
+rule = nc.rule.module
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
-POLICY = nc.Policy(compute="bf16", rules=(nc.rule.module("1", compute="fp32", output="fp16"),))
+POLICY = rules(rule("1", compute="fp32", output="fp16"))
+FP8 = rules(rule("0", compute="fp8_tensorwise"))
 pytestmark = [
-    # Of Dynamo, about what it does itself.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    *COMPILES,
+    pytest.mark.filterwarnings("ignore:fp8 is emulated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Enum subclass.*"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def made():
@@ -34,20 +27,6 @@ def made():
 
 def compiled(model, policy=POLICY):
     return nc.compile(model, policy, backend="aot_eager", fullgraph=True)
-
-
-def eager(model, policy=POLICY):
-    with nc.apply(model, policy):
-        return model(X)
-
-
-def assert_same(first, second):
-    assert first.dtype == second.dtype
-    assert torch.equal(first, second)
-
-
-def pickled(value):
-    return pickle.loads(pickle.dumps(value))
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, pickled], ids=["copy", "pickle"])
@@ -61,7 +40,7 @@ def test_a_copy_of_a_model_that_is_compiled_is_plain(again):
     assert other(X).dtype == FP32
     assert torch.compile(other, backend="aot_eager", fullgraph=True)(X).dtype == FP32
     assert_same(compiled(other)(X), expected)
-    assert_same(eager(other), expected)
+    assert_same(eager(other, POLICY, X)[0], expected)
 
 
 @pytest.mark.parametrize("policy", ["bf16", POLICY], ids=["preset", "rules"])
@@ -80,14 +59,10 @@ def test_a_copy_of_what_was_compiled_computes_by_the_policy(again, policy):
     assert_same(ours(X), expected)
 
 
-@pytest.mark.filterwarnings("ignore:fp8 is emulated:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*Enum subclass.*")
 @pytest.mark.parametrize("again", [copy.deepcopy, pickled], ids=["copy", "pickle"])
 def test_a_copy_of_what_was_compiled_has_fp8_layers_of_its_own(again):
-    pytest.importorskip("torchao")
     model = made()
-    policy = nc.Policy(compute="bf16", rules=(nc.rule.module("0", compute="fp8_tensorwise"),))
-    ours = compiled(model, policy)
+    ours = compiled(model, FP8)
     expected = ours(X)
     other = again(ours)
     del ours
@@ -96,6 +71,19 @@ def test_a_copy_of_what_was_compiled_has_fp8_layers_of_its_own(again):
     inside = other._orig_mod
     del other
     assert type(inside[0]) is nn.Linear
+
+
+def test_fp8_layers_for_as_long_as_the_compiled_module_lives():
+    model = made()
+    expected, plain = eager(model, FP8, X)[0], eager(model, "bf16", X)[0]
+    assert not torch.equal(expected, plain)
+    ours, again = compiled(model, FP8), compiled(model, FP8)
+    assert_same(ours(X), expected)
+    del ours
+    assert_same(again(X), expected)
+    del again
+    assert type(model[0]) is nn.Linear
+    assert_same(eager(model, "bf16", X)[0], plain)
 
 
 def test_the_model_can_be_compiled_and_exported_plainly_meanwhile():
@@ -112,68 +100,44 @@ def test_the_model_can_be_compiled_and_exported_plainly_meanwhile():
 
 # ---- DDP
 
-
-@pytest.fixture
-def group(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which init_process_group replaces
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
+LAYERS = {
+    "preset": "bf16",
+    "module": rules(rule("inside", compute="fp32", output="fp16")),
+    "inside": rules(rule("inside.*", compute="fp16")),
+}
 
 
-def _gradients(model, x):
-    model.zero_grad()
-    output = model(x)
-    output.float().square().sum().backward()
-    return [output.detach(), *(one.grad.clone() for one in model.parameters())]
-
-
-class Layers(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, width), nn.Linear(width, 4)
-        self.inside = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
-
-    def forward(self, x):
-        return self.last(self.inside(self.first(x)))
-
-
-class Counting:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph_module, example_inputs):
-        self.count += 1
-        return torch._dynamo.lookup_backend("aot_eager")(graph_module, example_inputs)
-
-
-@pytest.mark.parametrize("outside", [True, False])
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "bf16",
-        nc.Policy(compute="bf16", rules=(nc.rule.module("inside", compute="fp32", output="fp16"),)),
-        nc.Policy(compute="bf16", rules=(nc.rule.module("inside.*", compute="fp16"),)),
-    ],
-    ids=["preset", "module", "inside"],
-)
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
-def test_models_in_ddp(group, split, outside, policy):
+@pytest.mark.parametrize(
+    ("outside", "split", "policy"),
+    [
+        pytest.param(
+            *one, marks=[pytest.mark.long] * (one not in [(True, False, "module"), (False, True, "inside")])
+        )
+        for one in itertools.product([True, False], [True, False], LAYERS)
+    ],
+)
+def test_models_in_ddp(split, outside, policy):
+    policy, graphs = LAYERS[policy], []
     width = 512 if split else 16  # a first bucket holds one MiB
-    model = Layers(width)
-    theirs = copy.deepcopy(model)
-    with nc.apply(theirs, policy):
-        expected = _gradients(theirs, X)
-    backend = Counting()
-    wrap = lambda module: nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)  # noqa: E731
-    make = lambda module: nc.compile(module, policy, backend=backend)  # noqa: E731
-    ours = make(wrap(model)) if outside else wrap(make(model))
+    inside = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    parts = {"first": nn.Linear(16, width), "inside": inside, "last": nn.Linear(width, 4)}
+    model = Calls(lambda self, x: self.last(self.inside(self.first(x))), **parts)
+    expected = eager(model, policy, X)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    if outside:
+        ours = nc.compile(
+            nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1), policy, backend=backend
+        )
+    else:
+        ours = nc.compile(model, policy, backend=backend)
+        ours = nn.parallel.DistributedDataParallel(ours, bucket_cap_mb=1)
     for _ in range(2):
-        found = _gradients(ours, X)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    assert backend.count > 1 if split else backend.count == 1
+        assert_same(trained(ours, X), expected)
+    assert len(graphs) > 1 if split else len(graphs) == 1
     assert torch._dynamo.config.optimize_ddp is True

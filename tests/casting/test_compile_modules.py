@@ -10,93 +10,57 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from casting_cases import (
+    BF16,
+    COMPILES,
+    FP16,
+    FP32,
+    Calls,
+    assert_same,
+    eager,
+    has_no_hooks,
+    rules,
+    trained,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.casting import _scopes
-from narrowcast.errors import OrderError
+from narrowcast.casting import active_scopes
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+pytestmark = COMPILES
 WIDTH = 8
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(1))
 rule = nc.rule.module
-pytestmark = [
-    # Of Dynamo, about what it does itself.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    assert not _scopes.thread.regions
 
 
 def linear():
     return nn.Linear(WIDTH, WIDTH)
 
 
-def rules(*given):
-    return nc.Policy(compute="bf16", rules=given)
-
-
-def run(model, x=X):
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    torch.manual_seed(0)
-    output = model(x)
-    output.float().square().sum().backward()
-    gradients = [one.grad for one in (x, *model.parameters()) if one.grad is not None]
-    return [output.detach(), *(one.clone() for one in gradients)]
-
-
 def assert_as_eager(model, policy, fullgraph=True, shown=None):
-    """In training, twice, and without gradients before and after.
+    """In training, twice, and in inference before and after.
 
     Behind a graph break Dynamo adds up gradients in another order, in every format.
     """
     theirs = copy.deepcopy(model)
     ours = nc.compile(model, policy, backend="aot_eager", fullgraph=fullgraph)
     with nc.apply(theirs, policy):
-        expected = run(theirs)
+        expected = trained(theirs, X)
         with torch.no_grad():
             without = theirs(X)
     with torch.no_grad():
-        assert_same([ours(X)], [without])
+        assert_same(ours(X), without)
     for _ in range(2):
-        found = run(ours)
-        assert [one.dtype for one in found] == [one.dtype for one in expected]
+        found = trained(ours, X)
         shown = shown or (len(found) if fullgraph else 1)
         assert_same(found[:shown], expected[:shown])
-    with torch.no_grad():
-        assert_same([ours(X)], [without])
+    with torch.inference_mode():
+        assert_same(ours(X), without)
+    assert not active_scopes()
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("ipu")
     return expected[0].dtype
-
-
-def assert_same(first, second):
-    assert [one.dtype for one in first] == [one.dtype for one in second]
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
-
-
-class Calls(nn.Module):
-    """``function(self, x)`` with the given parts."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 # ---- code that reads formats
@@ -154,6 +118,7 @@ READ_FORMATS = {
         [rule("1", compute="fp16", op="softmax")],
         BF16,
     ),
+    "no rule": (lambda: nn.Sequential(linear(), Masked()), [], BF16),
     "a branch": (lambda: nn.Sequential(linear(), Branches()), [rule("1", compute="fp32")], FP32),
     "twice": (
         lambda: Calls(lambda self, x: self.n(self.n(self.l(x))) + self.n(x), n=Norm(), l=linear()),
@@ -245,36 +210,32 @@ class Record:
     count: int = 3
 
 
+# How two tensors are packed, and how they are taken out again.
 STRUCTURES = {
-    "tuple": lambda a, b: (a, [b, None], 5),
-    "dict": lambda a, b: {"first": a, "second": [{"b": b}], "indices": torch.arange(3), "word": "w"},
-    "named tuple": Pair,
-    "dataclass": lambda a, b: Record(a, (b, [b])),
+    "tuple": (lambda a, b: (a, [b, None], 5), lambda v: (v[0], v[1][0])),
+    "dict": (
+        lambda a, b: {"first": a, "second": [{"b": b}], "indices": torch.arange(3), "word": "w"},
+        lambda v: (v["first"], v["second"][0]["b"]),
+    ),
+    "named tuple": (Pair, lambda v: v),
+    "dataclass": (lambda a, b: Record(a, (b, [b])), lambda v: (v.first, v.second[1][0])),
 }
-
-
-def _first_and_last(value):
-    if isinstance(value, torch.Tensor):
-        return value, value
-    parts = list(value.values()) if isinstance(value, dict) else value
-    parts = [value.first, value.second] if isinstance(value, Record) else parts
-    found = [_first_and_last(one) for one in parts if isinstance(one, torch.Tensor | list | tuple | dict)]
-    floating = [one for one in found if one[0].is_floating_point()]
-    return floating[0][0], floating[-1][1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("handed", STRUCTURES)
 @pytest.mark.parametrize("back", STRUCTURES)
 def test_tensors_in_structures(handed, back):
+    (pack, unpack), (pack_back, unpack_back) = STRUCTURES[handed], STRUCTURES[back]
+
     def outside(self, x):
         h = self.linear(x)
-        a, b = _first_and_last(self.inside(STRUCTURES[handed](h, h * 2)))
+        a, b = unpack_back(self.inside(pack(h, h * 2)))
         return a @ b.mT
 
     def inside(self, value):
-        a, b = _first_and_last(value)
-        return STRUCTURES[back](self.linear(a), b * 2)
+        a, b = unpack(value)
+        return pack_back(self.linear(a), b * 2)
 
     model = Calls(outside, linear=linear(), inside=Calls(inside, linear=linear()))
     assert assert_as_eager(model, rules(rule("inside", compute="fp32", output="fp16"))) == BF16
@@ -306,44 +267,150 @@ def _shared(inside):
     return Calls(lambda self, x: self.second(self.first(x).sin()), **parts)
 
 
-@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(
-    "given",
+    ("inside", "given"),
     [
-        [("second", {"compute": "fp32"})],
-        [("first", {"compute": "fp32", "output": "fp16"})],
-        [("first", {"compute": "fp32", "output": "fp16"}), ("second", {"compute": "fp16"})],
+        pytest.param(inside, given, marks=[pytest.mark.long] * (not inside or len(given) == 1))
+        for inside in (False, True)
+        for given in (
+            {"second": {"compute": "fp32"}},
+            {"first": {"compute": "fp32", "output": "fp16"}},
+            {"first": {"compute": "fp32", "output": "fp16"}, "second": {"compute": "fp16"}},
+        )
     ],
 )
 def test_shared_modules_have_the_rules_of_all_their_paths(inside, given):
     suffix = ".b" if inside else ""
-    policy = rules(*(rule(path + suffix, **how) for path, how in given))
+    policy = rules(*(rule(path + suffix, **how) for path, how in given.items()))
     # Each use of a weight has a cast of its own in a graph: its gradients add up in fp32.
     assert_as_eager(_shared(inside), policy, shown=1)
 
 
-class Region(nn.Module):
-    def __init__(self, **region):
-        super().__init__()
-        self.linear, self.region = linear(), region
-
-    def forward(self, x):
-        with torch.autocast("cpu", **self.region):
-            x = self.linear(x)
-        return x @ x.mT
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("region", [{"enabled": False}, {"dtype": FP16}], ids=str)
+@pytest.mark.parametrize("region", [{"enabled": False}, {"dtype": FP16}, {}], ids=str)
 @pytest.mark.parametrize(
     "given",
-    [{"compute": "fp32"}, {"compute": "promote", "output": "fp16"}, {"compute": "fp16", "op": "matmul"}],
+    [
+        {},
+        {"compute": "fp32"},
+        {"compute": "promote", "output": "fp16"},
+        {"compute": "fp16", "op": "matmul"},
+    ],
     ids=str,
 )
 def test_regions_in_modules_with_rules(region, given):
-    model = nn.Sequential(linear(), Region(**region))
-    policy = rules(rule("1", **given), rule("0", compute="fp32", output="fp32"))
-    assert_as_eager(model, policy)
+    def forward(self, x):
+        with torch.autocast("cpu", **region):
+            x = self.linear(x)
+        return x @ x.mT
+
+    model = nn.Sequential(linear(), Calls(forward, linear=linear()))
+    ruled = [rule("1", **given), rule("0", compute="fp32", output="fp32")] if given else []
+    assert_as_eager(model, rules(*ruled))
+
+
+@pytest.mark.parametrize(
+    ("around", "compute"),
+    [
+        (True, "fp16"),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in [(True, "fp32"), (False, "fp16"), (False, "fp32")]
+        ),
+    ],
+)
+def test_modules_called_where_the_model_turned_autocast_off(around, compute):
+    def forward(self, x):
+        if not around:
+            return self.inner(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.inner(x)
+        return x.sin()
+
+    model = Calls(forward, inner=nn.Sequential(linear()))
+    assert_as_eager(model, rules(rule("inner", compute=compute, output="bf16")))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        rule("", compute="fp32", output="fp16"),
+        pytest.param(rule("", compute="fp16"), marks=pytest.mark.long),
+        rule("", op="layer_norm", compute="fp16"),
+        pytest.param(rule("", compute="as-is", output="fp16"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_bounds_of_the_model_itself(given):
+    assert_as_eager(nn.Sequential(linear(), nn.LayerNorm(WIDTH)), rules(given))
+
+
+def test_rules_for_modules_beside_transforms():
+    def forward(self, x):
+        return self.inner(torch.vmap(lambda row: self.weight @ row)(self.first(x)))
+
+    model = Calls(forward, first=linear(), inner=linear(), weight=nn.Parameter(torch.randn(WIDTH, WIDTH)))
+    assert_as_eager(model, rules(rule("inner", compute="fp32")))
+
+
+# ---- modules that Dynamo leaves to Python
+
+
+def breaks(self, x):
+    x = self.up(x)
+    torch._dynamo.graph_break()
+    return self.down(x)
+
+
+@torch.compiler.disable
+def untraced(self, x):
+    return self.inner(x)
+
+
+def broken():
+    return Calls(breaks, up=linear(), down=linear())
+
+
+def partly_untraced():
+    inner = nn.Sequential(linear(), nn.LayerNorm(WIDTH))
+    return Calls(lambda self, x: untraced(self, self.first(x)), first=linear(), inner=inner)
+
+
+def with_a_break():
+    return nn.Sequential(
+        linear(), nn.Sequential(linear(), Calls(breaks, up=nn.GELU(), down=nn.GELU()), linear())
+    )
+
+
+LEFT_TO_PYTHON = {
+    "a break in a container": (with_a_break, rule("1", compute="fp32", output="fp16")),
+    "an entry of a container with a break": (with_a_break, rule("1.2", compute="fp32")),
+    "two of one class": (lambda: nn.Sequential(broken(), broken()), rule("1", op="linear", compute="fp16")),
+    "two of one class, the first": (
+        lambda: nn.Sequential(broken(), broken()),
+        rule("0", op="linear", compute="fp16"),
+    ),
+    "a disabled part": (partly_untraced, rule("inner", compute="fp32")),
+    "inside a disabled part": (partly_untraced, rule("inner.1", compute="fp32", output="fp16")),
+    "an operator in a disabled part": (partly_untraced, nc.rule.op("layer_norm", compute="fp16")),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_PYTHON)
+def test_modules_that_dynamo_leaves_to_python(name, monkeypatch):
+    make, given = LEFT_TO_PYTHON[name]
+    model, policy = make(), rules(given)
+    expected, plain = eager(model, policy, X)[0], model(X)
+    ours = nc.compile(model, policy, backend="aot_eager")
+    for _ in range(2):
+        assert_same(trained(ours, X)[0], expected)
+    if name == "inside a disabled part":
+        with monkeypatch.context() as patch:  # of the whole process: another thread compiles meanwhile
+            patch.setattr(torch.compiler, "_is_compiling_flag", True)
+            assert_same(ours(X), expected)
+    del ours
+    assert_same(model(X), plain)
+    assert has_no_hooks(model)
 
 
 class Block(nn.Module):
@@ -372,44 +439,16 @@ def test_modules_of_one_class_with_other_rules_share_no_graph(given):
     assert_as_eager(nn.Sequential(Block(), Block(), Block()), rules(*given), fullgraph=False)
 
 
-class Headed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-@pytest.mark.parametrize("called_before", [True, False])
-def test_modules_that_come_later_have_their_rules(called_before):
-    model = Headed()
-    policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("head", compute="fp32"))
-    compiled = nc.compile(model, policy, backend="eager")
-    x = torch.randn(2, 4)
-    if called_before:
-        assert compiled(x).dtype == torch.float32
+def test_modules_that_come_later_have_their_rules():
+    model = Calls(lambda self, x: self.head(self.body(x)), body=linear(), head=linear())
+    policy = rules(rule("head", compute="fp32"))
+    ours = nc.compile(model, policy, backend="eager")
     for change in (
-        lambda: setattr(model, "head", nn.Linear(4, 4)),
+        lambda: None,
+        lambda: setattr(model, "head", linear()),
         lambda: vars(model)["_modules"].update(body=model.head, head=model.body),
         lambda: setattr(model, "head", nn.Sequential(model.head)),
     ):
         change()
-        out = compiled(x)
-        eager = copy.deepcopy(model)
-        with nc.apply(eager, policy):
-            assert torch.equal(out, eager(x))
-        assert out.dtype == torch.float32
-
-
-@pytest.mark.filterwarnings("ignore:.*fp8:UserWarning")
-def test_a_new_layer_of_an_fp8_rule_is_an_error():
-    pytest.importorskip("torchao")
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("1", compute="fp8_tensorwise"))
-    compiled = nc.compile(model, policy, backend="eager")
-    model[0] = nn.Linear(16, 16)
-    compiled(torch.randn(2, 16))
-    model[1] = nn.Linear(16, 16)
-    with pytest.raises(OrderError, match="a new one at '1' for which there is an fp8 rule"):
-        compiled(torch.randn(2, 16))
+        assert ours(X).dtype == FP32
+        assert_same(ours(X), eager(model, policy, X)[0])

@@ -1,42 +1,27 @@
 """Rules and torch.compile, torch.export and tracers: each graph has the rules of its region, or an error.
 
-``nc.compile``, which needs no region, is tested in ``test_compile``.
+``nc.compile``, which needs no region, has tests of its own.
 """
 
-import json
-import os
 import shutil
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from casting_cases import BF16, COMPILES, FP16, FP32, assert_same, eager, rules, trained
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import narrowcast as nc
 from child_processes import finished
 from narrowcast.errors import UnsupportedError
 
-pytestmark = [
-    # Of Dynamo, about what it does itself.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-]
+pytestmark = COMPILES
 rule = nc.rule
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
-FIRST = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
-SECOND = nc.Policy(compute="fp16").with_rules(
-    rule.op("softmax", compute="bf16"), rule.op("linear", compute="fp32")
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+FIRST = rules(rule.op("softmax", compute="fp16"))
+SECOND = rules(rule.op("softmax", compute="bf16"), rule.op("linear", compute="fp32"), compute="fp16")
 
 
 def both(x):
@@ -52,52 +37,37 @@ def formats(function, x=X):
 
 def test_two_policies_take_turns_on_one_compiled_function():
     graphs = []
-
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(both, backend=backend)
+    compiled = torch.compile(both, backend=lambda graph, _inputs: graphs.append(graph) or graph.forward)
     for _ in range(3):
         with nc.autocast("cpu", policy=FIRST):
             assert formats(compiled) == (FP16, BF16)
+        with nc.autocast("cpu", policy=rules(*FIRST.rules)):  # made again: the same graph
+            assert formats(compiled) == (FP16, BF16)
         with nc.autocast("cpu", policy=SECOND):
             assert formats(compiled) == (BF16, FP32)
-        with nc.autocast("cpu", policy="bf16"):
-            assert formats(compiled) == (FP32, BF16)
-        with torch.autocast("cpu", BF16):
-            assert formats(compiled) == (FP32, BF16)
+        for region in (nc.autocast("cpu", policy="bf16"), torch.autocast("cpu", BF16)):
+            with region:
+                assert formats(compiled) == (FP32, BF16)
         assert formats(compiled) == (FP32, FP32)
     assert len(graphs) == 4  # a preset's is that of torch.autocast
-
-
-def test_a_policy_that_is_made_again_finds_its_graph():
-    graphs = []
-    compiled = torch.compile(both, backend=lambda graph, _inputs: graphs.append(graph) or graph.forward)
-    for _ in range(3):
-        with nc.autocast("cpu", policy=nc.Policy(compute="bf16", rules=FIRST.rules)):
-            assert formats(compiled) == (FP16, BF16)
-    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("policy", [FIRST, SECOND])
 def test_values_and_gradients_are_those_of_eager_code(policy, backend):
-    layer = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
 
-    def step(function):
-        layer.zero_grad()
-        with nc.autocast("cpu", policy=policy):
-            loss = function(X).float().square().sum()
-        loss.backward()
-        return loss.detach(), layer.weight.grad.clone()
+    expected = trained_inside(model, policy)
+    assert_same(trained_inside(torch.compile(model, backend=backend), policy), expected)
 
-    def forward(x):
-        return torch.softmax(layer(x), -1)
 
-    for ours, eager in zip(step(torch.compile(forward, backend=backend)), step(forward), strict=True):
-        assert ours.dtype == eager.dtype
-        assert torch.equal(ours, eager)
+def trained_inside(function, policy):
+    """Backward is called after the region."""
+    function.zero_grad()
+    with nc.autocast("cpu", policy=policy):
+        output = function(X)
+    output.float().square().sum().backward()
+    return [output.detach(), *(weight.grad.clone() for weight in function.parameters())]
 
 
 @pytest.mark.long
@@ -132,56 +102,13 @@ print(first, second)
     assert done.stdout.split() == ["torch.float16", "torch.bfloat16"], done.stderr
 
 
-ON_DISK = """
-import json, sys
-import torch
-import narrowcast as nc
-
-torch.set_num_threads(1)
-rules = [nc.rule.op(op, compute=compute) for op, compute in json.loads(sys.argv[1])]
-policy = nc.Policy(compute="bf16").with_rules(*rules)
-x = torch.linspace(-1, 1, 64).reshape(8, 8)
-
-def function(x):
-    return torch.softmax(x, -1), x @ x
-
-with nc.autocast("cpu", policy=policy):
-    eager, compiled = function(x), torch.compile(function)(x)
-counters = torch._dynamo.utils.counters
-print(json.dumps({
-    "eager": [str(out.dtype) for out in eager],
-    "compiled": [str(out.dtype) for out in compiled],
-    "hits": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
-}))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiler: Inductor needs g++")
-def test_processes_of_different_rules_share_one_cache_on_disk(tmp_path):
-    """Each policy is the first of its process, and has the mark that another had in the one before."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    rules = [[["softmax", "fp16"]], [["softmax", "fp32"], ["matmul", "fp32"]]]
-    hits = []
-    for given in [*rules, *rules]:
-        script = [sys.executable, "-c", ON_DISK, json.dumps(given)]
-        done = finished(script, env=environment)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert found["compiled"] == found["eager"]
-        hits.append(found["hits"] > 0)
-    assert hits == [False, False, True, True]
-
-
 @pytest.mark.long
 def test_more_places_than_formats():
     """Beyond as many policies as there are formats, a second device type tells them apart."""
     compiled = torch.compile(both, backend="eager", dynamic=False)
     names = [op for op in nc.policy.every_operator() if op.isalpha() and len(op) > 3][:120]
     policies = [
-        nc.Policy(compute="bf16").with_rules(
-            rule.op(op, compute="fp32"), rule.op("softmax", compute="fp16" if index % 2 else "fp32")
-        )
+        rules(rule.op(op, compute="fp32"), rule.op("softmax", compute="fp16" if index % 2 else "fp32"))
         for index, op in enumerate(names)
     ]
     with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
@@ -199,7 +126,6 @@ def test_more_places_than_formats():
 @pytest.mark.parametrize("way", ["inside", "made outside", "decorated", "by name"])
 def test_a_region_of_rules_in_compiled_code_is_an_error(way, fullgraph):
     region = nc.autocast("cpu", policy=FIRST)
-    decorated = region(both)
 
     def inside(x):
         with nc.autocast("cpu", policy=FIRST):
@@ -213,11 +139,9 @@ def test_a_region_of_rules_in_compiled_code_is_an_error(way, fullgraph):
         with nc.autocast("cpu", policy="safe"):
             return both(x)
 
-    function = {"inside": inside, "made outside": made_outside, "decorated": decorated, "by name": by_name}[
-        way
-    ]
+    ways = {"inside": inside, "made outside": made_outside, "decorated": region(both), "by name": by_name}
     with pytest.raises((UnsupportedError, torch._dynamo.exc.TorchDynamoException)) as raised:
-        torch.compile(function, backend="eager", fullgraph=fullgraph)(X)
+        torch.compile(ways[way], backend="eager", fullgraph=fullgraph)(X)
     if not fullgraph and way != "by name":
         assert "open it around the compiled function, or use nc.compile" in str(raised.value)
     assert not torch.is_autocast_enabled("cpu")
@@ -235,10 +159,8 @@ class Model(nn.Module):
         return self.a(x), self.b(x), x.softmax(-1)
 
 
-ONE = nc.Policy(compute="bf16").with_rules(
-    rule.module("a", compute="fp16"), rule.op("softmax", compute="fp16")
-)
-OTHER = nc.Policy(compute="bf16").with_rules(rule.module("b", compute="fp16"))
+ONE = rules(rule.module("a", compute="fp16"), rule.op("softmax", compute="fp16"))
+OTHER = rules(rule.module("b", compute="fp16"))
 WITH_ONE, WITH_OTHER, WITHOUT = (FP16, BF16, FP16), (BF16, FP16, FP32), (FP32, FP32, FP32)
 
 
@@ -255,11 +177,7 @@ def test_policies_come_and_go_on_a_compiled_model(way, called_before):
     elif way == "a part":
         model.a = torch.compile(model.a, backend="eager")
     else:
-
-        def call(x):
-            return model(x)
-
-        function = torch.compile(call, backend="eager")
+        function = torch.compile(lambda x: tuple(model(x)), backend="eager")
     target = function if way == "a wrapper" else model
     if called_before:
         assert formats(function) == WITHOUT
@@ -271,23 +189,12 @@ def test_policies_come_and_go_on_a_compiled_model(way, called_before):
 
 
 def test_training_a_compiled_model_with_rules():
-    torch.manual_seed(0)
-    policy = nc.Policy(compute="bf16").with_rules(
-        rule.module("1", compute="fp16", output="fp32"), rule.op("softmax", compute="fp32")
-    )
-
-    def gradients(compile_it):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), nn.Linear(8, 4)
-        )
-        function = torch.compile(model, backend="aot_eager") if compile_it else model
-        with nc.apply(model, policy):
-            function(X).float().square().sum().backward()
-        return [weight.grad for weight in model.parameters()]
-
-    for ours, eager in zip(gradients(True), gradients(False), strict=True):
-        assert torch.equal(ours, eager)
+    policy = rules(rule.module("1", compute="fp16", output="fp32"), rule.op("softmax", compute="fp32"))
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+    model = nn.Sequential(nn.Linear(4, 8), inner, nn.Linear(8, 4))
+    expected = eager(model, policy, X)
+    with nc.apply(model, policy):
+        assert_same(trained(torch.compile(model, backend="aot_eager"), X), expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -301,13 +208,7 @@ def test_a_model_with_rules_is_one_graph(backend):
 # ---- other tracers
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.lin(x).softmax(-1)
+SMALL = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -315,41 +216,29 @@ class Small(nn.Module):
 def test_export_inside_a_region_of_rules_is_an_error(strict):
     """Not even torch.autocast around an export is kept by the program."""
     with torch.autocast("cpu", BF16):
-        program = torch.export.export(Small(), (X,), strict=strict)
+        program = torch.export.export(SMALL, (X,), strict=strict)
     assert program.module()(X).dtype == FP32
     with (
         nc.autocast("cpu", policy=FIRST),
         pytest.raises(Exception, match="an exported program keeps no region"),
     ):
-        torch.export.export(Small(), (X,), strict=strict)
-
-
-def test_make_fx_records_the_casts():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    small = Small()
-    with nc.autocast("cpu", policy=FIRST):
-        graph = make_fx(small)(X)
-        eager = small(X)
-    assert eager.dtype == FP16
-    assert torch.equal(graph(X), eager)
+        torch.export.export(SMALL, (X,), strict=strict)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_jit_trace_records_the_casts_of_rules():
+@pytest.mark.parametrize("tracer", [make_fx, lambda model: lambda x: torch.jit.trace(model, x)])
+def test_tracers_record_the_casts_of_rules(tracer):
     """Of a weight too, a cast of which may not be kept: it would be a constant of the trace."""
-    policy = nc.Policy(compute="bf16").with_rules(rule.op("linear", compute="fp16"))
-    layer = nn.Linear(4, 4)
+    policy = rules(rule.op("linear", compute="fp16"), *FIRST.rules)
     with nc.autocast("cpu", policy=policy):
-        traced = torch.jit.trace(layer, X)
-        eager = layer(X)
-    assert eager.dtype == FP16
-    assert torch.equal(traced(X), eager)
+        traced, expected = tracer(SMALL)(X), SMALL(X)
+    assert expected.dtype == FP16
+    assert_same(traced(X), expected)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_torch_script_calls_our_kernels():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)))
+    scripted = torch.jit.script(SMALL)
     with nc.autocast("cpu", policy=FIRST):
         assert scripted(X).dtype == FP16
     assert scripted(X).dtype == FP32

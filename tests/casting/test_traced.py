@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from casting_cases import BF16, FP16, FP32
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
@@ -12,14 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture
@@ -77,8 +71,7 @@ def test_nested_formats_share_a_layer_in_one_graph(layer, x, outer, inner):
 
 @pytest.mark.parametrize("dtype", [FP16, FP32])
 def test_a_decorated_function_is_one_graph(layer, x, dtype):
-    f = nc.autocast("cpu", dtype)(layer.forward)
-    compiled, counter = compiled_whole(f)
+    compiled, counter = compiled_whole(nc.autocast("cpu", dtype)(layer.forward))
     assert torch.equal(compiled(x), explicit(layer, x, dtype))
     assert counter.frame_count == 1
 
@@ -111,26 +104,15 @@ def test_a_compiled_module_follows_the_region_that_it_is_called_in(layer, x, bac
     assert torch.equal(compiled(x), layer(x))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_gradients_through_a_compiled_region(layer, x, dtype):
-    def f(x):
-        with nc.autocast("cpu", dtype):
-            return layer(x).float().square().sum()
-
-    f(x).backward()
-    expected = layer.weight.grad.clone()
-    layer.zero_grad()
-    torch.compile(f, backend="aot_eager", fullgraph=True)(x).backward()
-    assert torch.equal(layer.weight.grad, expected)
-
-
-def test_a_region_in_a_checkpoint_in_a_compiled_function(layer, x):
+@pytest.mark.parametrize(("dtype", "checkpointed"), [(BF16, False), (FP32, False), (BF16, True)])
+def test_gradients_through_a_compiled_region(layer, x, dtype, checkpointed):
     def block(x):
-        with nc.autocast("cpu", BF16):
+        with nc.autocast("cpu", dtype):
             return layer(x).relu()
 
     def f(x):
-        return checkpoint(block, x, use_reentrant=False).float().sum()
+        y = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+        return y.float().square().sum()
 
     f(x).backward()
     expected = layer.weight.grad.clone()
@@ -212,9 +194,5 @@ def test_an_exported_program_keeps_the_region(x, strict):
 
 
 def test_an_exported_float32_region_is_refused(x):
-    with pytest.raises(UnsupportedError) as raised:
+    with pytest.raises(UnsupportedError, match="expected a region in float16 or bfloat16"):
         torch.export.export(Model(nc.autocast, FP32), (x,), strict=False)
-    assert str(raised.value) == (
-        "expected a region in float16 or bfloat16 for torch.export, got torch.float32, which an exported "
-        "program cannot keep; leave the region out and cast the half inputs of its layers with .float()"
-    )
