@@ -41,14 +41,6 @@ def baked_model(request):
 NEW = torch.linspace(-3, 3, 64).view(8, 8) + 1e-3
 
 
-def swap_data(model):
-    model[0].weight.data = NEW.clone()
-
-
-def swap_data_low(model):
-    model[0].weight.data = NEW.to(BF16)
-
-
 def through_vector(model):
     vector = torch.nn.utils.parameters_to_vector([one.float() for one in model[0].parameters()])
     vector[:64] = NEW.view(-1)
@@ -62,14 +54,11 @@ def in_inference_mode(model):
 
 WRITES = {
     "copy_": lambda model: model[0].weight.copy_(NEW),
-    "in place": lambda model: model[0].weight.zero_().add_(NEW),
     "a slice": lambda model: [model[0].weight[i].copy_(NEW[i]) for i in range(8)],
-    "init": lambda model: torch.nn.init.constant_(model[0].weight, 0.3),
-    "data.copy_": lambda model: model[0].weight.data.copy_(NEW),
     "data in place": lambda model: model[0].weight.data.mul_(-2),
     "one element through data": lambda model: model[0].weight.data[3, 5].fill_(7.0),
-    "data exchanged": swap_data,
-    "data exchanged, low": swap_data_low,
+    "data exchanged": lambda model: setattr(model[0].weight, "data", NEW.clone()),
+    "data exchanged, low": lambda model: setattr(model[0].weight, "data", NEW.to(BF16)),
     "vector": through_vector,
     "inference mode": in_inference_mode,
     "NaN": lambda model: model[0].weight.data[0, 0].fill_(float("nan")),
@@ -98,43 +87,32 @@ def test_a_write_lands_in_what_is_stored_and_wins(baked_model, write):
         torch.testing.assert_close(now.detach(), value, rtol=0, atol=0, equal_nan=True)
 
 
+EXCHANGES = {
+    "copied": (lambda one: one.detach().clone(), lambda one, value: one.copy_(value)),
+    "as data": (lambda one: one.data, lambda one, value: setattr(one, "data", value)),
+}
+
+
+@pytest.mark.parametrize("way", EXCHANGES)
 @torch.no_grad()
-def test_only_the_weight_that_was_written_loses_its_kept_values(baked_model):
+def test_averages_are_exchanged_for_the_weights_and_back(baked_model, way):
+    """As for an evaluation. What was copied back has its fp32 values again."""
     model, _, before = baked_model
-    model[2].bias[0] = 5.0
+    take, put = EXCHANGES[way]
+    averages = {name: value * 1.5 for name, value in before.items()}
+    originals = {name: take(one) for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        put(one, averages[name])
+    assert torch.equal(model(X), expected(averages))
     state = model.state_dict()
-    assert state["2.bias"][0] == 5.0
-    assert torch.equal(state["2.bias"][1:], before["2.bias"][1:].to(BF16).float())
-    assert all(torch.equal(state[name], before[name]) for name in before if name != "2.bias")
-
-
-@torch.no_grad()
-def test_values_exchanged_and_put_back_keep_their_fp32_values(baked_model):
-    """As an average of weights is swapped in for an evaluation."""
-    model, _, before = baked_model
-    averages = {name: value * 1.5 for name, value in before.items()}
-    kept = {name: one.detach().clone() for name, one in model.named_parameters()}
+    kept = {name: value.to(BF16).float() if way == "copied" else value for name, value in averages.items()}
+    assert all(torch.equal(state[name], value) for name, value in kept.items())
     for name, one in model.named_parameters():
-        one.copy_(averages[name])
-    assert torch.equal(model(X), expected(averages))
-    for name, one in model.named_parameters():
-        one.copy_(kept[name])
+        put(one, originals[name])
     assert torch.equal(model(X), expected(before))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-@torch.no_grad()
-def test_data_exchanged_for_an_average_and_back(baked_model):
-    model, _, before = baked_model
-    averages = {name: value * 1.5 for name, value in before.items()}
-    originals = {name: one.data for name, one in model.named_parameters()}
-    for name, one in model.named_parameters():
-        one.data = averages[name]
-    assert torch.equal(model(X), expected(averages))
-    assert all(torch.equal(value, averages[name]) for name, value in model.state_dict().items())
-    for name, one in model.named_parameters():
-        one.data = originals[name]
-    assert torch.equal(model(X), expected(before))
+    assert way != "copied" or all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("baked_model", [{}, {"keep_fp32": False}], indirect=True)
