@@ -22,12 +22,6 @@ def test_seconds_and_bytes_of_a_block():
     # The clock that sleeps is the clock that is read; how much longer it takes is the machine's affair.
     assert profile.duration_s >= 0.05
     assert re.fullmatch(r"0\.\d+ s, peak 100 KiB \(cpu\)", str(profile)) or profile.duration_s >= 1
-    assert profile.as_json() == {
-        "device": "cpu",
-        "duration_s": profile.duration_s,
-        "peak_bytes": 100 * KIB,
-        "added_bytes": 100 * KIB,
-    }
     del b
 
 

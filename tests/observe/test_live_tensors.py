@@ -153,6 +153,7 @@ def test_other_threads_are_not_seen():
     assert tensors.peak_bytes == 0
 
 
+@pytest.mark.long
 def test_stderr_is_left_to_others():
     """torch's profiler says there when it starts and stops."""
     program = (

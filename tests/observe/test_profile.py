@@ -9,98 +9,107 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.attach import call_site
-from narrowcast.errors import OrderError, UnsupportedError
+from narrowcast.errors import UnsupportedError
 from narrowcast.observe._torch_internals import profiler_is_on
-from narrowcast.observe.profiling import (
-    HostReads,
-    StepProfiler,
-    is_product,
-    product_size,
-    read_rows,
-    summarize,
-)
-from narrowcast.observe.profiling._steps import (
-    _MARK,
-    Op,
-    Operand,
-    Recording,
-    _recording,
-    innermost_products,
-    outermost_ops,
-    parts_ns,
-    products_by_size,
-    sum_of_casts,
-    union_ns,
-)
+from narrowcast.observe.profiling import HostReads, StepProfiler, is_product, read_rows, summarize
+from narrowcast.observe.profiling._recorder import MARK
+from narrowcast.observe.profiling._steps import Recording, _recording, product_size, union_ns
+
+STEP_NS = 1000
 
 
-def tensor(*shape, dtype="float32", storage=0):
-    return Operand(shape=shape, dtype=dtype, storage=storage)
+def tensor(*shape, dtype=torch.float32, storage=0):
+    return SimpleNamespace(sizes=list(shape), dtype=dtype, storage_data_ptr=storage)
 
 
-def cast(start, duration, *shape, into="bfloat16", source="float32", storage=0):
+def op(name, duration, *children, start=0, operands=(), number=0, thread=1, kind="TorchOp"):
+    """As torch's profiler represents an op in its tree; ``number`` is that of its kernels."""
+    return SimpleNamespace(
+        tag=SimpleNamespace(name=kind),
+        name=name,
+        start_time_ns=start,
+        duration_time_ns=duration,
+        start_tid=thread,
+        correlation_id=number,
+        typed=(None, SimpleNamespace(inputs=list(operands))),
+        children=list(children),
+    )
+
+
+def cast(duration, *shape, into=torch.bfloat16, source=torch.float32, storage=0):
     """As autocast casts: ``to`` calls ``_to_copy`` calls ``copy_``."""
     operands = (tensor(*shape, dtype=into), tensor(*shape, dtype=source, storage=storage))
-    copy = Op(name="aten::copy_", start_ns=start, duration_ns=duration // 2, operands=operands)
-    inner = Op(name="aten::_to_copy", start_ns=start, duration_ns=duration, children=(copy,))
-    return Op(name="aten::to", start_ns=start, duration_ns=duration, children=(inner,))
+    copy = op("aten::copy_", duration // 2, operands=operands)
+    return op("aten::to", duration, op("aten::_to_copy", duration, copy))
 
 
-def op(name, duration, *children, start=0, operands=(), device_ns=0, thread=1):
-    return Op(
-        name=name,
-        start_ns=start,
-        duration_ns=duration,
-        children=children,
-        operands=operands,
-        device_ns=device_ns,
-        thread=thread,
-    )
+def mm(duration, *shapes, name="aten::mm"):
+    return op(name, duration, operands=[tensor(*shape) for shape in shapes])
+
+
+def of_one_step(*ops, **more):
+    return summarize(Recording(ops=ops, marks_ns=[0, STEP_NS]), **more)
+
+
+def on_a_gpu(*ops, kernels, intervals):
+    recording = Recording(ops=ops, marks_ns=[0, STEP_NS], kernels_ns=kernels, intervals_ns=intervals)
+    return summarize(recording, device="cuda")
+
+
+def parts_ns(found):
+    return {
+        part: round(share * STEP_NS) for part, share in found["shares"].items() if share and part != "python"
+    }
 
 
 # ---- which part an op belongs to
 
 
 def test_each_nanosecond_belongs_to_one_part():
-    linear = op("aten::linear", 100, cast(0, 20, 4, 4), op("aten::addmm", 60))
-    backward = op(
-        "autograd::engine::evaluate_function: AddmmBackward0",
-        50,
-        op("AddmmBackward0", 40, op("aten::mm", 30), op("aten::t", 4)),
-        op("aten::sum", 5),
-    )
-    recast = op(
-        "autograd::engine::evaluate_function: ToCopyBackward0", 12, op("ToCopyBackward0", 9, cast(0, 6, 4))
-    )
+    linear = op("aten::linear", 100, cast(20, 4, 4), op("aten::addmm", 60))
+    node = "autograd::engine::evaluate_function: "
+    matmuls = op("AddmmBackward0", 40, op("aten::mm", 30), op("aten::t", 4))
+    backward = op(f"{node}AddmmBackward0", 50, matmuls, op("aten::sum", 5))
+    recast = op(f"{node}ToCopyBackward0", 12, op("ToCopyBackward0", 9, cast(6, 4)))
     step = op("Optimizer.step#Adam.step", 70, op("aten::add_", 10), op("aten::mm", 15))
     loading = op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 33, op("aten::stack", 9))
-    parts = parts_ns([linear, backward, recast, step, loading, op("aten::relu", 8)], device=False)
-    assert parts == {
+    found = of_one_step(linear, backward, recast, step, loading, op("aten::relu", 8))
+    assert parts_ns(found) == {
         "products": 20 + 60 + 30 + 15,
         "casts": 20 + 12,
         "other_ops": 4 + 5 + 8,
         "optimizer": 70 - 15,
         "loading": 33,
     }
+    assert found["loading_share"] == pytest.approx(0.033)
+    # Those that Python and autograd called: linear, mm, t, sum, to, add_, mm, stack, relu.
+    assert found["ops"]["count"] == 9
+    assert found["ops"]["mean_s"] == pytest.approx((100 + 30 + 4 + 5 + 6 + 10 + 15 + 9 + 8) / 9e9)
 
 
 def test_on_a_gpu_time_is_that_of_kernels():
-    softmax = op("aten::_softmax", 9, device_ns=7)
-    attention = op("aten::scaled_dot_product_attention", 10, softmax, op("aten::bmm", 1, device_ns=100))
-    launched_by_python = op("my_extension", 5, device_ns=3)
-    parts = parts_ns([attention, launched_by_python], device=True)
-    assert parts == {"products": 107, "casts": 0, "other_ops": 3, "optimizer": 0, "loading": 0}
+    softmax, bmm = op("aten::_softmax", 9, number=1), op("aten::bmm", 1, number=2)
+    attention = op("aten::scaled_dot_product_attention", 10, softmax, bmm)
+    launched_by_python = op("my_extension", 5, number=3)
+    kernels = {1: 7, 2: 100, 3: 3}
+    found = on_a_gpu(attention, launched_by_python, kernels=kernels, intervals=[(0, 110)])
+    assert parts_ns(found) == {"products": 107, "other_ops": 3}
 
 
-def test_a_copy_from_one_format_into_another_is_a_cast_by_itself():
-    copy = op("aten::copy_", 5, operands=(tensor(2), tensor(2, dtype="float16")))
-    assert parts_ns([copy, op("aten::copy_", 3, operands=(tensor(2), tensor(2)))], device=False) == {
-        "products": 0,
-        "casts": 5,
-        "other_ops": 3,
-        "optimizer": 0,
-        "loading": 0,
-    }
+def test_on_a_gpu_what_kernels_leave_is_waiting():
+    ops = [op("aten::mm", 5, start=10, number=1), op("aten::relu", 5, start=20, number=2, thread=2)]
+    # 100 of them side by side.
+    found = on_a_gpu(*ops, kernels={1: 600, 2: 200}, intervals=[(200, 800), (700, 900)])
+    assert found["gpu_busy_share"] == pytest.approx(0.7)
+    assert found["shares"]["products"] == pytest.approx(0.7 * 600 / 800)
+    assert found["shares"]["other_ops"] == pytest.approx(0.7 * 200 / 800)
+    assert found["shares"]["python"] == pytest.approx(0.3)
+
+
+def test_a_copy_from_one_format_into_another_is_a_cast():
+    copy = op("aten::copy_", 5, operands=(tensor(2), tensor(2, dtype=torch.float16)))
+    same = op("aten::copy_", 3, operands=(tensor(2), tensor(2)))
+    assert parts_ns(of_one_step(copy, same)) == {"casts": 5, "other_ops": 3}
 
 
 @pytest.mark.parametrize(
@@ -122,16 +131,6 @@ def test_a_copy_from_one_format_into_another_is_a_cast_by_itself():
 )
 def test_what_is_a_product(name, product):
     assert is_product(name) is product
-
-
-def test_outermost_ops_are_those_that_python_and_autograd_call():
-    backward = op(
-        "autograd::engine::evaluate_function: MmBackward0", 9, op("MmBackward0", 8, op("aten::mm", 7))
-    )
-    step = op("Optimizer.step#SGD.step", 9, op("aten::_foreach_add_", 7, op("aten::add_", 3)))
-    recast = op("autograd::engine::evaluate_function: ToCopyBackward0", 12, cast(0, 6, 4))
-    called = outermost_ops([backward, step, recast, op("aten::relu", 5, op("aten::clamp_min", 4))])
-    assert [o.name for o in called] == ["aten::mm", "aten::_foreach_add_", "aten::to", "aten::relu"]
 
 
 # ---- products
@@ -172,36 +171,31 @@ def test_sizes_of_products(name, operands, size):
 
 
 def test_a_layer_and_its_backward_are_of_one_size_and_its_time_is_a_median():
-    def mm(duration, *shapes, name="aten::mm"):
-        return op(name, duration, operands=tuple(tensor(*shape) for shape in shapes))
-
     forward = op("aten::linear", 50, mm(10, (5,), (2, 3), (3, 5), name="aten::addmm"))
-    ops = [forward, mm(12, (5, 2), (2, 3)), mm(900, (2, 5), (5, 3)), mm(1, (7, 7), (7, 7))]
-    assert products_by_size(ops, device=False) == [
-        {"kind": "matmul", "shape": (2, 5, 3), "count": 3, "each_ns": 12},
-        {"kind": "matmul", "shape": (7, 7, 7), "count": 1, "each_ns": 1},
-    ]
-    assert [p.name for p in innermost_products(forward)] == ["aten::addmm"]
+    found = of_one_step(forward, mm(12, (5, 2), (2, 3)), mm(900, (2, 5), (5, 3)), mm(1, (7, 7), (7, 7)))
+    sizes = [(row["kind"], row["shape"], row["count"], row["each_s"]) for row in found["products"]]
+    assert sizes == [("matmul", [2, 5, 3], 3, 12e-9), ("matmul", [7, 7, 7], 1, 1e-9)]
 
 
 # ---- casts
 
 
 def test_a_cast_is_a_copy_between_two_of_the_formats():
-    weights = frozenset({77})
     ops = [
-        cast(0, 4, 4, 8, storage=77),
-        cast(0, 4, 2, into="float32", source="float16"),
-        cast(0, 4, 100, into="float32", source="float32"),
-        cast(0, 4, 100, into="float32", source="float64"),
-        cast(0, 4, 100, into="float32", source="int64"),
-        op("enumerate(DataLoader)#", 9, cast(0, 4, 100)),
+        cast(4, 4, 8, storage=77),
+        cast(4, 2, into=torch.float32, source=torch.float16),
+        cast(4, 100, into=torch.float32, source=torch.float32),
+        cast(4, 100, into=torch.float32, source=torch.float64),
+        cast(4, 100, into=torch.float32, source=torch.int64),
+        op("enumerate(DataLoader)#", 9, cast(4, 100)),
     ]
-    assert sum_of_casts(ops, weights) == {
+    casts = of_one_step(*ops, weights=[77])["casts"]
+    assert casts | {"share": 0} == {
         "count": 2,
         "bytes": 32 * (2 + 4) + 2 * (4 + 2),
         "weight_count": 1,
         "weight_bytes": 32 * (2 + 4),
+        "share": 0,
     }
 
 
@@ -213,57 +207,35 @@ def test_union_of_intervals_that_overlap_and_stick_out():
 # ---- steps
 
 
-def recording(**more):
+def test_a_step_is_summed_up_and_shares_add_up_to_one():
     """Three steps of 100 ns, of which the last lasts 400 instead."""
+    operands = (tensor(2, 3), tensor(3, 4))
     ops = [
-        op("aten::mm", 40, start=10, operands=(tensor(2, 3), tensor(3, 4))),
+        op("aten::mm", 40, start=10, operands=operands),
         op("aten::relu", 10, start=60),
-        op("aten::mm", 60, start=110, operands=(tensor(2, 3), tensor(3, 4))),
+        op("aten::mm", 60, start=110, operands=operands),
         op("aten::relu", 300, start=210),
         op("aten::relu", 80, start=120, thread=2),
     ]
-    return Recording(ops=ops, marks_ns=[0, 100, 200, 600], thread=1, **more)
-
-
-def test_a_step_is_summed_up_and_shares_add_up_to_one():
-    found = summarize(recording())
+    found = summarize(Recording(ops=ops, marks_ns=[0, 100, 200, 600]))
     assert found["steps"] == 2, "the third lasted four times as long"
     assert found["step_s"] == pytest.approx(100e-9)
     assert found["shares"]["products"] == pytest.approx(0.5)
     assert found["shares"]["other_ops"] == pytest.approx(0.05), "what another thread does is not waited for"
     assert found["shares"]["python"] == pytest.approx(0.45)
-    assert sum(found["shares"].values()) == pytest.approx(1)
     assert found["parts_s"]["products"] == pytest.approx(50e-9)
     (size,) = found["products"]
-    assert size | {"share": 0, "each_s": 0} == {
-        "kind": "matmul",
-        "shape": [2, 4, 3],
-        "count": 1,
-        "share": 0,
-        "each_s": 0,
-    }
-    assert size["share"] == pytest.approx(0.5)
-    assert size["each_s"] == pytest.approx(50e-9)
-    assert found["ops"]["count"] == pytest.approx(1.5)
-    assert found["ops"]["mean_s"] == pytest.approx(110e-9 / 3)
+    assert (size["kind"], size["shape"], size["count"]) == ("matmul", [2, 4, 3], 1)
+    assert (size["share"], size["each_s"]) == (pytest.approx(0.5), pytest.approx(50e-9))
+    assert found["ops"] == {"count": pytest.approx(1.5), "mean_s": pytest.approx(110e-9 / 3)}
     assert found["gpu_busy_share"] is None
-
-
-def test_on_a_gpu_what_kernels_leave_is_waiting():
-    ops = [op("aten::mm", 5, start=10, device_ns=60), op("aten::relu", 5, start=20, device_ns=20, thread=2)]
-    kernels = [(20, 80), (70, 90)]  # 10 of them side by side
-    found = summarize(Recording(ops=ops, marks_ns=[0, 100], kernels_ns=kernels), device="cuda")
-    assert found["gpu_busy_share"] == pytest.approx(0.7)
-    assert found["shares"]["products"] == pytest.approx(0.7 * 60 / 80)
-    assert found["shares"]["other_ops"] == pytest.approx(0.7 * 20 / 80)
-    assert found["shares"]["python"] == pytest.approx(0.3)
 
 
 def test_no_step_is_an_error():
     with pytest.raises(UnsupportedError, match="no step was recorded"):
         summarize(Recording(ops=[], marks_ns=[5]))
-    with pytest.raises(OrderError, match="start the profiler first"):
-        StepProfiler().stop()
+    with pytest.raises(UnsupportedError, match="a range of torch's profiler is open"):
+        _recording([op("my range", 9, op(MARK, 1))], [])
 
 
 # ---- a known network
@@ -309,7 +281,7 @@ def profiled(step, steps=3, **more):
     for _ in range(steps):
         step()
         profiler.mark()
-    return summarize(profiler.stop(), **more)
+    return summarize(profiler.recording(), **more)
 
 
 def test_casts_of_a_known_network_are_counted_as_the_dispatcher_counts_them():
@@ -336,31 +308,14 @@ def test_products_of_a_known_network_have_its_sizes():
 
 def test_the_record_of_a_kernel_names_the_op_of_the_tree():
     """A kernel on a GPU is found by the number that its op has in both of torch's records."""
-    seen = {}
-
-    class Spy:
-        def __init__(self, results):
-            self.results = results
-
-        def events(self):
-            for event in self.results.events():
-                seen[event.correlation_id()] = event.name()
-            return []
-
-        def experimental_event_tree(self):
-            tree = self.results.experimental_event_tree()
-            self.matched = [seen[e.correlation_id] == e.name for e in tree if e.name.startswith("aten::")]
-            return tree
-
-    with torch.profiler.profile(record_shapes=True) as profile:
-        profiler = StepProfiler()
-        profiler.mark()
-        torch.ones(3) @ torch.ones(3)
-        profiler.mark()
-    spy = Spy(profile.profiler.kineto_results)
-    _recording(spy)
-    assert len(spy.matched) >= 3
-    assert all(spy.matched)
+    profiler = StepProfiler()
+    profiler.start()
+    torch.ones(3) @ torch.ones(3)
+    tree, results = profiler.stop()
+    names = {event.correlation_id(): event.name() for event in results.events()}
+    ops = [event for event in tree if event.name.startswith("aten::")]
+    assert len(ops) >= 3
+    assert all(names[event.correlation_id] == event.name for event in ops)
 
 
 def kernel(start, duration, linked, *, device=torch.profiler.DeviceType.CUDA, annotation=False):
@@ -373,38 +328,19 @@ def kernel(start, duration, linked, *, device=torch.profiler.DeviceType.CUDA, an
     )
 
 
-def launcher(name, start, number, kind="TorchOp", children=()):
-    return SimpleNamespace(
-        tag=SimpleNamespace(name=kind),
-        name=name,
-        start_time_ns=start,
-        duration_time_ns=5,
-        start_tid=3,
-        correlation_id=number,
-        typed=(None, SimpleNamespace(inputs=[])),
-        children=list(children),
-    )
-
-
 def test_kernels_are_those_of_the_op_that_launched_them():
-    call = launcher("cudaLaunchKernel", 12, 0, kind="Kineto")
-    tree = [
-        launcher(_MARK, 0, 1),
-        launcher("aten::linear", 10, 2, children=[launcher("aten::addmm", 11, 3, children=[call])]),
-        launcher(_MARK, 100, 4),
-    ]
+    addmm = op("aten::addmm", 5, op("cudaLaunchKernel", 5, kind="Kineto"), number=3)
+    linear = op("aten::linear", 5, addmm, start=10, number=2, thread=3)
+    tree = [op(MARK, 0, thread=3), linear, op(MARK, 0, start=100, thread=3)]
     events = [
         kernel(20, 30, 3),
         kernel(60, 5, 3),
         kernel(20, 45, 2, annotation=True),
         kernel(10, 5, 2, device=torch.profiler.DeviceType.CPU),
     ]
-    found = _recording(SimpleNamespace(events=lambda: events, experimental_event_tree=lambda: tree))
-    assert (found.marks_ns, found.thread) == ([0, 100], 3)
-    assert found.kernels_ns == [(20, 50), (60, 65)]
-    (linear,) = found.ops
-    assert linear.device_ns == 0
-    assert [(child.name, child.device_ns) for child in linear.children] == [("aten::addmm", 35)]
+    found = _recording(tree, events)
+    assert (found.marks_ns, found.thread, found.kernels_ns) == ([0, 100], 3, {3: 35})
+    assert found.intervals_ns == [(20, 50), (60, 65)]
     assert summarize(found, device="cuda")["shares"]["products"] == pytest.approx(0.35)
 
 
@@ -414,6 +350,12 @@ def test_another_profiler_is_said():
         with pytest.raises(UnsupportedError, match="a profiler runs in this thread already"):
             StepProfiler().start()
     assert not profiler_is_on()
+    profiler = StepProfiler()
+    profiler.start()
+    with torch.profiler.profile():
+        torch.ones(3)
+    with pytest.raises(UnsupportedError, match="another profiler ran in this thread"):
+        profiler.recording()
 
 
 # ---- reads

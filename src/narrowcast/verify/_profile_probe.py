@@ -181,7 +181,7 @@ class ProfileProbe(Observer):
         if self._device == "cuda":
             torch.cuda.synchronize()
         try:
-            recording = profiler.stop()
+            recording = profiler.recording()
             left_out = [number for number, evaluates in enumerate(self._flags) if evaluates]
             if self._flags:
                 self._facts["profile"] = summarize(

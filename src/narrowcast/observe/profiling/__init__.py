@@ -2,8 +2,8 @@
 
 from narrowcast.observe.profiling._block import LiveTensorBytes, Profile, profile
 from narrowcast.observe.profiling._host_reads import HostReads, Reads, read_rows
-from narrowcast.observe.profiling._products import is_product, product_size, same_size
-from narrowcast.observe.profiling._steps import StepProfiler, seconds_between, stamp, summarize
+from narrowcast.observe.profiling._recorder import seconds_between, stamp
+from narrowcast.observe.profiling._steps import StepProfiler, is_product, same_size, summarize
 
 __all__ = [
     "HostReads",
@@ -12,7 +12,6 @@ __all__ = [
     "Reads",
     "StepProfiler",
     "is_product",
-    "product_size",
     "profile",
     "read_rows",
     "same_size",

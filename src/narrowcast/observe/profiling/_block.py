@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.autograd.profiler import profile as autograd_profile
 
 from narrowcast.errors import DeviceError, OrderError, SettingError, UnsupportedError
-from narrowcast.observe._torch_internals import without_markers_on_stderr
 from narrowcast.observe.explanation import bytes_text
-
-# Bytes that are allocated last of all, so that a record without them is known to have been cut short.
-_MARK_BYTES = 12_289
+from narrowcast.observe.profiling._recorder import Recorder, every_event
 
 
 def profile(device: str | torch.device | None = None, *, memory: bool = True) -> Profile:
@@ -125,11 +120,6 @@ class Profile:
         _ = self.duration_s
         return None if self._memory is None else self._memory.added_bytes
 
-    def as_json(self) -> dict[str, Any]:
-        """Return ``device``, ``duration_s``, ``peak_bytes`` and ``added_bytes``."""
-        names = ("duration_s", "peak_bytes", "added_bytes")
-        return {"device": str(self.device)} | {name: getattr(self, name) for name in names}
-
     def __str__(self) -> str:
         if self._duration_s is None:
             return f"not ended ({self.device})"
@@ -186,24 +176,16 @@ class LiveTensorBytes:
     allocate (numpy, mapped files, scratch of oneDNN and BLAS).
 
     torch's profiler records all open blocks of a thread at once and keeps every event: measure a few training
-    steps, not a day. Another profiler in this thread takes the record away, which is noticed.
+    steps, not a day.
 
     Raises:
-        OrderError: read before anything was recorded, or entered while it is open.
-        UnsupportedError: on reading, if another profiler ran meanwhile.
+        UnsupportedError: on entering, if a profiler runs in this thread; on reading, if one ran meanwhile.
     """
 
-    def __init__(self) -> None:
-        self._is_open = False
-        self._recorded = False
-        self._is_cut_short = False
-
     def __enter__(self) -> Self:
-        if self._is_open:
-            raise OrderError("this recording is open already: leave its block before it is entered again")
         self._alive: dict[int, int] = {}
         self._total = self._peak = 0
-        self._is_cut_short = False
+        self._problem: UnsupportedError | None = None
         _pause()
         _thread.open.append(self)
         try:
@@ -211,12 +193,10 @@ class LiveTensorBytes:
         except BaseException:
             _thread.open.remove(self)
             raise
-        self._is_open = self._recorded = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_open:
-            self._is_open = False
+        if self in _thread.open:
             _pause()
             _thread.open.remove(self)
             _resume()
@@ -225,13 +205,8 @@ class LiveTensorBytes:
     def peak_bytes(self) -> int:
         """The most that was alive at once. Reading it inside the block ends the recording there."""
         self.__exit__()
-        if self._is_cut_short:
-            raise UnsupportedError(
-                "the memory of CPU tensors is recorded by torch's profiler, and another profiler ran in this "
-                "thread meanwhile: switch that one off"
-            )
-        if not self._recorded:
-            raise OrderError('nothing was recorded yet: write "with LiveTensorBytes() as tensors:" first')
+        if self._problem is not None:
+            raise self._problem
         return self._peak
 
     added_bytes = peak_bytes
@@ -248,7 +223,7 @@ class LiveTensorBytes:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.open: list[LiveTensorBytes] = []
-        self.recording: autograd_profile | None = None
+        self.recorder: Recorder | None = None
 
 
 _thread = _Thread()
@@ -257,35 +232,31 @@ _thread = _Thread()
 def _resume() -> None:
     """Record, if a block is open in this thread."""
     if _thread.open:
-        recording = autograd_profile(use_cpu=True, profile_memory=True)
-        with without_markers_on_stderr():
-            recording.__enter__()  # type: ignore[no-untyped-call]
-        _thread.recording = recording
+        recorder = Recorder(memory=True)
+        recorder.start()
+        _thread.recorder = recorder
 
 
 def _pause() -> None:
-    """Stop the profiler and hand what it recorded to all open blocks."""
-    recording, _thread.recording = _thread.recording, None
-    if recording is None:
+    """Stop the recording and hand it to all open blocks."""
+    recorder, _thread.recorder = _thread.recorder, None
+    if recorder is None:
         return
-    torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cpu")
-    recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    results = recording.kineto_results
-    changes = _allocations(() if results is None else results.experimental_event_tree())
-    marks = [position for position, (_, _, size) in enumerate(changes) if size == _MARK_BYTES]
-    for block in _thread.open:
-        if marks:
-            block._follow(changes[: marks[-1]])
-        else:
-            block._is_cut_short = True
+    recorder.mark()
+    try:
+        changes = _allocations(recorder.stop()[0])
+    except UnsupportedError as error:
+        for block in _thread.open:
+            block._problem = error
+    else:
+        for block in _thread.open:
+            block._follow(changes)
 
 
-def _allocations(tops: Iterable[Any]) -> list[tuple[int, int, int]]:
+def _allocations(tree: list[Any]) -> list[tuple[int, int, int]]:
     """Return time, address and size (negative if it is freed) of each block on the CPU, in order of time."""
-    found, waiting = [], list(tops)
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
+    found = []
+    for event in every_event(tree):
         if event.tag.name == "Allocation" and event.typed[1].device.type == "cpu":
             block = event.typed[1]
             found.append((event.start_time_ns, block.ptr, block.alloc_size))

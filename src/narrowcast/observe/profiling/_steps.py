@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
 
-from narrowcast.errors import OrderError, UnsupportedError
-from narrowcast.observe._torch_internals import profiler_is_on
-from narrowcast.observe.profiling._products import is_product, product_size, same_size
+from narrowcast.errors import UnsupportedError
+from narrowcast.observe.profiling._recorder import MARK, Recorder
 
 PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = (
     "products",
@@ -27,64 +23,19 @@ PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = (
     "python",
 )
 PARTS = (PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON)
-_MARK = "narrowcast: between two steps"
 # Ranges that torch's optimizers and DataLoader record around their work.
-_STEP, _LOADER = "Optimizer.step#", "enumerate(DataLoader)#"
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_RANGES = {"Optimizer.step#": OPTIMIZER, "enumerate(DataLoader)#": LOADING}
+_CAST_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # A cast is a copy inside one of these; autograd makes it again for the gradient.
-_CASTING = ("aten::to", "aten::_to_copy", "aten::copy_")
-_CAST_BACKWARD = ("ToCopyBackward0", "autograd::engine::evaluate_function: ToCopyBackward0")
+_CASTING = (
+    "aten::to",
+    "aten::_to_copy",
+    "aten::copy_",
+    "ToCopyBackward0",
+    "autograd::engine::evaluate_function: ToCopyBackward0",
+)
 # A step that lasts longer than this times the median was disturbed by something else.
 _DISTURBED = 1.5
-
-
-def stamp(device_type: str) -> Any:
-    """Return the time now; on CUDA an event of the current stream."""
-    if device_type != "cuda":
-        return time.perf_counter()
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def seconds_between(earlier: Any, later: Any) -> float:
-    """Return the seconds between two stamps; waits until a GPU has reached ``later``."""
-    if isinstance(earlier, float):
-        return float(later) - earlier
-    later.synchronize()
-    return float(earlier.elapsed_time(later)) / 1e3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
-    """A tensor that an op was given: shape, dtype without ``torch.``, and address of its storage."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    storage: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """An op as the profiler recorded it.
-
-    Attributes:
-        name: such as ``"aten::mm"``.
-        start_ns: on the clock of the profiler.
-        duration_ns: on the host, children included.
-        device_ns: of the kernels that it launched itself, children not included.
-        thread: in which it ran.
-        operands: its tensors by position; None for other arguments.
-        children: the ops that it called, in order.
-    """
-
-    name: str
-    start_ns: int = 0
-    duration_ns: int = 0
-    device_ns: int = 0
-    thread: int = 1
-    operands: tuple[Operand | None, ...] = ()
-    children: tuple[Op, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,106 +43,71 @@ class Recording:
     """Some recorded steps.
 
     Attributes:
-        ops: the outermost ops of every thread, in order.
+        ops: the outermost ops of every thread, in order, as torch's profiler represents them: ``name``,
+            ``start_time_ns``, ``duration_time_ns`` on the host with the ops that it called (``children``),
+            ``start_tid`` and ``correlation_id``.
         marks_ns: where steps begin and end, one more than there are steps.
         thread: in which the script steps.
-        kernels_ns: start and end of everything that ran on a GPU.
+        intervals_ns: start and end of everything that ran on a GPU.
+        kernels_ns: time on the GPU of what each op launched itself, by its ``correlation_id``.
     """
 
-    ops: Sequence[Op]
+    ops: Sequence[Any]
     marks_ns: Sequence[int]
     thread: int = 1
-    kernels_ns: Sequence[tuple[int, int]] = ()
+    intervals_ns: Sequence[tuple[int, int]] = ()
+    kernels_ns: Mapping[int, int] = field(default_factory=dict)
 
 
-class StepProfiler:
+class StepProfiler(Recorder):
     """Records the ops of some steps; start it, mark each end of a step, stop it between steps::
 
-        profiler = StepProfiler()
-        profiler.start()
-        for _ in range(3):
-            step()
-            profiler.mark()
-        print(summarize(profiler.stop()))
-
-    Raises:
-        UnsupportedError: on starting or stopping, if another profiler runs in this thread.
-        OrderError: on stopping what was not started.
+    profiler = StepProfiler()
+    profiler.start()
+    for _ in range(3):
+        step()
+        profiler.mark()
+    print(summarize(profiler.recording()))
     """
 
     def __init__(self) -> None:
-        self._profile: Any = None
+        super().__init__(shapes=True)
 
-    def start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize()
-        if profiler_is_on():
-            raise UnsupportedError("a profiler runs in this thread already: switch that one off")
-        recording = profile(activities=activities, record_shapes=True)
-        recording.__enter__()  # type: ignore[no-untyped-call]
-        self._profile = recording
-        self.mark()
+    def recording(self) -> Recording:
+        """Stop, and return what was recorded.
 
-    def mark(self) -> None:
-        """End a step and begin the next."""
-        with record_function(_MARK):
-            pass
-
-    def stop(self) -> Recording:
-        if self._profile is None:
-            raise OrderError("nothing is recorded: start the profiler first")
-        recording, self._profile = self._profile, None
-        recording.__exit__(None, None, None)
-        results = recording.profiler.kineto_results if recording.profiler else None
-        if results is None:
-            raise UnsupportedError("another profiler ran in this thread meanwhile; switch that one off")
-        return _recording(results)
+        Raises:
+            UnsupportedError: another profiler ran meanwhile, or a range of the script encloses the steps.
+        """
+        tree, results = self.stop()
+        return _recording(tree, results.events())
 
 
-def _recording(results: Any) -> Recording:
+def _recording(tree: Iterable[Any], events: Iterable[Any]) -> Recording:
     kernels: dict[int, int] = defaultdict(int)
     intervals = []
-    for event in results.events():
+    for event in events:
         # Annotations of the host appear on the GPU too, around the kernels that it launched.
         on_gpu = event.device_type() == torch.profiler.DeviceType.CUDA and not event.is_user_annotation()
         if on_gpu and event.duration_ns() > 0:
             intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
             kernels[event.linked_correlation_id()] += event.duration_ns()
-    ops = [op for event in results.experimental_event_tree() if (op := _op(event, kernels)) is not None]
-    marks = [op for op in ops if op.name == _MARK]
+    ops = _ops(tree)
+    marks = [op for op in ops if op.name == MARK]
     if not marks:
-        raise UnsupportedError("the record has no steps: another profiler ran in this thread meanwhile")
+        raise UnsupportedError("a range of torch's profiler is open around the steps: end it before them")
     return Recording(
-        ops=[op for op in ops if op.name != _MARK],
-        marks_ns=[op.start_ns for op in marks],
-        thread=marks[0].thread,
-        kernels_ns=intervals,
+        ops=[op for op in ops if op.name != MARK],
+        marks_ns=[op.start_time_ns for op in marks],
+        thread=marks[0].start_tid,
+        intervals_ns=intervals,
+        kernels_ns=kernels,
     )
 
 
-def _op(event: Any, kernels: dict[int, int]) -> Op | None:
-    kind = event.tag.name
-    if kind not in ("TorchOp", "Backend"):
-        return None
-    given = event.typed[1].inputs if kind == "TorchOp" else ()
-    return Op(
-        name=event.name,
-        start_ns=event.start_time_ns,
-        duration_ns=event.duration_time_ns,
-        device_ns=kernels.get(event.correlation_id, 0),
-        thread=event.start_tid,
-        operands=tuple(_operand(value) for value in given),
-        children=tuple(op for child in event.children if (op := _op(child, kernels)) is not None),
-    )
-
-
-def _operand(value: Any) -> Operand | None:
-    if getattr(value, "sizes", None) is None:
-        return None
-    dtype = str(value.dtype).removeprefix("torch.")
-    return Operand(shape=tuple(value.sizes), dtype=dtype, storage=value.storage_data_ptr or 0)
+def _ops(events: Iterable[Any]) -> list[Any]:
+    """Return the ops and ranges among events, without allocations and calls of CUDA."""
+    return [event for event in events if event.tag.name in ("TorchOp", "Backend")]
 
 
 def summarize(
@@ -203,8 +119,8 @@ def summarize(
     GPU time is that of kernels, and the rest is the GPU waiting.
 
     Args:
-        recording: what ``StepProfiler.stop`` returned. Steps that lasted half as long again as the median
-            are left out: something else was running.
+        recording: made by ``StepProfiler``. Steps that lasted half as long again as the median are left out:
+            something else was running.
         device: type of the model's device.
         left_out: numbers of steps that are not like the others, such as those with an evaluation.
         weights: storages of the parameters.
@@ -218,21 +134,23 @@ def summarize(
     Raises:
         UnsupportedError: there is no step in it.
     """
-    on_gpu, out = device != "cpu" and bool(recording.kernels_ns), set(left_out)
+    on_gpu, out = device != "cpu" and bool(recording.intervals_ns), set(left_out)
     pairs = list(zip(recording.marks_ns, recording.marks_ns[1:], strict=False))
     windows = [pair for number, pair in enumerate(pairs) if number not in out] or pairs
     if not windows:
         raise UnsupportedError("no step was recorded")
     usual = statistics.median_low([b - a for a, b in windows])
     windows = [(a, b) for a, b in windows if b - a <= _DISTURBED * usual]
-    every = [op for op in recording.ops if any(a <= op.start_ns < b for a, b in windows)]
-    mine = [op for op in every if op.thread == recording.thread]
-    ops, steps = (every if on_gpu else mine), len(windows)
-    wall = sum(b - a for a, b in windows)
-    busy = sum(union_ns(recording.kernels_ns, a, b) for a, b in windows) if on_gpu else None
-    shares = _shares(parts_ns(ops, device=on_gpu), wall, busy)
-    called = list(outermost_ops(ops))
-    sizes = products_by_size(ops, device=on_gpu)
+    every = [op for op in recording.ops if any(a <= op.start_time_ns < b for a, b in windows)]
+    mine = [op for op in every if op.start_tid == recording.thread]
+    steps, wall = len(windows), sum(b - a for a, b in windows)
+    busy = sum(union_ns(recording.intervals_ns, a, b) for a, b in windows) if on_gpu else None
+    sums, host = _Sums(recording.kernels_ns if on_gpu else None, weights), _Sums()
+    for op in every if on_gpu else mine:
+        sums.add(op)
+    for op in mine:
+        host.add(op)
+    shares, sizes, calls_ns = _shares(sums.parts_ns, wall, busy), sums.products(), sums.calls_ns
     in_sizes = sum(row["count"] * row["each_ns"] for row in sizes) or 1
     scale = wall / steps / 1e9
     return {
@@ -251,130 +169,131 @@ def summarize(
             }
             for row in sizes
         ],
-        "casts": {name: value / steps for name, value in sum_of_casts(ops, frozenset(weights)).items()}
-        | {"share": shares[CASTS]},
+        "casts": {name: value / steps for name, value in sums.casts.items()} | {"share": shares[CASTS]},
         "ops": {
-            "count": len(called) / steps,
-            "mean_s": sum(op.duration_ns for op in called) / len(called) / 1e9 if called else None,
+            "count": len(calls_ns) / steps,
+            "mean_s": statistics.fmean(calls_ns) / 1e9 if calls_ns else None,
         },
-        "loading_share": parts_ns(mine, device=False)[LOADING] / wall,
+        "loading_share": host.parts_ns[LOADING] / wall,
         "gpu_busy_share": None if busy is None else busy / wall,
     }
 
 
 def _shares(parts: dict[str, int], wall: int, busy: int | None) -> dict[str, float]:
     """Return shares of a step's time; kernels that ran side by side share the time that the GPU was busy."""
-    total = sum(parts.values())
+    known = {part: time for part, time in parts.items() if part != PYTHON}
+    total = sum(known.values())
     covered = min(total, wall) if busy is None else min(busy, wall)
-    shares = {part: covered * parts.get(part, 0) / (total or 1) / wall for part in PARTS if part != PYTHON}
+    shares = {part: covered * time / (total or 1) / wall for part, time in known.items()}
     return shares | {PYTHON: 1.0 - sum(shares.values())}
 
 
-# ---- arithmetic on ops
-
-
-def parts_ns(ops: Iterable[Op], *, device: bool) -> dict[str, int]:
-    """Return the nanoseconds of each part but ``PYTHON``, which is the rest of a step.
-
-    An op belongs to the part that its own name says, else to that of its caller: the softmax inside an
-    attention is the attention's, a cast inside a linear layer is a cast, a matmul inside an optimizer is a
-    product.
+class _Sums:
+    """What ops of some steps add up to.
 
     Args:
-        ops: the outermost ones.
-        device: time of kernels on the device; else time of ops on the host.
+        kernels_ns: of a ``Recording``, to add the time of kernels; None: the time of ops on the host.
+        weights: storages of the parameters.
+
+    Attributes:
+        parts_ns: nanoseconds of each part. An op belongs to the part that its own name says, else to that of
+            its caller: the softmax inside an attention is the attention's, a cast inside a linear layer is a
+            cast, a matmul inside an optimizer is a product.
+        casts: ``count`` and ``bytes`` (read and written) of all casts, ``weight_`` those of parameters.
+        calls_ns: durations of the ops that Python or autograd called, not of those that ops called.
     """
-    sums = dict.fromkeys(PARTS, 0)
 
-    def add(op: Op, inherited: str) -> None:
-        part = _part_of(op, inherited)
-        own = op.device_ns if device else max(0, op.duration_ns - sum(c.duration_ns for c in op.children))
-        sums[OTHER if device and part == PYTHON else part] += own
-        for child in op.children:
-            add(child, part)
+    def __init__(self, kernels_ns: Mapping[int, int] | None = None, weights: Iterable[int] = ()) -> None:
+        self._kernels_ns, self._weights = kernels_ns, frozenset(weights)
+        self.parts_ns = dict.fromkeys(PARTS, 0)
+        self.casts = {"count": 0, "bytes": 0, "weight_count": 0, "weight_bytes": 0}
+        self.calls_ns: list[int] = []
+        self._products: dict[tuple[str, Shape], tuple[Shape, list[int]]] = {}
 
-    for op in ops:
-        add(op, PYTHON)
-    sums.pop(PYTHON)
-    return sums
+    def add(self, op: Any, inherited: str = PYTHON, *, is_call: bool = True) -> bool:
+        """Add an op and those that it called; return whether one of them is a product."""
+        part, children = _part_of(op, inherited), _ops(op.children)
+        if part != LOADING:
+            self._add_cast(op)
+        if is_call and _is_op(op.name):
+            self.calls_ns.append(op.duration_time_ns)
+            is_call = False
+        has_product = False
+        for child in children:
+            has_product |= self.add(child, part, is_call=is_call)
+        if self._kernels_ns is not None:
+            self.parts_ns[OTHER if part == PYTHON else part] += self._kernels_ns.get(op.correlation_id, 0)
+        else:
+            inside_ns = sum(child.duration_time_ns for child in children)
+            self.parts_ns[part] += max(0, op.duration_time_ns - inside_ns)
+        if is_product(op.name) and not has_product:
+            shapes = [None if tensor is None else tuple(tensor.sizes) for tensor in _operands(op)]
+            kind, shape = product_size(op.name, shapes)
+            _, times = self._products.setdefault(same_size(kind, shape), (shape, []))
+            times.append(self._total_ns(op))
+        return has_product or is_product(op.name)
+
+    def _total_ns(self, op: Any) -> int:
+        if self._kernels_ns is None:
+            return int(op.duration_time_ns)
+        inside_ns = sum(self._total_ns(child) for child in _ops(op.children))
+        return self._kernels_ns.get(op.correlation_id, 0) + inside_ns
+
+    def _add_cast(self, op: Any) -> None:
+        sides = _cast_sides(op)
+        if sides:
+            moved = sum(math.prod(side.sizes) * side.dtype.itemsize for side in sides)
+            for prefix in ("", "weight_") if sides[1].storage_data_ptr in self._weights else ("",):
+                self.casts[f"{prefix}count"] += 1
+                self.casts[f"{prefix}bytes"] += moved
+
+    def products(self) -> list[dict[str, Any]]:
+        """Return time and number of products of each size, the one that takes the most time first.
+
+        Returns:
+            ``kind``, ``shape`` (of the first product of the size), ``count`` and ``each_ns``: the median,
+            since a busy machine makes one product out of hundreds last ten times as long.
+        """
+        rows = [
+            {"kind": kind, "shape": shape, "count": len(times), "each_ns": statistics.median(times)}
+            for (kind, _), (shape, times) in self._products.items()
+        ]
+        return sorted(rows, key=lambda row: -row["count"] * row["each_ns"])
 
 
-def _part_of(op: Op, inherited: str) -> str:
-    name = op.name
+def _part_of(op: Any, inherited: str) -> str:
     if inherited in (LOADING, CASTS):
         return inherited
-    if name.startswith(_LOADER):
-        return LOADING
-    if name in (*_CASTING, *_CAST_BACKWARD) and next(casts_in(op), None) is not None:
+    for prefix, part in _RANGES.items():
+        if op.name.startswith(prefix):
+            return part
+    if op.name in _CASTING and _has_cast(op):
         return CASTS
-    if is_product(name):
+    if is_product(op.name):
         return PRODUCTS
-    if inherited != PYTHON or name.startswith(_STEP):
-        return OPTIMIZER if name.startswith(_STEP) else inherited
-    is_op = "::" in name and not name.startswith(("autograd::", "torch::autograd::"))
-    return OTHER if is_op or name.startswith("## Call CompiledFxGraph") else PYTHON
+    return OTHER if inherited == PYTHON and _is_op(op.name) else inherited
 
 
-def casts_in(op: Op) -> Iterator[tuple[Operand, Operand]]:
-    """Yield destination and source of every copy in ``op`` between fp32, bf16 and fp16, loaders left out."""
-    if op.name.startswith(_LOADER):
-        return
-    if op.name == "aten::copy_" and len(op.operands) > 1:
-        into, source = op.operands[:2]
-        if into and source and into.dtype != source.dtype and {into.dtype, source.dtype} <= set(_ITEM_BYTES):
-            yield into, source
-    for child in op.children:
-        yield from casts_in(child)
+def _is_op(name: str) -> bool:
+    is_node = name.startswith(("autograd::", "torch::autograd::"))
+    return ("::" in name and not is_node) or name.startswith("## Call CompiledFxGraph")
 
 
-def sum_of_casts(ops: Iterable[Op], weights: frozenset[int]) -> dict[str, int]:
-    """Return ``count`` and ``bytes`` (read and written) of all casts, ``weight_`` those of parameters."""
-    sums = {"count": 0, "bytes": 0, "weight_count": 0, "weight_bytes": 0}
-    for op in ops:
-        for into, source in casts_in(op):
-            moved = sum(_ITEM_BYTES[side.dtype] * math.prod(side.shape) for side in (into, source))
-            for prefix in ("", "weight_") if source.storage in weights else ("",):
-                sums[f"{prefix}count"] += 1
-                sums[f"{prefix}bytes"] += moved
-    return sums
+def _operands(op: Any) -> list[Any]:
+    """Return metadata of its tensors by position; None for other arguments."""
+    given = op.typed[1].inputs if op.tag.name == "TorchOp" else ()
+    return [value if getattr(value, "sizes", None) is not None else None for value in given]
 
 
-def products_by_size(ops: Iterable[Op], *, device: bool) -> list[dict[str, Any]]:
-    """Return time and number of products of each size, the one that takes the most time first.
-
-    Returns:
-        ``kind``, ``shape`` (of the first product of the size), ``count`` and ``each_ns``: the median, since a
-        busy machine makes one product out of hundreds last ten times as long.
-    """
-    found: dict[Any, tuple[dict[str, Any], list[int]]] = {}
-    for op in ops:
-        for product in innermost_products(op):
-            shapes = [None if operand is None else operand.shape for operand in product.operands]
-            kind, shape = product_size(product.name, shapes)
-            _, times = found.setdefault(same_size(kind, shape), ({"kind": kind, "shape": shape}, []))
-            times.append(_device_ns(product) if device else product.duration_ns)
-    rows = [row | {"count": len(t), "each_ns": statistics.median(t)} for row, t in found.values()]
-    return sorted(rows, key=lambda row: -row["count"] * row["each_ns"])
+def _cast_sides(op: Any) -> list[Any]:
+    """Return destination and source of a copy between fp32, bf16 and fp16; nothing for other ops."""
+    sides = _operands(op)[:2] if op.name == "aten::copy_" else []
+    dtypes = {side.dtype for side in sides if side is not None}
+    return sides if len(dtypes) == 2 and dtypes <= _CAST_DTYPES else []
 
 
-def innermost_products(op: Op) -> Iterator[Op]:
-    """Yield the products in ``op`` that call no other product."""
-    inner = [product for child in op.children for product in innermost_products(child)]
-    yield from inner or ([op] if is_product(op.name) else [])
-
-
-def _device_ns(op: Op) -> int:
-    return op.device_ns + sum(_device_ns(child) for child in op.children)
-
-
-def outermost_ops(ops: Iterable[Op]) -> Iterator[Op]:
-    """Yield the ops that Python or autograd called, not those that ops called."""
-    for op in ops:
-        around = op.name.startswith((_STEP, _LOADER)) or op.name in _CAST_BACKWARD
-        if around or _part_of(op, PYTHON) == PYTHON:
-            yield from outermost_ops(op.children)
-        else:
-            yield op
+def _has_cast(op: Any) -> bool:
+    return bool(_cast_sides(op)) or any(map(_has_cast, _ops(op.children)))
 
 
 def union_ns(intervals: Iterable[tuple[int, int]], start: int, end: int) -> int:
@@ -386,3 +305,80 @@ def union_ns(intervals: Iterable[tuple[int, int]], start: int, end: int) -> int:
             covered += fresh
             reached = min(ends, end)
     return covered
+
+
+# ---- products
+
+
+Shape = tuple[int, ...]
+
+# Position of the first of the two matrices among the arguments.
+_MATRICES = {"mm": 0, "matmul": 0, "bmm": 0, "mv": 0, "addmm": 1, "_addmm_activation": 1, "baddbmm": 1}
+_CONVOLUTIONS = (
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "convolution",
+    "_convolution",
+    "convolution_overrideable",
+    "convolution_backward",
+    "mkldnn_convolution",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "miopen_convolution",
+    "thnn_conv2d",
+    "_slow_conv2d_forward",
+    "_convolution_pointwise",
+)
+_RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
+_ATTENTION = ("scaled_dot_product_", "_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
+_LINEAR = ("linear", "mkldnn_linear", "_linear_pointwise")
+_SCALED = ("_scaled_mm", "_scaled_grouped_mm")  # fp8
+_NAMES = frozenset((*_MATRICES, *_CONVOLUTIONS, *_RECURRENT, *_LINEAR, *_SCALED, "einsum", "addbmm", "addmv"))
+
+
+def is_product(name: str) -> bool:
+    """Return whether the operator ``name``, such as ``"aten::mm"``, multiplies, in forward or backward."""
+    space, _, op = name.partition("::")
+    return space in ("aten", "mkldnn") and (op in _NAMES or op.startswith(_ATTENTION))
+
+
+def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]:
+    """Return kind and size of a product.
+
+    Args:
+        name: of the operator.
+        shapes: of its arguments by position; None for what is not a tensor.
+
+    Returns:
+        ``("matmul", (M, N, K))`` for an M x K matrix times a K x N one, ``("batched matmul", (B, M, N, K))``,
+        ``("convolution", input + weight)``, ``("attention", query + key)`` or ``("recurrent layer", input)``.
+    """
+    op = name.partition("::")[2]
+    # Backward of these gets the gradient of the output first.
+    first = "backward" in op and (op.startswith(_ATTENTION) or op in _CONVOLUTIONS)
+    given = [shape or () for shape in shapes[int(first) :]]
+    one, two = [*given[_MATRICES.get(op, 0) :], (), ()][:2]
+    if op.startswith(_ATTENTION):
+        return "attention", one + two
+    if op in _RECURRENT:
+        return "recurrent layer", one
+    if op in _CONVOLUTIONS:
+        return "convolution", one + two
+    if op in _LINEAR:
+        two = two[::-1]  # the weight is stored N x K
+    if len(one) == 3 and len(two) == 3:
+        return "batched matmul", (one[0], one[1], two[2], one[2])
+    return "matmul", (math.prod(one[:-1]), two[-1] if len(two) > 1 else 1, one[-1] if one else 1)
+
+
+def same_size(kind: str, shape: Sequence[int]) -> tuple[str, Shape]:
+    """Return what products of one size share: the three matmuls of a linear layer permute its sizes."""
+    if kind == "matmul":
+        return kind, tuple(sorted(shape))
+    if kind == "batched matmul":
+        return kind, (shape[0], *sorted(shape[1:]))
+    return kind, tuple(shape)
