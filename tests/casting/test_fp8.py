@@ -19,6 +19,7 @@ from narrowcast.errors import MissingModuleError, PolicyError
 from narrowcast.policy import rule
 
 IN, OUT = 32, 48
+pytestmark = pytest.mark.filterwarnings("ignore:fp8 is emulated:UserWarning")
 
 
 def policy(*rules):
@@ -67,7 +68,7 @@ def test_only_the_class_changes_and_comes_back():
     before = {path: (module, vars(module).copy()) for path, module in model.named_modules()}
     parameters = dict(model.named_parameters())
     keys = list(model.state_dict())
-    handle = apply_fp8(model, everywhere(), emulate=True)
+    handle = apply_fp8(model, everywhere())
     assert dict(handle.converted) == dict.fromkeys([*INSIDE, "head"], "fp8_tensorwise")
     assert repr(handle) == "Fp8Handle(5 converted, 1 left out)"
     assert repr(model.head) == (
@@ -86,12 +87,12 @@ def test_only_the_class_changes_and_comes_back():
         assert module is before[path][0]
         assert vars(module) == before[path][1]
         assert not isinstance(module, Fp8Linear)
-    apply_fp8(model, everywhere(), emulate=True).remove()
+    apply_fp8(model, everywhere()).remove()
 
 
 def test_the_model_itself_may_be_a_linear_layer():
     model = nn.Linear(IN, OUT)
-    handle = apply_fp8(model, everywhere(), emulate=True)
+    handle = apply_fp8(model, everywhere())
     assert isinstance(model, Fp8Linear)
     assert list(handle.converted) == [""]
     handle.remove()
@@ -101,7 +102,7 @@ def test_the_model_itself_may_be_a_linear_layer():
 def test_an_optimizer_made_before_trains_the_model():
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 2e-2)
-    apply_fp8(model, everywhere("fp8_rowwise"), emulate=True)
+    apply_fp8(model, everywhere("fp8_rowwise"))
     x = torch.randn(16, 20)
     losses = []
     for _ in range(12):
@@ -120,7 +121,7 @@ def test_tied_weights_and_a_layer_at_two_places():
     model = nn.ModuleDict({"embed": nn.Embedding(OUT, IN), "head": nn.Linear(IN, OUT, bias=False)})
     model["head"].weight = model["embed"].weight
     model["again"] = model["head"]
-    handle = apply_fp8(model, everywhere(), emulate=True)
+    handle = apply_fp8(model, everywhere())
     assert list(handle.converted) == ["head"]
     assert model["head"].weight is model["embed"].weight
     assert len(list(model.parameters())) == 1
@@ -130,7 +131,7 @@ def test_tied_weights_and_a_layer_at_two_places():
 
 def test_copies_multiply_in_fp8_until_the_handle_is_removed():
     model = Model()
-    handle = apply_fp8(model, everywhere("fp8_rowwise"), emulate=True)
+    handle = apply_fp8(model, everywhere("fp8_rowwise"))
     copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     x = torch.randn(3, 20)
     y = model(x)
@@ -143,14 +144,14 @@ def test_copies_multiply_in_fp8_until_the_handle_is_removed():
     assert torch.equal(copied(x), plain)
     assert repr(copied.head) == "Fp8Linear(in_features=32, out_features=16, bias=True)"
     assert torch.equal(pickled(x), y)  # another process would not know
-    apply_fp8(copied, everywhere("fp8_rowwise"), emulate=True)
+    apply_fp8(copied, everywhere("fp8_rowwise"))
     assert torch.equal(copied(x), y)
 
 
 @pytest.mark.long
 def test_a_pickled_model_computes_in_a_fresh_process(tmp_path):
     layer = nn.Linear(IN, OUT)
-    apply_fp8(layer, everywhere("fp8_rowwise"), emulate=True)
+    apply_fp8(layer, everywhere("fp8_rowwise"))
     x = torch.randn(3, IN)
     torch.save((layer, x, layer(x)), tmp_path / "layer.pt")
     code = (
@@ -166,7 +167,7 @@ def test_a_compiled_model_follows_the_handle():
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, IN)
     plain = compiled(x)
-    handle = apply_fp8(layer, everywhere(), emulate=True)
+    handle = apply_fp8(layer, everywhere())
     assert torch.equal(compiled(x), layer(x))
     assert not torch.equal(compiled(x), plain)
     handle.remove()
@@ -191,7 +192,7 @@ def gradients_of(model, x):
 def test_under_fully_shard():
     model = Model()
     plain = copy.deepcopy(model)
-    handle = apply_fp8(model, policy(rule.module("blocks", compute="fp8_rowwise")), emulate=True)
+    handle = apply_fp8(model, policy(rule.module("blocks", compute="fp8_rowwise")))
     x = torch.randn(8, 20)
     expected = gradients_of(copy.deepcopy(model), x)
     mesh = init_device_mesh("cpu", (1,))
@@ -256,7 +257,7 @@ def assert_equal(found, expected):
 )
 def test_the_rule_that_wins_for_an_operator_wins_here(rules, converted):
     model = Model()
-    handle = apply_fp8(model, policy(*rules), emulate=True)
+    handle = apply_fp8(model, policy(*rules))
     assert list(handle.converted) == converted
     assert [path for path, part in model.named_modules() if isinstance(part, Fp8Linear)] == converted
     assert set(handle.left_out) <= {"embed"}
@@ -312,7 +313,7 @@ def with_own_forward():
 def test_what_is_left_out_and_why(make, why):
     model = nn.ModuleDict({"it": make(), "other": nn.Linear(IN, OUT)})
     before = type(model["it"])
-    handle = apply_fp8(model, policy(rule.module("*", compute="fp8_tensorwise")), emulate=True)
+    handle = apply_fp8(model, policy(rule.module("*", compute="fp8_tensorwise")))
     assert handle.left_out.get("it") == why
     assert list(handle.converted) == ["other"]
     assert type(model["it"]) is before
@@ -323,7 +324,7 @@ def test_what_is_left_out_and_why(make, why):
 )
 def test_attention_is_left_out_with_its_projections(one):
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    handle = apply_fp8(layer, policy(one), emulate=True)
+    handle = apply_fp8(layer, policy(one))
     assert list(handle.converted) == ["linear1", "linear2"]
     assert dict(handle.left_out) == {
         "self_attn": "is a MultiheadAttention, no torch.nn.Linear",
@@ -335,14 +336,10 @@ def test_where_there_are_no_instructions():
     model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN))
     said = "fp8 is emulated on cpu (2 linear layers): the numbers are those of fp8, and it is slower than"
     with pytest.warns(UserWarning, match="^" + re.escape(said)) as warned:
-        handle = apply_fp8(model, everywhere())
+        apply_fp8(model, everywhere())
     assert len(warned) == 1
     assert warned[0].filename == __file__
     assert model[0].fp8_emulated
-    handle.remove()
-    handle = apply_fp8(model, everywhere(), emulate=False)
-    assert not handle.converted
-    assert handle.left_out["0"] == "is on cpu, which has no fp8 instructions"
 
 
 # ---- errors
@@ -379,7 +376,7 @@ def test_where_there_are_no_instructions():
 def test_a_rule_that_meets_no_linear_layer(one, model, message):
     model = model()
     with pytest.raises(PolicyError) as error:
-        apply_fp8(model, policy(rule.op("softmax", compute="fp32"), one), emulate=True)
+        apply_fp8(model, policy(rule.op("softmax", compute="fp32"), one))
     assert str(error.value) == message
     assert not any(isinstance(part, Fp8Linear) for part in model.modules())
 
@@ -410,7 +407,8 @@ def test_without_torchao(tmp_path):
 def test_torchao_is_imported_for_fp8_only_and_in_silence(tmp_path):
     done = run(
         f"import sys\n{APPLY}apply_fp8(layer, 'bf16')\nassert 'torchao' not in sys.modules\n"
-        "apply_fp8(layer, policy, emulate=True)\nassert 'torchao' in sys.modules\n"
+        "import warnings; warnings.filterwarnings('ignore', 'fp8 is emulated')\n"
+        "apply_fp8(layer, policy)\nassert 'torchao' in sys.modules\n"
         "import logging\nassert not logging.getLogger('torchao').filters",
         tmp_path,
     )
@@ -432,7 +430,6 @@ def test_a_gpu_uses_its_instructions_or_is_left_out():
         with pytest.warns(UserWarning, match="no fp8 in 1 linear layer: the first is on cuda:0"):
             handle = apply_fp8(layer, everywhere())
         assert handle.left_out == {"": "is on cuda:0, which has no fp8 instructions"}
-        assert apply_fp8(layer, everywhere(), emulate=True).converted
 
 
 @pytest.mark.gpu

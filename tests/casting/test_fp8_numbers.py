@@ -18,6 +18,7 @@ RECIPES = ["fp8_tensorwise", "fp8_rowwise"]
 # Half the distance from 1 to the next number: a rounding is at most this much of the result off.
 UNIT = {None: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROWS, IN, OUT = 24, 32, 48
+pytestmark = pytest.mark.filterwarnings("ignore:fp8 is emulated:UserWarning")
 
 
 def policy(recipe="fp8_tensorwise", compute="bf16"):
@@ -26,7 +27,7 @@ def policy(recipe="fp8_tensorwise", compute="bf16"):
 
 def fp8_linear(recipe, *shape, dtype=torch.float32, **kwargs):
     layer = torch.nn.Linear(*(shape or (IN, OUT)), dtype=dtype, **kwargs)
-    handle = apply_fp8(layer, policy(recipe), emulate=True)
+    handle = apply_fp8(layer, policy(recipe))
     assert handle.converted == {"": recipe}
     return layer
 
@@ -183,7 +184,7 @@ def test_a_region_in_fp32_casts_the_input_up(weight_dtype):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_under_activation_checkpointing(recipe, reentrant):
     block = torch.nn.Sequential(torch.nn.Linear(IN, OUT), torch.nn.GELU(), torch.nn.Linear(OUT, IN))
-    apply_fp8(block, policy(recipe), emulate=True)
+    apply_fp8(block, policy(recipe))
     x = torch.randn(ROWS, IN)
     gradients = []
     for run in (block, lambda inputs: checkpoint(block, inputs, use_reentrant=reentrant)):

@@ -64,7 +64,7 @@ def test_python_is_given_numbers_that_are_tensors_in_c():
     """What ``_calls`` is for: it fails here when PyTorch hands on the tensor."""
     run_in_a_new_process("""
         given = []
-        library = internals.make_library("aten")
+        library = torch.library.Library("aten", "IMPL")
         library.impl("remainder.Tensor", lambda *args: given.append(args[1]) or args[0], "AutocastCPU")
         with torch.autocast("cpu", torch.bfloat16):
             torch.take_along_dim(X, torch.zeros(4, 4, dtype=torch.int64), 0)
@@ -76,7 +76,7 @@ def test_python_is_given_numbers_that_are_tensors_in_c():
 def test_a_library_takes_its_kernels_away():
     run_in_a_new_process("""
         before = torch._C._dispatch_dump_table("aten::exp")
-        library = internals.make_library("aten")
+        library = torch.library.Library("aten", "IMPL")
         library.impl("exp", lambda x: x, "AutocastCPU")
         assert internals.has_kernel("aten::exp", "AutocastCPU")
         assert torch._C._dispatch_dump_table("aten::exp") != before
@@ -97,7 +97,7 @@ def test_modes_call_the_kernel_that_was_registered_last():
                 return func(*args, **(kwargs or {}))
 
         called = []
-        first, second = internals.make_library("aten"), internals.make_library("aten")
+        first, second = torch.library.Library("aten", "IMPL"), torch.library.Library("aten", "IMPL")
         first.impl("exp", lambda x: called.append(1) or x, "AutocastCPU")
         second.impl("exp", lambda x: called.append(2) or x, "AutocastCPU", allow_override=True)
         second._destroy()
@@ -260,7 +260,7 @@ def test_kernels_of_pytorch_are_known():
     run_in_a_new_process("""
         fetch = lambda: torch.library.get_kernel("aten::linear", "AutocastCPU")
         assert internals.is_of_pytorch(fetch())
-        library = internals.make_library("aten")
+        library = torch.library.Library("aten", "IMPL")
         library.impl("linear", lambda *args: args, "AutocastCPU", allow_override=True)
         assert not internals.is_of_pytorch(fetch())
     """)

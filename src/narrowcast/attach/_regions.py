@@ -393,14 +393,12 @@ class _ModuleRules:
             self._applied.pop(part).remove()
         kind = type(model).__name__
         self._models.add(kind)
-
-        def missed(rule: Rule) -> None:
+        applied = self._applied[model] = Applied(model, self._policy, opens=False, strict=False)
+        for rule in applied.missed:
             self._unmatched.setdefault(rule, set()).add(kind)
             if not self._guesses.get(rule):
                 named = ((path, class_names(type(module))) for path, module in modules_by_path(model))
                 self._guesses[rule] = near_module(rule, list(named))
-
-        applied = self._applied[model] = Applied(model, self._policy, opens=False, may_miss=missed)
         for path, why in applied.fp8.left_out.items():
             self._left_out.setdefault(why, []).append(f"{kind}.{path}" if path else kind)
 

@@ -17,17 +17,14 @@ from narrowcast.casting._autocast import (
 )
 from narrowcast.casting._bake import bake
 from narrowcast.casting._compile import compile
-from narrowcast.casting._paths import modules_by_path
 from narrowcast.casting._scopes import rule_that_casts
-from narrowcast.casting._tree import cast_floating, cast_where
+from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path
 from narrowcast.casting._watching import ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
-from narrowcast.casting.fp8._convert import unconverted
-from narrowcast.casting.fp8._linear import Fp8Linear
+from narrowcast.casting.fp8 import is_fp8, unconverted
 
 __all__ = [
     "Applied",
-    "Fp8Linear",
     "LastingRegion",
     "ScopedRegion",
     "active_scopes",
@@ -41,6 +38,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "drop_casts",
+    "is_fp8",
     "modules_by_path",
     "ops_under_way",
     "region_in",

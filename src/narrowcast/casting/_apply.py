@@ -1,23 +1,22 @@
-"""A policy applied to a model: hooks that open its region, and at each module the rules for it.
+"""Apply a policy to a model: hooks open its region, and at each module that rules select the rules.
 
-The model's own call opens the region of the policy. A module that rules name opens one inside it: its inputs
-are cast to what the rule computes in, its outputs to what the rule hands on. The hooks hold the policy, so
-that it is there in whatever thread calls the module: where no region of it is open, they open one.
+The model's own call opens the region of the policy. A module that rules select opens one inside it: its
+inputs are cast to what the rule computes in, its outputs to the rule's ``output``. The hooks hold the policy,
+so that it is there in whatever thread calls the module: if no region of it is open, they open one.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from narrowcast.casting._module_hooks import Hook, Shared, calls_under_way, hooks_on
-from narrowcast.casting._paths import Structure, all_paths, is_wrapper
+from narrowcast.casting._module_hooks import Hook, Shared, hooks_on
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
+from narrowcast.casting._tree import Structure, all_paths, is_wrapper
 from narrowcast.casting.fp8 import apply_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names
 from narrowcast.policy import (
@@ -32,27 +31,18 @@ from narrowcast.policy import (
     with_fp32_weights,
 )
 
-_HOOK_DICTS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-_Place = tuple[tuple[str, ...], torch.nn.Module]  # every path of a module, and itself
+_ModuleAtPaths = tuple[tuple[str, ...], torch.nn.Module]  # a module with every path to it
 _applied: weakref.WeakKeyDictionary[torch.nn.Module, Applied] = weakref.WeakKeyDictionary()
-# The hooks that nc.apply made and nobody removed; those on copies of a model are not among them.
-_live: weakref.WeakSet[Hook] = weakref.WeakSet()
 
 
 def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
     """Have ``model`` compute by ``policy`` whenever it is called, until ``handle.remove()``.
 
-    Its calls open the region themselves, rules for modules included; what it returns stays in the formats in
-    which it comes out. Compute the loss inside the model or outside it, and go backward outside. The policy
+    Its calls open the region themselves, rules for modules included; its outputs stay in the formats in which
+    they are computed. Compute the loss inside the model or outside it, and call backward outside. The policy
     goes with the model into threads (``DataParallel``), through activation checkpointing, and into copies.
-    Modules that are added or replaced later have their rules from the model's next call on.
-    Where a script turns autocast off inside the model, rules do not turn it on again.
+    Modules that are added or replaced later follow their rules from the model's next call on.
+    If a script turns autocast off inside the model, rules do not turn it on again.
 
     Args:
         model: any module; its parameters stay as they are. DDP and ``torch.compile`` may wrap it before or
@@ -60,7 +50,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
         policy: the name of a preset, a ``Policy``, or the path of one.
 
     Returns:
-        A handle, whose ``remove()`` takes every hook away; as a context manager it does so at its end.
+        A handle, whose ``remove()`` removes every hook; as a context manager it does so at its end.
 
     Raises:
         PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
@@ -71,7 +61,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
 
 
 def is_applied(policy: Policy) -> bool:
-    """Whether some model has the rules of ``policy`` for modules."""
+    """Return whether some model follows the rules of ``policy`` for modules."""
     return any(one.policy is policy or one.policy == policy for one in _applied.values())
 
 
@@ -79,13 +69,14 @@ class Applied:
     """A policy on a model; ``remove()`` ends it. Also a context manager that does so at its end.
 
     Args:
-        opens: whether the model's own call opens the region; not where somebody else does.
-        may_miss: called with each rule that names nothing in the model; without it that is an error.
-        admits: asked with the model at each of its calls; where it says no, no region is opened.
+        opens: whether the model's own call opens the region; False if the caller opens it.
+        strict: raise if a rule selects nothing in the model.
+        admits: called with the model at each of its calls; if it returns False, no region is opened.
 
     Attributes:
-        policy: what was applied.
+        policy: the policy that was applied.
         fp8: which linear layers multiply in fp8 and which were left out, with the reason of each.
+        missed: rule -> error message, for each rule that selects nothing in the model.
     """
 
     def __init__(
@@ -94,7 +85,7 @@ class Applied:
         policy: Policy | str,
         *,
         opens: bool = True,
-        may_miss: Callable[[Rule], None] | None = None,
+        strict: bool = True,
         admits: Callable[[torch.nn.Module], bool] | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -106,36 +97,35 @@ class Applied:
             )
         self.policy = as_policy(policy)
         self._model = weakref.ref(model)
-        places = all_paths(model)
-        check_rules(self.policy, model, may_miss)
-        _make_way(places, self.policy)
-        self.fp8 = apply_fp8(model, self.policy, may_miss=may_miss)
+        modules = all_paths(model)
+        self.missed = missed_rules(self.policy, model)
+        if strict:
+            refuse_missed(self.missed)
+        _remove_stale_hooks(modules, self.policy)
+        self.fp8 = apply_fp8(model, self.policy, strict=strict)
+        self.missed |= self.fp8.missed
         self._shared = Shared(self.policy, opens, admits)
-        self._placed: list[_Placed] = []
-        self._place_hooks(places)
+        # Weak, since the hook of the model holds the model.
+        self._hooks: weakref.WeakSet[Hook] = weakref.WeakSet()
+        for paths, module in modules if opens or self.policy.names_modules else ():
+            if "" in paths and (module is model or not is_wrapper(module)):
+                rules = _rules_of(self.policy, paths, module)
+                self._hooks.add(_ModelHook(self._shared, rules, module, model))
+        self._hooks.update(_follow(model, self._shared))
         _applied[model] = self
         guard_hooks_of_modules()
 
     @property
     def handles(self) -> list[Any]:
-        """Those of the hooks; in a copy that is made along with the model, those of the copy's hooks."""
-        return [handle for one in self._placed for handle in (one.before, one.after)]
+        """Torch's handles of the hooks; copied along with the model, they are those of the copy's hooks."""
+        return [handle for hook in self._hooks for handle in hook.handles]
 
     def remove(self, *, copies: bool = True) -> None:
-        """Take the policy away, by default from copies of the model too; calls under way end in it."""
+        """End the policy, by default on copies of the model too; calls that are running end in it."""
         self._shared.removed = copies
         self._shared.ended = True
-        under_way = {id(call.hook): call for call in calls_under_way(self.policy)}
-        for one in self._placed:
-            hook = one.hook()
-            if hook is not None:
-                _live.discard(hook)
-            one.before.remove()
-            if hook is not None and id(hook) in under_way:
-                under_way[id(hook)].at_its_end.append(one.after)  # it closes what the call opened
-            else:
-                one.after.remove()
-        self._placed.clear()
+        _detach(self._hooks)
+        self._hooks.clear()
         self.fp8.remove()
         model = self._model()
         if model is not None and _applied.get(model) is self:
@@ -154,23 +144,17 @@ class Applied:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def _place_hooks(self, places: list[_Place]) -> None:
-        model = places[0][1]
-        for paths, module in places:
-            rules = _rules_of(self.policy, paths, module)
-            if "" in paths and (self._shared.opens or self.policy.names_modules):
-                if module is model or not is_wrapper(module):
-                    hook = _ModelHook(self._shared, rules, self._shared.opens)
-                    hook._model = weakref.ref(model)
-                    self._placed.append(_place(module, hook))
-            elif rules:
-                self._placed.append(_place(module, Hook(self._shared, rules, opening=False)))
-
 
 class _ModelHook(Hook):
-    """That of the model itself, which sees to it that parts that came later have theirs."""
+    """The hook of the model itself, which attaches hooks to modules that were added since."""
 
     _structure: Structure | None = None
+
+    def __init__(
+        self, shared: Shared, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
+    ) -> None:
+        super().__init__(shared, rules, module, opening=shared.opens)
+        self._model = weakref.ref(model)
 
     @functools.cached_property
     def _names_modules(self) -> bool:
@@ -179,67 +163,65 @@ class _ModelHook(Hook):
 
     def follow_model(self, module: torch.nn.Module) -> None:
         if self._names_modules and (self._structure is None or not self._structure.holds()):
-            placed = _follow(module, self._shared)
+            added = _follow(module, self.shared)
             if module in _applied:
-                _applied[module]._placed += placed
+                _applied[module]._hooks.update(added)
             self._structure = Structure(module)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_structure": None}
 
 
-def _follow(model: torch.nn.Module, shared: Shared) -> list[_Placed]:
-    """Give every part of ``model`` the rules that are for it now; returns the hooks that are new.
+def _follow(model: torch.nn.Module, shared: Shared) -> list[Hook]:
+    """Give every module in ``model`` a hook with the rules for it now; return the new hooks.
 
     Raises:
-        OrderError: a layer came that fp8 rules are for, which are put in force where the policy is applied.
-        PolicyError: a part that came has another policy.
+        OrderError: a layer was added for which there is an fp8 rule.
+        PolicyError: a module that was added has another policy.
     """
     policy = shared.policy
-    refuse_new_fp8(model, policy)
-    placed = []
+    _refuse_new_fp8(model, policy)
+    added = []
     for paths, module in all_paths(model):
-        there = [(key, one) for key, one in hooks_on(module) if one._shared is shared]
+        hooks = [hook for hook in hooks_on(module) if hook.shared is shared]
         rules = _rules_of(policy, paths, module)
-        if not there and not shared.compiled:
-            _make_way([(paths, module)], policy)
-        is_model = "" in paths and not shared.compiled  # whose hook stays
-        if is_model or (there[0][1]._rules if there else ()) == rules:
+        if not hooks and not shared.compiled:
+            _remove_stale_hooks([(paths, module)], policy)
+        is_model = "" in paths and not shared.compiled  # its hook stays
+        if is_model or (hooks[0].rules if hooks else ()) == rules:
             continue
-        for key, _ in there:
-            _take_away(module, key)
+        _detach(hooks)
         if rules:
-            placed.append(_place(module, Hook(shared, rules, opening=False)))
-    return placed
+            added.append(Hook(shared, rules, module))
+    return added
 
 
 class CompiledHooks:
-    """The hooks of one ``nc.compile`` on the parts of a model that have rules; they end with this.
+    """The hooks of one ``nc.compile`` on the modules that rules select; they end with this object.
 
-    They do nothing but in a region of their policy, which the compiled model opens.
+    They do nothing except in a region of their policy, which the compiled model opens.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._shared = Shared(policy, opens=False, compiled=True)
-        self._placed: list[_Placed] = []
+        self._hooks: weakref.WeakSet[Hook] = weakref.WeakSet()
         self._structure: Structure | None = None
-        weakref.finalize(self, _remove, self._placed).atexit = False
+        weakref.finalize(self, _detach, self._hooks).atexit = False
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Give every part of ``model`` the rules that are for it now."""
+        """Give every module in ``model`` the rules for it now."""
         if self._structure is None or not self._structure.holds():
-            self._placed += _follow(model, self._shared)
+            self._hooks.update(_follow(model, self._shared))
             self._structure = Structure(model)
 
 
-def _remove(placed: list[_Placed]) -> None:
-    for one in placed:
-        one.before.remove()
-        one.after.remove()
+def _detach(hooks: Iterable[Hook]) -> None:
+    for hook in list(hooks):
+        hook.detach()
 
 
-def refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
-    """Refuse layers that came after fp8 rules for them were put in force."""
+def _refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
+    """Refuse layers that were added after fp8 rules for them were put in force."""
     if not any(one.compute in FP8_RECIPES for one in policy.rules):
         return
     for path, why in unconverted(model, policy).items():
@@ -251,56 +233,29 @@ def refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A hook on a module; the module holds it, and through it perhaps the model."""
-
-    hook: weakref.ref[Hook]
-    before: Any
-    after: Any
-
-
-def _place(module: torch.nn.Module, hook: Hook) -> _Placed:
-    # First before and last after every other hook, so that those run inside, as the module's own code.
-    _live.add(hook)
-    before = module.register_forward_pre_hook(hook.before, prepend=True, with_kwargs=True)
-    return _Placed(
-        weakref.ref(hook),
-        before,
-        module.register_forward_hook(hook.after, always_call=True, with_kwargs=True),
-    )
-
-
-def rules_at(policy: Policy, paths: tuple[str, ...], names: tuple[str, ...]) -> tuple[Rule, ...]:
-    """The rules for a module that stands at ``paths``: a shared one cannot tell from which it is called."""
-    named = {one for path in paths for one in rules_for(policy, path, names)}
-    return tuple(one for one in policy.rules if one in named and one.compute not in FP8_RECIPES)
-
-
 def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
-    return () if is_wrapper(module) else rules_at(policy, paths, class_names(type(module)))
+    """Return the rules for a module: for a shared one those for all its paths, since calls do not differ."""
+    if is_wrapper(module):
+        return ()
+    selected = {one for path in paths for one in rules_for(policy, path, class_names(type(module)))}
+    return tuple(one for one in policy.rules if one in selected and one.compute not in FP8_RECIPES)
 
 
-def _make_way(places: list[_Place], policy: Policy) -> None:
-    """Take away hooks that came with a copy of a model; refuse where a part has another policy."""
-    for paths, module in places:
-        for key, hook in hooks_on(module):
-            if hook not in _live:
-                _take_away(module, key)
-            elif hook.policy != policy and not hook._shared.compiled:
+def _remove_stale_hooks(modules: list[_ModuleAtPaths], policy: Policy) -> None:
+    """Remove hooks that were copied with a model; refuse if a module has another policy."""
+    for paths, module in modules:
+        for hook in hooks_on(module):
+            if hook.is_copy:
+                hook.detach()
+            elif hook.policy != policy and not hook.shared.compiled:
                 raise PolicyError(
                     f"{type(module).__name__} {paths[0]!r} in this model has another policy already: call "
                     "remove() on the handle of its nc.apply first"
                 )
 
 
-def _take_away(module: torch.nn.Module, key: int) -> None:
-    for kind in _HOOK_DICTS:
-        getattr(module, kind).pop(key, None)
-
-
 def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
-    """The handle of ``policy`` on ``model``; None where it has no policy.
+    """Return the handle of ``policy`` on ``model``, or None if the model has no policy.
 
     Raises:
         PolicyError: it has another one.
@@ -314,23 +269,24 @@ def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
     return found
 
 
-def check_rules(
-    policy: Policy,
-    model: torch.nn.Module,
-    may_miss: Callable[[Rule], None] | None = None,
-) -> None:
-    """Refuse a rule that names nothing in this model, or tell ``may_miss`` of it."""
-    places = [(path, module) for paths, module in all_paths(model) for path in paths]
-    named = [(path, class_names(type(module))) for path, module in places]
+def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
+    """Return the rules for modules that select nothing in ``model``, each with an error message."""
+    modules = [(path, module) for paths, module in all_paths(model) for path in paths]
+    named = [(path, class_names(type(module))) for path, module in modules]
+    missed = {}
     for rule in policy.rules:
         if not rule.is_for_modules or any(names_module(rule, path, names) for path, names in named):
             continue
-        if may_miss is not None:
-            may_miss(rule)
-            continue
-        kinds = sorted({type(module).__name__ for _, module in places})
         if rule.module is not None:
-            guess = near_names(rule.module, [path for path, _ in places if path][:40])
+            guess = near_names(rule.module, [path for path, _ in modules if path][:40])
         else:
+            kinds = sorted({type(module).__name__ for _, module in modules})
             guess = near_names(str(rule.module_type).rpartition(".")[2], kinds)
-        raise PolicyError(f"this {type(places[0][1]).__name__} has no {rule.target}. {guess}")
+        missed[rule] = f"this {type(modules[0][1]).__name__} has no {rule.target}. {guess}"
+    return missed
+
+
+def refuse_missed(missed: dict[Rule, str]) -> None:
+    """Raise PolicyError for the first rule that selects nothing."""
+    for message in missed.values():
+        raise PolicyError(message)

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.casting._apply import Applied
-from narrowcast.casting._paths import all_paths
+from narrowcast.casting._tree import all_paths
 from narrowcast.casting._weight_casts import drop_casts
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
 from narrowcast.policy import (

@@ -2,8 +2,8 @@
 
 The compiled model opens the region of its policy when it is called, as under ``nc.apply``. Dynamo and
 AOTAutograd trace in that region: they meet the kernels on the autocast key, which cast as in eager code, and
-the hooks of modules with rules, which open torch's own regions there. Dynamo guards the autocast state, in
-which the rules in force are kept (see ``_places``), so that a graph is used under its own rules alone.
+the hooks of modules with rules, which enter ``torch.autocast`` there. Dynamo guards the autocast state, in
+which the rules in force are kept (see ``_scopes``), so that a graph is used under its own rules alone.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from narrowcast.casting import _regions
-from narrowcast.casting._apply import CompiledHooks, applied_to, check_rules, refuse_new_fp8
+from narrowcast.casting._apply import CompiledHooks, applied_to, missed_rules, refuse_missed
 from narrowcast.casting._kernels import root_scope
 from narrowcast.casting._module_hooks import device_types
-from narrowcast.casting._paths import Structure
+from narrowcast.casting._regions import regions
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
-from narrowcast.casting.fp8 import Fp8Handle, Fp8Linear, apply_fp8, turn_back
+from narrowcast.casting.fp8 import Fp8Handle, apply_fp8, is_fp8, restore_layer
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
-from narrowcast.policy import FP8_RECIPES, Policy, resolve, with_fp32_weights
+from narrowcast.policy import FP8_RECIPES, Policy, Scope, resolve, with_fp32_weights
 
-# The fp8 layers of models, kept by what was compiled from each, with the policy.
+# The fp8 layers of models; what was compiled from each holds them.
 _fp8_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[_Fp8]] = weakref.WeakKeyDictionary()
 
 
@@ -66,8 +64,8 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
         settings.setdefault("isolate_recompiles", True)
     if not isinstance(model, torch.nn.Module):
         _refuse_rules_for_modules(wanted)
-        return _in_region(torch.compile(model, **settings), wanted, None)
-    check_rules(wanted, model)
+        return _in_region(torch.compile(model, **settings), wanted)
+    refuse_missed(missed_rules(wanted, model))
     fp8 = _fp8(model, wanted)
     hooks = CompiledHooks(wanted)
     hooks.follow(model)
@@ -79,10 +77,10 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
 
 
 def _compile_again(model: torch.nn.Module, policy: Policy, settings: dict[str, Any]) -> Any:
-    """A copy of what was compiled, or what comes out of a pickle: the same of a model of its own."""
+    """Compile the model of a copy, or of a pickle."""
     for part in model.modules():
-        if isinstance(part, Fp8Linear):
-            turn_back(part)
+        if is_fp8(part):
+            restore_layer(part)
     return compile(model, policy, **settings)
 
 
@@ -96,28 +94,21 @@ def _refuse_rules_for_modules(policy: Policy) -> None:
 
 
 class _Fp8:
-    """The layers of one model that multiply in fp8, for as long as something compiled from it lives."""
+    """The fp8 layers of one model, which end when nothing that was compiled from it lives."""
 
-    def __init__(self, policy: Policy, handle: Fp8Handle, model: torch.nn.Module) -> None:
+    def __init__(self, policy: Policy, handle: Fp8Handle) -> None:
         self.policy = policy
-        self._structure = Structure(model)
         weakref.finalize(self, handle.remove).atexit = False
-
-    def check(self, model: torch.nn.Module) -> None:
-        """See that no layer came for which there is an fp8 rule."""
-        if not self._structure.holds():
-            refuse_new_fp8(model, self.policy)
-            self._structure = Structure(model)
 
 
 def _fp8(module: torch.nn.Module, policy: Policy) -> _Fp8 | None:
-    """Have the layers of ``module`` multiply in fp8 for which rules of ``policy`` ask it."""
+    """Convert the layers of ``module`` that fp8 rules of ``policy`` select."""
     if not any(one.compute in FP8_RECIPES for one in policy.rules) or applied_to(module, policy) is not None:
         return None
     known = _fp8_of.get(module)
     found = known() if known is not None else None
     if found is None or found.policy != policy:
-        found = _Fp8(policy, apply_fp8(module, policy), module)
+        found = _Fp8(policy, apply_fp8(module, policy))
         _fp8_of[module] = weakref.ref(found)
     return found
 
@@ -125,49 +116,38 @@ def _fp8(module: torch.nn.Module, policy: Policy) -> _Fp8 | None:
 def _in_region(
     function: Callable[..., Any],
     policy: Policy,
-    module: torch.nn.Module | None,
+    module: torch.nn.Module | None = None,
     hooks: CompiledHooks | None = None,
     fp8: _Fp8 | None = None,
 ) -> Any:
-    owner = object()
-
     @functools.wraps(function)
     def in_region(*args: Any, **kwargs: Any) -> Any:
-        if module is not None:
-            if fp8 is not None:
-                fp8.check(module)
-            if hooks is not None:
-                hooks.follow(module)
-        with _region(owner, policy, module, (args, kwargs)):
+        if module is not None and hooks is not None:
+            hooks.follow(module)
+        # Not nc.autocast, which in a thread beside one that compiles would take itself for traced.
+        with regions(_regions_of(policy, module, args, kwargs), torch.is_autocast_cache_enabled()):
             try:
                 return function(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 raise _own_error(error) or error from None
 
+    in_region._fp8 = fp8  # type: ignore[attr-defined]  # which lives as long
     return in_region
 
 
+def _regions_of(
+    policy: Policy, module: torch.nn.Module | None, args: Any, kwargs: Any
+) -> Iterator[tuple[str, torch.dtype, bool, Scope | None]]:
+    for device in device_types(module, args, kwargs):
+        check_device(device)
+        dtype = resolve(policy, device)
+        scope = None if policy.is_plain else root_scope(policy, device, dtype)
+        yield device, dtype, dtype != torch.float32 or scope is not None, scope
+
+
 def _own_error(error: BaseException) -> NarrowcastError | None:
-    """The error of ours that Dynamo met while it traced, or was given by the backend."""
+    """Return the error of ours that Dynamo met while it traced, or that the backend raised."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, NarrowcastError):
         found = getattr(found, "inner_exception", None) or found.__cause__ or found.__context__
     return found
-
-
-@contextmanager
-def _region(owner: object, policy: Policy, module: torch.nn.Module | None, values: Any) -> Iterator[None]:
-    entered = 0
-    try:
-        for device in device_types(module, *values):
-            dtype = resolve(policy, device)
-            scope = None if policy.is_plain else root_scope(policy, device, dtype)
-            on = dtype != torch.float32 or scope is not None
-            check_device(device)
-            caches = torch.is_autocast_cache_enabled()
-            _regions.enter(owner, device, dtype, on, caches, scope=scope)
-            entered += 1
-        yield
-    finally:
-        for _ in range(entered):
-            _regions.leave(owner)

@@ -1,19 +1,28 @@
-"""Kernels of ours in PyTorch's dispatcher, on the autocast key of a device, one an operator.
+"""Register the kernels of rules in PyTorch's dispatcher.
 
-A rule for an operator replaces the kernel that autocast has for it: it stands above autograd, so that casts
-are differentiated, and serves calls from Python and from C++ alike. It is there as long as some policy needs
-it; with the last such policy it goes, outside of regions, and the dispatch table is then as before.
-Where no rule is in force in the calling thread a kernel does what PyTorch does:
+A rule for an operator replaces its kernel on the autocast key of a device. There casts are differentiated,
+and calls from Python and C++ are covered alike. The kernel exists as long as a policy needs it; it is removed
+outside of regions, and the dispatch table is then as before. If no rule is in force in the calling thread, a
+kernel does what PyTorch does:
 
-- an operator on PyTorch's table calls the kernel that was there, fetched before ours took its place;
-- any other goes on to what comes after autocast, as if there were no kernel: a composite is taken apart, and
-  what it is made of is cast.
+- an operator on PyTorch's table calls the kernel that ours replaced;
+- any other is redispatched below autocast, as if there were no kernel: a composite is decomposed, and its
+  parts are cast.
+
+Rules inside the transformations of ``torch.func`` need kernels in front of its layers. ``vmap``, ``grad`` and
+``jvp`` come before autocast in the dispatcher. ``vmap`` decomposes composites before autocast sees them, so a
+rule for ``softmax`` would be ignored; and below each layer autocast is on again, so the product inside a
+``linear`` that a rule computes in fp32 would be cast to the region's format. If rules are in force, the
+kernels in front cast above all layers, and what follows runs with autocast off; composites without a rule are
+decomposed there. Outside of ``torch.func`` nothing reaches them. What a layer itself calls meets none of
+them; where ``vmap`` would ignore a rule for it, that is an error.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,13 +33,20 @@ import torch
 from torch.compiler import is_exporting
 
 from narrowcast.casting import _operators
-from narrowcast.casting._functorch import Front
-from narrowcast.casting._operators import below_autocast, native_kernel
+from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
 from narrowcast.casting._regions import once_none_is_open
-from narrowcast.casting._scopes import scope_on
-from narrowcast.casting._torch_internals import make_library, skipped_by_dynamo
+from narrowcast.casting._scopes import scope_on, scopes_here
+from narrowcast.casting._torch_internals import (
+    decomposition_of,
+    has_kernel,
+    names_of_composites,
+    qualified,
+    register_kernel,
+    skipped_by_dynamo,
+)
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
+    UNLISTED,
     Policy,
     ResolvedPolicy,
     Scope,
@@ -42,29 +58,26 @@ from narrowcast.policy import (
     resolved,
 )
 
+_Kernel = Callable[..., Any]
 
-class _Library:
-    """The kernels of one autocast key."""
+
+class _AutocastKernels:
+    """The kernels on the autocast key of one device type."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.key = autocast_key(device_type)
         self.libraries: dict[str, Any] = {}
         self.users: Counter[str] = Counter()
-        self.installed: dict[str, Callable[..., Any]] = {}
-        self.native: dict[str, Callable[..., Any]] = {}  # of those on PyTorch's table
+        self.installed: dict[str, _Kernel] = {}
+        self.native: dict[str, _Kernel] = {}  # of those on PyTorch's table
 
     def add(self, op: str) -> None:
-        qualified = op if "::" in op else f"aten::{op}"
-        namespace, _, word = qualified.partition("::")
         native = native_kernel(op, self.device_type)
         if native is not None:
             self.native[op] = native
         kernel = _kernel(op, self.device_type, native or below_autocast(operator(op), self.device_type))
-        library = self.libraries[op] = make_library(namespace)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            library.impl(word, kernel, self.key, with_keyset=True)
+        self.libraries[op] = register_kernel(op, self.key, kernel)
         self.installed[op] = kernel
 
     def drop(self, op: str) -> None:
@@ -73,19 +86,18 @@ class _Library:
         self.native.pop(op, None)
 
 
-def own_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
-    """Our kernel of ``op``, to be called with a keyset first; None where there is none.
+def own_kernel(op: str, device_type: str) -> _Kernel | None:
+    """Return our kernel of ``op``, to be called with a keyset first, or None.
 
-    Where a ``TorchDispatchMode`` is on, PyTorch calls the kernel in Python that was last registered under
-    this name and key, even when it was taken away since: one that stands on ours calls it directly, and goes
-    on doing so when its time is over.
+    Under a ``TorchDispatchMode`` PyTorch may call a removed kernel: the last that Python registered for this
+    name and key. So a kernel on top of ours calls ours directly, also after it was removed.
     """
     library = _libraries.get(device_type)
     return None if library is None else library.installed.get(op)
 
 
 class Overlay(Protocol):
-    """Kernels on top of ours, which step aside while ours come and go, so that ours never call them."""
+    """Kernels on top of ours, removed while ours change, so that ours never call them."""
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
@@ -93,37 +105,37 @@ class Overlay(Protocol):
 
 overlays: list[Overlay] = []
 _lock = threading.RLock()  # a policy may end by garbage collection while kernels are being added
-_libraries: dict[str, _Library] = {}
+_libraries: dict[str, _AutocastKernels] = {}
 _served: weakref.WeakSet[ResolvedPolicy] = weakref.WeakSet()
 
 
 def serve(resolved: ResolvedPolicy) -> None:
-    """See that every operator about which this policy decides has a kernel, as long as the policy lives."""
+    """Register a kernel for each operator that this policy decides, as long as the policy lives."""
     if resolved in _served:
         return
     with _lock:
         if resolved in _served:
             return
         ops = resolved.kernels()
-        library = _libraries.setdefault(resolved.device_type, _Library(resolved.device_type))
-        hold(library.device_type, ops)
+        library = _libraries.setdefault(resolved.device_type, _AutocastKernels(resolved.device_type))
+        acquire(library.device_type, ops)
         weakref.finalize(resolved, release, library.device_type, ops).atexit = False
         _served.add(resolved)
 
 
 def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
-    """Where calls are made from in a region of ``policy``, outside of modules that rules name."""
+    """Return the scope in a region of ``policy``, outside of modules that rules select."""
     found = resolved(policy, device_type, format_name(dtype))
     serve(found)
     return found.root
 
 
-# A region is made from a policy at each step, and what it needs to know is the same each time.
+# A region is made from a policy at each step, with the same dtype and scope each time.
 _regions_of: dict[int, tuple[weakref.ref[Policy], dict[str, tuple[torch.dtype, Scope | None]]]] = {}
 
 
 def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
-    """The dtype of a region of ``policy`` and the place of its rules; None: it has none.
+    """Return the dtype of a region of ``policy``, and its scope or None if it has no rules.
 
     Raises:
         PolicyError: the policy needs weights in a low format, which a region alone does not keep.
@@ -140,33 +152,33 @@ def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | No
     return found
 
 
-def hold(device_type: str, ops: tuple[str, ...]) -> None:
+def acquire(device_type: str, ops: tuple[str, ...]) -> None:
     """Give each of ``ops`` a kernel until ``release`` is called with the same arguments."""
     with _lock:
-        library = _libraries.setdefault(device_type, _Library(device_type))
+        library = _libraries.setdefault(device_type, _AutocastKernels(device_type))
         library.users.update(ops)  # first: a policy may end meanwhile, and must not take all with it
         new = [op for op in ops if op not in library.installed]
         if new:
-            with _overlays_aside():
+            with _overlays_removed():
                 for op in new:
                     library.add(op)
-            _front.cover(new, native_table(device_type))
+            _functorch.update()
 
 
 def release(device_type: str, ops: tuple[str, ...]) -> None:
-    """Take away each kernel that nobody else needs, as soon as no region is open in any thread.
+    """Remove each kernel that no other policy needs, as soon as no region is open in any thread.
 
     Policies end when garbage is collected. In the middle of a region a weight would be cast again, for
-    PyTorch's kernel, and the gradients of its two casts add up in another format.
+    PyTorch's kernel, and the gradients of its two casts would be added in another format.
     """
     with _lock:
         users = _libraries[device_type].users
         users.subtract(ops)
         users += Counter()  # without those that nobody needs
-    once_none_is_open(_take_away_unneeded)
+    once_none_is_open(_remove_unneeded)
 
 
-def _take_away_unneeded() -> None:
+def _remove_unneeded() -> None:
     with _lock:
         unneeded = {
             device_type: [op for op in library.installed if op not in library.users]
@@ -174,30 +186,15 @@ def _take_away_unneeded() -> None:
         }
         if not any(unneeded.values()):
             return
-        with _overlays_aside():
+        with _overlays_removed():
             for device_type, ops in unneeded.items():
                 for op in ops:
                     _libraries[device_type].drop(op)
-        if not any(one.users for one in _libraries.values()):
-            _front.uncover()
-        else:
-            elsewhere = {op for one in _libraries.values() for op in one.installed}
-            _front.uncover([op for ops in unneeded.values() for op in ops if op not in elsewhere])
-
-
-def _native_of(op: str, device_type: str) -> Callable[..., Any] | None:
-    """What PyTorch's own table does with ``op``, to be called with a keyset first; None: nothing."""
-    library = _libraries[device_type]
-    if op in library.installed:
-        return library.native.get(op)
-    return native_kernel(op, device_type)
-
-
-_front = Front(_native_of)
+        _functorch.update()
 
 
 @contextmanager
-def _overlays_aside() -> Iterator[None]:
+def _overlays_removed() -> Iterator[None]:
     for overlay in reversed(overlays):
         overlay.end()
     try:
@@ -207,10 +204,10 @@ def _overlays_aside() -> Iterator[None]:
             overlay.begin()
 
 
-def _kernel(op: str, device_type: str, native: Callable[..., Any]) -> Callable[..., Any]:
-    """Our kernel of ``op``; ``native`` is what PyTorch would do, called with a keyset first."""
+def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
+    """Return our kernel of ``op``; ``native`` does what PyTorch would, called with a keyset first."""
 
-    @skipped_by_dynamo  # after a graph break it would take our code for the script's
+    @skipped_by_dynamo  # after a graph break it would compile our code as the script's
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = scope_on(device_type)
         if scope is None:
@@ -244,3 +241,102 @@ def _prepare(op: str, scope: Scope) -> _operators.Action | None:
     )
     scope.actions[op] = action
     return action
+
+
+# ---- in front of torch.func
+
+
+class _FunctorchKernels:
+    """The kernels in front of the layers of ``torch.func``, for rules on every device type."""
+
+    def __init__(self) -> None:
+        self._libraries: dict[tuple[str, str], Any] = {}  # operator and key -> the library of its kernel
+
+    def update(self) -> None:
+        """Register what the kernels on autocast keys need, and remove everything else.
+
+        In front: operators with a rule, on PyTorch's table, and every composite. Inside: those that ``vmap``
+        decomposes in spite of a rule.
+        """
+        ruled = list(dict.fromkeys(op for one in _libraries.values() for op in one.installed))
+        wanted: dict[tuple[str, str], Callable[..., _Kernel]] = {}
+        if ruled:
+            listed = (native_table(one.device_type) for one in _libraries.values() if one.installed)
+            for op in (*itertools.chain.from_iterable(listed), *_composites(), *ruled):
+                wanted[op, _FRONT] = _kernel_in_front
+        for op in ruled:
+            if has_kernel(qualified(op), _DECOMPOSED):
+                wanted[op, _BATCHED] = _kernel_inside
+        for gone in [one for one in self._libraries if one not in wanted]:
+            self._libraries.pop(gone)._destroy()
+        for (op, key), make in wanted.items():
+            if (op, key) not in self._libraries:
+                name = qualified(op)
+                below = without_autocast_cache(torch.library.get_kernel(name, key).call_boxed)
+                has_own = has_kernel(name, key) or has_kernel(name, _BATCHED)
+                self._libraries[op, key] = register_kernel(op, key, make(op, below, has_own))
+
+
+_FRONT = "FuncTorchDynamicLayerFrontMode"
+_BATCHED = "FuncTorchBatched"
+_DECOMPOSED = "FuncTorchBatchedDecomposition"
+_functorch = _FunctorchKernels()
+_composites = functools.cache(names_of_composites)
+
+
+def _kernel_in_front(op: str, below: _Kernel, has_own: bool) -> _Kernel:
+    """Return a kernel that casts above all layers if rules are in force.
+
+    ``has_own``: the layers have a kernel of their own for ``op``, and do not decompose it.
+    """
+    word = f"in front of {op}"
+    missing = object()
+
+    @skipped_by_dynamo
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for device, scope in scopes_here().items():
+            if torch.is_autocast_enabled(device) and _is_on(device, args, kwargs):
+                action: Any = scope.actions.get(word, missing)
+                if action is missing:
+                    action = scope.actions[word] = _prepare_in_front(op, scope, has_own)
+                return below(keyset, *args, **kwargs) if action is None else action(keyset, args, kwargs)
+        return below(keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _prepare_in_front(op: str, scope: Scope, has_own: bool) -> _operators.Action | None:
+    decision = scope.decide(op)
+    if decision is not None and decision.compute != UNLISTED:
+        return _operators.action_for(op, decision, scope)
+    library = _libraries[scope.resolved.device_type]
+    native = library.native.get(op) if op in library.installed else native_kernel(op, library.device_type)
+    if decision is None and native is not None:
+        return lambda keyset, args, kwargs: native(keyset, *args, **kwargs)
+    if has_own or not has_kernel(qualified(op), "CompositeImplicitAutograd"):
+        return None
+    decompose = decomposition_of(operator(op))
+    return lambda _keyset, args, kwargs: decompose(*args, **kwargs)
+
+
+def _kernel_inside(op: str, below: _Kernel, _has_own: bool) -> _Kernel:
+    """Return a kernel that raises where ``vmap`` would ignore the rule in force."""
+
+    @skipped_by_dynamo
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        for device, scope in scopes_here().items():
+            if torch.is_autocast_enabled(device) and _is_on(device, args, kwargs):
+                decision = scope.decide(op)
+                if decision is not None and decision.compute != UNLISTED:
+                    raise UnsupportedError(
+                        f"{op} was called inside another operator under torch.vmap, which passes over what "
+                        f"is decided about it ({decision.because}); call it by itself, or give the other "
+                        "operator a rule"
+                    )
+        return below(keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _is_on(device: str, args: Any, kwargs: Any) -> bool:
+    return any(one.device.type == device for one in _operators.tensors_in((*args, *kwargs.values())))

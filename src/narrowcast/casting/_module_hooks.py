@@ -1,11 +1,11 @@
 """The hooks by which a model computes by a policy: they open its region, and at each module its rules.
 
-They hold the policy, so that it is there in whatever thread calls the module: where no region of it is
-open, they open one. PyTorch calls no hook after a ``KeyboardInterrupt``; a region that it leaves open is
-closed once the exception is dropped, and at the latest as the next region opens.
+They hold the policy, so that it is there in whatever thread calls the module: if no region of it is open,
+they open one. PyTorch calls no hook after a ``KeyboardInterrupt``; a region that it leaves open is closed
+when the exception is freed, and at the latest as the next region opens.
 
-Dynamo traces the hooks: what is to be done is then decided once, while it traces, and its graph has a region
-of torch's own, in whose state the place is kept (see ``_places``).
+Dynamo traces the hooks. The region is then chosen once, while Dynamo traces, and its graph enters a region of
+``torch.autocast``, in whose state the scope is kept (see ``_scopes``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,32 +53,34 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
-def calls_under_way(policy: Policy) -> list[OpenCall]:
-    """Those of modules that follow ``policy`` in this thread."""
-    return [call for call in _here.calls if call.shared.policy == policy and _regions.is_running(call.caller)]
-
-
 class OpenCall:
     """One call of a module with hooks: how many regions it opened, and what its outputs are cast to."""
 
-    __slots__ = ("at_its_end", "caller", "hook", "module", "outputs", "regions", "shared")
+    __slots__ = ("caller", "hook", "module", "outputs", "regions")
 
     def __init__(self, module: torch.nn.Module, caller: int, hook: Hook) -> None:
         self.module = module
         self.caller = caller
         self.hook = hook
-        self.shared = hook._shared
-        self.at_its_end: list[Any] = []  # handles to remove
         self.regions = 0
         self.outputs: list[_Casts] = []
 
     def check_recomputation(self) -> None:
-        """See ``Shared``."""
-        self.shared.check_recomputation()
+        """Refuse to compute again, without its hooks, what was computed under this policy.
+
+        Raises:
+            OrderError: the policy was removed meanwhile.
+        """
+        if self.hook.shared.ended:
+            raise OrderError(
+                "expected the policy of a checkpointed model to be there until the backward pass, which "
+                "computes the model's forward again, got one that was removed: go backward before remove(), "
+                "or inside the with statement of nc.apply"
+            )
 
 
 class _Arguments(dict[str, Any]):
-    """Keyword arguments of a call of a module, which end with it, whatever ends it."""
+    """Keyword arguments of a call of a module, freed when it ends, by a ``KeyboardInterrupt`` too."""
 
     __slots__ = ()
 
@@ -86,7 +89,7 @@ class _Arguments(dict[str, Any]):
 
 
 class _TracedArguments(dict[str, Any]):
-    """Keyword arguments of a traced call, with the regions and outputs of each hook that it went through.
+    """Keyword arguments of a traced call, with the regions and output casts of each hook.
 
     The hooks before and after a call share nothing else that may change while a checkpoint is traced.
     """
@@ -95,7 +98,7 @@ class _TracedArguments(dict[str, Any]):
 
 
 class _Casts(NamedTuple):
-    """What a rule for a module casts on one type of device."""
+    """A cast by a rule for a module, on one device type."""
 
     rule: Rule
     device: str
@@ -112,13 +115,13 @@ class _Region(NamedTuple):
 
 
 _State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
-"""A region as Dynamo can hold it: its place by the autocast formats that stand for it."""
+"""A region as a constant for Dynamo: its scope as the autocast formats that stand for it."""
 
 
 def _caller_of_hooks() -> int:
-    """The frame of the call of a module that our hooks were called from.
+    """Return the ``id`` of the frame of the module call that our hooks were called from.
 
-    Its identity, since a reference would hold the arguments, with which an interrupted call is to end.
+    A reference to the frame would keep the arguments alive, whose end closes an interrupted call.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
@@ -126,60 +129,70 @@ def _caller_of_hooks() -> int:
     return id(frame)
 
 
+@dataclass(eq=False)
 class Shared:
-    """What the hooks of one policy on one model have in common.
+    """State shared by the hooks of one policy on one model, and by those on copies of the model.
 
-    Copies of the model share it; in another process it is made anew.
+    Attributes:
+        policy: their policy.
+        opens: whether they open the policy's region.
+        admits: called with the model; if it returns False, no region is opened. Lost when pickled.
+        compiled: they belong to ``nc.compile``; the same modules may have others.
+        removed: the policy is removed, from copies too.
+        ended: the policy is removed from the model itself.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        opens: bool,
-        admits: Callable[[torch.nn.Module], bool] | None = None,
-        compiled: bool = False,
-    ) -> None:
-        self.policy = policy
-        self.compiled = compiled  # by nc.compile, which may have others on the same modules
-        self.opens = opens
-        self.admits = admits  # in this process only
-        self.removed = False  # from copies too
-        self.ended = False
+    policy: Policy
+    opens: bool
+    admits: Callable[[torch.nn.Module], bool] | None = None
+    compiled: bool = False
+    removed: bool = False
+    ended: bool = False
 
     def __deepcopy__(self, _memo: object) -> Shared:
         return self
 
-    def check_recomputation(self) -> None:
-        """Refuse to compute again, without its hooks, what was computed under this policy.
-
-        Raises:
-            OrderError: it was removed meanwhile.
-        """
-        if self.ended:
-            raise OrderError(
-                "expected the policy of a checkpointed model to be there until the backward pass, which "
-                "computes the model's forward again, got one that was removed: go backward before remove(), "
-                "or inside the with statement of nc.apply"
-            )
-
-    def __reduce__(self) -> Any:
-        return Shared, (self.policy, self.opens, None, self.compiled)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "admits": None}
 
 
 class Hook:
-    """The two hooks of one module."""
+    """The two hooks of one module: before its forward and after it.
 
-    def __init__(self, shared: Shared, rules: tuple[Rule, ...], opening: bool) -> None:
-        self._shared = shared
-        self._rules = rules
+    Attributes:
+        key: number by which traced code finds this hook.
+        handles: torch's handles of the two.
+        is_copy: whether it came with a copy of the module.
+    """
+
+    is_copy = False
+
+    def __init__(
+        self, shared: Shared, rules: tuple[Rule, ...], module: torch.nn.Module, *, opening: bool = False
+    ) -> None:
+        self.shared = shared
+        self.rules = rules
         self._opening = opening
         self._casts = any(one.op is None for one in rules)
         self._model: weakref.ref[torch.nn.Module] | None = None  # of the hook of a whole model
         self._promotes = any(one.op is None and one.compute == "promote" for one in rules)
         self._register()
+        # First before and last after every other hook, so that those run inside, as the module's own code.
+        self.handles = (
+            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self.after, always_call=True, with_kwargs=True),
+        )
+
+    def detach(self) -> None:
+        """Remove the hooks from the module; a call that is running ends with the second."""
+        self._detached = True
+        self.handles[0].remove()
+        if all(call.hook is not self for call in _here.calls):
+            self.handles[1].remove()
+
+    _detached = False
 
     def _register(self) -> None:
-        """Have a number by which traced code knows this hook."""
         self.key = next(_keys)
         _hooks[self.key] = self
 
@@ -188,20 +201,20 @@ class Hook:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.is_copy = True
         self._register()
 
     @property
     def policy(self) -> Policy:
-        """What was applied, here or to the model that this one was copied from."""
-        return self._shared.policy
+        return self.shared.policy
 
     @traced_only_inline
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_exporting() and not (self._shared.removed or self._shared.compiled):
+        if torch.compiler.is_exporting() and not (self.shared.removed or self.shared.compiled):
             raise UnsupportedError(_EXPORTED)
         if not torch.compiler.is_dynamo_compiling():
             return self._before(module, args, kwargs)
-        if self._shared.admits is not None:
+        if self.shared.admits is not None:
             return _untraced(self._before, module, args, kwargs)
         return self._traced_before(module, args, kwargs)
 
@@ -209,14 +222,14 @@ class Hook:
     def after(self, module: torch.nn.Module, _args: Any, kwargs: Any, output: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
             return self._after(module, output)
-        if self._shared.admits is not None:
+        if self.shared.admits is not None:
             return _untraced(self._after, module, output)
         return self._traced_after(kwargs, output)
 
     # ---- called by Python
 
     def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._shared.removed:
+        if self.shared.removed:
             return None
         self.follow_model(module)
         opened = _here.calls
@@ -224,10 +237,10 @@ class Hook:
             opened.pop()  # left by a KeyboardInterrupt, after which PyTorch calls no hook
         call = OpenCall(module, _caller_of_hooks(), self)
         try:
-            if self._may_open() and (self._shared.admits is None or self._shared.admits(module)):
+            if self._may_open() and (self.shared.admits is None or self.shared.admits(module)):
                 for device in device_types(module, args, kwargs):
                     self._enter(call, self.region_to_open(device))
-            for device in self.devices() if self._rules else ():
+            for device in self.devices() if self.rules else ():
                 promoted = _widest((args, kwargs), device) if self._promotes else None
                 region, casts, output = self.inside(device, promoted)
                 self._enter(call, region)
@@ -247,14 +260,14 @@ class Hook:
             return output  # called before the hooks were there
         call = opened.pop()
         self._close(call)
-        for handle in call.at_its_end:
-            handle.remove()
+        if self._detached:
+            self.handles[1].remove()
         for casts in call.outputs:
             output = _cast_by_rule(casts, output)
         return output
 
     def follow_model(self, module: torch.nn.Module) -> None:
-        """See to parts of the model that came since the last call."""
+        """Attach hooks to modules that were added since the last call."""
 
     def _enter(self, call: OpenCall, region: _Region | None) -> None:
         if region is not None:
@@ -271,7 +284,7 @@ class Hook:
     # ---- traced by Dynamo
 
     def _traced_before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._shared.removed:
+        if self.shared.removed:
             return None
         given = kwargs if isinstance(kwargs, _TracedArguments) else _TracedArguments(kwargs)
         regions: list[Any] = []
@@ -279,10 +292,10 @@ class Hook:
         if given is not kwargs:
             given.calls = {}
         given.calls[self.key] = (regions, outputs)
-        if self._opening or self._shared.opens:
+        if self._opening or self.shared.opens:
             for device in _traced_device_types(module, args, kwargs):
                 _enter_traced(regions, _region_to_open(self.key, device))
-        for device in _devices(self.key) if self._rules else ():
+        for device in _devices(self.key) if self.rules else ():
             promoted = _widest((args, kwargs), device) if self._promotes else None
             region, dtype, output = _inside(self.key, device, promoted)
             _enter_traced(regions, region)
@@ -296,8 +309,8 @@ class Hook:
 
     def _traced_after(self, kwargs: Any, output: Any) -> Any:
         if not isinstance(kwargs, _TracedArguments):
-            if not self._shared.removed:
-                torch._dynamo.graph_break()  # another hook exchanged the arguments: left to Python
+            if not self.shared.removed:
+                torch._dynamo.graph_break()  # another hook replaced the arguments: run in Python
             return output
         regions, outputs = kwargs.calls[self.key]
         for region in reversed(regions):
@@ -309,36 +322,36 @@ class Hook:
     # ---- decisions
 
     def devices(self) -> list[str]:
-        """The device types on which a region of this policy is open in this thread."""
-        rules = self._shared.policy.rules
+        """Return the device types on which a region of this policy is open in this thread."""
+        rules = self.shared.policy.rules
         return [device for device, scope in scopes_here().items() if scope.resolved.rules == rules]
 
     def _may_open(self) -> bool:
-        return self._opening or (self._shared.opens and not self.devices())
+        return self._opening or (self.shared.opens and not self.devices())
 
     def region_to_open(self, device: str) -> _Region | None:
-        """The region of the policy on ``device``; None where it is open, or there is none to open."""
-        policy = self._shared.policy
+        """Return the region of the policy on ``device``; None if it is open, or none is needed."""
+        policy = self.shared.policy
         check_device(device)
         dtype = resolve(policy, device)
         scope = None if policy.is_plain else root_scope(policy, device, dtype)
         if (dtype != torch.float32 or scope is not None) and not _is_open(device, dtype, scope):
             return _Region(device, dtype, True, scope)
         if dtype == torch.float32 and scope is None and torch.is_autocast_enabled(device):
-            # A region around the call is of another policy, and this one computes in fp32.
+            # The region around the call has another policy, and this one computes in fp32.
             return _Region(device, torch.get_autocast_dtype(device), False, None)
         return None
 
     def inside(
         self, device: str, promoted: torch.dtype | None
     ) -> tuple[_Region | None, _Casts | None, _Casts | None]:
-        """The module's own region, what its inputs are cast to, and its outputs."""
+        """Return the module's own region, the cast of its inputs, and that of its outputs."""
         outside = scope_on(device)
         assert outside is not None
         switched_off = outside.rule is not None and outside.rule.compute == "as-is"
         if not torch.is_autocast_enabled(device) and not switched_off:
             return None, None, None  # by the script, inside the model
-        scope = outside.inside(self._rules)
+        scope = outside.inside(self.rules)
         rule = scope.rule if self._casts else None
         if rule is None:
             on = torch.is_autocast_enabled(device) or scope.rules_operators
@@ -346,7 +359,7 @@ class Hook:
         if rule.compute == "refuse":
             raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
         dtype = compute_dtype(rule.compute, dtype_of(scope.resolved.lower), promoted)
-        # Rules for operators inside come first; without any, nothing is to be cast.
+        # Rules for operators inside come first; without any, nothing is cast.
         on = rule.compute != "as-is" or scope.rules_operators
         region = _Region(device, torch.get_autocast_dtype(device) if dtype is None else dtype, on, scope)
         output = None
@@ -398,7 +411,7 @@ def _state(region: _Region | None) -> _State | None:
 
 
 def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
-    """The device type of the first parameter, or of the inputs: Dynamo would take long to look at all."""
+    """Return the device type of the first parameter, or of the inputs: tracing all would take long."""
     for weight in module.parameters():
         return [weight.device.type]
     return [one.device.type for one in tensors_inside((args, kwargs))[:1]]
@@ -406,7 +419,7 @@ def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> lis
 
 @skipped_by_dynamo
 def _untraced(hook: Any, *args: Any) -> Any:
-    """Break the graph: a compiled piece of the model is made in the region that is open around it."""
+    """Break the graph: a piece of the model is compiled in the region that is open around it."""
     return hook(*args)
 
 
@@ -418,7 +431,7 @@ def _widest(values: Any, device: str) -> torch.dtype | None:
 
 
 def _cast_by_rule(casts: _Casts, values: Any) -> Any:
-    """Cast what goes into a module or comes out of it, and have observers know the rule."""
+    """Cast a module's inputs or outputs; meanwhile ``rule_that_casts`` returns the rule."""
     thread.casting_rule = casts.rule
     try:
         return cast_where(values, casts.dtype, _wants(casts.device, casts.dtype))
@@ -431,7 +444,7 @@ def _wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
 
 
 def _is_open(device: str, dtype: torch.dtype, scope: Scope | None) -> bool:
-    """Whether the thread is in such a region already, at that place or inside it."""
+    """Return whether the thread is in such a region already, in that scope or inside it."""
     if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
         return False
     current = scope_on(device)
@@ -441,7 +454,7 @@ def _is_open(device: str, dtype: torch.dtype, scope: Scope | None) -> bool:
 
 
 def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list[str]:
-    """The types of device that ``module`` computes on: its weights', or without any its inputs'.
+    """Return the device types of the weights of ``module``, or without any of its inputs.
 
     Without either, the one on which tensors are made by default.
     """
@@ -457,8 +470,7 @@ def _weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:
                 yield weight
 
 
-def hooks_on(module: torch.nn.Module) -> list[tuple[int, Hook]]:
-    """Hooks of ours on ``module`` itself, with their keys."""
-    found = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
-    owners = [(key, getattr(hook, "__self__", None)) for key, hook in found]
-    return [(key, owner) for key, owner in owners if isinstance(owner, Hook)]
+def hooks_on(module: torch.nn.Module) -> list[Hook]:
+    """Return the hooks of ours on ``module`` itself."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, Hook)]

@@ -23,6 +23,7 @@ from narrowcast.casting._torch_internals import (
     is_proxy_tracing,
     is_tracing,
     is_transforming,
+    qualified,
     takes_numbers_for_tensors,
     without_key,
 )
@@ -332,10 +333,10 @@ _FORMATS = frozenset({
 
 def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     """The kernel that is on the autocast key now, to be called with a keyset first; None: there is none."""
-    qualified, key = op if "::" in op else f"aten::{op}", autocast_key(device_type)
-    if not has_kernel(qualified, key):
+    key = autocast_key(device_type)
+    if not has_kernel(qualified(op), key):
         return None
-    fetched = torch.library.get_kernel(qualified, key)
+    fetched = torch.library.get_kernel(qualified(op), key)
     call: Callable[..., Any] = fetched.call_boxed
     kind = native_table(device_type).get(op)
     if kind not in (LOWER, FP32, FP32_SET_DTYPE) or not is_of_pytorch(fetched):

@@ -17,7 +17,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
@@ -192,6 +192,23 @@ def leave(owner: object) -> None:
     )
 
 
+@contextmanager
+def regions(
+    states: Iterable[tuple[str, torch.dtype, bool, Scope | None]], cache_enabled: bool
+) -> Iterator[None]:
+    """Open regions, each of a device type, a dtype, whether autocast is enabled, and a scope."""
+    owner = object()
+    entered = 0
+    try:
+        for device, dtype, enabled, scope in states:
+            enter(owner, device, dtype, enabled, cache_enabled, scope=scope)
+            entered += 1
+        yield
+    finally:
+        for _ in range(entered):
+            leave(owner)
+
+
 def _restore(region: OpenRegion) -> None:
     torch.set_autocast_enabled(region.device, region.enabled_before)
     torch.set_autocast_dtype(region.device, region.dtype_before)
@@ -273,24 +290,15 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     owners = [region.owner for region in thread.regions if isinstance(region.owner, Owner)]
     cache = torch.is_autocast_cache_enabled()
     devices = sorted({*scopes_here(), *(region.device for region in thread.regions)})
-    states = {d: (torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices}
-    scopes = {d: scope_on(d) for d in devices}
+    states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), scope_on(d)) for d in devices]
 
     @functools.wraps(function)
     def in_that_state(*args: Any, **kwargs: Any) -> Any:
         for one in owners:
             one.check_recomputation()
-        absent = {d: (torch.get_autocast_dtype(d), False) for d in scopes_here() if d not in states}
-        owner = object()
-        entered = 0
-        try:
-            for device, (dtype, enabled) in (absent | states).items():
-                enter(owner, device, dtype, enabled, cache, scope=scopes.get(device))
-                entered += 1
+        absent = [(d, torch.get_autocast_dtype(d), False, None) for d in scopes_here() if d not in devices]
+        with regions([*absent, *states], cache):
             return function(*args, **kwargs)
-        finally:
-            for _ in range(entered):
-                leave(owner)
 
     return in_that_state
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -146,9 +147,23 @@ def checkpoint_modules() -> list[Any]:
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
-def make_library(namespace: str) -> Any:
-    """A library of kernels for operators that are there; ``_destroy`` takes its kernels away."""
-    return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+def qualified(op: str) -> str:
+    """Return the name of an operator as the dispatcher spells it, ``"aten::softmax.int"``."""
+    return op if "::" in op else f"aten::{op}"
+
+
+def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any = None) -> Any:
+    """Register ``kernel``, called with a keyset first, on a dispatch key of an existing operator.
+
+    Returns the library that holds it, by default a new one, whose ``_destroy()`` removes its kernels.
+    """
+    namespace, _, name = qualified(op).partition("::")
+    if library is None:
+        library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        library.impl(name, kernel, key, with_keyset=True)
+    return library
 
 
 def without_autocast() -> AbstractContextManager[None]:

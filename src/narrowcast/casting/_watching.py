@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch
 from narrowcast.casting import _kernels, _operators
 from narrowcast.casting._operators import below_autocast, native_kernel
 from narrowcast.casting._scopes import region_dtype, scope_on
-from narrowcast.casting._torch_internals import has_kernel, make_library, skipped_by_dynamo
+from narrowcast.casting._torch_internals import has_kernel, qualified, register_kernel, skipped_by_dynamo
 from narrowcast.policy import (
     PROMOTE,
     UNLISTED,
@@ -127,19 +126,13 @@ class _Watch:
 
     def begin(self) -> None:
         key = autocast_key(self._device_type)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for op in every_operator():
-                if op in _LEFT_ALONE:
-                    continue
-                namespace, _, word = (op if "::" in op else f"aten::{op}").partition("::")
-                if namespace not in self._libraries:
-                    self._libraries[namespace] = make_library(namespace)
-                below = self._below(op)
-                watched = self.kernels[op] = _watched(
-                    op, below, self._device_type, self._listener, self._clock, self
-                )
-                self._libraries[namespace].impl(word, watched, key, with_keyset=True)
+        for op in every_operator():
+            if op in _LEFT_ALONE:
+                continue
+            namespace = qualified(op).partition("::")[0]
+            watched = self._watched(op, self._below(op))
+            self._libraries[namespace] = register_kernel(op, key, watched, self._libraries.get(namespace))
+            self.kernels[op] = watched
 
     def watches(self, device_type: str, op: str) -> bool:
         """Whether there is a kernel of this watcher now."""
@@ -162,58 +155,51 @@ class _Watch:
         self._libraries.clear()
         self.kernels.clear()
 
+    def _watched(self, op: str, below: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the kernel of ``op``; PyTorch may call it after ``end``, as ``own_kernel`` says."""
+        device_type, listener, clock = self._device_type, self._listener, self._clock
+        kind = native_table(device_type).get(op)
+        composite = has_kernel(qualified(op), "CompositeImplicitAutograd")
 
-def _watched(
-    op: str,
-    below: Callable[..., Any],
-    device_type: str,
-    listener: Callable[[OpCall], None],
-    clock: Callable[[], Any],
-    watch: _Watch,
-) -> Callable[..., Any]:
-    """The kernel of ``op``; PyTorch may call it after ``watch`` has ended, as ``own_kernel`` says."""
-    kind = native_table(device_type).get(op)
-    composite = has_kernel(op if "::" in op else f"aten::{op}", "CompositeImplicitAutograd")
-
-    @skipped_by_dynamo
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not watch.is_on:
-            return below(keyset, *args, **kwargs)
-        enclosing = tuple(_thread.under_way)
-        compute, rule, because = _decided(op, device_type, kind)
-        taken_apart = composite and compute in (None, UNLISTED)
-        inside_a_kernel = bool(enclosing) and not _thread.taken_apart[-1]
-        _thread.under_way.append(op)
-        _thread.taken_apart.append(taken_apart)
-        try:
-            began = clock()
-            result = below(keyset, *args, **kwargs)
-            ended = clock()
-        finally:
-            _thread.under_way.pop()
-            _thread.taken_apart.pop()
-        if inside_a_kernel and compute is None:
-            return result
-        inputs = _operators.tensors_in((*args, *kwargs.values()))
-        listener(
-            OpCall(
-                op=op,
-                device_type=device_type,
-                inputs=tuple(inputs),
-                outputs=tuple(_operators.tensors_in(result)),
-                dtype=_cast_to(compute, inputs, device_type),
-                rule=rule,
-                because=because,
-                listed=compute is not None,
-                composite=taken_apart,
-                began=began,
-                ended=ended,
-                enclosing=enclosing,
+        @skipped_by_dynamo
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_on:
+                return below(keyset, *args, **kwargs)
+            enclosing = tuple(_thread.under_way)
+            compute, rule, because = _decided(op, device_type, kind)
+            taken_apart = composite and compute in (None, UNLISTED)
+            inside_a_kernel = bool(enclosing) and not _thread.taken_apart[-1]
+            _thread.under_way.append(op)
+            _thread.taken_apart.append(taken_apart)
+            try:
+                began = clock()
+                result = below(keyset, *args, **kwargs)
+                ended = clock()
+            finally:
+                _thread.under_way.pop()
+                _thread.taken_apart.pop()
+            if inside_a_kernel and compute is None:
+                return result
+            inputs = _operators.tensors_in((*args, *kwargs.values()))
+            listener(
+                OpCall(
+                    op=op,
+                    device_type=device_type,
+                    inputs=tuple(inputs),
+                    outputs=tuple(_operators.tensors_in(result)),
+                    dtype=_cast_to(compute, inputs, device_type),
+                    rule=rule,
+                    because=because,
+                    listed=compute is not None,
+                    composite=taken_apart,
+                    began=began,
+                    ended=ended,
+                    enclosing=enclosing,
+                )
             )
-        )
-        return result
+            return result
 
-    return kernel
+        return kernel
 
 
 def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, Rule | None, str]:

@@ -176,7 +176,7 @@ def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
             return below(*args, **kwargs)
         if not _process.backward_warned and any(torch.is_autocast_enabled(one.device) for one in warning):
             _process.backward_warned = True
-            warnings.warn(BACKWARD_INSIDE, UserWarning, stacklevel=_frames_to_the_caller())
+            warnings.warn(BACKWARD_INSIDE, UserWarning, stacklevel=stacklevel_outside("torch."))
         try:
             return below(*args, **kwargs)
         finally:
@@ -186,9 +186,9 @@ def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def _frames_to_the_caller() -> int:
-    """``stacklevel`` that names the user's line, ``loss.backward()`` as well as ``torch.autograd``."""
+def stacklevel_outside(package: str) -> int:
+    """Return the ``stacklevel`` with which the calling function names the first line outside ``package``."""
     level, frame = 2, sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
         level, frame = level + 1, frame.f_back
     return level

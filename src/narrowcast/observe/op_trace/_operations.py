@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowcast.casting import Fp8Linear, modules_by_path, ops_under_way, rule_that_casts
+from narrowcast.casting import is_fp8, modules_by_path, ops_under_way, rule_that_casts
 from narrowcast.observe._torch_internals import NO_GRAPH_TASK, graph_task_id
 from narrowcast.observe.profiling import is_product, seconds_between, stamp
 from narrowcast.policy import Rule, format_name
@@ -123,7 +123,7 @@ class ModulePaths:
         calls = self._thread.calls
         if not any(call[0] == id(module) for call in calls):
             return
-        if isinstance(module, Fp8Linear) and calls[-1][0] == id(module):
+        if is_fp8(module) and calls[-1][0] == id(module):
             self._fp8_returned(calls[-1][1], module, args, output)
         ended = 0
         while ended != id(module):  # calls inside it that an exception ended are still there
