@@ -69,7 +69,7 @@ def test_the_text_and_the_json_are_of_the_same_rates(measured, here, capsys):
     path = Path(found["rates"]["file"])
     path.write_text('{"cache_format": 1000}')
     assert main(["doctor"]) == 0
-    assert f"{path} is damaged, or of another version of narrowcast: measured anew" in capsys.readouterr().err
+    assert f"{path} is damaged, or of another machine or version: measured anew" in capsys.readouterr().err
 
 
 def test_a_real_measurement_as_a_process(workshop):

@@ -1,8 +1,9 @@
-"""What is said of this machine, against what its operating system says."""
+"""What is known of this machine, against what its operating system says."""
 
 import json
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def instructions(monkeypatch):
     """Give this machine other instructions."""
 
     def give(*names):
-        monkeypatch.setattr("narrowcast.machine._choice.cpu_capabilities", lambda: dict.fromkeys(names, True))
+        monkeypatch.setattr(
+            "narrowcast.machine._environment.cpu_capabilities", lambda: dict.fromkeys(names, True)
+        )
 
     return give
 
@@ -73,37 +76,38 @@ def test_the_format_of_this_cpu_is_what_its_flags_say():
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ((), Choice(format="fp32", because="this CPU has no bf16 instructions, so bf16 would be slower")),
-        (("avx2", "avx512f", "amx_fp16"), best_format),
-        (("avx512_bf16",), Choice(format="bf16", because="this CPU has AVX512-BF16")),
-        (
-            ("avx512_bf16", "amx_bf16"),
-            Choice(format="bf16", because="this CPU has AMX-BF16 and AVX512-BF16"),
-        ),
-        (("bf16",), Choice(format="bf16", because="this CPU has Arm BF16")),
-        (("sve_bf16", "bf16"), Choice(format="bf16", because="this CPU has Arm BF16 and Arm SVE-BF16")),
-        (("avx10_2",), Choice(format="bf16", because="this CPU has AVX10.2")),
+        ((), None),
+        (("avx2", "avx512f", "amx_fp16"), None),
+        (("avx512_bf16",), "AVX512-BF16"),
+        (("avx512_bf16", "amx_bf16"), "AMX-BF16 and AVX512-BF16"),
+        (("sve_bf16", "bf16"), "Arm BF16 and Arm SVE-BF16"),
+        (("avx10_2",), "AVX10.2"),
     ],
 )
 def test_a_cpu_is_judged_by_its_instructions(instructions, names, expected):
     instructions(*names)
-    if not isinstance(expected, Choice):
-        expected = Choice(format="fp32", because="this CPU has no bf16 instructions, so bf16 would be slower")
-    assert best_format("cpu") == expected
+    found = Choice(format="bf16", because=f"this CPU has {expected}")
+    if expected is None:
+        found = Choice(format="fp32", because="this CPU has no bf16 instructions, so bf16 would be slower")
+    assert best_format("cpu") == found
 
 
-def test_a_slow_format_is_warned_of_with_the_fast_one(instructions):
-    instructions()
-    slow = "on this CPU has no instructions and is very slow (10 to 900 times)"
-    assert slow_format_warning("bf16", "cpu") == f"bf16 {slow}; fp32 is faster here"
-    assert slow_format_warning("fp16", "cpu") == f"fp16 {slow}; fp32 is faster here"
-    assert slow_format_warning("fp32", "cpu") is None
-    assert slow_format_warning("fp16", "cuda") is None
-    instructions("amx_bf16")
-    assert slow_format_warning("bf16", "cpu") is None
-    assert slow_format_warning("fp16", "cpu") == f"fp16 {slow}; --policy bf16 is the fast one here"
-    instructions("amx_bf16", "amx_fp16")
-    assert slow_format_warning("fp16", "cpu") is None
+@pytest.mark.parametrize(
+    ("instructions_here", "name", "advice"),
+    [
+        ((), "bf16", "fp32 is faster here"),
+        ((), "fp16", "fp32 is faster here"),
+        ((), "fp32", None),
+        (("amx_bf16",), "bf16", None),
+        (("amx_bf16",), "fp16", "--policy bf16 is the fast one here"),
+        (("amx_bf16", "amx_fp16"), "fp16", None),
+    ],
+)
+def test_a_slow_format_is_warned_of(instructions, instructions_here, name, advice):
+    instructions(*instructions_here)
+    slow = f"{name} on this CPU has no instructions and is very slow (10 to 900 times)"
+    assert slow_format_warning(name, "cpu") == (advice and f"{slow}; {advice}")
+    assert slow_format_warning(name, "cuda") is None
 
 
 def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
@@ -143,42 +147,25 @@ def test_devices_that_torch_knows(monkeypatch):
 
 @pytest.mark.parametrize(("device_type", "meant"), [("cudda", "cuda"), ("cuda:0", "cuda"), ("CPU", "cpu")])
 def test_an_unknown_device_is_refused_with_near_names(device_type, meant):
-    with pytest.raises(DeviceError) as refused:
+    with pytest.raises(DeviceError, match=f'{device_type}.*without an index.* Did you mean "{meant}"?'):
         check_device(device_type)
-    assert str(refused.value) == (
-        f"unknown device type {device_type!r} (a type such as 'cuda', without an index). "
-        f'Did you mean "{meant}"? Known: {", ".join(known_device_types())}.'
-    )
 
 
-@pytest.mark.parametrize("built", ["13.0", None])
-def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(monkeypatch, built):
-    import narrowcast as nc
-
+@pytest.mark.parametrize(("built", "why"), [("13.0", "torch sees no GPU"), (None, "torch is a CPU build")])
+def test_a_missing_gpu_is_refused_with_the_way_out(monkeypatch, built, why):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", built)
     monkeypatch.setattr("torch.version.hip", None)
-    why = "torch sees no GPU" if built else "this torch is a CPU build"
-    with pytest.raises(DeviceError) as refused:
+    with pytest.raises(DeviceError, match=f"'cuda' was asked for and .*{why}. Use device 'cpu', or"):
         check_device("cuda")
-    assert str(refused.value) == (
-        f"device 'cuda' was asked for and {why}. Use device 'cpu', or install a CUDA build of torch "
-        "on a machine with a GPU (python -c 'import torch; print(torch.cuda.is_available())')."
-    )
-    with pytest.raises(DeviceError, match="cuda"):
-        nc.autocast("cuda")
-    with pytest.raises(DeviceError, match=r"'cudda'.* Did you mean .cuda.\?"):
-        nc.autocast("cudda")
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.2.0", "2.10.0+cu128", "2.10.9.dev20250101"])
+@pytest.mark.parametrize("version", ["1.13.1", "2.10.0+cu128", "2.10.9.dev20250101"])
 def test_an_old_torch_is_refused(monkeypatch, version):
     monkeypatch.setattr("torch.__version__", version)
-    with pytest.raises(UnsupportedError) as refused:
+    message = f"needs torch 2.11 or newer and found {version}: pip install --upgrade 'torch>=2.11'"
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
         require_torch()
-    assert str(refused.value) == (
-        f"narrowcast needs torch 2.11 or newer and found {version}: pip install --upgrade 'torch>=2.11'"
-    )
 
 
 def test_versions_can_be_written_as_json():

@@ -58,14 +58,19 @@ def doctor(
         # The one verb that is for this: a library that torch needs may be missing, or torch itself.
         talk(f"torch cannot be imported ({error}). To install it: pip install --upgrade torch")
         return UNUSABLE
-    from narrowcast.machine import Budget, Examination, require_torch
+    from narrowcast.attach import Script
+    from narrowcast.machine import Budget, examine, require_torch
 
     require_torch()
     check_policy(policy)
     if script is not None:
-        _find(script, arguments or [], module=module)
-    settings = Examination(cache=_cache_folder(cache_dir), fresh=fresh, budget=Budget(device_s=budget_s))
-    found = _examine(settings)
+        # Refuses one that is missing before anything is measured.
+        (Script.from_module if module else Script.from_path)(script, arguments or [])
+    cache, budget = _cache_folder(cache_dir), Budget(device_s=budget_s)
+    with shown_progress() as progress:
+        found = examine(
+            cache=cache, fresh=fresh, budget=budget, progress=lambda text: progress(f"measuring {text}")
+        )
     for note in found["notes"]:
         talk(f"note: {note}")
     if script is not None:
@@ -80,13 +85,6 @@ def doctor(
     if not show(text):
         return NOT_WRITTEN
     return UNUSABLE if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
-
-
-def _find(script: str, arguments: list[str], *, module: bool) -> None:
-    """Refuse a script that is not there before anything is measured."""
-    from narrowcast.attach import Script
-
-    (Script.from_module if module else Script.from_path)(script, arguments)
 
 
 def _diagnose(
@@ -119,14 +117,6 @@ def _diagnose(
     else:
         text = diagnosis_text(found, color=sys.stdout.isatty())
     return 0 if show(text) else NOT_WRITTEN
-
-
-def _examine(settings: Any) -> dict[str, Any]:
-    """Examine this machine, with progress on a terminal once it has taken two seconds."""
-    from narrowcast.machine import examine
-
-    with shown_progress() as progress:
-        return examine(settings, progress=lambda text: progress(f"measuring {text}"))
 
 
 def _cache_folder(asked: Path | None) -> Path | None:

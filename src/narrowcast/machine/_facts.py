@@ -1,4 +1,4 @@
-"""What this machine has, as JSON-ready values from torch, the tools of the driver and the system."""
+"""What this machine has, from torch, the driver's tools and the system, and what does not fit together."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowcast.machine._choice import cpu_capabilities
-from narrowcast.machine._environment import arithmetic_settings, processor_name
+from narrowcast.machine._environment import arithmetic_settings, cpu_capabilities, processor_name
 
 # What decides how fast a format is; keys as in torch.cpu.get_capabilities().
 _X86 = {
@@ -34,6 +32,12 @@ _TOOL_TIMEOUT_S = 10
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 # A display controller: VGA, or 3D such as a datacenter card (PCI class 03).
 _DISPLAY_CLASS = "0x03"
+_INSTALL = "https://pytorch.org/get-started/locally"
+# The oldest driver on Linux for each major CUDA, by NVIDIA's "Minor Version Compatibility", table 1:
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+
+_Mismatch = tuple[str, str, str, str]
 
 
 def run_tool(*words: str) -> str | None:
@@ -64,22 +68,7 @@ def read_pci() -> list[str]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """Where facts outside torch come from; a test gives others.
-
-    Attributes:
-        run: a command's words to its stdout, or None.
-        pci: vendors of the graphics processors on the bus.
-        exists: whether a path is there.
-    """
-
-    run: Callable[..., str | None] = run_tool
-    pci: Callable[[], list[str]] = read_pci
-    exists: Callable[[str], bool] = os.path.exists
-
-
-def gather_facts(sources: Sources | None = None) -> dict[str, Any]:
+def gather_facts() -> dict[str, Any]:
     """Return everything about this machine that decides which formats are fast, as JSON-ready values.
 
     Keys: ``python``, ``platform``, ``torch`` (version and build), ``cpu``, ``gpus`` (those that torch sees),
@@ -87,7 +76,6 @@ def gather_facts(sources: Sources | None = None) -> dict[str, Any]:
     (whether AMD's driver is loaded), ``mps``, ``xpu`` and ``arithmetic`` (``arithmetic_settings``). Unknown
     values are null.
     """
-    sources = sources or Sources()
     with warnings.catch_warnings():
         # An old driver or an old GPU makes torch warn here; the mismatch is said in our own line.
         warnings.simplefilter("ignore")
@@ -98,9 +86,9 @@ def gather_facts(sources: Sources | None = None) -> dict[str, Any]:
             "torch": torch_facts(cuda_error),
             "cpu": cpu_facts(cpu_capabilities(), architecture=platform.machine()),
             "gpus": gpus,
-            "nvidia": nvidia_facts(sources.run),
-            "pci": sources.pci(),
-            "kfd": sources.exists("/dev/kfd"),
+            "nvidia": nvidia_facts(),
+            "pci": read_pci(),
+            "kfd": Path("/dev/kfd").exists(),
             "mps": {"built": torch.backends.mps.is_built(), "available": torch.backends.mps.is_available()},
             "xpu": torch.xpu.is_available(),
             "arithmetic": arithmetic_settings(),
@@ -181,13 +169,13 @@ def gpu_facts(device_type: str, index: int, properties: Any) -> dict[str, Any]:
     }
 
 
-def nvidia_facts(run: Callable[..., str | None]) -> dict[str, Any]:
+def nvidia_facts() -> dict[str, Any]:
     """Return NVIDIA's driver, the newest CUDA that it supports, its GPUs, and the toolkit, or null."""
-    listed = run("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
+    listed = run_tool("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
     rows = [row.rpartition(",") for row in listed.splitlines() if row.count(",")]
     drivers = [driver.strip() for _, _, driver in rows if re.fullmatch(r"\d+(\.\d+)+", driver.strip())]
-    overview = run("nvidia-smi") or "" if drivers else ""
-    compiler = run("nvcc", "--version") or run("/usr/local/cuda/bin/nvcc", "--version") or ""
+    overview = run_tool("nvidia-smi") or "" if drivers else ""
+    compiler = run_tool("nvcc", "--version") or run_tool("/usr/local/cuda/bin/nvcc", "--version") or ""
     return {
         "driver": drivers[0] if drivers else None,
         "driver_cuda": _found(r"CUDA[A-Za-z ]*Version\s*:\s*(\d+\.\d+)", overview),
@@ -203,5 +191,140 @@ def _found(pattern: str, text: str) -> str | None:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type: CUDA adds pages of advice."""
-    lines: Iterable[str] = str(error).strip().splitlines()
-    return next(iter(lines), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# ---- what does not fit together
+
+
+def mismatches(facts: dict[str, Any]) -> list[dict[str, str]]:
+    """Return what makes a device unusable (``"error"``) or slower (``"note"``), by ``gather_facts``.
+
+    Returns:
+        JSON-ready values: ``severity``, ``device`` (``"cpu"``, ``"cuda"``, ``"cuda:0"`` ...), ``text`` and
+        ``fix``.
+    """
+    keys = ("severity", "device", "text", "fix")
+    found = [*_builds(facts), *_drivers(facts), *_kernels(facts), *_cpu(facts)]
+    return [dict(zip(keys, one, strict=True)) for one in found]
+
+
+def _builds(facts: dict[str, Any]) -> Iterator[_Mismatch]:
+    """Find a torch that was built for something else than this machine has."""
+    torch, nvidia = facts["torch"], facts["nvidia"]
+    if (nvidia["gpus"] or "NVIDIA" in facts["pci"]) and torch["build"] in ("cpu", "xpu"):
+        name = nvidia["gpus"][0] if nvidia["gpus"] else "an NVIDIA GPU"
+        newest = f" for CUDA {nvidia['driver_cuda']} or older" if nvidia["driver_cuda"] else ""
+        text = f"this machine has {name}, and torch {torch['version']} was built without CUDA"
+        yield (
+            "error",
+            "cuda",
+            text,
+            f"pip uninstall torch, then install the build{newest} that {_INSTALL} names",
+        )
+    if torch["build"] == "rocm" and not facts["gpus"]:
+        if facts["kfd"]:
+            text = f"this torch is a ROCm build and sees no GPU ({torch['cuda_error'] or 'no reason given'})"
+            fix = "check that your user is in the groups render and video, and HIP_VISIBLE_DEVICES"
+            yield "error", "cuda", text, fix
+        elif "AMD" in facts["pci"]:
+            text = "this torch is a ROCm build, and AMD's driver is not loaded (/dev/kfd is missing)"
+            fix = "install the amdgpu driver; in a container pass --device=/dev/kfd --device=/dev/dri"
+            yield "error", "cuda", text, fix
+    if torch["build"] == "cpu" and facts["kfd"]:
+        text = f"AMD's driver is loaded, and torch {torch['version']} was built without ROCm"
+        yield (
+            "note",
+            "cuda",
+            text,
+            f"if rocminfo lists this GPU, install the ROCm build that {_INSTALL} names",
+        )
+
+
+def _drivers(facts: dict[str, Any]) -> Iterator[_Mismatch]:
+    """Hold a CUDA build of torch against the NVIDIA driver."""
+    built, nvidia = facts["torch"]["cuda"], facts["nvidia"]
+    if facts["torch"]["build"] != "cuda":
+        return
+    sees_none = not any(gpu["device_type"] == "cuda" for gpu in facts["gpus"])
+    oldest, supported = _OLDEST_DRIVER.get(_version(built)[0]), nvidia["driver_cuda"]
+    needed = f"{oldest} or newer" if oldest else "of a newer version"
+    if nvidia["driver"] is None:
+        if sees_none and "NVIDIA" in facts["pci"]:
+            text = "this machine has an NVIDIA GPU, and nvidia-smi finds no working driver"
+            yield "error", "cuda", text, f"install NVIDIA driver {needed}"
+        return
+    too_old = bool(oldest and _version(nvidia["driver"])[0] < oldest)
+    if supported:
+        too_old = _version(supported)[0] < _version(built)[0]
+    up_to = f", which supports CUDA up to {supported}" if supported else ""
+    if too_old and sees_none:
+        fitting = f"CUDA {_version(supported)[0]}" if supported else "an older CUDA"
+        text = f"torch was built with CUDA {built}, and the driver is {nvidia['driver']}{up_to}"
+        fix = f"update the driver to {needed}, or install the torch build for {fitting} that {_INSTALL} names"
+        yield "error", "cuda", text, fix
+    elif sees_none and nvidia["gpus"]:
+        reason = facts["torch"]["cuda_error"] or "no reason given"
+        text = f"nvidia-smi lists {nvidia['gpus'][0]}, and torch sees no GPU ({reason})"
+        # If CUDA_VISIBLE_DEVICES hides it, most likely on purpose.
+        severity = "note" if "No CUDA GPUs are available" in reason else "error"
+        yield severity, "cuda", text, "check CUDA_VISIBLE_DEVICES; after a driver update restart the machine"
+    elif supported and _version(supported) < _version(built):
+        text = (
+            f"torch was built with CUDA {built}, newer than the driver {nvidia['driver']}{up_to}: it runs, "
+            "but kernels that are compiled while running (Triton, torch.compile) may not"
+        )
+        yield "note", "cuda", text, "update the driver"
+
+
+def _kernels(facts: dict[str, Any]) -> Iterator[_Mismatch]:
+    """Find GPUs for which this build of torch has no kernels."""
+    built_for = facts["torch"]["architectures"]
+    for gpu in facts["gpus"]:
+        if gpu["device_type"] != "cuda" or not built_for:
+            continue
+        gfx = (gpu["gfx"] or "").split(":")[0]
+        if not (gfx in built_for if gfx else runs_on(built_for, gpu["capability"])):
+            has = gfx or f"compute capability {gpu['capability']}"
+            text = f"{gpu['name']} has {has}, and this torch has kernels for {', '.join(built_for)} only"
+            yield "error", gpu["device"], text, f"install a torch build that includes it: see {_INSTALL}"
+
+
+def runs_on(architectures: list[str], capability: str) -> bool:
+    """Return whether code for any of ``architectures`` (``"sm_80"``) runs on ``capability`` (``"8.6"``).
+
+    Machine code (``sm_``) runs on the same major version from its minor version up, with a suffix ``a`` on
+    that version alone; what ``compute_`` names is compiled by the driver for any later one. CUDA C++
+    Programming Guide, "Application Compatibility".
+    """
+    mine = _version(capability)
+    for architecture in architectures:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+        if found is None:
+            continue
+        theirs = (int(found[2]), int(found[3]))
+        if found[4] == "a":
+            fits = theirs == mine
+        elif found[1] == "sm" or found[4] == "f":
+            fits = theirs[0] == mine[0] and theirs[1] <= mine[1]
+        else:
+            fits = theirs <= mine
+        if fits:
+            return True
+    return False
+
+
+def _cpu(facts: dict[str, Any]) -> Iterator[_Mismatch]:
+    cpu = facts["cpu"]
+    if cpu["cores"] and cpu["torch_threads"] * 2 < cpu["cores"] and cpu["torch_threads"] < 4:
+        text = f"torch uses {cpu['torch_threads']} of {cpu['cores']} cores"
+        yield "note", "cpu", text, "unset OMP_NUM_THREADS, or call torch.set_num_threads"
+    wide = [name for name in ("AVX512", "AVX2") if cpu["instructions"].get(name)]
+    if facts["torch"]["cpu_kernels"] in ("DEFAULT", "NO AVX") and wide:
+        text = f"this CPU has {wide[0]}, and torch uses its plain kernels"
+        yield "note", "cpu", text, "unset ATEN_CPU_CAPABILITY"
+
+
+def _version(text: str | None) -> tuple[int, int]:
+    found = re.match(r"(\d+)(?:\.(\d+))?", text or "")
+    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)
