@@ -166,22 +166,6 @@ def test_an_optimizer_whose_step_is_wrapped_is_let_go():
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_an_optimizer_with_slots_is_skipped_too():
-    class Slotted:
-        __slots__ = ("param_groups",)
-
-        def __init__(self, parameters) -> None:
-            self.param_groups = [{"params": list(parameters)}]
-
-        def step(self):
-            raise AssertionError("a step on a NaN")
-
-    layer = nn.Linear(3, 1)
-    optimizer, scaler = Slotted(layer.parameters()), nc.GradScaler("cpu", init_scale=8.0)
-    (scaler.scale(layer(torch.ones(2, 3)).mean()) * math.nan).backward()
-    assert scaler.step(optimizer).skipped
-
-
 def test_a_subclass_that_would_not_be_asked_is_refused():
     with pytest.raises(UnsupportedError, match="Sub overrides _maybe_opt_step of torch"):
         type("Sub", (nc.GradScaler,), {"_maybe_opt_step": lambda *_: None})

@@ -154,10 +154,14 @@ def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
         was or became NaN or infinite. No host sync on a GPU.
     """
     gradients = gradients_of(optimizer, allow_fp16=True)
-    device = gradients.values[0].device if gradients.values else torch.device("cpu")
-    factor = torch.full((), scale, dtype=torch.float32, device=device)
     check = check_scaled if scale == 1.0 else unscale
-    return check(gradients, Scaling(factor, scale < 1.0)).found_inf
+    return check(gradients, scaled_by(scale, gradients)).found_inf
+
+
+def scaled_by(scale: float, gradients: OptimizerGradients) -> Scaling:
+    """Return a number as the scale of some gradients, on the device of the first."""
+    device = gradients.values[0].device if gradients.values else torch.device("cpu")
+    return Scaling(torch.full((), scale, dtype=torch.float32, device=device), scale < 1.0)
 
 
 # ---- clipping
@@ -213,14 +217,6 @@ def clip_unscaled(
     clipping = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
     _multiply(gradients, clipping)
     return replace(total, norm=norm, clipped=torch.isfinite(norm) & (clipping >= 0))
-
-
-def clip_by_torch(optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
-    """Clip all gradients of an optimizer with ``torch.nn.utils.clip_grad_norm_``."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm, order)
-    full: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors give one
-    return full
 
 
 @torch.no_grad()

@@ -97,8 +97,7 @@ class Iteration:
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         state = self.state("clip_grad_norm_", optimizer)
-        one_pass = order in (2.0, math.inf)
-        if state["stage"] is OptState.READY and one_pass:
+        if state["stage"] is OptState.READY and order in (2.0, math.inf):
             gradients = self._gradients(optimizer, summed=True)
             defer = _torch_internals.takes_grad_scale(optimizer) and gradients.dense
             check = _check.clip(gradients, self._scaling(), max_norm, order, defer=defer)
@@ -108,11 +107,6 @@ class Iteration:
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
         check = self._unscaled_check(state, optimizer)
-        if not one_pass and self.process_group is None:
-            check.norm = _check.clip_by_torch(optimizer, max_norm, order)
-            return check.norm
-        if not order > 0:
-            raise UnsupportedError(f"a norm of order {order} over process_group: use one above 0")
         gradients = self._gradients(optimizer, summed=True)
         total = _check.clip_unscaled(gradients, max_norm, order, self._scaling())
         check.norm, differ = total.norm, total.ranks_differ

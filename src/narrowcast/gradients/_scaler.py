@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _scales
-from narrowcast.gradients._check import clamp, clip_by_torch
+from narrowcast.gradients._check import clamp, clip_unscaled, scaled_by
 from narrowcast.gradients._iteration import Iteration, State, fresh_state
 from narrowcast.gradients._optimizer_gradients import gradients_of
 from narrowcast.gradients._scales import DeviceScale
@@ -223,21 +223,23 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
         Args:
             max_norm: gradients of a larger norm are clipped to it; at least 0, infinity only measures.
-            norm_type: the order; 2 and infinity take one read, others unscale first.
+            norm_type: the order, above 0; 2 and infinity take one read, others unscale first.
 
         Returns:
             The norm of all gradients together, unscaled and before clipping: 0-dim, on the scale's device.
             NaN or infinite if a gradient is; the step is then skipped.
 
         Raises:
-            ScaleError: a ``max_norm`` that is negative or NaN; parameters instead of their optimizer.
+            ScaleError: a ``max_norm`` that is negative or NaN; parameters instead of their optimizer;
+                gradients in fp16, without ``allow_fp16_gradients``.
             OrderError: before ``scale`` or after ``step``.
-            ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
         """
-        _scales.check_clipping(optimizer, "max_norm", max_norm)
+        order = float(norm_type)
+        _scales.check_clipping(optimizer, "max_norm", max_norm, order)
         if self._enabled:
-            return self._iteration.clip_norm(optimizer, max_norm, float(norm_type))
-        return clip_by_torch(optimizer, max_norm, float(norm_type))
+            return self._iteration.clip_norm(optimizer, max_norm, order)
+        gradients = gradients_of(optimizer, allow_fp16=True, summed=True)
+        return clip_unscaled(gradients, max_norm, order, scaled_by(1.0, gradients)).norm
 
     @untraced
     def clip_grad_value_(self, optimizer: torch.optim.Optimizer, value: float) -> None:

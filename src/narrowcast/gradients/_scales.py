@@ -257,12 +257,14 @@ def device_type_of(device: Any, *, enabled: bool) -> str | None:
     return device_type
 
 
-def check_clipping(optimizer: Any, name: str, limit: float) -> None:
+def check_clipping(optimizer: Any, name: str, limit: float, order: float = 2.0) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise ScaleError(
             f"expected the optimizer, whose gradients are clipped, got {type(optimizer).__name__}: "
             "give the optimizer, not model.parameters()"
         )
+    if not order > 0:
+        raise ScaleError(f"norm_type must be above 0, got {order!r}")
     if isinstance(limit, torch.Tensor):
         return  # reading it needs a host sync; a NaN there makes every gradient NaN, which skips the step
     if not (isinstance(limit, int | float) and limit >= 0):

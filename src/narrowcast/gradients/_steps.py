@@ -142,7 +142,7 @@ class PendingStep:
         values: torch.Tensor,
         learn_scale: Callable[[float], None],
     ) -> None:
-        self.optimizer, self.result, self.number = reference_to(optimizer), result, number
+        self.optimizer, self.result, self.number = weakref.ref(optimizer), result, number
         self.learn_scale = learn_scale
         self._event: torch.cuda.Event | None = None
         if values.device.type == "cuda":  # only CUDA copies without a sync
@@ -161,36 +161,28 @@ class PendingStep:
         return values
 
 
-def reference_to(optimizer: torch.optim.Optimizer) -> Callable[[], torch.optim.Optimizer | None]:
-    """Return a weak reference, or a strong one to an optimizer whose class has slots."""
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:
-        return lambda: optimizer
-
-
 class SkipsInARow:
     """Counts the skipped steps of each optimizer since its last step that was taken."""
 
     def __init__(self, patience: int | None) -> None:
         self.patience = patience
-        self._skips: dict[int, tuple[Callable[[], torch.optim.Optimizer | None], int, int]] = {}
+        # How many of each, and the number of the first.
+        self._skips: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]
+        self._skips = weakref.WeakKeyDictionary()
 
     def took(self, optimizer: torch.optim.Optimizer) -> None:
-        self._skips.pop(id(optimizer), None)
+        self._skips.pop(optimizer, None)
 
     def skipped(self, optimizer: torch.optim.Optimizer, number: int) -> int | None:
         """Count a skip of step ``number``; return the first skip in a row once ``patience`` is used up.
 
         Counting then starts again, because a caller may catch the error and lower a learning rate.
         """
-        known, count, since = self._skips.get(id(optimizer), (None, 0, number))
-        if known is None or known() is not optimizer:
-            known, count, since = reference_to(optimizer), 0, number
-        self._skips[id(optimizer)] = (known, count + 1, since)
+        count, since = self._skips.get(optimizer, (0, number))
+        self._skips[optimizer] = (count + 1, since)
         if self.patience is None or count + 1 < self.patience:
             return None
-        del self._skips[id(optimizer)]
+        del self._skips[optimizer]
         return since
 
 

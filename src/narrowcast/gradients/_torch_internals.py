@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -124,22 +123,15 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     return [(*key, range(len(tensors)), members) for key, ([members], _) in grouped.items()]
 
 
-@functools.cache
-def _takes_the_scaler(step: Any) -> bool:
-    return "grad_scaler" in inspect.signature(step).parameters
-
-
 ASKED_BY_SCALERS = "_step_supports_amp_scaling"
 """The attribute of an optimizer that a scaler's step reads first (torch/amp/grad_scaler.py)."""
 
 
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step takes the scaler as ``grad_scaler``, a contract that torch deprecates."""
-    if not takes_grad_scale(optimizer):
+    if is_torchs_own(optimizer) or not takes_grad_scale(optimizer):
         return False
-    if "step" in vars(optimizer):  # wrapped by a scheduler or another library
-        return _takes_the_scaler.__wrapped__(optimizer.step)
-    return _takes_the_scaler(type(optimizer).step)
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
@@ -165,5 +157,4 @@ def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep schedulers from warning that the optimizer has not stepped, after a skipped first step."""
-    with suppress(AttributeError):  # of a class with slots
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+    optimizer._opt_called = True  # type: ignore[attr-defined]
