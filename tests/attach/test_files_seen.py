@@ -29,14 +29,9 @@ WAYS = {
     "gzip": ("gzip.open('kept', 'w').write(b'x')", "gzip.open('kept').read()"),
     "shutil.move": ("open('a', 'w').write('x'); shutil.move('a', 'kept')", "open('kept').read()"),
     "os.replace": ("open('a', 'w').write('x'); os.replace('a', 'kept')", "open('kept').read()"),
-    "os.rename, and back": (
-        "open('a', 'w').write('x'); os.rename('a', 'kept')", "os.rename('kept', 'c'); open('c').read()",
-    ),
     "a folder that is renamed": (
         "os.mkdir('new'); open('new/in', 'w').write('x'); os.rename('new', 'kept')", "open('kept/in').read()",
     ),
-    "os.link": ("open('a', 'w').write('x'); os.link('a', 'kept')", "open('kept').read()"),
-    "a symlink": ("open('a', 'w').write('x'); os.symlink('a', 'kept')", "open('kept').read()"),
     "torch.save": ("torch.save([1.0], 'kept')", "torch.load('kept')"),
     "torch.save by name": ("torch.save(obj=[1.0], f=Path('kept'))", "torch.load('kept', mmap=True)"),
     "torch.save, old": (
@@ -122,8 +117,7 @@ def test_a_file_that_is_written_is_seen(seen, way):
 def test_a_process_that_reads_an_earlier_runs_file_is_ended(seen, way):
     codes, files = seen["read"]
     assert codes[way] == READ_OF_AN_EARLIER_RUN
-    names = ("kept", "c", "in", ".metadata")
-    assert files[way].rpartition("/")[2] in names or way == "a symlink"
+    assert files[way].rpartition("/")[2] in ("kept", "in", ".metadata")
 
 
 @pytest.mark.parametrize("way", ONCE_AGAIN)

@@ -240,12 +240,6 @@ UNSEEN = {
                 model(x)
             print("step", flush=True)
         """,
-    "outputs of a script with its own autocast": """
-        while True:
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-                model(x)
-            print("step", flush=True)
-        """,
 }
 
 

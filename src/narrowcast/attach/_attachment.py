@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import multiprocessing
-import multiprocessing.context
 import multiprocessing.process
 import os
 import sys
@@ -20,11 +19,10 @@ import torch
 
 from narrowcast.attach._backward import Backward
 from narrowcast.attach._files import FileWatch, watch_in_force
-from narrowcast.attach._patches import Patches, shift_seeds
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._regions import Regions
-from narrowcast.attach._run import Observer, Run, RunningScale, Stopping
-from narrowcast.attach._script import Script, run_script, seed_everything
+from narrowcast.attach._run import Observer, Patches, Run, RunningScale, Stopping
+from narrowcast.attach._script import Script, run_script, seed_everything, shift_seeds
 from narrowcast.attach._steps import Steps
 from narrowcast.errors import OrderError
 from narrowcast.observe.capture import CaptureWriter, start_event
@@ -277,12 +275,6 @@ def _entered(attachment: Attachment) -> Iterator[None]:
 
 # ---- processes that a script starts
 
-_FRESH = ("spawn", "forkserver")
-_FRESH_KINDS = tuple(
-    getattr(multiprocessing.context, name)
-    for name in ("SpawnProcess", "ForkServerProcess")
-    if hasattr(multiprocessing.context, name)
-)
 # Started by libraries to load data or to serve objects; they do not train.
 _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
 
@@ -318,7 +310,8 @@ class _Processes:
         target = getattr(process, "_target", None)
         wrapped = isinstance(target, _AttachedTarget)
         left_alone = self._recorder.left_alone is not None
-        if left_alone or wrapped or not _starts_afresh(process) or _is_of_a_library(target):
+        library = (getattr(target, "__module__", None) or "").startswith(_OF_LIBRARIES)
+        if left_alone or wrapped or library or _start_method(process) == "fork":
             original(process)
             return
         if target is None:
@@ -340,16 +333,10 @@ class _Processes:
         )
 
 
-def _starts_afresh(process: Any) -> bool:
-    if isinstance(process, _FRESH_KINDS):
-        return True
-    plain = isinstance(process, multiprocessing.Process)
-    return plain and multiprocessing.get_start_method(allow_none=True) in _FRESH
-
-
-def _is_of_a_library(target: Any) -> bool:
-    module = getattr(target, "__module__", None) or ""
-    return module.startswith(_OF_LIBRARIES)
+def _start_method(process: Any) -> str:
+    """Return how a process starts; None of a plain ``Process`` means the default of the platform."""
+    chosen = getattr(process, "_start_method", None) or multiprocessing.get_start_method(allow_none=True)
+    return chosen or multiprocessing.get_all_start_methods()[0]
 
 
 @contextmanager

@@ -18,13 +18,12 @@ import torch
 from torch.nn.modules import module as module_hooks
 
 from narrowcast.attach._leaves import Leaf, Leaves, true_gradient
-from narrowcast.attach._patches import Patches
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
-from narrowcast.attach._run import Run
-from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped, untraced
+from narrowcast.attach._run import Patches, Run
+from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped
 from narrowcast.errors import UnsupportedError
-from narrowcast.gradients import nonfinite_flags
+from narrowcast.gradients import nonfinite_flags, untraced
 
 
 class _Thread(threading.local):
@@ -164,11 +163,8 @@ class Backward:
         inputs: Any,
         grad_outputs: Any = None,
         retain_graph: bool | None = None,
-        create_graph: bool = False,
-        only_inputs: bool = True,
-        allow_unused: bool | None = None,
-        is_grads_batched: bool = False,
-        materialize_grads: bool = False,
+        *rest: Any,
+        **options: Any,
     ) -> Any:
         """``torch.autograd.grad`` from scaled outputs, returning true gradients.
 
@@ -177,27 +173,23 @@ class Backward:
         roots = _as_tuple(outputs)
         # A subclass may have no data: torch.compile differentiates such tensors while it traces.
         plain = all(type(root) is torch.Tensor and root.grad_fn is not None for root in roots)
-        keywords: dict[str, Any] = {
-            "create_graph": create_graph,
-            "only_inputs": only_inputs,
-            "allow_unused": allow_unused,
-            "is_grads_batched": is_grads_batched,
-            "materialize_grads": materialize_grads,
-        }
+        unscaled = functools.partial(
+            self._torch_grad, outputs, inputs, grad_outputs, retain_graph, *rest, **options
+        )
         if (
             not self._scale.active
             or graph_task_id() != NO_GRAPH_TASK
             or not plain
             or self._is_of_torch_func(roots)
         ):
-            return self._torch_grad(outputs, inputs, grad_outputs, retain_graph, **keywords)
+            return unscaled()
         factor = self._scale.value.scale
         seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
         with self._numbered([root.grad_fn for root in roots], self._returning, factor):
-            scaled = self._torch_grad(roots, inputs, seeds, True, **keywords)
+            scaled = self._torch_grad(roots, inputs, seeds, True, *rest, **options)
         found = [gradient for gradient in scaled if gradient is not None]
         if any(nonfinite_flags(found).read()):
-            return self._torch_grad(outputs, inputs, grad_outputs, retain_graph, **keywords)
+            return unscaled()
         return tuple(None if g is None else true_gradient(g, factor) for g in scaled)
 
     def _is_of_torch_func(self, roots: Sequence[torch.Tensor]) -> bool:

@@ -51,7 +51,7 @@ class FileWatch:
     A process that reads a file of ``earlier`` before this run wrote it is ended at once with exit code
     ``READ_OF_AN_EARLIER_RUN``.
 
-    It sees the files that Python opens, renames and links, and ``torch.save``. It does not see files that
+    It sees the files that Python opens and renames, and ``torch.save``. It does not see links, nor files that
     other native code (safetensors, h5py, SQLite) or other programs open.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
@@ -87,41 +87,24 @@ class FileWatch:
         def audit(event: str, args: tuple[Any, ...]) -> None:
             if event == "open":
                 self._opened(args[0], args[2])
-            elif event in ("os.rename", "os.link", "os.symlink"):
-                self._placed(args[1], args[0])
+            elif event == "os.rename":
+                self._wrote(args[1])
 
         sys.addaudithook(audit)
 
     def _opened(self, path: Any, flags: Any) -> None:
         if isinstance(path, int) or not isinstance(flags, int):
             return
-        if not flags & _WRITES:
+        update = flags & os.O_RDWR and not flags & os.O_TRUNC  # the old content matters
+        if update or not flags & _WRITES:
             self._reads(path)
-            return
-        if flags & os.O_RDWR and not flags & os.O_TRUNC:
-            self._reads(path)  # opened for update: the old content matters
-        self._wrote(path)
+        # A folder is opened for writing by a temporary file without a name (O_TMPFILE).
+        if flags & _WRITES and not os.path.isdir(path):
+            self._wrote(path)
 
     def _wrote(self, path: Any) -> None:
         name = self._real_path(path)
-        # A folder is opened for writing by a temporary file without a name (O_TMPFILE).
-        if name is not None and not os.path.isdir(name):
-            self._log_written(name)
-
-    def _placed(self, path: Any, source: Any) -> None:
-        """Handle ``source`` getting the name ``path``, which may have been that of a link until now."""
-        with suppress(TypeError, ValueError, OSError):
-            folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
-            placed, origin = self._real_path(folder), self._real_path(source)
-            if placed is None or name.endswith(_NO_DATA):
-                return
-            if origin in self._earlier and origin not in self._written:
-                self._earlier[os.path.join(placed, name)] = self._earlier[origin]
-            else:
-                self._log_written(os.path.join(placed, name))
-
-    def _log_written(self, name: str) -> None:
-        if name not in self._written:
+        if name is not None and name not in self._written:
             self._written.add(name)
             self._log_line({"wrote": name})
 
@@ -155,9 +138,8 @@ class FileWatch:
         with suppress(OSError):  # the script deleted the folder
             log = os.open(self._log, os.O_WRONLY | os.O_APPEND)
             try:
-                os.write(
-                    log, (json.dumps(line) + "\n").encode()
-                )  # in one piece: other processes write here too
+                # In one piece: other processes write here too.
+                os.write(log, (json.dumps(line) + "\n").encode())
             finally:
                 os.close(log)
 

@@ -17,9 +17,8 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.data import get_worker_info
 
-from narrowcast.attach._patches import Patches
 from narrowcast.attach._recorder import Reading, is_capturing
-from narrowcast.attach._run import Run
+from narrowcast.attach._run import Patches, Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import Applied, autocast, cast_floating, modules_by_path, region_in
 from narrowcast.errors import UnsupportedError
@@ -110,10 +109,8 @@ class Regions:
         def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             if torch.compiler.is_dynamo_compiling():
                 return self._traced_call(original, module, args, kwargs)
-            if thread.depth:
+            if thread.depth or self._recorder.left_alone is not None:
                 return original(module, *args, **kwargs)
-            if self._recorder.left_alone is not None:
-                return self._call_left_alone(functools.partial(original, module, *args, **kwargs), module)
             return self._outermost_call(
                 functools.partial(original, module, *args, **kwargs), module, args, kwargs
             )
@@ -151,19 +148,6 @@ class Regions:
         finally:
             self._thread.observed = False
         self._run.stopping.forward_ended()
-        return output
-
-    def _call_left_alone(self, call: Callable[[], Any], module: torch.nn.Module) -> Any:
-        """Call a module of a script that uses autocast itself, counting outermost calls."""
-        if next(module.parameters(), None) is None or get_worker_info() is not None:
-            return call()
-        self._thread.depth += 1
-        try:
-            output = call()
-        finally:
-            self._thread.depth -= 1
-        if graph_task_id() == NO_GRAPH_TASK:
-            self._run.stopping.forward_ended()
         return output
 
     def _in_region(self, call: Callable[[], Any], device_type: str, dtype: torch.dtype | None) -> Any:
@@ -330,14 +314,8 @@ def _refuse_sharded(module: torch.nn.Module) -> None:
     Raises:
         UnsupportedError: for FSDP, FSDP2 and parameters that are DTensors.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None and "torch.distributed.tensor" not in sys.modules:
-        return
-    names = ("FSDPModule", "FullyShardedDataParallel")
-    kinds = tuple(vars(fsdp)[name] for name in names if fsdp and name in vars(fsdp))
-    sharded = any(isinstance(part, kinds) for part in module.modules()) if kinds else False
-    distributed = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
-    if sharded or distributed:
+    fsdp1 = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
+    if fsdp1 or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters()):
         raise UnsupportedError(
             f"{type(module).__name__} is sharded (FSDP or DTensor parameters), where the gradients of a "
             "scaled loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "

@@ -1,7 +1,8 @@
-"""State that the parts of an attachment share: the loss scale, the observer, and the early end of a run."""
+"""What the parts of an attachment share: patches, the loss scale, the observer, the early end of a run."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -17,6 +18,36 @@ from narrowcast.policy import Policy
 from narrowcast.scaling import LossScale, Off
 
 _PATIENCE_S = 30.0
+
+
+class Patches:
+    """Replace attributes of modules and classes; ``restore`` puts back the originals, latest first."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set ``owner.name`` to ``value``; a name that ``owner`` inherited is deleted again later."""
+        if name in vars(owner):
+            original = vars(owner)[name]
+            self._undo.append(lambda: setattr(owner, name, original))
+        else:
+            self._undo.append(lambda: delattr(owner, name))
+        setattr(owner, name, value)
+
+    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Make ``owner.name(...)`` call ``replacement(original, ...)``."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        self.replace(owner, name, wrapper)
+
+    def restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
 
 class Observer:

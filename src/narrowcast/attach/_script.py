@@ -1,8 +1,12 @@
-"""Run a script as Python itself would: its own ``__main__``, arguments, path, traceback and exit code."""
+"""Run a script as Python itself would: its own ``__main__``, arguments, path, traceback and exit code.
+
+Also its seeds, which a repeat of a run shifts.
+"""
 
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.util
 import os
 import pkgutil
@@ -14,12 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import narrowcast
+from narrowcast.attach._run import Patches
 from narrowcast.errors import NarrowcastError, ScriptError
 
+_TOO_LARGE_FOR_NUMPY = 2**32
 _OUR_FOLDER = str(Path(narrowcast.__file__).parent) + os.sep
 
 
@@ -176,6 +183,53 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+class _Thread(threading.local):
+    """Whether this thread is in a seed function: torch's calls CUDA's with the seed that it was given."""
+
+    inside = False
+
+
+def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
+    """Add ``by`` to every integer that seeds Python's, NumPy's or torch's global generators from now on.
+
+    Generators that the script creates, and seeds that it passes to libraries (``random_state=0``), stay as
+    they are: they often determine how data is split, which must be the same in every run.
+
+    Args:
+        patches: puts the functions back.
+        by: at least 1.
+        note: called with a note for the user, each time a seed was shifted.
+    """
+    import torch
+
+    # torch.seed, which takes a seed from the clock, is among them because it calls the others.
+    owners: list[tuple[Any, str]] = [(random, "seed")]
+    owners += [(owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed")]
+    for device in (torch.cuda, torch.mps, torch.xpu):
+        owners += [(device, name) for name in ("manual_seed", "manual_seed_all") if hasattr(device, name)]
+    if importlib.util.find_spec("numpy") is not None:
+        owners.append((importlib.import_module("numpy.random"), "seed"))
+    thread = _Thread()
+
+    def shifted_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name = next(iter(kwargs), None)
+        given = kwargs[name] if name else args[0] if args else None
+        if isinstance(given, Integral) and not thread.inside:
+            note("a repeat adds its number to the seeds that the script sets, so that it draws other numbers")
+            seed = int(given) + by
+            if seed == _TOO_LARGE_FOR_NUMPY:
+                seed = 0
+            args, kwargs = (args, {name: seed}) if name else ((seed, *args[1:]), kwargs)
+        before, thread.inside = thread.inside, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            thread.inside = before
+
+    for owner, name in owners:
+        patches.wrap(owner, name, shifted_seed)
+
+
 def run_script(script: Script) -> None:
     """Run ``script`` as ``__main__``; its errors propagate, ``SystemExit`` too.
 
@@ -200,7 +254,6 @@ def run_script(script: Script) -> None:
         # pickles objects of the script's classes under it.
         sys.modules["__mp_main__"] = main
     _set_first_path(script.first_path)
-    trim_threads_errors()
     try:
         if script.spec and script.spec.parent:
             __import__(script.spec.parent)
@@ -230,65 +283,30 @@ def without_our_frames(show: Callable[..., Any], starts: types.CodeType) -> Call
     """
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
-        trim(error, starts)
+        chain, one = list[BaseException](), error
+        while one is not None and one not in chain:
+            _trim(one, starts)
+            chain.append(one)
+            one = one.__cause__ or one.__context__  # type: ignore[assignment]
         return show(kind, error, error.__traceback__)
 
     return excepthook
 
 
-def trim_threads_errors() -> None:
-    """Leave narrowcast's frames out of tracebacks of errors that end a thread, from now on."""
-    show = threading.excepthook
-
-    def excepthook(args: threading.ExceptHookArgs) -> None:
-        # The first frame belongs to threading, so ``args.exc_traceback`` is trimmed in place.
-        if args.exc_value is not None:
-            trim(args.exc_value)
-        show(args)
-
-    threading.excepthook = excepthook
-
-
-def trim(error: BaseException, starts: types.CodeType | None = None) -> None:
-    """Remove narrowcast's frames from the traceback of ``error`` and of every error chained to it."""
-    for one in _chained(error):
-        frames = list(_frames(one.__traceback__))
-        begun = next((n for n, t in enumerate(frames) if t.tb_frame.f_code is starts), -1)
-        frames = frames[begun + 1 :]
-        if not _is_our_bug(one, frames):
-            frames = [t for t in frames if not _is_ours(t)]
-        for this, following in pairwise([*frames, None]):
-            this.tb_next = following  # type: ignore[union-attr]
-        one.__traceback__ = frames[0] if frames else None
-
-
-def _is_our_bug(error: BaseException, frames: list[types.TracebackType]) -> bool:
-    """Return whether narrowcast raised this by mistake, so that a bug report needs the frames.
-
-    A TypeError may come from a call with wrong arguments, which Python raises where the call is passed on.
-    """
-    on_purpose = isinstance(error, NarrowcastError | TypeError) or not isinstance(error, Exception)
-    return bool(frames) and _is_ours(frames[-1]) and not on_purpose
-
-
-def _is_ours(trace: types.TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER)
+def _trim(error: BaseException, starts: types.CodeType) -> None:
+    """Remove narrowcast's frames from a traceback, unless narrowcast raised the error by mistake."""
+    frames = list(_frames(error.__traceback__))
+    begun = next((n for n, t in enumerate(frames) if t.tb_frame.f_code is starts), -1)
+    frames = frames[begun + 1 :]
+    ours = [t.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER) for t in frames]
+    if not (frames and ours[-1]) or isinstance(error, NarrowcastError | TypeError):
+        frames = [t for t, is_ours in zip(frames, ours, strict=True) if not is_ours]
+    for this, following in pairwise([*frames, None]):
+        this.tb_next = following  # type: ignore[union-attr]
+    error.__traceback__ = frames[0] if frames else None
 
 
 def _frames(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
     while trace is not None:
         yield trace
         trace = trace.tb_next
-
-
-def _chained(error: BaseException) -> list[BaseException]:
-    found: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or any(one is known for known in found):
-            continue
-        found.append(one)
-        waiting += [one.__cause__, one.__context__]
-        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else []
-    return found

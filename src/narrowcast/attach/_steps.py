@@ -13,11 +13,16 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.attach._leaves import Leaves
-from narrowcast.attach._patches import Patches
-from narrowcast.attach._run import Run
-from narrowcast.attach._torch_internals import untraced
+from narrowcast.attach._run import Patches, Run
 from narrowcast.errors import ScaleCollapseError, UnsupportedError
-from narrowcast.gradients import SkipsInARow, SkipStep, closure_of, collapse_message, step_or_restore
+from narrowcast.gradients import (
+    SkipsInARow,
+    SkipStep,
+    closure_of,
+    collapse_message,
+    step_or_restore,
+    untraced,
+)
 
 PATIENCE = 25
 """Skipped steps of one optimizer in a row after which the loss scale is not the cause."""
@@ -216,10 +221,9 @@ class Steps:
     def _collapse(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor], since: int) -> None:
         names = self._names()
         known = [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in bad]
-        listed = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
         advice = "try --policy bf16, and --policy fp32 to see whether it happens there too."
-        scale = f"{self._scale.value.scale:g}"
-        raise ScaleCollapseError(collapse_message(optimizer, PATIENCE, since, listed, scale, advice))
+        scale = self._scale.value.scale
+        raise ScaleCollapseError(collapse_message(optimizer, PATIENCE, since, known, scale, advice))
 
     # ---- closures
 

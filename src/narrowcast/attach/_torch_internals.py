@@ -17,12 +17,6 @@ Each pass of the autograd engine has its own number, nested ones too, in every t
 torch offers no public name: torch/csrc/autograd/engine.cpp, ``get_current_graph_task_id``.
 """
 
-untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = vars(torch)["_disable_dynamo"]
-"""Decorator that keeps ``torch.compile`` from tracing a function.
-
-``torch.compiler.disable`` imports the compiler at once; this one, of torch/_compile.py, at the first call.
-"""
-
 is_jit_tracing: Callable[[], bool] = vars(torch.jit)["is_tracing"]
 
 

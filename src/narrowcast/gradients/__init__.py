@@ -17,6 +17,7 @@ from narrowcast.gradients._torch_internals import (
     mark_as_stepped,
     needs_closure,
     nodes_below,
+    untraced,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "nonfinite_flags",
     "step_or_restore",
     "unscale_by",
+    "untraced",
 ]

@@ -187,14 +187,20 @@ class SkipsInARow:
 
 
 def collapse_message(
-    optimizer: torch.optim.Optimizer, patience: int, since: int, names: str, scale: str, advice: str
+    optimizer: torch.optim.Optimizer,
+    patience: int,
+    since: int,
+    names: Sequence[str],
+    scale: float,
+    advice: str,
 ) -> str:
-    """Return the message of a ``ScaleCollapseError``; ``scale`` is empty where losses were not scaled."""
-    did_not_help = f", and a loss scale of {scale} did not help" if scale else ""
+    """Return the message of a ``ScaleCollapseError``; a scale of 1 is not mentioned."""
+    of_whom = listed(names) or "another rank"
+    did_not_help = f", and a loss scale of {scale:g} did not help" if scale != 1.0 else ""
     return (
         f"{patience} steps of {type(optimizer).__name__} in a row were skipped, since step {since}: the "
-        f"gradients of {names} are not finite{did_not_help}. The values overflow in the forward pass, or the "
-        f"loss itself is not finite: {advice}"
+        f"gradients of {of_whom} are not finite{did_not_help}. The values overflow in the forward pass, or "
+        f"the loss itself is not finite: {advice}"
     )
 
 
@@ -269,8 +275,8 @@ class Outcomes:
                     optimizer,
                     self.patience,
                     since,
-                    listed(result.nonfinite) or "another rank",
-                    "" if result.scale == 1.0 else f"{result.scale:g}",
+                    result.nonfinite,
+                    result.scale,
                     "look at the loss, try bf16, and fp32 to see whether it happens there too. "
                     "nc.GradScaler(patience=None) never raises this",
                 )
