@@ -1,4 +1,4 @@
-"""O1: every function on apex's lists, and what is on none, by the type that comes out."""
+"""O1: the type of the result of every function on apex's lists, and of functions on no list."""
 
 from functools import partial
 

@@ -60,6 +60,22 @@ def test_the_process_is_as_before(level):
     amp.shutdown()
 
 
+def test_masters_return_to_the_weights_in_full():
+    given = torch.nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.Adam(given.parameters(), lr=2.0**-14)
+    amp.initialize(given, optimizer, opt_level="O2", verbosity=0)
+    for _ in range(3):
+        with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+    (master,) = amp.master_params(optimizer)
+    full, moment = master.detach().clone(), optimizer.state[master]["exp_avg"].clone()
+    amp.shutdown()
+    assert optimizer.param_groups[0]["params"][0] is given.weight
+    assert torch.equal(given.weight, full)
+    assert torch.equal(optimizer.state[given.weight]["exp_avg"], moment)
+
+
 def test_pytorchs_dispatcher_is_as_before():
     gc.collect()
     torch.ones(2, 2).softmax(0)
@@ -67,7 +83,7 @@ def test_pytorchs_dispatcher_is_as_before():
     given = amp.initialize(model(), opt_level="O1", verbosity=0)
     given(torch.ones(2, 4))
     assert changes_since(before)
-    handle = amp._amp_state.handle  # what a script keeps of it is nothing to the dispatcher
+    handle = amp._amp_state.handle  # a script may keep it
     amp.shutdown()
     gc.collect()
     assert changes_since(before) == {}
@@ -75,7 +91,7 @@ def test_pytorchs_dispatcher_is_as_before():
 
 
 @pytest.mark.parametrize("level", [*LEVELS, "off"])
-def test_what_nobody_holds_any_more_ends(level):
+def test_models_and_optimizers_can_be_freed(level):
     given = model()
     optimizer = torch.optim.Adam(given.parameters())
     weak = [weakref.ref(one) for one in (given, given[0].weight, optimizer)]

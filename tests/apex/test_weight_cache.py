@@ -1,4 +1,4 @@
-"""O1: a weight's cast is never an old one, and its gradient reaches the weight."""
+"""O1: the cast of a weight is never stale, and its gradient reaches the weight."""
 
 import pytest
 import torch

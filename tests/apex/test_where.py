@@ -1,6 +1,6 @@
 """O1: where its casts are in force: models in any thread, loose calls in one, never in backward passes."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,11 +31,8 @@ def initialize(model, half=torch.float16, **settings):
 
 
 def in_a_thread(function):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 @halves
@@ -162,21 +159,7 @@ def test_a_region_that_is_open_is_no_place_to_begin_or_to_end():
             amp.shutdown()
         assert product().dtype == torch.bfloat16
     assert product().dtype == torch.float16
-    with pytest.raises(RuntimeError, match="expected the thread that opened"):
-        in_a_thread_raising(amp.shutdown)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="expected the thread that opened"):
+        pool.submit(amp.shutdown).result()
     amp.shutdown()
     assert product().dtype == torch.float32
-
-
-def in_a_thread_raising(function):
-    found = in_a_thread(lambda: _caught(function))
-    if found is not None:
-        raise found
-
-
-def _caught(function):
-    try:
-        function()
-    except Exception as error:
-        return error
-    return None

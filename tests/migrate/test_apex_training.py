@@ -129,9 +129,6 @@ SHAPES = {
         "optimizer.step()\n",
     ),
     "gradients cleared by the model": ("", LOOP.replace("optimizer.zero", "model.zero"), STEP),
-    "clipping in both branches": (
-        "", LOOP, f"if i % 2:\n    {CLIP}else:\n    {CLIP.replace('0.01', '0.02')}optimizer.step()\n"
-    ),
     "a helper that changes gradients": (
         "def limit(net):\n    for p in net.parameters():\n        p.grad.data.clamp_(-0.005, 0.005)\n",
         LOOP,

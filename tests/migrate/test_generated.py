@@ -1,4 +1,4 @@
-"""Programs put together at random: what is made of them parses, keeps other lines, and is stable."""
+"""Random programs: the migrated text parses, keeps all other lines, and is stable."""
 
 import ast
 import os
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from narrowcast.migrate import Settings, migrate_text
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-# Each of a few milliseconds; the first one imports LibCST.
 EXAMPLES = settings(
     max_examples=4_000 if LONG else 40,
     deadline=None,

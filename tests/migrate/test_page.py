@@ -10,9 +10,9 @@ import narrowcast as nc
 from narrowcast.apex import optimizers, parallel
 from narrowcast.apex._stand_in import _INSTEAD
 from narrowcast.migrate import Settings, migrate_text
+from narrowcast.migrate._lint import RULES
 from narrowcast.migrate._torch_names import DEPRECATED, TO_NARROWCAST
 from narrowcast.migrate.apex._plan import RULE
-from narrowcast.migrate.lint._rules import RULES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-apex.md").read_text(encoding="utf-8")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import textwrap
 import warnings
 
 import pytest
@@ -25,10 +24,6 @@ GOLDEN = {
         'import torch\nr = torch.amp.autocast(\n    "cuda", enabled=(flag),  # one, two\n'
         "    dtype = torch.half,\n)\n",
     ),
-    "keywords from a dictionary": (
-        "import torch\nr = torch.cuda.amp.autocast(**how)\n",
-        'import torch\nr = torch.amp.autocast("cuda", **how)\n',
-    ),
     "the CPU": (
         "import torch\nwith torch.cpu.amp.autocast(True), torch.cpu.amp.autocast():\n    pass\n",
         'import torch\nwith torch.amp.autocast("cpu", enabled=True), torch.amp.autocast("cpu"):\n    pass\n',
@@ -46,23 +41,9 @@ GOLDEN = {
         "from torch.cuda import device\nfrom torch import amp  # both\n"
         'with amp.autocast("cuda"):\n    pass\n',
     ),
-    "import as": (
-        "import torch.cuda.amp as amp\ns = amp.GradScaler()\n",
-        'import torch.amp as amp\ns = amp.GradScaler("cuda")\n',
-    ),
     "import of the module, torch imported too": (
         "import torch\nimport torch.cuda.amp\ns = torch.cuda.amp.GradScaler()\n",
         'import torch\ns = torch.amp.GradScaler("cuda")\n',
-    ),
-    "import of the module alone": (
-        "import torch.cuda.amp\ns = torch.cuda.amp.GradScaler()\n",
-        'import torch\ns = torch.amp.GradScaler("cuda")\n',
-    ),
-    "names in brackets": (
-        "from torch.cuda.amp import (\n    GradScaler,  # scales\n    autocast,\n)\n"
-        "s = GradScaler()\na = autocast()\n",
-        "from torch.amp import (\n    GradScaler,  # scales\n    autocast,\n)\n"
-        's = GradScaler("cuda")\na = autocast("cuda")\n',
     ),
     "in a function, with tabs and Windows line ends": (
         "def f():\r\n\tfrom torch.cuda.amp import autocast\r\n\twith autocast():\r\n\t\tpass\r\n",
@@ -74,11 +55,6 @@ GOLDEN = {
         'from torch.amp import custom_bwd, custom_fwd\n@custom_fwd(device_type="cuda")\ndef f(): pass\n'
         '@custom_fwd(cast_inputs=half, device_type="cuda")\ndef g(): pass\n@custom_bwd(device_type="cuda")\n'
         'def b(): pass\nh = custom_fwd(f, device_type="cuda")\n',
-    ),
-    "annotations and questions": (
-        "import torch\ndef f(s: torch.cuda.amp.GradScaler):\n"
-        "    return isinstance(s, torch.cuda.amp.GradScaler)\n",
-        "import torch\ndef f(s: torch.amp.GradScaler):\n    return isinstance(s, torch.amp.GradScaler)\n",
     ),
     "the module in which it is defined": (
         "from torch.cuda.amp.grad_scaler import GradScaler\ns = GradScaler()\n",
@@ -143,21 +119,15 @@ def test_other_names_are_left_without_a_finding(name):
 
 
 UNCLEAR = {
-    "a value": "from torch.cuda.amp import autocast\nregion = autocast if on else other\n",
     "a base class": "import torch\nclass S(torch.cuda.amp.GradScaler):\n    pass\n",
     "arguments from a list": "from torch.cuda.amp import autocast\nwith autocast(*how):\n    pass\n",
     "an import that only others may use": "from torch.cuda.amp import autocast\n",
     "one of two uses": "from torch.cuda.amp import autocast\nx = autocast\nwith autocast():\n    pass\n",
-    "something else of the module": "import torch\nx = torch.cuda.amp.amp_definitely_not_available()\n",
     "a star": "from torch.cuda.amp import *\ns = GradScaler()\n",
     "in an f-string, with its quotes": 'import torch\nprint(f"{torch.cuda.amp.GradScaler()}")\n',
     "what other files call by its old arguments": (
         "from torch.cuda.amp import GradScaler\n__all__ = ['GradScaler']\ns = GradScaler()\n"
     ),
-    "what is handed on by its own name": (
-        "from torch.cuda.amp import GradScaler as GradScaler\ns = GradScaler()\n"
-    ),
-    "a class that others call": "import torch\nclass T:\n    made = torch.cuda.amp.GradScaler\n",
     "a class with its first argument": (
         "import functools, torch\nmake = functools.partial(torch.cuda.amp.GradScaler, 2.0)\n"
     ),
@@ -172,10 +142,6 @@ UNCLEAR = {
     "for a torch that has no torch.amp": (
         "import torch\nif hasattr(torch.amp, 'GradScaler'):\n    s = torch.amp.GradScaler('cuda')\n"
         "else:\n    s = torch.cuda.amp.GradScaler()\n"
-    ),
-    "for a torch of an older version": (
-        "import torch\ns = torch.amp.GradScaler('cuda') if version.parse(torch.__version__) >= V "
-        "else torch.cuda.amp.GradScaler()\n"
     ),
     "for a torch that raises": (
         "import torch\ntry:\n    s = torch.amp.GradScaler('cuda')\nexcept AttributeError:\n"
@@ -199,25 +165,6 @@ def test_uses_by_full_name_are_decided_one_by_one():
     outcome = migrated("import torch\nx = torch.cuda.amp.autocast\ns = torch.cuda.amp.GradScaler()\n")
     assert outcome.text == 'import torch\nx = torch.cuda.amp.autocast\ns = torch.amp.GradScaler("cuda")\n'
     assert [line for line, _ in left_alone(outcome)] == [2]
-
-
-def test_findings_have_the_line_of_the_original_file():
-    text = textwrap.dedent(
-        """\
-        import torch
-        import torch.cuda.amp
-        from torch.cuda.amp import (
-            GradScaler,
-        )
-        a = GradScaler()
-        b = torch.cuda.amp.autocast
-        """
-    )
-    outcome = migrated(text)
-    assert [(finding.line, finding.column, finding.fixed) for finding in outcome.findings] == [
-        (6, 5, True),
-        (7, 5, False),
-    ]
 
 
 def test_a_region_inside_another_dtype_keeps_its_dtype():
@@ -295,26 +242,14 @@ TO_NARROWCAST = {
         "import torch\ns = torch.cuda.amp.GradScaler()\n",
         'import torch\nimport narrowcast as nc\ns = nc.GradScaler("cuda")\n',
     ),
-    "custom functions": (
-        "from torch import amp\n@amp.custom_fwd(device_type='cuda')\ndef f(): pass\n",
-        "import narrowcast as nc\n@nc.custom_fwd(device_type='cuda')\ndef f(): pass\n",
-    ),
     "a question keeps torch's class, of which narrowcast's is one": (
         "from torch.amp import GradScaler\ns = GradScaler()\nassert isinstance(s, GradScaler)\n",
         "from torch.amp import GradScaler\nimport narrowcast as nc\ns = nc.GradScaler()\n"
         "assert isinstance(s, GradScaler)\n",
     ),
-    "narrowcast by its name here": (
-        "import torch\nimport narrowcast as n\na = torch.autocast('cpu')\n",
-        "import torch\nimport narrowcast as n\na = n.autocast('cpu')\n",
-    ),
     "nc is taken": (
         "import torch\nnc = 5\na = torch.autocast('cpu')\n",
         "import torch\nimport narrowcast\nnc = 5\na = narrowcast.autocast('cpu')\n",
-    ),
-    "nc and narrowcast are taken": (
-        "import torch\ndef f(nc, narrowcast):\n    return torch.autocast('cpu')\n",
-        "import torch\nimport narrowcast as nc_\ndef f(nc, narrowcast):\n    return nc_.autocast('cpu')\n",
     ),
     "a name that hides narrowcast in a function": (
         "import torch\nimport narrowcast as nc\ndef f(nc):\n    return torch.autocast('cpu')\n",
@@ -326,10 +261,6 @@ TO_NARROWCAST = {
         "s, a = GradScaler(), autocast('cpu')\n",
         "from torch.amp import GradScaler\nimport narrowcast as nc\n__all__ = ['GradScaler']\n"
         "s, a = nc.GradScaler(), nc.autocast('cpu')\n",
-    ),
-    "a use in the line of an import": (
-        "import torch; a = torch.autocast('cpu')\n",
-        "import narrowcast as nc\nimport torch; a = nc.autocast('cpu')\n",
     ),
     "a question after a region, which is no region of torch's": (
         "import torch\nassert isinstance(torch.autocast('cpu'), torch.autocast)\n",
@@ -366,25 +297,10 @@ KEPT = {
         "from apex.parallel import LARC\nfrom narrowcast.apex.parallel import SyncBatchNorm as R\n",
         "narrowcast.apex has no",
     ),
-    "a module of several": (
-        "from apex import amp as a, mlp\n",
-        "from apex import mlp\nfrom narrowcast.apex import amp as a\n",
-        "narrowcast.apex has no",
-    ),
-    "what a file of apex has for itself": (
-        "from apex.parallel.distributed import flat_dist_call\n",
-        "from apex.parallel.distributed import flat_dist_call\n",
-        "parallel.distributed.flat_dist_call",
-    ),
     "a plain import": (
         "import os, apex.contrib.xentropy as xe, apex.amp as a\n",
         "import os, apex.contrib.xentropy as xe\nimport narrowcast.apex.amp as a\n",
         "contrib.xentropy",
-    ),
-    "what is taken of apex as a whole": (
-        "import apex\nn = apex.normalization.FusedLayerNorm\nopt = apex.amp.state_dict()\n",
-        "import apex\nn = apex.normalization.FusedLayerNorm\nopt = apex.amp.state_dict()\n",
-        "narrowcast.apex has no",
     ),
     "lists and the state, which are modules": (
         "from apex.amp.lists import torch_overrides\nfrom apex.amp.lists.torch_overrides import CASTS\n"

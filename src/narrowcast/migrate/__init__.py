@@ -1,10 +1,12 @@
 """Rewrite scripts from apex and deprecated names to ``torch.amp`` or narrowcast, and report mistakes."""
 
-from narrowcast.migrate._driver import migrate_file, migrate_files, migrate_text
-from narrowcast.migrate._report import (
+from narrowcast.migrate._migration import (
     as_json,
     diff_of,
     findings_text,
+    migrate_file,
+    migrate_files,
+    migrate_text,
     passed_over_text,
     summary_text,
 )

@@ -29,7 +29,10 @@ _NO_BIAS_CORRECTION = (
 class _ApexOptimizer(torch.optim.Optimizer):
     """What the fused optimizers of apex have in common, in front of an optimizer of torch."""
 
-    set_grad_none: bool
+    def __init__(self, params: Any, *, set_grad_none: bool, **settings: Any) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, fused=True, **settings)
+        self.register_step_pre_hook(_refuse_low)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set gradients to None or to zero, by default as ``set_grad_none`` says."""
@@ -41,6 +44,12 @@ class _ApexOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Copies lose their hooks. load_state_dict comes here too, without this key.
+        if "set_grad_none" in state:
+            self.register_step_pre_hook(_refuse_low)
 
 
 class FusedAdam(_ApexOptimizer, torch.optim.Adam):
@@ -76,18 +85,16 @@ class FusedAdam(_ApexOptimizer, torch.optim.Adam):
                 "FusedAdam has no amsgrad and no master_weights here: use torch.optim.AdamW(..., "
                 "amsgrad=True, fused=True), and narrowcast.weights.hold(optimizer) for float32 masters"
             )
-        self.set_grad_none = set_grad_none
         super().__init__(
             params,
+            set_grad_none=set_grad_none,
             lr=lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
             capturable=capturable,
-            fused=True,
             decoupled_weight_decay=adam_w_mode,
         )
-        self.register_step_pre_hook(_refuse_low)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; its ``bias_correction``, if it has one, must be True."""
@@ -123,17 +130,15 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
                 "before each step, which is the same"
             )
         self.materialize_master_grads = materialize_master_grads
-        self.set_grad_none = set_grad_none
         super().__init__(
             params,
+            set_grad_none=set_grad_none,
             lr=lr,
             momentum=momentum,
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
-            fused=True,
         )
-        self.register_step_pre_hook(_refuse_low)
 
 
 class _Unsupported(torch.optim.Optimizer):

@@ -1,8 +1,6 @@
-"""What apex has around the training step: DDP, batch norms, fused optimizers, lists of functions, states."""
+"""Rewrite what surrounds the training step: DDP, batch norms, ``master_params`` and states."""
 
 from __future__ import annotations
-
-import ast
 
 from narrowcast.migrate.apex._gradients import Gradients
 from narrowcast.migrate.apex._plan import Plan
@@ -11,8 +9,6 @@ from narrowcast.migrate.source._imports import drop_arguments
 from narrowcast.migrate.source._tree import Reference, is_constant, is_plain
 
 _TORCH_DDP = "torch.nn.parallel.DistributedDataParallel"
-
-
 _DDP = ("parallel.DistributedDataParallel", "parallel.distributed.DistributedDataParallel")
 _DDP_FIXED: dict[str, object] = {
     "gradient_average": True,
@@ -26,16 +22,6 @@ _DDP_NOTE = (
 )
 _SYNCBN = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
 _SYNCBN_NOTE = "torch's SyncBatchNorm: in a process group it needs CUDA when it trains"
-_LISTS = ("functional_overrides", "torch_overrides", "tensor_overrides")
-_COMPUTE = {"FP16_FUNCS": "lower", "CASTS": "promote", "SEQUENCE_CASTS": "promote", "FP32_FUNCS": "fp32"}
-_STAYS_FP32 = (
-    "{name} stays as torch.autocast has it, on CUDA in fp32: its tables cannot be edited (cast its input, or "
-    "migrate --to narrowcast for a rule)"
-)
-_NO_LISTS = (
-    "apex's lists are edited for {name}, and torch.autocast's cannot be: cast its inputs explicitly, or "
-    "migrate --to narrowcast for a rule"
-)
 _FINDS_ITSELF = "leave this line out once, and the scale finds itself again"
 _OF_APEX: dict[Target, str] = {
     "torch": f"one that apex saved does not load into it: {_FINDS_ITSELF}",
@@ -73,38 +59,6 @@ def _replace_call(
     if new != _TORCH_DDP or "." in source.code(reference.node):
         plan.changes.replace(source.span(reference.node), new)
         plan.needs_torch = True
-
-
-def write_lists(plan: Plan) -> list[str]:
-    """Remove edits of apex's lists; returns the rules that replace them, for narrowcast."""
-    edits: dict[str, list[tuple[ast.stmt, str, str]]] = {}
-    kinds = [f"amp.lists.{module}.{kind}" for module in _LISTS for kind in _COMPUTE]
-    for reference in plan.references(*(f"{kind}.{way}" for kind in kinds for way in ("append", "remove"))):
-        plan.done.add(id(reference.node))
-        call = plan.call_of(reference)
-        kind, way = reference.full.split(".")[-2:]
-        name = call.args[0] if call is not None and len(call.args) == 1 else None
-        statement = plan.source.statement(reference.node)
-        alone = isinstance(statement, ast.Expr) and statement.value is call
-        if not alone or not isinstance(name, ast.Constant):
-            plan.refuse(reference.node, "an edit of apex's lists that is computed: append or remove one name")
-            continue
-        edits.setdefault(str(name.value), []).append((statement, way, kind))
-        plan.gone.append(statement)
-    rules = []
-    for word, made in edits.items():
-        added = [kind for _, way, kind in made if way == "append"]
-        removed = [kind for _, way, kind in made if way == "remove"]
-        first = made[0][0]
-        if plan.target == "narrowcast":
-            compute = _COMPUTE[added[-1]] if added else "as-is"
-            rules.append(f'nc.rule.op("{word}", compute="{compute}")')
-            plan.note(first, f"the edit of the lists is the rule {rules[-1]}")
-        elif added and removed == ["FP32_FUNCS"]:
-            plan.note(first, _STAYS_FP32.format(name=word))
-        else:
-            plan.refuse(first, _NO_LISTS.format(name=word))
-    return rules
 
 
 def write_master_params(plan: Plan, gradients: Gradients) -> None:

@@ -7,12 +7,13 @@ imported in place of apex.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import PurePath
 
 import narrowcast.apex
 from narrowcast.migrate._torch_names import narrowcast_name
-from narrowcast.migrate.apex._around import write_around, write_lists, write_master_params, write_states
+from narrowcast.migrate.apex._around import write_around, write_master_params, write_states
 from narrowcast.migrate.apex._gradients import Gradients
 from narrowcast.migrate.apex._plan import RULE, Plan, device_type, is_apex
 from narrowcast.migrate.apex._regions import Regions
@@ -56,6 +57,15 @@ _IN_ONE = (
     "an overflow in the gradients of one of these optimizers leaves out its step alone, where apex left out "
     "those of all; nc.GradScaler.step_together does as apex"
 )
+_GRAD_SCALER = re.compile(r"(torch|narrowcast)\.((cuda\.|cpu\.)?amp\.)?(grad_scaler\.)?GradScaler$")
+_NATIVE = (
+    "this file uses apex beside a GradScaler: remove the branches for apex, because the other branch already "
+    "computes in mixed precision"
+)
+_EDITED_LISTS = (
+    "apex's lists are edited here, and the table of torch.autocast is fixed: remove the edit and cast the "
+    "inputs of {name} where it is called, or use nc.rule.op({name}, compute=...) with nc.autocast"
+)
 _NO_SETUP = (
     "amp.initialize is not in this file, so that it is not known what the scaler belongs to: move both into "
     "one file"
@@ -69,7 +79,11 @@ def apex(source: Source, settings: Settings) -> Changes:
     if not any(is_apex(one.full) for one in source.imports):
         return Changes()
     plan = Plan(source, settings.target, device=device_type(source))
-    _rewrite(plan)
+    native = next((one for one in source.references if _GRAD_SCALER.match(one.full)), None)
+    if native is not None and any(is_apex(one.full) for one in source.references):
+        plan.refuse(native.node, _NATIVE)
+    else:
+        _rewrite(plan)
     if not plan.refused:
         return plan.changes
     left = Changes()
@@ -84,7 +98,12 @@ def apex(source: Source, settings: Settings) -> Changes:
 def _rewrite(plan: Plan) -> None:
     source = plan.source
     homes = write_around(plan)
-    rules = write_lists(plan)
+    for reference in source.references:
+        if reference.full.startswith("apex.amp.lists."):
+            plan.done.add(id(reference.node))
+            call = plan.call_of(reference)
+            name = source.code(call.args[0]) if call is not None and call.args else '"..."'
+            plan.refuse(reference.node, _EDITED_LISTS.format(name=name))
     setups = [one for ref in plan.references("amp.initialize") if (one := read_setup(plan, ref)) is not None]
     training = Training(plan, setups)
     states = plan.references("amp.state_dict", "amp.load_state_dict")
@@ -95,7 +114,7 @@ def _rewrite(plan: Plan) -> None:
     for other in setups[1:]:
         plan.refuse(other.call, "a second call of amp.initialize: pass all models and optimizers to one call")
     if not plan.refused and setups:
-        _write_training(plan, setups[0], training, rules)
+        _write_training(plan, setups[0], training)
     refused = bool(plan.refused)
     for reference in source.references:
         if not is_apex(reference.full) or id(reference.node) in plan.done:
@@ -123,7 +142,7 @@ def _why(full: str) -> str:
 # The training step
 
 
-def _write_training(plan: Plan, setup: Setup, training: Training, rules: list[str]) -> None:
+def _write_training(plan: Plan, setup: Setup, training: Training) -> None:
     source = plan.source
     gradients = Gradients(training)
     gradients.check()
@@ -134,7 +153,6 @@ def _write_training(plan: Plan, setup: Setup, training: Training, rules: list[st
         plan.refuse(setup.call, "no call of the model is in this file, around which a region could stand")
     if plan.refused:
         return
-    lines = [_policy(plan, rules)] if rules else []
     states = plan.references("amp.state_dict", "amp.load_state_dict")
     always = is_reached(source, setup, [first for first, _ in regions.spans])
     if not always and not setup.optimizers:
@@ -146,8 +164,7 @@ def _write_training(plan: Plan, setup: Setup, training: Training, rules: list[st
         users += [level.statement for _, levels in run.blocks for level in levels]
     if users and not always:
         users += [first for first, _ in regions.spans]
-    scaler, module = write_setup(plan, setup, users)
-    lines += module
+    scaler, lines = write_setup(plan, setup, users)
     if scaler is not None:
         for run in training.runs:
             _write_run(plan, run, scaler)
@@ -180,13 +197,6 @@ def _write_run(plan: Plan, run: Run, scaler: str) -> None:
             plan.note(block.call, "loss_id goes: one scaler serves all losses")
         if len(block.optimizers) > 1:
             plan.note(block.call, _IN_ONE)
-
-
-def _policy(plan: Plan, rules: list[str]) -> str:
-    plan.policy = "amp_policy"
-    newline = plan.source.newline
-    lines = "".join(f"    {rule},{newline}" for rule in rules)
-    return f'{plan.policy} = nc.Policy.preset("fp16").with_rules({newline}{lines})'
 
 
 def _write_lines(plan: Plan, lines: list[str]) -> None:

@@ -12,8 +12,7 @@ import ast
 
 from narrowcast.migrate.apex._training import LOOPS, Run, Training, is_clip
 from narrowcast.migrate.source._edits import insert_before
-from narrowcast.migrate.source._names import walk
-from narrowcast.migrate.source._tree import Function, is_constant, method_of, receiver_of
+from narrowcast.migrate.source._tree import Function, is_constant, method_of, receiver_of, walk
 
 # Calls that read no gradients, by the last part of their names.
 _HARMLESS = {

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from narrowcast.migrate.source._edits import Changes, Target
-from narrowcast.migrate.source._names import walk
-from narrowcast.migrate.source._tree import Function, Reference, Source, listed, receiver_of
+from narrowcast.migrate.source._tree import Function, Reference, Source, listed, receiver_of, walk
 
 RULE = "apex"
 _AUTOCAST: dict[Target, str] = {"torch": "torch.autocast", "narrowcast": "nc.autocast"}
@@ -36,7 +35,6 @@ class Plan:
 
     Attributes:
         device: the device type as an expression.
-        policy: name of the variable that holds a policy made of edited lists; None without.
         refused: offsets and reasons to leave the apex part of the file alone.
         done: expressions that were rewritten, by ``id``.
         gone: statements to remove.
@@ -46,7 +44,6 @@ class Plan:
     source: Source
     target: Target
     device: str = '"cuda"'
-    policy: str | None = None
     changes: Changes = field(default_factory=Changes)
     refused: list[tuple[int, str]] = field(default_factory=list)
     done: set[int] = field(default_factory=set)

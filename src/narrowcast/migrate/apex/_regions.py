@@ -11,7 +11,7 @@ import ast
 from narrowcast.migrate.apex._plan import Plan
 from narrowcast.migrate.apex._training import Level, Training
 from narrowcast.migrate.source._edits import wrap
-from narrowcast.migrate.source._names import walk
+from narrowcast.migrate.source._tree import walk
 
 Span = tuple[ast.stmt, ast.stmt]
 _BCE = (
@@ -123,8 +123,6 @@ class Regions:
         """Wrap each region in ``with autocast(...)``; ``always``: mixed precision is on there."""
         for first, last in self.spans:
             how = [self.plan.device, "dtype=torch.float16"]
-            if self.plan.policy is not None:
-                how[1] = f"policy={self.plan.policy}"
             if scaler is not None and not always:
                 how.append(f"enabled={scaler}.is_enabled()")
             wrap(self.source, self.plan.changes, first, last, f"with {self.plan.autocast}({', '.join(how)}):")

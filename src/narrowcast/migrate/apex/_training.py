@@ -14,7 +14,6 @@ from itertools import pairwise
 from narrowcast.migrate.apex._plan import Plan
 from narrowcast.migrate.apex._setup import Setup, condition
 from narrowcast.migrate.source._edits import is_one_line
-from narrowcast.migrate.source._names import walk
 from narrowcast.migrate.source._tree import (
     Function,
     Reference,
@@ -24,6 +23,7 @@ from narrowcast.migrate.source._tree import (
     listed,
     method_of,
     receiver_of,
+    walk,
 )
 
 _SCALE_ORDER = ("loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check")

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from narrowcast.migrate.source._names import walk
-from narrowcast.migrate.source._tree import Source
+from narrowcast.migrate.source._tree import Source, walk
 
 Target = Literal["torch", "narrowcast"]
 """What to migrate to: ``torch.amp``, or narrowcast's own names."""

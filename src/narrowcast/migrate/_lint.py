@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 
-from narrowcast.migrate.lint._rules import RULES, ignored
 from narrowcast.migrate.source._edits import Changes, Settings
-from narrowcast.migrate.source._names import children, walk
 from narrowcast.migrate.source._tree import (
     Function,
     Source,
     argument,
+    children,
     is_constant,
     method_of,
     receiver_of,
     suites_of,
+    walk,
 )
 
 _TELLING = re.compile(r"GradScaler|autocast|unscale_|\.scale\(")
@@ -33,6 +33,64 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 _MEASURES = ("norm", "vector_norm", "get_total_norm", "clamp", "clamp_", "pow")
 _REGIONS = ("torch.autocast", "torch.amp.autocast", "narrowcast.autocast")
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_IGNORE = re.compile(r"#\s*narrowcast:\s*ignore(?:\[([\w\s,-]*)\])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One mistake.
+
+    Attributes:
+        name: in kebab case; a comment on the line switches it off by this name.
+        reason: why it is a mistake.
+        mended: what to write, with ``{scaler}``, ``{optimizer}`` and ``{code}``, the text of the statement.
+    """
+
+    name: str
+    reason: str
+    mended: str
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule(
+            name="clip-before-unscale",
+            reason="the gradients are still multiplied by the loss scale, so that a limit on their norm "
+            "or value clips nearly every step to almost nothing",
+            mended="on the line before: {scaler}.unscale_({optimizer})",
+        ),
+        Rule(
+            name="grad-before-unscale",
+            reason="the gradient is still multiplied by the loss scale, and so is what is computed from it",
+            mended="on a line before: {scaler}.unscale_({optimizer})",
+        ),
+        Rule(
+            name="step-without-scaler",
+            reason="the loss was scaled and the optimizer steps by itself: nothing checks for infinities, "
+            "and gradients that were not unscaled are too large by the loss scale",
+            mended="{scaler}.step({optimizer})",
+        ),
+        Rule(
+            name="update-missing",
+            reason="the scale is never updated: it cannot back off where gradients overflow, and torch "
+            "raises at the next step",
+            mended="on a line after the last step: {scaler}.update()",
+        ),
+        Rule(
+            name="update-between-steps",
+            reason="the scale is updated between two steps of one backward pass: the gradients of the second "
+            "were scaled with the old scale and are unscaled with the new one",
+            mended="{scaler}.update() once, after the last step",
+        ),
+        Rule(
+            name="backward-in-region",
+            reason="the backward pass runs inside the autocast region, where its own operators may be cast "
+            "once more",
+            mended="{code} behind the region, with the indentation of its with",
+        ),
+    )
+}
 
 Mistake = tuple[str, ast.expr, str]
 """The name of a rule, where it is broken, and the message."""
@@ -45,7 +103,7 @@ def lint(source: Source, settings: Settings) -> Changes:
         return changes
     for rule, node, message in mistakes(source):
         begin, end = source.lines(node)
-        if not any(ignored(rule, line) for line in source.text[begin:end].splitlines()):
+        if not any(_is_ignored(rule, line) for line in source.text[begin:end].splitlines()):
             changes.tell(source.start(node), rule, message, fixed=False)
     return changes
 
@@ -60,6 +118,18 @@ def mistakes(source: Source) -> list[Mistake]:
         told = RULES[rule].mended.format(scaler=scaler, optimizer=scan.optimizer_after(node), code=code)
         first.setdefault((node.lineno, rule), (rule, node, f"{RULES[rule].reason}; write {told}"))
     return list(first.values())
+
+
+def _is_ignored(rule: str, line: str) -> bool:
+    """Return whether a comment on ``line`` switches ``rule`` off.
+
+    ``# narrowcast: ignore[update-missing]`` does so for the rules that it names, ``# narrowcast: ignore`` for
+    all.
+    """
+    found = _IGNORE.search(line)
+    if found is None:
+        return False
+    return found[1] is None or rule in {name.strip() for name in found[1].split(",")}
 
 
 Found = tuple[str, ast.expr, str, str]

@@ -1,0 +1,213 @@
+"""Run the stages of a migration until nothing changes, and report the result: a diff, findings, counts, JSON.
+
+A stage is a function ``stage(source: Source, settings: Settings) -> Changes``. It gets one parsed file as the
+stages before it left it, and returns the edits of its text and the findings. A stage must find nothing to
+change in its own output. Lines in findings are those of the file as it was read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+from narrowcast.migrate._lint import lint
+from narrowcast.migrate._torch_names import deprecated_names, to_narrowcast
+from narrowcast.migrate.apex._file import apex
+from narrowcast.migrate.source._edits import Applied, Changes, Finding, Outcome, Settings, origin
+from narrowcast.migrate.source._files import (
+    WORDS,
+    FileOutcome,
+    decoded,
+    folders_without_python,
+    notebooks,
+    python_files,
+)
+from narrowcast.migrate.source._tree import Source
+
+Stage = Callable[[Source, Settings], Changes]
+_STAGES: tuple[Stage, ...] = (apex, deprecated_names, lint, to_narrowcast)
+# Each round follows from the one before; more would be a stage that undoes another.
+_ROUNDS = 6
+_SCHEMA = 1
+_NAMED = 3
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
+
+
+def migrate_files(
+    paths: Iterable[Path], settings: Settings, *, progress: Callable[[str], None] = lambda _: None
+) -> list[FileOutcome]:
+    """Migrate each file of ``paths``, without writing it.
+
+    Raises:
+        FileError: a path is missing, or is a notebook.
+    """
+    files = python_files(paths)
+    outcomes = []
+    for number, path in enumerate(files, 1):
+        progress(f"{number} of {len(files)}: {path}")
+        outcomes.append(migrate_file(path, settings))
+    return outcomes
+
+
+def migrate_file(path: Path, settings: Settings) -> FileOutcome:
+    """Migrate one file, without writing it. Why it cannot be read or parsed is in ``problem``."""
+    try:
+        data = path.read_bytes()
+        if not WORDS.search(data):
+            return FileOutcome(path=str(path))
+        text = decoded(data)[0]
+    except OSError as error:
+        return FileOutcome(path=str(path), problem=f"cannot be read: {error.strerror}")
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        return FileOutcome(path=str(path), problem=f"cannot be decoded: {error}")
+    try:
+        outcome = migrate_text(text, settings, str(path))
+    except SyntaxError as error:
+        line = f" (line {error.lineno})" if error.lineno else ""
+        return FileOutcome(path=str(path), problem=f"does not parse: {error.msg}{line}")
+    except Exception as error:  # a bug here; the other files go on
+        return FileOutcome(path=str(path), problem=f"narrowcast failed on it, please report: {error!r}")
+    return FileOutcome(path=str(path), before=text, after=outcome.text, findings=outcome.findings)
+
+
+def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome:
+    """Migrate the text of one file.
+
+    Raises:
+        SyntaxError: it does not parse.
+    """
+    first = source = Source(path, text)
+    trail: list[Applied] = []
+    changed: set[tuple[int, str, str, bool]] = set()
+    for _ in range(_ROUNDS):
+        left: set[tuple[int, str, str, bool]] = set()
+        before = source
+        for stage in _STAGES:
+            try:
+                changes = stage(source, settings)
+                found = [
+                    (origin(trail, at), rule, message, fixed) for at, rule, message, fixed in changes.found
+                ]
+                changed |= {one for one in found if one[3]}
+                left |= {one for one in found if not one[3]}
+                if changes.edits:
+                    trail.append(Applied(source.text, changes.edits))
+                    source = Source(path, trail[-1].text)
+            except SyntaxError as error:
+                # Of the output of a stage: that of the file itself was raised before.
+                raise RuntimeError(
+                    f"{path}: the migrated text does not parse; nothing was changed"
+                ) from error
+        if source is before:
+            break
+    else:
+        raise RuntimeError(f"{path}: the migration does not come to an end; nothing was changed")
+    found_in_order = sorted(changed | left, key=lambda one: (one[0], not one[3], one[1:3]))
+    return Outcome(text=source.text, findings=tuple(_finding(first, one) for one in found_in_order))
+
+
+def _finding(source: Source, found: tuple[int, str, str, bool]) -> Finding:
+    at, rule, message, fixed = found
+    line, column = source.line_of(at)
+    return Finding(path=source.path, line=line, column=column, rule=rule, message=message, fixed=fixed)
+
+
+# ---- reports
+
+
+def diff_of(outcome: FileOutcome, *, color: bool = False) -> str:
+    """Return the change of one file as a unified diff; an empty string if nothing changes."""
+    before, after = _LINE.findall(outcome.before), _LINE.findall(outcome.after)
+    lines = []
+    for line in unified_diff(before, after, outcome.path, outcome.path):
+        ended = line.endswith(("\n", "\r"))
+        text = line if ended else f"{line}\n\\ No newline at end of file\n"
+        lines.append(_colored(text) if color else text)
+    return "".join(lines)
+
+
+def _colored(line: str) -> str:
+    code = next((code for start, code in _COLORS.items() if line.startswith(start)), None)
+    text = line.rstrip("\r\n")
+    return line if code is None else f"\x1b[{code}m{text}\x1b[0m{line[len(text) :]}"
+
+
+def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
+    """Return a line for each distinct finding of a file, with all its line numbers."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.problem is not None:
+            lines.append(f"{outcome.path}: {outcome.problem}")
+        places: dict[tuple[str, bool, str], list[Finding]] = defaultdict(list)
+        for finding in outcome.findings:
+            places[finding.rule, finding.fixed, finding.message].append(finding)
+        for (rule, fixed, message), found in places.items():
+            numbers = ",".join(dict.fromkeys(str(one.line) for one in found))
+            state = "changed" if fixed else "left alone"
+            lines.append(f"{outcome.path}:{numbers}: {rule}: {state}: {message}")
+    return lines
+
+
+def passed_over_text(paths: Sequence[Path]) -> list[str]:
+    """Return a line for each folder of ``paths`` without Python files, and one for all notebooks."""
+    lines = [f"no Python file in {folder}" for folder in folders_without_python(paths)]
+    if found := notebooks(paths):
+        names = ", ".join(map(str, found[:_NAMED]))
+        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        lines.append(f"{_counted(len(found), 'notebook')} not looked at: {names}{more}")
+    return lines
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept: int = 0) -> str:
+    """Return a table of the rules with their counts, and the number of files.
+
+    ``written``: the files were written, but for ``kept`` of them; otherwise they would be.
+    """
+    counts: dict[str, Counter[bool]] = defaultdict(Counter)
+    for outcome in outcomes:
+        for finding in outcome.findings:
+            counts[finding.rule][finding.fixed] += 1
+    width = max([len(rule) for rule in counts] + [4])
+    lines = [f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}"] if counts else []
+    for rule, count in sorted(counts.items()):
+        lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
+    changed = sum(one.changes for one in outcomes) - kept
+    problems = sum(one.problem is not None for one in outcomes)
+    missed = (f", {kept} not written" if kept else "") + (f", {problems} not looked at" if problems else "")
+    files = _counted(len(outcomes), "file")
+    lines.append(f"{files}, {changed} {'changed' if written else 'to change'}{missed}")
+    return "\n".join(lines)
+
+
+def as_json(
+    outcomes: Sequence[FileOutcome],
+    settings: Settings,
+    paths: Sequence[Path],
+    *,
+    written: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """Return all of it for JSON; of the files only those with changes, findings or problems.
+
+    Args:
+        outcomes, settings: of a run.
+        paths: that the run was given.
+        written: the files that were written, in a run that writes.
+    """
+    shown = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
+    state = {} if written is None else {one.path: {"written": one.path in written} for one in shown}
+    return {
+        "schema": _SCHEMA,
+        "target": settings.target,
+        "files_looked_at": len(outcomes),
+        "notebooks_not_looked_at": [str(one) for one in notebooks(paths)],
+        "files": [one.as_dict() | {"diff": diff_of(one)} | state.get(one.path, {}) for one in shown],
+    }

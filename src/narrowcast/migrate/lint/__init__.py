@@ -1,1 +1,0 @@
-"""Report mistakes in hand-written mixed precision."""
