@@ -200,17 +200,6 @@ def test_weights_of_the_model_are_the_masters_rounded():
     assert not torch.equal(model.weight.float(), wanted)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_reading_masters_inside_the_block_is_said(level, capsys):
-    model, optimizer = start(level)
-    amp._amp_state.verbosity = 1
-    for _ in range(2):
-        with amp.scale_loss(loss_of(model), optimizer) as scaled:
-            scaled.backward()
-            list(amp.master_params(optimizer))
-    assert capsys.readouterr().err.count("clip after the block") == 1
-
-
 @LEVELS
 @pytest.mark.parametrize("stepped", [True, False], ids=["step", "no step"])
 def test_gradients_that_the_script_throws_away_are_gone(level, settings, stepped):
@@ -445,9 +434,7 @@ def test_sparse_gradients_add_up_and_have_no_masters():
                     scaled.backward()
         if level == "O1":
             optimizer.step()
-            assert torch.equal(
-                before - table.weight, torch.tensor([[0.0] * 2, [2.0] * 2, [1.0] * 2, [0.0] * 2])
-            )
+            assert torch.equal(table.weight, before - torch.tensor([[0.0], [2.0], [1.0], [0.0]]))
         amp.shutdown()
 
 

@@ -59,7 +59,7 @@ def test_the_lists_are_those_of_apex():
 @pytest.fixture(params=HALVES, scope="module")
 def by_cudas_table(request):
     """On a CPU, the rules for CUDA on top of CUDA's table."""
-    policy, _ = plan(request.param, ["cuda"], {}, apart="this test")
+    policy, _ = plan(request.param, ["cuda"], {})
     with nc.autocast("cpu", policy=nc.Policy(compute=request.param, tables="cuda", rules=policy.rules)):
         yield HALVES[request.param]
 

@@ -13,13 +13,6 @@ def test_a_part_of_another_tensor_is_known_as_a_view():
     assert not internals.is_view(whole.clone())
 
 
-def test_terms_are_added_in_place():
-    targets = [torch.ones(2), torch.ones(1, dtype=torch.float16)]
-    internals.add_all(targets, [torch.full((2,), 2.0), torch.tensor([3.0], dtype=torch.float16)])
-    assert [target.tolist() for target in targets] == [[3.0, 3.0], [4.0]]
-    internals.add_all([], [])
-
-
 def test_a_version_counts_writes_in_place():
     tensor = torch.zeros(2)
     before = internals.version_of(tensor)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 
@@ -18,9 +16,3 @@ def version_of(tensor: torch.Tensor) -> int:
     Source: ``VariableVersion`` in torch/csrc/autograd/variable.h, c10/core/TensorImpl.h.
     """
     return tensor._version
-
-
-def add_all(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
-    """Add each term to its dense target, in place."""
-    if targets:
-        torch._foreach_add_(list(targets), list(terms))

@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from narrowcast.apex.amp import lists
 from narrowcast.apex.amp._amp_state import _amp_state
-from narrowcast.apex.amp._functions import (
+from narrowcast.apex.amp._casts import (
     disable_casts,
     float_function,
     half_function,
@@ -14,8 +14,7 @@ from narrowcast.apex.amp._functions import (
     register_promote_function,
 )
 from narrowcast.apex.amp._initialize import initialize, shutdown
-from narrowcast.apex.amp._scale_loss import scale_loss
-from narrowcast.apex.amp._scalers import load_state_dict, master_params, state_dict
+from narrowcast.apex.amp._scale_loss import load_state_dict, master_params, scale_loss, state_dict
 from narrowcast.errors import UnsupportedError
 
 __all__ = [

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from narrowcast.apex.amp._amp_state import _amp_state, maybe_print
-from narrowcast.apex.amp._functions import forget_registered
-from narrowcast.apex.amp._handle import Handle, start_casts
+from narrowcast.apex.amp._casts import Handle, forget_registered, start_casts
 from narrowcast.apex.amp._levels import DISABLED, Properties, properties
 from narrowcast.apex.amp._models import CastModel, check_models
 from narrowcast.apex.amp._optimizers import optimizer_of, prepare_optimizers
-from narrowcast.apex.amp._scalers import LossScaler, loss_scalers_for
+from narrowcast.apex.amp._scale_loss import LossScaler, loss_scalers_for
 
 # Undoes each call of ``initialize`` that is in force, in their order.
 _in_force: list[Callable[[], object]] = []

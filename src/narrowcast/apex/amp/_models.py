@@ -1,4 +1,8 @@
-"""Models under O0, O2 and O3: cast weights, inputs and outputs, and a ``state_dict`` in float32."""
+"""Models under O0, O2 and O3: cast weights, inputs and outputs, fp32 masters, exported states.
+
+apex exports the half weights, widened, so that a resumed O2 run loses the low bits of its masters. Here the
+exported weights are the masters, so that the documented calls of apex save the whole state.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,9 @@ import torch
 
 from narrowcast.apex.amp._amp_state import _amp_state
 from narrowcast.apex.amp._levels import LOW_DTYPES, Properties
-from narrowcast.apex.amp._masters import export_in_float32
 from narrowcast.casting import cast_floating
 from narrowcast.errors import AmpError
-from narrowcast.weights import is_batch_or_instance_norm, lower
+from narrowcast.weights import HeldWeights, is_batch_or_instance_norm, lower
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -144,3 +147,78 @@ def _cast(arguments: Any, dtype: torch.dtype) -> Any:
 def _cast_object(value: Any, dtype: torch.dtype) -> Any:
     known = isinstance(value, torch.Tensor | tuple | list | dict | torch.nn.Module | type)
     return value if known or not callable(getattr(value, "to", None)) else value.to(dtype)
+
+
+# ---- masters
+
+# By the id of the half weight, which the holder keeps alive.
+_masters_by_weight: weakref.WeakValueDictionary[int, Masters] = weakref.WeakValueDictionary()
+
+
+class Masters:
+    """The float32 masters of one optimizer.
+
+    Attributes:
+        held: the optimizer as ``narrowcast.weights.hold`` returned it.
+        pairs: each half weight with its master.
+    """
+
+    def __init__(self, held: HeldWeights) -> None:
+        self.held = held
+        self.pairs: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
+        self._places: dict[int, int] = {}
+
+    def refresh(self) -> None:
+        """Take in the parameters that were added to the optimizer."""
+        self.pairs = self.held.parameters
+        for place in range(len(self._places), len(self.pairs)):
+            low, _ = self.pairs[place]
+            self._places[id(low)] = place
+            _masters_by_weight[id(low)] = self
+
+    def full_value(self, low: torch.Tensor) -> torch.Tensor:
+        """Return the master, and where the weight is not the rounded master, the weight, widened."""
+        master = self.pairs[self._places[id(low)]][1].detach()
+        weight = low.detach()
+        return torch.where(master.to(weight.dtype) == weight, master, weight.to(torch.float32))
+
+    def set(self, low: torch.Tensor, value: torch.Tensor) -> None:
+        """Write a value to a master, and rounded to its weight."""
+        self.held.set_values({self._places[id(low)]: value})
+
+    def forget(self) -> None:
+        """Leave the weights without masters."""
+        for number in self._places:
+            _masters_by_weight.pop(number, None)
+
+
+def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for name, live in (*module._parameters.items(), *module._buffers.items()):
+        value = state.get(prefix + name)
+        # keep_vars=True asks for the live weight.
+        if live is None or live.dtype not in LOW_DTYPES or value is None or value.requires_grad:
+            continue
+        masters = _masters_by_weight.get(id(live))
+        state[prefix + name] = value.to(torch.float32) if masters is None else masters.full_value(live)
+
+
+def export_in_float32(model: torch.nn.Module) -> list[Any]:
+    """Have ``state_dict()`` of the model and its parts return float32, and ``load_state_dict`` set masters.
+
+    A loaded value goes to the master in full, and rounded to nearest to the weight. Returns handles, each
+    with ``remove()``.
+    """
+    handles: list[Any] = []
+    modules: Any = model.modules()
+    for module in modules:
+        handles.append(module.register_state_dict_post_hook(_export))
+        handles.append(module.register_load_state_dict_pre_hook(_load_masters))
+    return handles
+
+
+def _load_masters(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    # torch loads the weights after this hook. Their values round to the same numbers, so the masters stay.
+    for name, weight in module.named_parameters(recurse=False):
+        masters, value = _masters_by_weight.get(id(weight)), state.get(prefix + name)
+        if masters is not None and isinstance(value, torch.Tensor) and value.shape == weight.shape:
+            masters.set(weight, value)

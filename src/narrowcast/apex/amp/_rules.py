@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
@@ -149,13 +148,12 @@ class _Vote:
 
 
 def plan(
-    half: str, devices: Iterable[str], registered: dict[Key, str], *, apart: object = None
+    half: str, devices: Iterable[str], registered: dict[Key, str]
 ) -> tuple[Policy, dict[Target, WholeCast]]:
     """Return what the present lists ask for, for models on these device types; ``half`` as ``"fp16"``.
 
     Args:
         registered: functions of the three modules that the user registered, and how they are cast.
-        apart: plans that differ in it get policies of their own.
 
     Returns:
         A policy for functions that go through PyTorch's dispatcher, and the Python functions that are cast
@@ -177,7 +175,7 @@ def plan(
         for op in operators_of(name):
             by_operator.setdefault(op, []).append(vote)
     wanted = {op: _winner(op, found) for op, found in by_operator.items()}
-    policy = _policy(half, _rules(wanted, tuple(devices)), str(sorted(whole.items(), key=str)), str(apart))
+    policy = Policy(compute=half, rules=_rules(wanted, tuple(devices)))
     targets = {**whole, **_in_place_forms(wanted)}
     return policy, {(MODULES[module], name): how for (module, name), how in targets.items()}
 
@@ -279,15 +277,3 @@ def _is_native(op: str, kind: str, native: list[str | None]) -> bool:
     if op in _RECURRENT_KERNELS:
         return True
     return set(native) <= _NATIVE[kind]
-
-
-_policies: weakref.WeakValueDictionary[tuple[object, ...], Policy] = weakref.WeakValueDictionary()
-
-
-def _policy(half: str, rules: tuple[Rule, ...], *besides: str) -> Policy:
-    """Return one object for equal arguments, so that its kernels need not be made again."""
-    key = (half, rules, *besides)
-    found = _policies.get(key)
-    if found is None:
-        found = _policies[key] = Policy(compute=half, rules=rules)
-    return found

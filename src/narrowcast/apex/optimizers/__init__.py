@@ -31,7 +31,7 @@ class _ApexOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, *, set_grad_none: bool, **settings: Any) -> None:
         self.set_grad_none = set_grad_none
-        super().__init__(params, fused=True, **settings)
+        super().__init__(params, **{**settings, "fused": True})
         self.register_step_pre_hook(_refuse_low)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

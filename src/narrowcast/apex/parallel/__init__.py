@@ -19,9 +19,6 @@ __all__ = [
     "create_syncbn_process_group",
 ]
 
-_BYTES_OF_FLOAT32 = 4
-# So large that the whole model is one bucket, which is reduced when backward has ended.
-_ONE_BUCKET_MIB = 2**20
 # torch 2.13 renamed broadcast_buffers, and warns of the old name.
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
@@ -88,7 +85,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(
             module,
             **buffers_apart,
-            bucket_cap_mb=_ONE_BUCKET_MIB if delay_allreduce else _mib(message_size),
+            # With 2**20 the whole model is one bucket, which is reduced when backward has ended.
+            bucket_cap_mb=2**20 if delay_allreduce else max(1, 4 * message_size // 2**20),
             find_unused_parameters=delay_allreduce,
         )
 
@@ -99,10 +97,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def enable_allreduce(self) -> None:
         """Reduce the gradients of the next backward pass, with those accumulated before, again."""
         self.require_backward_grad_sync = True
-
-
-def _mib(elements: int) -> int:
-    return max(1, elements * _BYTES_OF_FLOAT32 // 2**20)
 
 
 def convert_syncbn_model(

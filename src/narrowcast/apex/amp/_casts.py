@@ -1,26 +1,40 @@
-"""Casts around whole Python functions: ``disable_casts``, decorators, and functions registered by name.
+"""O1 in force: models that cast in their calls, a thread that casts outside of them, and cast functions.
 
-Functions of PyTorch are cast by rules about their operators where there are such (``_rules``). What is here
-is for functions of the user, and for the few of PyTorch that must be cast as a whole.
+Rules about operators (``_rules``) cast most functions of PyTorch. Functions of the user, and the few of
+PyTorch that must be cast as a whole, are replaced or decorated here.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from narrowcast.apex._torch_internals import version_of
 from narrowcast.apex.amp._amp_state import _amp_state
 from narrowcast.apex.amp._levels import LOW_DTYPES
-from narrowcast.apex.amp._rules import BANNED, FLOAT, HALF, MODULES, WIDEST, Key, Target, WholeCast, is_known
-from narrowcast.casting import ScopedRegion, active_scopes, cast_where
-from narrowcast.errors import AmpError
-from narrowcast.policy import Policy
+from narrowcast.apex.amp._rules import (
+    BANNED,
+    FLOAT,
+    HALF,
+    MODULES,
+    WIDEST,
+    Key,
+    Target,
+    WholeCast,
+    is_known,
+    plan,
+)
+from narrowcast.casting import Applied, LastingRegion, ScopedRegion, active_scopes, cast_where, drop_casts
+from narrowcast.errors import AmpError, OrderError
+from narrowcast.policy import Policy, format_name
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -34,26 +48,24 @@ class Casts:
     whole: Mapping[Target, WholeCast] = field(default_factory=dict)
 
 
-# By the id of the policy's rules, which the regions of the policy share.
-_in_force: dict[int, list[Casts]] = {}
+# By the id of the rules of the policy, which the regions of the policy share.
+_in_force: dict[int, Casts] = {}
 
 
-def begin(casts: Casts) -> Callable[[], None]:
+def _begin(casts: Casts) -> Callable[[], None]:
     """Let threads that are in a region of this policy find ``casts``; return a function that ends it."""
     key = id(casts.policy.rules)
-    _in_force.setdefault(key, []).append(casts)
+    _in_force[key] = casts
     _replace_functions()
 
     def end() -> None:
-        _in_force[key].remove(casts)
-        if not _in_force[key]:
-            del _in_force[key]
+        del _in_force[key]
         _replace_functions()
 
     return end
 
 
-def casts_here() -> tuple[Casts, tuple[str, ...]] | None:
+def _casts_here() -> tuple[Casts, tuple[str, ...]] | None:
     """Return the casts of the calling thread and their device types; None if O1 casts nothing here."""
     if not _in_force:
         return None
@@ -61,8 +73,8 @@ def casts_here() -> tuple[Casts, tuple[str, ...]] | None:
     found = None
     for device, scope in active_scopes().items():
         its = _in_force.get(id(scope.resolved.rules))
-        if its is not None and (found is None or its[0] is found):
-            found = its[0]
+        if its is not None and (found is None or its is found):
+            found = its
             devices.append(device)
     return None if found is None else (found, tuple(devices))
 
@@ -76,11 +88,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-
-
-def are_disabled_here() -> bool:
-    """Return whether this thread is inside ``disable_casts``."""
-    return _thread.disabled > 0
 
 
 @contextmanager
@@ -168,7 +175,7 @@ def forget_registered() -> None:
     _registered.clear()
 
 
-def registered_operators() -> dict[Key, str]:
+def _registered_operators() -> dict[Key, str]:
     """Return the registered functions that stand for operators of PyTorch, with their kinds."""
     names = {id(module): name for name, module in MODULES.items()}
     return {
@@ -178,7 +185,7 @@ def registered_operators() -> dict[Key, str]:
     }
 
 
-def registered_functions() -> dict[Target, WholeCast]:
+def _registered_functions() -> dict[Target, WholeCast]:
     """Return the other registered functions."""
     return {target: WholeCast(kind) for target, kind in _registered.items() if not _is_operator(*target)}
 
@@ -197,7 +204,7 @@ _replaced: dict[Target, tuple[Any, Callable[..., Any]]] = {}
 
 def _replace_functions() -> None:
     """Replace the functions that some casts in force name, and restore all others."""
-    wanted = {target for many in _in_force.values() for casts in many for target in casts.whole}
+    wanted = {target for casts in _in_force.values() for target in casts.whole}
     for target in [one for one in _replaced if one not in wanted]:
         owner, name = target
         own, ours = _replaced.pop(target)
@@ -210,34 +217,32 @@ def _replace_functions() -> None:
     for target in wanted - _replaced.keys():
         owner, name = target
         own = vars(owner).get(name, _MISSING)  # a class may inherit it
-        ours = _cast_by_name(target, getattr(owner, name))
+        ours = _cast(getattr(owner, name), _by_name(target))
         setattr(owner, name, ours)
         _replaced[target] = own, ours
 
 
-def _cast_by_name(target: Target, below: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that casts as the casts of the calling thread say, and calls ``below``."""
+def _cast(function: _F, how_under: Callable[[Casts], WholeCast | None]) -> _F:
+    """Return a function that casts as the casts of the calling thread say, and calls ``function``."""
 
-    @functools.wraps(below)
+    @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
-        found = casts_here()
-        how = None if found is None else found[0].whole.get(target)
+        found = _casts_here()
+        how = None if found is None else how_under(found[0])
         if found is None or how is None:
-            return below(*args, **kwargs)
-        return _call(how, below, args, kwargs, *found)
+            return function(*args, **kwargs)
+        return _call(how, function, args, kwargs, *found)
 
-    return cast
+    return cast  # type: ignore[return-value]
+
+
+def _by_name(target: Target) -> Callable[[Casts], WholeCast | None]:
+    return lambda casts: casts.whole.get(target)
 
 
 def _decorated(fn: _F, kind: str) -> _F:
     how = WholeCast(kind)
-
-    @functools.wraps(fn)
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        found = casts_here()
-        return fn(*args, **kwargs) if found is None else _call(how, fn, args, kwargs, *found)
-
-    return cast  # type: ignore[return-value]
+    return _cast(fn, lambda _: how)
 
 
 def _call(
@@ -285,3 +290,135 @@ def _castable_dtypes(values: Any, devices: tuple[str, ...]) -> list[torch.dtype]
 
 def _is_castable(tensor: torch.Tensor, devices: tuple[str, ...]) -> bool:
     return tensor.dtype in (*LOW_DTYPES, torch.float32) and tensor.device.type in devices
+
+
+# ---- models and threads
+
+_active: list[Handle] = []
+
+
+def start_casts(models: list[torch.nn.Module], half: torch.dtype) -> Handle:
+    """Cast by the lists in calls of the models, and in this thread outside of them."""
+    devices = _device_types(models)
+    policy, whole = plan(format_name(half), devices, _registered_operators())
+    handle = Handle(Casts(policy, half, {**whole, **_registered_functions()}), devices)
+    handle.start(models)
+    return handle
+
+
+class Handle:
+    """The casts of one ``initialize`` with O1; ``remove()`` ends them."""
+
+    def __init__(self, casts: Casts, devices: Iterable[str]) -> None:
+        self._casts = casts
+        self._dtypes = dict.fromkeys(devices, casts.half)
+        self._thread = threading.current_thread()
+        self._region: LastingRegion | None = None
+        self._applied: weakref.WeakKeyDictionary[torch.nn.Module, Applied] = weakref.WeakKeyDictionary()
+        self._undo = ExitStack()
+        self._versions: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._gradients_were_off = False
+
+    def start(self, models: list[torch.nn.Module]) -> None:
+        """Put everything in force, or nothing if that raises."""
+        with ExitStack() as undo, ExitStack() as done:
+            undo.callback(_begin(self._casts))
+            before = _latest_here()
+            if before is not None:
+                before._close_region()
+                done.callback(before._open_region)
+            self._open_region()
+            done.callback(self._close_region)
+            for model in dict.fromkeys(models):
+                _release(model)
+                self._applied[model] = Applied(model, self._casts.policy, admits=self._admits)
+                done.callback(self._applied[model].remove)
+            done.pop_all()
+            self._undo = undo.pop_all()
+        _active.append(self)
+
+    def remove(self) -> None:
+        """End the casts; those of an earlier ``initialize`` are in force again. Without effect when repeated.
+
+        Raises:
+            OrderError: another thread began it, or a region of autocast was opened since and is still open.
+        """
+        if self not in _active:
+            return
+        had_region = self._region is not None
+        self._close_region()
+        _active.remove(self)
+        before = _latest_here()
+        if had_region and before is not None:
+            before._open_region()
+        for applied in list(self._applied.values()):
+            applied.remove()
+        self._applied.clear()
+        self._undo.close()
+        del self._casts  # frees the kernels of its policy
+
+    def is_active(self) -> bool:
+        """Return whether it casts."""
+        return self in _active
+
+    def _clear_cache(self) -> None:
+        drop_casts()
+
+    def _open_region(self) -> None:
+        self._region = LastingRegion(self._casts.policy, self._dtypes, cache_enabled=True)
+
+    def _close_region(self) -> None:
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    def _admits(self, model: torch.nn.Module) -> bool:
+        """Return whether ``model``, which is about to be called, casts; drop casts that may be outdated."""
+        if _thread.disabled:
+            return False
+        version = sum(version_of(one) for one in model.parameters() if not one.is_inference())
+        was_written = self._versions.get(model) != version
+        self._versions[model] = version
+        # Scripts swap weights through .data around an evaluation, which no version shows.
+        gradients_are_off = not torch.is_grad_enabled()
+        if was_written or gradients_are_off or self._gradients_were_off:
+            drop_casts()
+        self._gradients_were_off = gradients_are_off
+        return True
+
+
+def _device_types(models: list[torch.nn.Module]) -> tuple[str, ...]:
+    """Return the device types of the models' weights; without weights, the default one."""
+    found = dict.fromkeys(
+        tensor.device.type for model in models for tensor in (*model.parameters(), *model.buffers())
+    )
+    found.pop("meta", None)
+    return tuple(found) or (torch.get_default_device().type,)
+
+
+def _latest_here() -> Handle | None:
+    """Return the latest handle in force that this thread began."""
+    here = threading.current_thread()
+    return next((one for one in reversed(_active) if one._thread is here), None)
+
+
+def _release(model: torch.nn.Module) -> None:
+    """Remove what an earlier ``initialize`` applied to ``model``."""
+    for handle in _active:
+        applied = handle._applied.pop(model, None)
+        if applied is not None:
+            applied.remove()
+
+
+def _leave_in_child() -> None:
+    """Close the region in a forked process, as one that loads data, whose main thread is a copy of ours."""
+    latest = _latest_here()
+    if latest is not None:
+        try:
+            latest._close_region()
+        except OrderError:
+            return  # forked inside another region, which ends first
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)
