@@ -66,5 +66,5 @@ def test_a_script_that_fails_is_3(workshop):
     ended = workshop.narrowcast(*SHORT, "train.py")
     assert ended.code == 3
     assert ended.stdout == ""
-    assert "narrowcast: the script failed with exit code 1 in its run fp32" in ended.stderr
+    assert "narrowcast: the script failed with exit code 1 in its FP32 run" in ended.stderr
     assert "ValueError: no data" in ended.stderr

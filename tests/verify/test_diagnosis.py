@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from narrowcast.errors import ScriptError
-from narrowcast.verify import DiagnosisSettings, diagnose
+from narrowcast.verify import ScriptSettings, diagnose
 from narrowcast.verify._diagnosis import nearest_rate, side_by_side
 
 NO_RATES = {"devices": []}
@@ -46,7 +46,7 @@ ELEMENTWISE = """\
 def diagnosed_in(folder, *texts, policy="bf16"):
     path = folder / "train.py"
     path.write_text("".join(textwrap.dedent(text) for text in (HEAD, *texts)), encoding="utf-8")
-    settings = DiagnosisSettings(target=(str(path),), policy=policy, folder=folder / "runs")
+    settings = ScriptSettings(target=(str(path),), policy=policy, folder=folder / "runs")
     return diagnose(settings, NO_RATES)
 
 
@@ -176,7 +176,7 @@ PROBLEMS = {
         if __name__ == "__main__":
             multiprocessing.spawn(work, nprocs=1)
         """,
-        "the script trains in processes that it starts itself, which are not profiled",
+        "the script computes in processes that it starts itself, which are not profiled",
     ),
 }
 
@@ -198,7 +198,7 @@ def test_a_policy_that_changes_nothing_is_said_at_once(diagnosed, tmp_path):
 
 @pytest.mark.long
 def test_a_script_that_fails_is_an_error_with_its_last_lines(diagnosed):
-    with pytest.raises(ScriptError, match="failed with exit code 1 in its run fp32") as error:
+    with pytest.raises(ScriptError, match="failed with exit code 1 in its FP32 run") as error:
         diagnosed("raise ValueError('no data here')\n")
     assert "ValueError: no data here" in str(error.value)
 

@@ -10,9 +10,9 @@ import torch
 
 from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
-from narrowcast.verify.compare._probes import TENSORS, fingerprint, read_result, tensors_in, write_result
+from narrowcast.verify.compare._probes import fingerprint, tensors_in
 from narrowcast.verify.compare._results import certify_script, output_from_probes
-from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
+from narrowcast.verify.compare._runs import TENSORS, ScriptRuns, ScriptSettings, read_result, write_result
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ def _diagnose(
     from narrowcast.errors import ScriptError
     from narrowcast.observe.capture import make_run_folder
     from narrowcast.report import conclusion, diagnosis_text
-    from narrowcast.verify import DiagnosisSettings, diagnose
+    from narrowcast.verify import ScriptSettings, diagnose
 
     for wrong in examined["mismatches"]:
         if wrong["severity"] == "error":
@@ -107,7 +107,7 @@ def _diagnose(
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     try:
         with shown_progress() as progress:
-            found = diagnose(DiagnosisSettings(**asked, folder=folder), examined["rates"], progress=progress)
+            found = diagnose(ScriptSettings(**asked, folder=folder), examined["rates"], progress=progress)
     except ScriptError as error:
         talk(str(error))
         return SCRIPT_FAILED

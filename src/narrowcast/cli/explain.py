@@ -110,12 +110,12 @@ def explain(
     folder = make_run_folder(f"explain-{found_script.name}", asked=run_dir, cache=cache_dir)
 
     def watch(policy: str, folder: Path = folder) -> dict[str, Any]:
-        from narrowcast.verify import ExplainSettings, explain_script
+        from narrowcast.verify import ScriptSettings, explain_script
 
         target = (script, *(arguments or []))
-        settings = ExplainSettings(target=target, is_module=module, policy=policy, steps=steps, folder=folder)
+        settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
         with shown_progress() as progress:
-            return explain_script(settings, progress=progress)
+            return explain_script(settings, steps=steps, progress=progress)
 
     try:
         found = watch(policy)

@@ -201,6 +201,13 @@ class ResolvedPolicy:
             found |= dict.fromkeys(self.table)
         return tuple(found)
 
+    def computes(self, op: str) -> str:
+        """Return a format, or another word for ``compute``, for ``op`` outside of modules with a rule."""
+        decision = self.root.decide(op)
+        kind = self.native.get(op, UNLISTED) if decision is None else decision.compute
+        word = {LOWER: self.lower, UNLISTED: "as-is"}.get(kind, kind)
+        return word.partition(" ")[0]  # the table has fp32 in three ways
+
     def why_native(self, op: str) -> str:
         """Explain what PyTorch does with ``op`` if ``decide`` returns None."""
         kind = self.native.get(op)

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from narrowcast.errors import FileError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 from narrowcast.observe.profiling import same_size
 from narrowcast.verify.compare._comparison import stays_in_fp32
-from narrowcast.verify.compare._probes import read_result
-from narrowcast.verify.compare._runs import PROFILE, ScriptSettings, run_process
+from narrowcast.verify.compare._runs import PROFILE, ScriptRuns, ScriptSettings, read_result, why_unseen
 
 _SCHEMA = 1
 _SIZES = 6
@@ -22,14 +20,8 @@ _NEAR = 64
 _KINDS = {"matmul": "matmul", "batched matmul": "matmul", "convolution": "convolution"}
 
 
-class DiagnosisSettings(ScriptSettings):
-    """What to diagnose: a run in FP32 and one in the policy, both from the seed."""
-
-    __slots__ = ()
-
-
 def diagnose(
-    settings: DiagnosisSettings,
+    settings: ScriptSettings,
     rates: dict[str, Any],
     *,
     progress: Callable[[str], None] = lambda _: None,
@@ -39,15 +31,16 @@ def diagnose(
     Args:
         settings: what to run, and how.
         rates: of this machine, as in ``machine.examine(...)["rates"]``.
-        progress: told now and then, in a few words, what is going on.
+        progress: called with short messages now and then.
 
     Returns:
-        JSON-ready: ``schema``, ``target``, ``policy``, ``problem`` (a sentence where there are no numbers,
-        else null), ``device``, ``format``, ``unit`` (``"step"`` or ``"call"``), the profiles ``fp32`` and
-        ``mixed``, and ``together``, what both say (``side_by_side``).
+        JSON-ready: ``schema``, ``target``, ``policy``, ``problem`` (a sentence if there are no numbers, else
+        null), ``device``, ``format``, ``unit`` (``"step"`` or ``"call"``), the profiles ``fp32`` and
+        ``mixed``, and ``together``, what both show (``side_by_side``).
 
     Raises:
-        ScriptError: the script failed, or its second run read what the first had written.
+        ScriptError: the script failed.
+        UnsupportedError: its second run read what the first had written.
         FileError: the folder cannot be written.
     """
     found: dict[str, Any] = {
@@ -59,28 +52,16 @@ def diagnose(
     why = stays_in_fp32(settings.policy)
     if why is not None:
         return found | {"problem": f"mixed precision stays in fp32 here, since {why}"}
-    folder = make_run_folder("doctor", asked=settings.folder)
-    discard_captures(folder)
-    earlier: dict[str, str] = {}
+    discard_captures(make_run_folder("doctor", asked=settings.folder))
+    runs = ScriptRuns(settings, progress=progress)
     for name in ("fp32", "mixed"):
-        own = make_run_folder(name, asked=folder / name)
-        discard_captures(own)
-        (own / "result.json").unlink(missing_ok=True)
-        progress(f"profiling it in {name}")
-        ended = run_process(
-            f"its run {name}",
-            settings.whole_run(
-                PROFILE, own, "fp32" if name == "fp32" else settings.policy, earlier=dict(earlier)
-            ),
-            settings.target,
-            lambda line, name=name: progress(f"profiling it in {name}: {line}"),  # type: ignore[misc]
-        )
-        earlier |= dict.fromkeys(ended.written, name)
-        problem, facts = _facts_of(own)
-        if problem is not None:
+        folder = runs.start(name, name, PROFILE)
+        result = read_result(folder)
+        problem = _problem(folder, result)
+        if result is None or problem is not None:
             return found | {"problem": problem}
-        found[name] = facts
-        found |= {"device": facts["device"], "unit": facts["unit"]}
+        found[name] = _profile(folder, result)
+        found |= {"device": result["profile"]["device"], "unit": result["unit"]}
     found["format"] = found["mixed"]["format"]
     if found["format"] in (None, "fp32"):
         reason = f"the mixed run too computed in FP32 on {found['device']}: there is nothing to compare"
@@ -88,38 +69,29 @@ def diagnose(
     return found | {"together": side_by_side(found, rates)}
 
 
-def _facts_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """Return why there are no numbers of a run, or None and the numbers."""
-    result = read_result(folder)
-    try:
-        capture = read_capture(folder / RUN)
-    except FileError:
-        return "the run left no record of itself", {}
-    aside, problem = capture.totals()["aside"], None
-    if aside is not None:
-        problem = f"{aside}: diagnose it without that, or look at it with torch's own profiler"
-    elif result is None:
-        problem = "the run was ended before anything was measured"
-    elif result["problem"] is not None:
-        problem = str(result["problem"])
-    elif result["profile"] is None or result["plain"] is None:
-        spawned = any("started processes" in event["text"] for event in capture.of("note"))
-        trains_elsewhere = "the script trains in processes that it starts itself, which are not profiled"
-        problem = trains_elsewhere if spawned else _too_short(result)
-    if result is None or problem is not None:
-        return problem, {}
-    formats = dict.fromkeys(event["format"] for event in capture.of("device"))
-    plain = {f"plain_{name}": value for name, value in result["plain"].items()}
-    own = {name: result[name] for name in ("unit", "fused", "reads")}
-    return None, result["profile"] | plain | own | {"format": ", ".join(formats) or None}
-
-
-def _too_short(result: dict[str, Any]) -> str:
-    seen, needed, s = result["seen"], result["needed"], "s" * (result["seen"] > 1)
+def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
+    """Return why a run has no numbers; None if it has."""
+    complete = result is not None and None not in (result["profile"], result["plain"])
+    advice = "diagnose it without that, or look at it with torch's own profiler"
+    problem = why_unseen(folder, advice=advice, verb=None if complete else "profiled")
+    if problem is not None:
+        return problem
+    if result is None:
+        return "the run was ended before anything was measured"
+    if complete or result["problem"] is not None:
+        return None if complete else str(result["problem"])
+    seen, s = result["seen"], "s" * (result["seen"] > 1)
     if not seen:
         return "the script called no module with parameters and took no optimizer step: nothing to profile"
     what = f"optimizer step{s}" if result["unit"] == "step" else f"call{s} of its modules"
-    return f"the script ended after {seen} {what}, and {needed} are needed: let it run longer"
+    return f"the script ended after {seen} {what}, and {result['needed']} are needed: let it run longer"
+
+
+def _profile(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
+    formats = dict.fromkeys(event["format"] for event in read_capture(folder / RUN).of("device"))
+    plain = {f"plain_{name}": value for name, value in result["plain"].items()}
+    own = {name: result[name] for name in ("unit", "fused", "reads")}
+    return {**result["profile"], **plain, **own, "format": ", ".join(formats) or None}
 
 
 def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
@@ -202,24 +174,21 @@ def _speeds(kind: str | None, format_: str, rows: list[dict[str, Any]]) -> list[
             "speed": rate["speed_against_fp32"],
             "shape": rate["shape"],
             "size": rate["size"],
-            "log_work": math.log(_work_of_rate(rate)),
+            "log_work": math.log(_multiplications(rate["kind"], _operands(rate["kind"], rate["shape"]))),
         }
         for rate in rows
         if rate["kind"] == kind and rate["format"] == format_ and rate["speed_against_fp32"] is not None
     ]
 
 
+def _operands(kind: str, shape: list[int]) -> list[int]:
+    """Return the shape of a measured size as a profile has it: square matrices, kernels of 3 x 3."""
+    return [*shape, shape[1], shape[1], 3, 3] if kind == "convolution" else shape[:1] * 3
+
+
 def _multiplications(kind: str, shape: list[int]) -> int:
     """Count those of one product; of a convolution as if its output were as large as its input."""
     if kind == "convolution":
-        dimensions = len(shape) // 2
-        batch, places, weight = shape[0], math.prod(shape[2:dimensions]), math.prod(shape[dimensions:])
-        return batch * places * weight
+        half = len(shape) // 2
+        return shape[0] * math.prod(shape[2:half]) * math.prod(shape[half:])
     return math.prod(shape)
-
-
-def _work_of_rate(rate: dict[str, Any]) -> int:
-    if rate["kind"] == "convolution":
-        batch, channels, height, width = rate["shape"]
-        return int(batch * height * width * channels * channels * 9)
-    return int(rate["shape"][0]) ** 3

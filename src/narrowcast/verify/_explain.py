@@ -5,36 +5,17 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from narrowcast.attach import NAMED_NOTHING
 from narrowcast.casting import apply, modules_by_path, unconverted
-from narrowcast.errors import FileError, PolicyError
-from narrowcast.machine import versions
-from narrowcast.observe.capture import (
-    EXPLANATION,
-    RUN,
-    Capture,
-    discard_captures,
-    make_run_folder,
-    read_capture,
-    start_event,
-)
+from narrowcast.errors import PolicyError
+from narrowcast.observe.capture import EXPLANATION, Capture, start_event
 from narrowcast.observe.explanation import explained, explained_lines, read_explanation, wrapped
-from narrowcast.observe.op_trace import OpTrace, together, trace_events
+from narrowcast.observe.op_trace import OpTrace, together
 from narrowcast.policy import (
-    FP32,
-    FP32_APPEND_DTYPE,
-    FP32_SET_DTYPE,
-    LOWER,
-    PROMOTE,
-    REFUSE,
-    UNLISTED,
     Policy,
     class_names,
     format_name,
@@ -45,12 +26,11 @@ from narrowcast.policy import (
     with_fp32_weights,
 )
 from narrowcast.verify._model_state import as_before
-from narrowcast.verify.compare._runs import EXPLAIN, ScriptSettings, run_process
+from narrowcast.verify.compare._runs import EXPLAIN, ScriptRuns, ScriptSettings, why_unseen
+from narrowcast.verify.compare._step_probes import explanation_events, note_events
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
 _SCHEMA = 1
-_WIDE = (FP32, FP32_SET_DTYPE, FP32_APPEND_DTYPE)
-_WORDS = {PROMOTE: "promote", REFUSE: "refuse", UNLISTED: "as-is"}
 _MOST_PATHS, _MOST_OPS = 8, 24
 
 
@@ -130,19 +110,10 @@ def explain(
             trace.take()
             trace.rules.clear()
             model(*example_args, **example_kwargs)
-        facts = {
-            "unit": "call",
-            "steps": 1,
-            "complete": True,
-            "device": device,
-            "format": format_name(resolve(wanted, device)),
-            "rules": [str(rule) for rule in wanted.rules],
-            "versions": versions(),
-        }
-        events = trace_events(together([trace.take()]), trace.unreached(), facts)
+        seen, facts = together([trace.take()]), {"unit": "call", "steps": 1, "complete": True}
+        events = explanation_events(trace, seen, wanted, device, facts)
     start = start_event([type(model).__name__], name, kind="explain")
-    noted = ({"event": "note", "text": text} for text in notes)
-    return Explanation(ran=True, found=explained(Capture(events=(start, *events, *noted))))
+    return Explanation(ran=True, found=explained(Capture(events=(start, *events, *note_events(notes)))))
 
 
 # ---- before any call
@@ -174,12 +145,10 @@ def _resolved_facts(model: torch.nn.Module, policy: Policy, name: str, device: s
     ops = []
     for op in asked:
         decision = on_device.root.decide(op)
-        kind = on_device.native.get(op, UNLISTED) if decision is None else decision.compute
-        computes = "fp32" if kind in _WIDE else lower if kind in (LOWER, "lower") else _WORDS.get(kind, kind)
         ops.append(
             {
                 "op": op,
-                "computes": computes,
+                "computes": on_device.computes(op),
                 "output": None if decision is None else decision.output,
                 "rule": None if decision is None or decision.rule is None else str(decision.rule),
                 "because": on_device.why_native(op) if decision is None else decision.because,
@@ -251,72 +220,32 @@ def _rule_lines(facts: dict[str, Any]) -> Iterator[str]:
 # ---- a script
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainSettings(ScriptSettings):
-    """What to explain.
-
-    Attributes:
-        steps: how many are counted, after a first one that is not; times are their mean.
-    """
-
-    steps: int = 2
-
-
 def explain_script(
-    settings: ExplainSettings, *, progress: Callable[[str], None] = lambda _: None
+    settings: ScriptSettings, *, steps: int = 2, progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Watch a few steps of the script in mixed precision, in a fresh process.
 
     Args:
         settings: what to run, and how.
-        progress: told now and then, in a few words, what is going on.
+        steps: how many are counted, after a first one that is not; times are their mean.
+        progress: called with short messages now and then.
 
     Returns:
-        What ``observe.explained`` says of the capture in ``settings.folder``; with a ``problem`` and nothing
-        else where nothing could be seen.
+        What ``observe.explained`` returns for the capture in ``settings.folder``; with a ``problem`` and
+        nothing else if nothing could be seen.
 
     Raises:
         ScriptError: the script failed.
         FileError: the folder cannot be written.
     """
-    folder = make_run_folder("explain", asked=settings.folder)
-    discard_captures(folder)
-    progress(f"watching it in {settings.policy}")
-    run = settings.whole_run(EXPLAIN, folder, settings.policy, earlier={}, watched_steps=settings.steps)
-    run_process(
-        "the run that is watched", run, settings.target, lambda line: progress(f"watching it: {line}")
-    )
+    folder = ScriptRuns(settings, progress=progress).start("", "mixed", EXPLAIN, watched_steps=steps)
     if (folder / EXPLANATION).is_file():
-        _add_notes(folder)
         return explained(read_explanation(folder / EXPLANATION))
-    return _empty(settings) | {"problem": _why_nothing(folder)}
+    advice = "watch its model with nc.explain(model, policy, batch)"
+    return _empty(settings) | {"problem": why_unseen(folder, advice=advice, verb="watched") or _NOTHING}
 
 
-def _add_notes(folder: Path) -> None:
-    """Append the notes of the run, such as layers left out of fp8.
-
-    A rule that names no module is listed already, among the rules that no call reached.
-    """
-    with suppress(FileError, OSError), (folder / EXPLANATION).open("a", encoding="utf-8") as file:
-        notes = read_capture(folder / RUN).of("note")
-        file.writelines(f"{json.dumps(note)}\n" for note in notes if NAMED_NOTHING not in note["text"])
-
-
-def _why_nothing(folder: Path) -> str:
-    try:
-        capture = read_capture(folder / RUN)
-        aside = capture.totals()["aside"]
-        notes = [event["text"] for event in capture.of("note")]
-    except FileError:
-        return "the run left no record of itself"
-    if aside is not None:
-        return f"{aside}, so it was left to it: watch its model with nc.explain(model, policy, batch)"
-    if any("started processes" in text for text in notes):
-        return "the script computes in processes that it starts itself, which are not watched"
-    return _NOTHING
-
-
-def _empty(settings: ExplainSettings) -> dict[str, Any]:
+def _empty(settings: ScriptSettings) -> dict[str, Any]:
     lists = ("rules", "sites", "round_trips", "unreached", "notes")
     nothing = ("device", "format", "unit", "steps", "complete", "totals")
     return {

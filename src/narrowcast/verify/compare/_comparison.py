@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
@@ -30,16 +29,17 @@ from narrowcast.observe.capture import (
 )
 from narrowcast.policy import as_policy
 from narrowcast.verify.certificate import FAIL
-from narrowcast.verify.compare._probes import TENSORS, read_result
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
     MEMORY,
     SETTINGS,
+    TENSORS,
     TIMED,
-    RunSettings,
     ScriptRuns,
     ScriptSettings,
     in_short,
+    last_line,
+    read_result,
 )
 
 _FILES_NAMED = 5
@@ -170,14 +170,14 @@ class _Comparison:
         name = f"{format_}-{len(self.captures[format_]) + 1}"
         self._write_run(name, format_, repeat, RUN, last_line="", ended=False)
         try:
-            ended = self.runs.start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
+            folder = self.runs.start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
         except ScriptError:
             collapsed = (read_result(self.runs.folders[-1]) or {}).get("collapsed")
             if collapsed is None:
                 raise
             raise ScaleCollapseError(collapsed) from None
         try:
-            path = _trained_capture(ended.folder)
+            path = _trained_capture(folder)
             capture = read_capture(path)
         except FileError as error:
             raise ScriptError(f"{name} left no capture, so there is nothing to compare: {error}") from error
@@ -193,7 +193,7 @@ class _Comparison:
                 "nothing to compare"
             )
         self.captures[format_].append((path.name, capture))
-        self._write_run(name, format_, repeat, path.name, last_line=ended.last_line, ended=True)
+        self._write_run(name, format_, repeat, path.name, last_line=last_line(folder), ended=True)
 
     def _write_run(self, name: str, format_: str, repeat: int, capture: str, **more: Any) -> None:
         self.writer.write(
@@ -231,8 +231,8 @@ class _Comparison:
         for format_ in ("fp32", "mixed"):
             peak, reason = None, None
             try:
-                ended = self.runs.start(f"memory-{format_}", format_, MEMORY, steps=steps)
-                found = read_result(ended.folder) or _CUT_SHORT
+                folder = self.runs.start(f"memory-{format_}", format_, MEMORY, steps=steps)
+                found = read_result(folder) or _CUT_SHORT
                 peak, reason = found["peak_tensor_bytes"], found["reason"]
             except ScriptError as error:
                 reason = f"the run that counts tensors failed: {in_short(error)}"
@@ -294,7 +294,7 @@ def _discard_earlier(folder: Path) -> None:
     discard_captures(folder)
     for settings in folder.glob(f"*/{SETTINGS}"):
         run = settings.parent
-        if not _OF_A_RUN.fullmatch(run.name) or run.is_symlink() or not _is_settings(settings):
+        if not _OF_A_RUN.fullmatch(run.name) or run.is_symlink():
             continue
         try:
             shutil.rmtree(run)
@@ -302,11 +302,3 @@ def _discard_earlier(folder: Path) -> None:
             raise FileError(
                 f"cannot delete what an earlier comparison left, {run}: {error.strerror}"
             ) from error
-
-
-def _is_settings(path: Path) -> bool:
-    try:
-        RunSettings.read(path)
-    except (OSError, msgspec.MsgspecError):
-        return False
-    return True

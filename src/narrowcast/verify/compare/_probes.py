@@ -1,17 +1,11 @@
-"""Observers in the process of a run that keep gradients at unchanged weights, outputs, or tensor memory.
-
-Each observes a few steps, writes what it saw into the run's folder, and ends the script.
-"""
+"""What observes a script in the process of its run, to keep gradients or outputs, or to count its memory."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import random
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,16 +13,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from narrowcast._files import replacing
 from narrowcast.attach import Attachment, Observer
+from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
+from narrowcast.observe.profiling import LiveTensorBytes
+from narrowcast.training import random_states
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
-
-RESULT = "result.json"
-TENSORS = "narrowcast-tensors"
-"""Folder, in that of the run, of tensors that are compared and then deleted."""
-
-REFERENCE, EXACT, MIXED = "reference", "exact", "mixed"
+from narrowcast.verify.compare._runs import EXACT, MIXED, REFERENCE, TENSORS, RunSettings, write_result
 
 # Steps of one optimizer: another one that seldom steps should not keep the probe going.
 _MOST_STEPS = 64
@@ -38,43 +29,67 @@ _MOST_CALLS = 4096
 _OUTPUTS = 3
 
 
-class MemoryProbe(Observer):
-    """Detect computation in other threads than the one whose tensors are counted."""
-
-    def __init__(self) -> None:
-        self._counted = threading.get_ident()
-        self.elsewhere = False
-
-    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.elsewhere |= threading.get_ident() != self._counted
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        self.elsewhere |= threading.get_ident() != self._counted
-
-
-class GradientProbe(Observer):
-    """Hold updates back, and keep the gradients that each optimizer would have used.
-
-    The reference run computes in FP32, for two batches; the exact run in FP32 by ops that round only their
-    result, for the first batch; the mixed run under the policy, for the first batch. The reference's weights
-    are loaded into the others, so that all are compared at the same weights.
+class Probe(Observer):
+    """Observe a run for one purpose, and write what was seen into its folder.
 
     Args:
-        folder: of the results.
-        role: ``REFERENCE``, ``EXACT`` or ``MIXED``.
-        reference: folder of the reference; its own for the reference itself.
-        at_step: optimizer steps to take, in mixed precision, before updates are held back.
-        start_scale: loss scale of the mixed pass; None: as the run has it.
+        settings: of the run.
+        argv: of the script.
     """
 
-    def __init__(
-        self, folder: Path, role: str, reference: Path, *, at_step: int = 0, start_scale: float | None = None
-    ) -> None:
-        self._folder = folder
-        self._role = role
-        self._reference = reference
-        self._at_step = at_step
-        self._start_scale = start_scale
+    attachment: Attachment
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        self.settings = settings
+        self.argv = argv
+        self.folder = Path(settings.folder)
+
+    def attached(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def finish(self) -> None:
+        """Write what is known; called when the script has ended."""
+
+
+class MemoryProbe(Probe):
+    """Count the bytes of tensors, and notice threads whose tensors are not counted."""
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self._counted = threading.get_ident()
+        self._elsewhere = False
+        self._live = LiveTensorBytes()
+        self._live.__enter__()
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._elsewhere |= threading.get_ident() != self._counted
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._elsewhere |= threading.get_ident() != self._counted
+
+    def finish(self) -> None:
+        peak, reason = None, None
+        try:
+            peak = self._live.peak_bytes
+        except UnsupportedError as error:
+            reason = str(error)
+        if peak == 0 or self._elsewhere:
+            peak, reason = None, "the script computes in another thread or process than its first"
+        write_result(self.folder, {"peak_tensor_bytes": peak, "reason": reason})
+
+
+class GradientProbe(Probe):
+    """Hold updates back, and keep the gradients that each optimizer would have used.
+
+    The run ``REFERENCE`` computes in FP32, for two batches; ``EXACT`` in FP32 by ops that round only their
+    result, for the first batch; ``MIXED`` under the policy, for the first batch. The reference's weights are
+    loaded into the others, so that all are compared at the same weights.
+    """
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self._role = settings.purpose
+        self._reference = self.folder.parent / REFERENCE / TENSORS
         self._process = os.getpid()
         self._steps_before = 0
         self._calls = 0
@@ -89,11 +104,11 @@ class GradientProbe(Observer):
         self._overflowed: set[int] = set()
         self._problem: str | None = None
         self._facts: dict[str, Any] = {"batch": None, "random": [], "scales": []}
-        (folder / TENSORS).mkdir(exist_ok=True)
+        (self.folder / TENSORS).mkdir(exist_ok=True)
 
     def attached(self, attachment: Attachment) -> None:
-        self._attachment = attachment
-        if not self._at_step:
+        super().attached(attachment)
+        if not self.settings.at_step:
             self._arm()
 
     def _arm(self) -> None:
@@ -101,14 +116,14 @@ class GradientProbe(Observer):
         self._armed = True
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
-        for optimizer in self._attachment.optimizers:
+        for optimizer in self.attachment.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
         if self._role != MIXED:
-            self._attachment.continue_in_fp32()
-        elif self._start_scale is not None:
-            self._attachment.continue_at_scale(self._start_scale)
+            self.attachment.continue_in_fp32()
+        elif self.settings.start_scale is not None:
+            self.attachment.continue_at_scale(self.settings.start_scale)
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._armed:
@@ -126,14 +141,14 @@ class GradientProbe(Observer):
         if self._calls > _MOST_CALLS:
             self._problem = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
             self.finish()
-            self._attachment.stop()
+            self.attachment.stop()
 
     def _first_call(self, module: torch.nn.Module) -> None:
         """Load the reference's weights into a module that is called for the first time; keep its buffers.
 
         Tensors that it shares with an earlier module stay: they were loaded then, and may be in use.
         """
-        file = self._reference / TENSORS / f"weights-{len(self._modules)}.pt"
+        file = self._reference / f"weights-{len(self._modules)}.pt"
         self._modules.append(module)
         buffers = dict(module.named_buffers())
         state = {
@@ -172,7 +187,7 @@ class GradientProbe(Observer):
             self._seen.append(optimizer)
             self._counts.append(0)
             self._facts["random"].append(random_state())
-            self._facts["scales"].append(self._attachment.loss_scale)
+            self._facts["scales"].append(self.attachment.loss_scale)
         batch = self._counts[place]
         self._counts[place] += 1
         if batch == 0 or (batch == 1 and self._role == REFERENCE):
@@ -194,10 +209,10 @@ class GradientProbe(Observer):
         elif place in self._overflowed:
             self._overflowed.remove(place)
             if not self._overflowed:
-                self._facts["good_scale"] = self._attachment.loss_scale
+                self._facts["good_scale"] = self.attachment.loss_scale
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
-        names = self._attachment.parameter_names()
+        names = self.attachment.parameter_names()
         kept, called, shapes = [], [], []
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
@@ -210,7 +225,7 @@ class GradientProbe(Observer):
                 kept.append(None if gradient is None else gradient.detach().cpu())
         torch.save(
             {"names": called, "shapes": shapes, "gradients": kept},
-            self._folder / TENSORS / f"gradients-{place}-{batch}.pt",
+            self.folder / TENSORS / f"gradients-{place}-{batch}.pt",
         )
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -218,10 +233,10 @@ class GradientProbe(Observer):
             self._first = optimizer
         if not self._armed:
             self._steps_before += 1
-            if self._steps_before >= self._at_step:
+            if self._steps_before >= self.settings.at_step:
                 self._arm()
         elif self._is_complete():
-            self._attachment.stop()
+            self.attachment.stop()
 
     def _is_complete(self) -> bool:
         most = max(self._counts, default=0)
@@ -232,13 +247,13 @@ class GradientProbe(Observer):
     def _waiting_for(self) -> int:
         """Return how many optimizers have not stepped as often as needed."""
         batches = 2 if self._role == REFERENCE else 1
-        expected = [o for o in self._attachment.optimizers if any(g["params"] for g in o.param_groups)]
+        expected = [o for o in self.attachment.optimizers if any(g["params"] for g in o.param_groups)]
         stepped = {id(o): count for o, count in zip(self._seen, self._counts, strict=True)}
         return sum(stepped.get(id(o), 0) < batches for o in expected or self._seen)
 
     def _scale_moves(self) -> bool:
         scales = self._facts["scales"]
-        return bool(scales) and self._attachment.loss_scale not in (None, scales[0])
+        return bool(scales) and self.attachment.loss_scale not in (None, scales[0])
 
     def finish(self) -> None:
         """Write what is known so far, since the script may end at any moment."""
@@ -246,7 +261,7 @@ class GradientProbe(Observer):
             return
         undecidable = self._draws.undecidable if self._draws is not None else None
         write_result(
-            self._folder,
+            self.folder,
             self._facts
             | {
                 "optimizers": len(self._seen),
@@ -257,17 +272,14 @@ class GradientProbe(Observer):
         )
 
 
-class OutputProbe(Observer):
+class OutputProbe(Probe):
     """Keep the floating outputs of the first outermost calls, each with a fingerprint of its inputs."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def attached(self, attachment: Attachment) -> None:
+        super().attached(attachment)
         self._inputs: list[str] = []
         self._pending = ""
-        (folder / TENSORS).mkdir(exist_ok=True)
-
-    def attached(self, attachment: Attachment) -> None:
-        self._attachment = attachment
+        (self.folder / TENSORS).mkdir(exist_ok=True)
         torch.compiler.set_stance("force_eager")
         self._draws = Fp32Draws()
         _enter_for_good(self._draws)
@@ -277,11 +289,11 @@ class OutputProbe(Observer):
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         floating = [tensor.detach().cpu() for tensor in tensors_in(output) if tensor.is_floating_point()]
-        torch.save(floating, self._folder / TENSORS / f"outputs-{len(self._inputs)}.pt")
+        torch.save(floating, self.folder / TENSORS / f"outputs-{len(self._inputs)}.pt")
         self._inputs.append(self._pending)
-        write_result(self._folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
+        write_result(self.folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
         if len(self._inputs) >= _OUTPUTS:
-            self._attachment.stop()
+            self.attachment.stop()
 
 
 def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -298,21 +310,6 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 def _enter_for_good(mode: AbstractContextManager[Any]) -> None:
     """Enter ``mode`` until the process ends."""
     mode.__enter__()
-
-
-def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """Write ``result.json`` atomically."""
-    with replacing(folder / RESULT) as file:
-        file.write(json.dumps(result).encode())
-
-
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """Read what a probe wrote there; None: it saw nothing, or was killed."""
-    try:
-        result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return result
 
 
 def fingerprint(value: Any) -> str:
@@ -347,12 +344,8 @@ def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tens
 
 def random_state() -> str:
     """Return a hash of the states of torch's, Python's and NumPy's global generators."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(torch.get_rng_state().numpy().tobytes())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for state in torch.cuda.get_rng_state_all():
-            digest.update(state.numpy().tobytes())
-    digest.update(repr(random.getstate()).encode())
-    if "numpy.random" in sys.modules:
-        digest.update(repr(sys.modules["numpy.random"].get_state()).encode())
+    states = random_states()
+    digest = hashlib.blake2b(repr((states["python"], states["numpy"])).encode(), digest_size=16)
+    for state in (states["torch"], *states["devices"].values()):
+        digest.update(state.numpy().tobytes())
     return digest.hexdigest()

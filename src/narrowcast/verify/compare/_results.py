@@ -14,8 +14,16 @@ import torch
 from narrowcast.errors import ScriptError
 from narrowcast.observe.capture import OUTPUT_LIMIT
 from narrowcast.verify.certificate import CANNOT_TELL, FAIL, PASS, CertificateSums, compared
-from narrowcast.verify.compare._probes import EXACT, MIXED, REFERENCE, TENSORS, read_result
-from narrowcast.verify.compare._runs import GRADIENTS, OUTPUTS, ScriptRuns, in_short
+from narrowcast.verify.compare._runs import (
+    EXACT,
+    MIXED,
+    OUTPUTS,
+    REFERENCE,
+    TENSORS,
+    ScriptRuns,
+    in_short,
+    read_result,
+)
 
 _MOST_TRIES = 8
 
@@ -38,7 +46,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
     """
     policy = runs.settings.policy
     try:
-        reference = _run_probe(runs, REFERENCE, at_step)
+        reference = runs.start(REFERENCE, "mixed", REFERENCE, at_step=at_step)
         mixed = _run_mixed(runs, at_step)
     except ScriptError as error:
         reason = f"A run whose updates were held back failed: {in_short(error)}."
@@ -46,7 +54,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
     exact: Path | None = None
     fp32, low = read_result(reference) or {}, read_result(mixed) or {}
     try:
-        exact = _run_probe(runs, EXACT, at_step)
+        exact = runs.start(EXACT, "mixed", EXACT, at_step=at_step)
         rounding_unknown = _difference(fp32, read_result(exact) or {}, at_step)
     except ScriptError as error:
         rounding_unknown = f"{in_short(error)}."
@@ -78,26 +86,13 @@ def _run_mixed(runs: ScriptRuns, at_step: int) -> Path:
     """Make the mixed run, again while its first batch overflows, as it does at a dynamic scale's start."""
     scale: float | None = None
     for tried in range(_MOST_TRIES):
-        folder = _run_probe(runs, MIXED, at_step, start_scale=scale)
+        folder = runs.start(MIXED, "mixed", MIXED, at_step=at_step, start_scale=scale)
         good_scale = (read_result(folder) or {}).get("good_scale")
         if good_scale is None:
             break
         # It suits later batches; if the first one needs a lower scale, go down faster each time.
         scale = good_scale / 4.0**tried
     return folder
-
-
-def _run_probe(runs: ScriptRuns, role: str, at_step: int, *, start_scale: float | None = None) -> Path:
-    return runs.start(
-        f"gradients-{role}",
-        "mixed",
-        GRADIENTS,
-        steps=0,
-        role=role,
-        reference=str(runs.settings.folder / f"gradients-{REFERENCE}"),
-        at_step=at_step,
-        start_scale=start_scale,
-    ).folder
 
 
 def _add_optimizer(
@@ -165,10 +160,7 @@ def _difference(fp32: dict[str, Any], mixed: dict[str, Any], at_step: int) -> st
 def compare_outputs(runs: ScriptRuns) -> dict[str, Any]:
     """Return the ``output`` event: the error of outputs of calls with the same inputs."""
     try:
-        folders = [
-            runs.start(f"outputs-{format_}", format_, OUTPUTS, steps=0).folder
-            for format_ in ("fp32", "mixed")
-        ]
+        folders = [runs.start(f"outputs-{format_}", format_, OUTPUTS) for format_ in ("fp32", "mixed")]
     except ScriptError as error:
         return _output(None, 0, CANNOT_TELL, f"a run that keeps outputs failed: {in_short(error)}")
     return output_from_probes(*folders)

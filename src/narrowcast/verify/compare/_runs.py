@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,16 +15,26 @@ from typing import Any, Self
 
 import msgspec
 
+from narrowcast._files import replacing
 from narrowcast.attach import READ_OF_AN_EARLIER_RUN, read_files
-from narrowcast.errors import ScriptError, UnsupportedError
-from narrowcast.observe.capture import make_run_folder
-from narrowcast.verify.compare._probes import RESULT
+from narrowcast.errors import FileError, ScriptError, UnsupportedError
+from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 
 FILES = "files.jsonl"
 SETTINGS = "narrowcast-run.json"
-TIMED, MEMORY, GRADIENTS, OUTPUTS, PROFILE = "timed", "memory", "gradients", "outputs", "profile"
-EXPLAIN = "explain"
-_KEEPS = {MEMORY: "counts its tensors", GRADIENTS: "keeps its gradients", OUTPUTS: "keeps its outputs"}
+RESULT = "result.json"
+TENSORS = "narrowcast-tensors"
+"""Folder, in that of a run, of tensors that are compared and then deleted."""
+
+# Purposes of a run.
+TIMED, MEMORY, OUTPUTS, PROFILE, EXPLAIN = "timed", "memory", "outputs", "profile", "explain"
+REFERENCE, EXACT, MIXED = "gradients-reference", "gradients-exact", "gradients-mixed"
+_DOES = {
+    MEMORY: "counts its tensors",
+    OUTPUTS: "keeps its outputs",
+    EXPLAIN: "is watched",
+    **dict.fromkeys((REFERENCE, EXACT, MIXED), "keeps its gradients"),
+}
 _POLL_S = 0.1
 _TAIL_BYTES = 4096
 _ERROR_BYTES = 65_536
@@ -35,33 +46,29 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How one run is made. It is passed to the process as a JSON file.
 
     Attributes:
-        purpose: ``TIMED``, ``MEMORY``, ``GRADIENTS``, ``OUTPUTS``, ``PROFILE`` or ``EXPLAIN``.
+        purpose: one of the purposes above.
         policy: of the run.
         loss_scale: as on the command line; None: as ``run`` decides.
         seed: set before the script starts.
-        seed_shift: added to the seeds that the script sets itself.
+        seed_shift: added to ``seed`` and to the seeds that the script sets itself.
         steps: after which the run is ended; 0: it ends by itself.
         is_module: the script is the name of a module, as for ``python -m``.
         folder: of this run.
         earlier: files that earlier runs wrote -> name of the run.
-        role: of a run that keeps gradients.
-        reference: folder of the reference of such a run.
-        at_step: optimizer steps before such a run holds updates back.
+        at_step: optimizer steps before updates are held back, in a run that keeps gradients.
         start_scale: loss scale with which such a run begins; None: as ``loss_scale`` says.
         watched_steps: how many steps are watched to explain them.
     """
 
     purpose: str
     policy: str
-    loss_scale: str | None
-    seed: int
-    seed_shift: int
-    steps: int
-    is_module: bool
+    loss_scale: str | None = None
+    seed: int = 0
+    seed_shift: int = 0
+    steps: int = 0
+    is_module: bool = False
     folder: str
-    earlier: dict[str, str]
-    role: str | None = None
-    reference: str | None = None
+    earlier: dict[str, str] = {}
     at_step: int = 0
     start_scale: float | None = None
     watched_steps: int = 0
@@ -74,12 +81,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what ``write`` wrote.
-
-        Raises:
-            OSError: the file cannot be read.
-            msgspec.MsgspecError: it holds something else.
-        """
+        """Read what ``write`` wrote."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
@@ -101,35 +103,6 @@ class ScriptSettings:
     seed: int = 0
     folder: Path
 
-    def whole_run(self, purpose: str, folder: Path, policy: str, **more: Any) -> RunSettings:
-        """Return the settings of a run that is not cut short and has no loss scale of its own.
-
-        Args:
-            purpose: of the run.
-            folder: of the run.
-            policy: of the run.
-            more: other fields of ``RunSettings``.
-        """
-        fields = {"loss_scale": None, "seed": self.seed, "seed_shift": 0, "steps": 0} | more
-        return RunSettings(
-            purpose=purpose, policy=policy, is_module=self.is_module, folder=str(folder), **fields
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedRun:
-    """A run that ended.
-
-    Attributes:
-        folder: of its results.
-        last_line: of its stdout.
-        written: files that it wrote.
-    """
-
-    folder: Path
-    last_line: str
-    written: tuple[str, ...]
-
 
 @dataclass(slots=True)
 class ScriptRuns:
@@ -149,81 +122,111 @@ class ScriptRuns:
     earlier: dict[str, str] = field(default_factory=dict)
     folders: list[Path] = field(default_factory=list)
 
-    def start(
-        self, name: str, format_: str, purpose: str, *, steps: int, repeat: int = 0, **more: Any
-    ) -> EndedRun:
-        """Make one run and wait for its end.
+    def start(self, name: str, format_: str, purpose: str, *, repeat: int = 0, **more: Any) -> Path:
+        """Make one run in a fresh process, wait for its end, and return its folder.
 
         Args:
-            name: of its folder.
+            name: of its folder; empty: ``settings.folder`` itself.
             format_: ``"fp32"`` or ``"mixed"``.
             purpose: of the run.
-            steps: after which it is ended; 0: it ends by itself.
             repeat: added to its seed and to those that the script sets.
             more: other fields of ``RunSettings``.
 
         Raises:
-            ScriptError: the script failed.
+            ScriptError: the script failed; the message has the last lines that it wrote to stderr.
             UnsupportedError: it read a file that an earlier run wrote.
         """
-        folder = make_run_folder(name, asked=self.settings.folder / name)
+        asked, in_fp32 = self.settings, format_ == "fp32"
+        folder = make_run_folder(name, asked=asked.folder / name)
         self.folders.append(folder)
+        discard_captures(folder)
         (folder / RESULT).unlink(missing_ok=True)
-        settings = self.settings.whole_run(
-            purpose,
-            folder,
-            "fp32" if format_ == "fp32" else self.settings.policy,
-            loss_scale=None if format_ == "fp32" else self.loss_scale,
+        settings = RunSettings(
+            purpose=purpose,
+            policy="fp32" if in_fp32 else asked.policy,
+            loss_scale=None if in_fp32 else self.loss_scale,
+            seed=asked.seed,
             seed_shift=repeat,
-            steps=steps,
+            is_module=asked.is_module,
+            folder=str(folder),
             earlier=self.earlier,
             **more,
         )
-        shown = f"run {len(self.folders)}, {name}"
+        shown = f"run {len(self.folders)}, {name or purpose}"
         self.progress(shown)
-        ended = run_process(
-            _title(format_, purpose),
-            settings,
-            self.settings.target,
-            lambda line: self.progress(f"{shown}: {line}"),
-        )
-        self.earlier |= dict.fromkeys(ended.written, name)
-        return ended
+        code = _run_process(settings, asked.target, lambda line: self.progress(f"{shown}: {line}"))
+        seen = read_files(folder / FILES)
+        if seen.read is not None:
+            file, wrote = seen.read
+            raise UnsupportedError(
+                f"run {folder.name} read {file}, which run {wrote} had written. A script that resumes from "
+                "what it saved does other work each time, so there is nothing to compare: let it start "
+                "afresh each time (by an option of its own, or by saving to the folder that "
+                "NARROWCAST_RUN_DIR names). A file that is only prepared once, such as downloaded data, is "
+                "no problem if it is there before the first run"
+            )
+        if code != 0:
+            raise ScriptError(_failure(_title(format_, purpose), code, folder))
+        self.earlier |= dict.fromkeys(seen.written, name)
+        return folder
 
 
 def _title(format_: str, purpose: str) -> str:
     """Return how messages call a run."""
-    title = "its FP32 run" if format_ == "fp32" else "its mixed run"
-    if purpose != TIMED:
-        return f"the run that {_KEEPS.get(purpose, purpose)}"
-    return f"{title}, after its FP32 run had succeeded" if format_ == "mixed" else title
+    if purpose in _DOES:
+        return f"the run that {_DOES[purpose]}"
+    return "its FP32 run" if format_ == "fp32" else "its mixed run, after its FP32 run had succeeded"
+
+
+# ---- what a run leaves
+
+
+def write_result(folder: Path, result: dict[str, Any]) -> None:
+    """Write ``result.json`` atomically."""
+    with replacing(folder / RESULT) as file:
+        file.write(json.dumps(result).encode())
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """Read what a probe wrote there; None: it saw nothing, or was killed."""
+    try:
+        result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return result
+
+
+def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
+    """Return why a probe did not see what the script does, if the capture of the run shows it.
+
+    Args:
+        folder: of the run.
+        advice: what to do if the script uses mixed precision itself.
+        verb: what the probe does, as ``"profiled"``; None: it saw enough, whatever other processes do.
+    """
+    try:
+        capture = read_capture(folder / RUN)
+    except FileError:
+        return "the run left no record of itself"
+    left_alone = capture.totals()["aside"]
+    if left_alone is not None:
+        return f"{left_alone}: {advice}"
+    if verb is not None and any("started processes" in note["text"] for note in capture.of("note")):
+        return f"the script computes in processes that it starts itself, which are not {verb}"
+    return None
 
 
 # ---- the process
 
 
-def run_process(
-    title: str, settings: RunSettings, target: Sequence[str], progress: Callable[[str], None]
-) -> EndedRun:
-    """Run the script ``target`` in a fresh process as ``settings`` say, and wait for its end.
-
-    Args:
-        title: how messages call the run.
-        settings: of the run.
-        target: script and its arguments.
-        progress: called with the script's latest line now and then.
-
-    Raises:
-        ScriptError: the script failed; the message has the last lines that it wrote to stderr.
-        UnsupportedError: it read a file that an earlier run wrote.
-    """
+def _run_process(settings: RunSettings, target: Sequence[str], progress: Callable[[str], None]) -> int:
+    """Run the script ``target`` in a fresh process as ``settings`` say; return its exit code."""
     folder = Path(settings.folder)
     command = [sys.executable, "-m", "narrowcast.verify", str(settings.write()), *target]
     # Output is not buffered, to show its progress. OpenMP threads sleep while they wait: spinning ones make a
     # step take sixty times as long as soon as something else needs a core, in one run and not in the other.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"}
-    out, err = folder / "stdout.txt", folder / "stderr.txt"
-    with out.open("wb") as stdout, err.open("wb") as stderr:
+    with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -233,21 +236,9 @@ def run_process(
             start_new_session=True,
         )
         try:
-            code = _wait(process, folder, lambda: progress(_last_line(out)))
+            return _wait(process, folder, lambda: progress(last_line(folder)))
         finally:
             _end_group(process)  # processes that the script left behind would disturb the next run
-    seen = read_files(folder / FILES)
-    if seen.read is not None:
-        file, wrote = seen.read
-        raise UnsupportedError(
-            f"run {folder.name} read {file}, which run {wrote} had written. A script that resumes from what "
-            "it saved does other work each time, so there is nothing to compare: let it start afresh each "
-            "time (by an option of its own, or by saving to the folder that NARROWCAST_RUN_DIR names). "
-            "A file that is only prepared once, as downloaded data, is no trouble where it is there before"
-        )
-    if code != 0:
-        raise ScriptError(_failure(title, code, _last_lines(err)) + f"\nall of its output: {folder}")
-    return EndedRun(folder=folder, last_line=_last_line(out), written=seen.written)
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, tick: Callable[[], None]) -> int:
@@ -271,10 +262,11 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _failure(title: str, code: int, lines: list[str]) -> str:
+def _failure(title: str, code: int, folder: Path) -> str:
     ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+    lines = _last_lines(folder / "stderr.txt")
     text = "; it ended with:\n" + "\n".join(lines) if lines else "; it wrote nothing to stderr"
-    return f"the script {ended} in {title}{text}"
+    return f"the script {ended} in {title}{text}\nall of its output: {folder}"
 
 
 def in_short(error: ScriptError) -> str:
@@ -308,7 +300,8 @@ def _last_lines(path: Path) -> list[str]:
     return ["".join(c if c.isprintable() else " " for c in line[:_LONGEST_LINE]) for line in lines]
 
 
-def _last_line(path: Path) -> str:
-    lines = _bytes_from(path, -_TAIL_BYTES).decode(errors="replace").replace("\r", "\n").splitlines()
-    written = [line for raw in lines if (line := raw.strip())]
+def last_line(folder: Path) -> str:
+    """Return the last line on stdout of the run in ``folder``."""
+    text = _bytes_from(folder / "stdout.txt", -_TAIL_BYTES).decode(errors="replace")
+    written = [line for raw in text.replace("\r", "\n").splitlines() if (line := raw.strip())]
     return written[-1] if written else ""
