@@ -28,7 +28,7 @@ BUDGETS = {
     "training": 2_580,  # to become 2,300
     "observe": 3_627,  # to become 2,800
     "attach": 2_726,  # to become 2,600
-    "verify": 3_730,  # to become 2,900
+    "verify": 3_335,  # to become 2,900
     "integrations": 0,
     "apex": 3_100,  # to become 2,900
     "migrate": 3_540,  # to become 3,400

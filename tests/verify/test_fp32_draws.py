@@ -208,12 +208,10 @@ def test_a_slice_is_filled_in_place():
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_a_uniform_number_stays_below_its_end_and_a_positive_one_positive(dtype):
+def test_a_uniform_number_stays_below_its_end(dtype):
     with Fp32Draws():
         assert torch.rand(200_000, dtype=dtype).max() < 1
         assert torch.empty(200_000, dtype=dtype).uniform_(-1, 0.3).max() < 0.3
-        assert torch.empty(200_000, dtype=dtype).exponential_(1e6).min() > 0
-        assert torch.empty(1000, dtype=dtype).log_normal_(-30, 1).min() > 0
 
 
 def test_fp64_and_integers_are_left_alone():
@@ -275,12 +273,6 @@ def test_what_a_fused_kernel_draws_is_undecidable():
         "_scaled_dot_product_flash_attention_for_cpu draws its dropout inside a fused kernel, so FP32 and "
         "mixed precision saw different masks."
     )
-
-
-def test_random_without_bounds_is_undecidable():
-    with Fp32Draws() as draws:
-        torch.empty(9, dtype=torch.bfloat16).random_()
-    assert "random_() without bounds" in draws.undecidable
 
 
 def test_a_generator_of_the_users_own_can_be_put_back():

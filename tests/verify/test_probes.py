@@ -10,7 +10,7 @@ import torch
 
 from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
-from narrowcast.verify.compare._probes import fingerprint, tensors_in
+from narrowcast.verify.compare._probes import fingerprint
 from narrowcast.verify.compare._results import certify_script, output_from_probes
 from narrowcast.verify.compare._runs import TENSORS, ScriptRuns, ScriptSettings, read_result, write_result
 
@@ -43,19 +43,6 @@ def test_a_fingerprint_is_of_every_bit_shape_and_dtype():
     assert len({fingerprint([other]) for other in others}) == len(others)
     assert fingerprint([torch.zeros(1)]) != fingerprint([-torch.zeros(1)])
     assert fingerprint([torch.empty(0)]) != fingerprint([])
-
-
-def test_tensors_are_found_wherever_a_module_may_be_handed_them():
-    from dataclasses import dataclass
-
-    @dataclass
-    class Output:
-        loss: torch.Tensor
-        more: dict
-
-    a, b, c = torch.zeros(1), torch.ones(1), torch.ones(2)
-    found = list(tensors_in([(a, 3, None, "x"), {"k": [b]}, Output(c, {"z": a})]))
-    assert [id(t) for t in found] == [id(a), id(b), id(c), id(a)]
 
 
 def test_a_result_is_written_whole_and_a_damaged_one_is_none(tmp_path):

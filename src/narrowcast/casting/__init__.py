@@ -43,6 +43,7 @@ __all__ = [
     "ops_under_way",
     "region_in",
     "rule_that_casts",
+    "tensors_inside",
     "unconverted",
     "watch_ops",
 ]

@@ -9,18 +9,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parameter import is_lazy
 
 from narrowcast.casting import Applied, cast_floating, region_in
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
 from narrowcast.policy import PRESETS, Policy, as_policy, format_name, policy_name, resolve
 from narrowcast.scaling import Static
+from narrowcast.training import random_states
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
 from narrowcast.verify._model_state import (
-    Buffers,
-    RandomState,
+    StartOfPass,
     as_before,
-    is_held_narrow,
+    differing_library,
     last_bit_moved,
     widened,
 )
@@ -77,8 +76,8 @@ def certify(
         batch, cast to FP32.
 
     Raises:
-        SettingError: ``model`` is not a module, has nothing to train, or has lazy weights; the loss is not a
-            tensor of one element, or has no graph.
+        SettingError: ``model`` is not a module or has nothing to train; the loss is not a tensor of one
+            element, or has no graph.
         OrderError: inside an autocast region.
         PolicyError: no such policy, or one that keeps master weights.
         ScaleError: ``loss_scale`` is not a scale.
@@ -102,15 +101,13 @@ def certify(
                 f"certify was called inside an autocast region on {device!r}, where FP32 is not FP32: call "
                 "it outside; it opens the region of its policy itself"
             )
-    name = policy_name(policy)
-    with as_before(model), torch.inference_mode(False), torch.enable_grad():
-        passes = _Passes(model, loss_fn, wanted, formats)
-        found = passes.certificate(batch, other_batch, name, scale)
-        if passes.drew_in_attention:
+    with as_before(model) as start, torch.inference_mode(False), torch.enable_grad():
+        passes = _Passes(model, loss_fn, wanted, formats, start)
+        found = passes.certificate(batch, other_batch, policy_name(policy), scale)
+        if passes.draws.in_attention:
             with sdpa_kernel(SDPBackend.MATH):
-                found = _Passes(model, loss_fn, wanted, formats, _WITHOUT_KERNEL).certificate(
-                    batch, other_batch, name, scale
-                )
+                passes = _Passes(model, loss_fn, wanted, formats, start, note=_WITHOUT_KERNEL)
+                found = passes.certificate(batch, other_batch, policy_name(policy), scale)
         return found
 
 
@@ -123,6 +120,8 @@ class _Passes:
         loss_fn: Callable[[Any, Any], torch.Tensor],
         policy: Policy,
         formats: dict[str, torch.dtype],
+        start: StartOfPass,
+        *,
         note: str | None = None,
     ) -> None:
         self._policy = policy
@@ -130,52 +129,45 @@ class _Passes:
         self._model = model
         self._loss_fn = loss_fn
         self._formats = formats
+        self._start = start
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._held_narrow = is_held_narrow(model)
-        self._buffers = Buffers(model)
-        self._random = RandomState()
-        self._draws = Fp32Draws()
+        self._held_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+        self.draws = Fp32Draws()
         self._loss_is_finite = True
-
-    @property
-    def drew_in_attention(self) -> bool:
-        return self._draws.in_attention
 
     def certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
         try:
             return self._certificate(batch, other_batch, policy, scale)
         finally:
-            self._draws.rewind_generators()
+            self.draws.rewind_generators()
 
     def _certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
         fp32 = self._in_fp32(batch)
-        random_after = RandomState()
-        doubt = self._doubt_about_fp32()
+        after_fp32, cannot_tell = random_states(), None
+        if self.draws.made_narrow:
+            cannot_tell = (
+                "The FP32 pass computed in bf16 or fp16 too: the model or loss_fn opens a region or casts of "
+                "its own, so there is no FP32 gradient to compare with."
+            )
         with last_bit_moved(self._model):
-            exact = self._in_fp32(batch, ExactOps())
-            rounding = self._against(fp32, exact)
+            rounding = self._against(fp32, self._in_fp32(batch, ExactOps()))
         noise = None if other_batch is None else self._against(fp32, self._in_fp32(other_batch))
         error, scale = self._mixed(fp32, batch, scale)
-        ended_elsewhere = random_after.differs_from(RandomState())
-        if ended_elsewhere:
-            doubt = doubt or (
-                f"The random numbers of {ended_elsewhere} were in another place after the mixed pass than "
-                "after the FP32 one, so the two may have seen different masks or samples."
+        library = differing_library(after_fp32, random_states())
+        if library is not None:
+            cannot_tell = cannot_tell or (
+                f"The random numbers of {library} were in another place after the mixed pass than after the "
+                "FP32 one, so the two may have seen different masks or samples."
             )
         sums = CertificateSums()
         for name, parameter in self._parameters.items():
-            sums.add(
-                name,
-                parameter.shape,
-                error=error[name],
-                noise=None if noise is None else noise[name],
-                rounding=rounding[name],
-            )
+            others = None if noise is None else noise[name]
+            sums.add(name, parameter.shape, error=error[name], noise=others, rounding=rounding[name])
         return sums.finish(
             policy=policy,
             format=", ".join(dict.fromkeys(map(format_name, self._formats.values()))),
             loss_scale=scale,
-            cannot_tell=self._draws.undecidable or doubt,
+            cannot_tell=self.draws.undecidable or cannot_tell,
             note=self._notes(),
         )
 
@@ -183,9 +175,8 @@ class _Passes:
         return {name: compared(gradient, others[name], scale=scale) for name, gradient in fp32.items()}
 
     def _rewind(self) -> None:
-        self._buffers.restore()
-        self._draws.rewind_generators()
-        self._random.restore()
+        self.draws.rewind_generators()
+        self._start.restore()
 
     def _in_fp32(self, batch: Any, ops: AbstractContextManager[Any] | None = None) -> _Gradients:
         self._rewind()
@@ -217,7 +208,7 @@ class _Passes:
             scale /= 2
 
     def _gradients(self, batch: Any, formats: dict[str, torch.dtype], scale: float | None) -> _Gradients:
-        with self._draws:
+        with self.draws:
             with ExitStack() as regions:
                 if formats and self._policy.names_modules:
                     regions.enter_context(Applied(self._model, self._policy, opens=False))
@@ -232,14 +223,6 @@ class _Passes:
                 loss, list(self._parameters.values()), torch.ones_like(loss), allow_unused=True
             )
         return dict(zip(self._parameters, gradients, strict=True))
-
-    def _doubt_about_fp32(self) -> str | None:
-        if self._draws.made_narrow:
-            return (
-                "The FP32 pass computed in bf16 or fp16 too: the model or loss_fn opens a region or casts of "
-                "its own, so there is no FP32 gradient to compare with."
-            )
-        return None
 
     def _notes(self) -> str | None:
         notes = [] if self._note is None else [self._note]
@@ -257,14 +240,6 @@ class _Passes:
 def _check(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    lazy = next(
-        (name for name, value in (*model.named_parameters(), *model.named_buffers()) if is_lazy(value)), None
-    )
-    if lazy is not None:
-        raise SettingError(
-            f"expected a model whose weights are made, got one whose {lazy} waits for its first input (a "
-            "lazy module): call the model once first"
-        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingError(
             f"expected a model with parameters to train, got {type(model).__name__} without any that needs "
@@ -280,16 +255,11 @@ def _check(model: Any) -> None:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
-        raise SettingError(
-            f"expected loss_fn(model, batch) to return a tensor of one element, got {type(loss).__name__}"
-        )
-    if loss.numel() != 1:
-        raise SettingError(
-            "expected loss_fn(model, batch) to return a tensor of one element, got shape "
-            f"{tuple(loss.shape)}: take its mean"
-        )
-    if not loss.requires_grad:
-        raise SettingError(
-            "expected loss_fn(model, batch) to return a loss with a graph, got one that needs no gradient: "
-            "compute it from the model's parameters, outside torch.no_grad(), and do not detach it"
-        )
+        got = type(loss).__name__
+    elif loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}: take its mean"
+    elif not loss.requires_grad:
+        got = "one that needs no gradient: compute it outside torch.no_grad(), and do not detach it"
+    else:
+        return
+    raise SettingError(f"expected loss_fn(model, batch) to return a loss, a tensor of one element, got {got}")

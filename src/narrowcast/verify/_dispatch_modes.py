@@ -14,7 +14,6 @@ _NARROW = frozenset({torch.bfloat16, torch.float16})
 # Tagged as ops that draw, but they choose a kernel, or make masks from a given seed.
 _DRAW_NOTHING = frozenset({"_fused_sdp_choice", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"})
 _BELOW_AN_END = frozenset({"rand", "rand_like", "uniform", "uniform_"})
-_POSITIVE = frozenset({"exponential", "exponential_", "log_normal", "log_normal_"})
 
 
 class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -26,8 +25,8 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     and the state of the generator are then the same in fp32, bf16 and fp16. fp64 and integer tensors are
     drawn as ever. Gradients are those of the op itself.
 
-    Casts round to nearest even, with two exceptions: a uniform number never reaches the open end of its
-    interval, and a positive number never becomes zero. Samples beyond 65504 are infinite in fp16.
+    Casts round to nearest even, except that a uniform number never reaches the open end of its interval.
+    Samples beyond 65504 are infinite in fp16.
 
     Attributes:
         undecidable: None, or a sentence on random numbers that cannot be drawn in fp32: inside a fused kernel
@@ -71,84 +70,54 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if share is not None:  # inside a kernel; 0 by default
             if given.get(share, 0.0) > 0 and given.get("train", True):
-                self.undecidable = self.undecidable or _fused_reason(func)
+                self.undecidable = self.undecidable or (
+                    f"{_name(func)} draws its dropout inside a fused kernel, so FP32 and mixed precision saw "
+                    "different masks."
+                )
                 self.in_attention = self.in_attention or share == "dropout_p"
-            return func(*args, **kwargs)
-        if (
-            _name(func) == "random_"
-            and len(given) - ("generator" in given) == 1
-            and _is_narrow(given["self"])
-        ):
-            self.undecidable = self.undecidable or (
-                "Tensor.random_() without bounds draws from a range that depends on the format."
-            )
             return func(*args, **kwargs)
         return _drawn_in_fp32(func, given)
 
 
 def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
-    dtype = _result_dtype(func, given)
-    call = dict(given)
-    written: list[tuple[torch.Tensor, torch.Tensor]] = []
-    template: torch.Tensor | None = None
-    for argument in func._schema.arguments:
-        value = given.get(argument.name)
-        if not isinstance(value, torch.Tensor):
-            continue
-        call[argument.name] = _wide(value)
-        if argument.is_write:
-            written.append((value, call[argument.name]))
-        elif template is None:
-            template = value
-    if dtype in _NARROW and any(argument.name == "dtype" for argument in func._schema.arguments):
+    """Call ``func`` on contiguous fp32 tensors; results have the formats and strides that it gives itself."""
+    arguments, dtype = func._schema.arguments, _result_dtype(func, given)
+    call = given | {name: _wide(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+    writes = [argument.name for argument in arguments if argument.is_write and argument.name in given]
+    reads = (value for name, value in given.items() if isinstance(value, torch.Tensor) and name not in writes)
+    template = next(reads, None) if given.get("memory_format") in (None, torch.preserve_format) else None
+    if dtype in _NARROW and any(argument.name == "dtype" for argument in arguments):
         call["dtype"] = torch.float32
-    if given.get("memory_format") not in (None, torch.preserve_format):
-        template = None
     results = func(**call)
-    for original, drawn in written:
-        if drawn is not original:
-            original.copy_(_cast(func, given, drawn, original.dtype))
-    originals = iter([original for original, _ in written])
-    several = isinstance(results, tuple)
-    handed_on = [
-        next(originals) if form.alias_info is not None else _as_asked(func, given, one, dtype, template)
-        for form, one in zip(func._schema.returns, results if several else (results,), strict=True)
-    ]
-    return tuple(handed_on) if several else handed_on[0]
+    originals: dict[int, torch.Tensor] = {id(call[name]): given[name] for name in writes}
+    for name in writes:
+        if call[name] is not given[name]:
+            given[name].copy_(_cast(func, given, call[name], given[name].dtype))
+
+    def as_asked(drawn: torch.Tensor) -> torch.Tensor:
+        if id(drawn) in originals:
+            return originals[id(drawn)]
+        if drawn.dtype == torch.float32 and dtype in _NARROW:
+            drawn = _cast(func, given, drawn, dtype)
+        if template is not None and template.shape == drawn.shape and not template.is_contiguous():
+            return torch.empty_like(template, dtype=drawn.dtype, device=drawn.device).copy_(drawn)
+        return drawn
+
+    return tree_map_only(torch.Tensor, as_asked, results)
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
     """Return a contiguous fp32 tensor; tensors of other formats than these three as they are."""
-    if value.dtype not in _NARROW and value.dtype != torch.float32:
-        return value
-    return value.to(torch.float32).contiguous()
-
-
-def _as_asked(
-    func: Any, given: dict[str, Any], drawn: torch.Tensor, dtype: torch.dtype, template: torch.Tensor | None
-) -> torch.Tensor:
-    """Return ``drawn`` with the format and the strides that the op would have given it."""
-    if drawn.dtype == torch.float32 and dtype in _NARROW:
-        drawn = _cast(func, given, drawn, dtype)
-    if template is not None and template.shape == drawn.shape and not template.is_contiguous():
-        return torch.empty_like(template, dtype=drawn.dtype, device=drawn.device).copy_(drawn)
-    return drawn
+    known = value.dtype in _NARROW or value.dtype == torch.float32
+    return value.to(torch.float32).contiguous() if known else value
 
 
 def _cast(func: Any, given: dict[str, Any], drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     narrow = drawn.to(dtype)
-    if dtype not in _NARROW:
-        return narrow
-    if _name(func) in _BELOW_AN_END:
+    if dtype in _NARROW and _name(func) in _BELOW_AN_END:
         end = float(given.get("to", 1.0))
-        largest = torch.tensor(end, dtype=dtype)
-        if float(largest) >= end:
-            largest = torch.nextafter(largest, torch.tensor(-float("inf"), dtype=dtype))
-        reached = (narrow.float() >= end) & (drawn < end)
-        narrow = torch.where(reached, largest.to(narrow.device), narrow)
-    elif _name(func) in _POSITIVE:
-        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # the smallest subnormal
-        narrow = narrow.masked_fill((narrow == 0) & (drawn > 0), smallest)
+        below = torch.nextafter(torch.tensor(end, dtype=dtype), torch.tensor(-float("inf"), dtype=dtype))
+        narrow = torch.where((narrow.float() >= end) & (drawn < end), below.to(narrow.device), narrow)
     return narrow
 
 
@@ -175,13 +144,6 @@ def _name(func: Any) -> str:
     """Return ``"bernoulli_"`` for ``aten::bernoulli_.float``."""
     name: str = func._schema.name
     return name.partition("::")[2]
-
-
-def _fused_reason(func: Any) -> str:
-    return (
-        f"{_name(func)} draws its dropout inside a fused kernel, so FP32 and mixed precision saw different "
-        "masks."
-    )
 
 
 def _is_narrow(result: Any) -> bool:

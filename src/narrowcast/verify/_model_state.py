@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from narrowcast.training import random_states, set_random_states
+
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class RandomState:
-    """The state of torch's generators on CPU and CUDA, Python's and NumPy's."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = None if numpy is None else numpy.random.get_state(legacy=False)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-    def differs_from(self, other: RandomState) -> str | None:
-        """Return the name of a library whose state differs; None if none does."""
-        pairs = zip([self._torch, *self._cuda], [other._torch, *other._cuda], strict=False)
-        if not all(torch.equal(mine, theirs) for mine, theirs in pairs):
-            return "torch"
-        if self._python != other._python:
-            return "Python"
-        return None if _plain(self._numpy) == _plain(other._numpy) else "numpy"
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
-
-
-def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+def each_once(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` without the repeats of ``expand``: a view that torch can write to."""
-    if tensor.layout != torch.strided:
-        return tensor
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
+    if tensor.layout == torch.strided:
+        for dimension, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dimension] > 1:
+                tensor = tensor.narrow(dimension, 0, 1)
     return tensor
 
 
-class Buffers:
-    """The buffers of a model and their values: a forward may write to one or replace it."""
+class StartOfPass:
+    """The buffers of a model and all random states: a forward may write to a buffer or replace it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._random_states = random_states()
         self._kept = [
-            (module, name, buffer, None if buffer is None else _each_once(buffer.data).clone())
+            (module, name, buffer, None if buffer is None else each_once(buffer.data).clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
@@ -72,27 +38,35 @@ class Buffers:
         for module, name, buffer, value in self._kept:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
-                _each_once(buffer.data).copy_(value)
+                each_once(buffer.data).copy_(value)
+        set_random_states(self._random_states)
+
+
+def differing_library(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Return the library whose random state differs between two results of ``random_states``, if any."""
+    tensors = [[states["torch"], *states["devices"].values()] for states in (before, after)]
+    if not all(torch.equal(a, b) for a, b in zip(*tensors, strict=False)):
+        return "torch"
+    return next((name for name in ("python", "numpy") if before[name] != after[name]), None)
 
 
 @contextmanager
-def as_before(model: torch.nn.Module) -> Iterator[None]:
+def as_before(model: torch.nn.Module) -> Iterator[StartOfPass]:
     """Restore gradients, buffers, modes and all random states after the block, however it ends."""
-    buffers, random_state = Buffers(model), RandomState()
+    start = StartOfPass(model)
     modes = [(module, module.training) for module in model.modules()]
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _, _ in parameters:
             parameter.grad = None
-        yield
+        yield start
     finally:
         for parameter, needs, gradient in parameters:
             parameter.requires_grad_(needs)
             parameter.grad = gradient
         for module, mode in modes:
             module.training = mode
-        buffers.restore()
-        random_state.restore()
+        start.restore()
 
 
 @contextmanager
@@ -101,36 +75,26 @@ def last_bit_moved(model: torch.nn.Module) -> Iterator[None]:
 
     In fp32 that is a relative change of 2**-24 to 2**-23. No random state of the process changes.
     """
-    places = [_each_once(parameter.data) for parameter in model.parameters()]
-    kept = [(place, place.clone()) for place in places]
-    generators: dict[torch.device, torch.Generator] = {}
+    kept = [(place, place.clone()) for place in (each_once(p.data) for p in model.parameters())]
+    generator = torch.Generator().manual_seed(0)
     try:
         for place, value in kept:
-            if not value.is_floating_point():
-                continue
-            device = value.device
-            if device not in generators:
-                generators[device] = torch.Generator(device).manual_seed(0)
-            up = torch.rand(value.shape, generator=generators[device], device=device) < 0.5
-            infinity = torch.full_like(value, float("inf"))
-            moved = torch.nextafter(value, torch.where(up, infinity, -infinity))
-            place.copy_(torch.where(value == 0, value, moved))
+            if value.is_floating_point():
+                up = (torch.rand(value.shape, generator=generator) < 0.5).to(value.device)
+                infinity = torch.full_like(value, float("inf"))
+                moved = torch.nextafter(value, torch.where(up, infinity, -infinity))
+                place.copy_(torch.where(value == 0, value, moved))
         yield
     finally:
         for place, value in kept:
             place.copy_(value)
 
 
-def is_held_narrow(model: torch.nn.Module) -> bool:
-    """Return whether any parameter is in bf16 or fp16."""
-    return any(parameter.dtype in _NARROW for parameter in model.parameters())
-
-
 @contextmanager
 def widened(model: torch.nn.Module) -> Iterator[None]:
     """Hold bf16 and fp16 parameters and buffers in fp32 within the block."""
     parameters = [(p, p.data) for p in model.parameters() if p.dtype in _NARROW]
-    entries = [
+    buffers = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
@@ -139,11 +103,11 @@ def widened(model: torch.nn.Module) -> Iterator[None]:
     try:
         for parameter, data in parameters:
             parameter.data = data.float()
-        for module, name, buffer in entries:
+        for module, name, buffer in buffers:
             module._buffers[name] = buffer.float()
         yield
     finally:
         for parameter, data in parameters:
             parameter.data = data
-        for module, name, buffer in entries:
+        for module, name, buffer in buffers:
             module._buffers[name] = buffer

@@ -5,24 +5,14 @@ from __future__ import annotations
 import html
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Self
+
+import msgspec
 
 from narrowcast.observe.capture import json_ready
 
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
-
-# Reasons that the verdict depends on.
-NOT_FINITE_FP32 = "its FP32 gradient is not finite"
-NOT_FINITE_MIXED = "its gradient is not finite in mixed precision"
-NOT_FINITE_OTHER = "the FP32 gradient of the second batch is not finite"
-NO_GRADIENT = "no gradient reaches it"
-ZERO_GRADIENT = "its gradient is zero"
-ZERO_FP32 = "its FP32 gradient is zero for this batch, which tests nothing"
-NO_SECOND_BATCH = "there was no second batch to measure noise by"
-ROUNDING_NOISE = "its gradient is rounding noise in FP32 itself"
-MISSING_FP32 = "it has a gradient in mixed precision and none in FP32, which counts as zero"
-MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which counts as zero"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +50,12 @@ class ParameterResult:
     judged: bool = False
     reason: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON; a number that is not finite is ``"inf"``, ``"-inf"`` or ``"nan"``."""
-        return {key: json_ready(value) for key, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Restore what ``to_dict`` returned."""
-        return cls(**{field.name: _from_json(field.name, data[field.name]) for field in fields(cls)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
     """How far mixed precision moves a gradient, in units of the difference that another minibatch makes.
 
-    ``str()`` is a table of at most 80 columns; a notebook shows HTML.
+    ``str()`` is a table of at most 80 columns with the worst parameters; a notebook shows all.
 
     Attributes:
         policy: as it was asked for.
@@ -85,7 +66,6 @@ class Certificate:
             there was no noise, as ``reason`` says.
         relative_error: of all judged parameters together, against the FP32 gradient.
         cosine: of all judged parameters together.
-        worst_parameter: the judged one with the largest error over noise, or relative error without noise.
         parameters: each one, in the order of the model.
         verdict: ``"pass"``, ``"fail"`` or ``"cannot tell"``.
         reason: for the verdict, in full sentences.
@@ -98,42 +78,35 @@ class Certificate:
     error_over_noise: float | None
     relative_error: float | None
     cosine: float | None
-    worst_parameter: ParameterResult | None
     parameters: tuple[ParameterResult, ...]
     verdict: str
     reason: str
 
+    @property
+    def worst_parameter(self) -> ParameterResult | None:
+        """The judged one with the largest error over noise, or relative error without noise."""
+        return next((parameter for parameter in worst_first(self.parameters) if parameter.judged), None)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for JSON; ``worst_parameter`` is reduced to its name and two numbers."""
-        result = {field.name: json_ready(getattr(self, field.name)) for field in fields(self)}
-        worst = self.worst_parameter
-        if worst is not None:
-            named = ("name", "error_over_noise", "relative_error")
-            result["worst_parameter"] = {key: json_ready(getattr(worst, key)) for key in named}
-        return result | {"parameters": [parameter.to_dict() for parameter in self.parameters]}
+        """Return a dict for JSON, with the name and two numbers of the worst parameter.
+
+        A number that is not finite is ``"inf"``, ``"-inf"`` or ``"nan"``.
+        """
+        worst, named = self.worst_parameter, ("name", "error_over_noise", "relative_error")
+        shown = None if worst is None else {key: getattr(worst, key) for key in named}
+        data: dict[str, Any] = json_ready(asdict(self) | {"worst_parameter": shown})
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Restore what ``to_dict`` returned."""
-        parameters = tuple(map(ParameterResult.from_dict, data["parameters"]))
-        worst = data["worst_parameter"]
-        found = None if worst is None else next(p for p in parameters if p.name == worst["name"])
-        given = {field.name: _from_json(field.name, data[field.name]) for field in fields(cls)}
-        return cls(**given | {"parameters": parameters, "worst_parameter": found})
+        return msgspec.convert(data, cls, strict=False)  # numbers may be text
 
     def __str__(self) -> str:
-        return as_table(self)
+        return _as_table(self)
 
     def _repr_html_(self) -> str:
-        return as_html(self)
-
-
-def _from_json(name: str, value: Any) -> Any:
-    if name == "shape":
-        return tuple(value)
-    if value in ("inf", "-inf", "nan") and name not in ("name", "policy", "format", "reason"):
-        return float(value)
-    return value
+        return f"<pre>{html.escape(_as_table(self, rows=len(self.parameters)))}</pre>"
 
 
 # ---- as text
@@ -156,48 +129,17 @@ def worst_first(parameters: Iterable[ParameterResult]) -> list[ParameterResult]:
     return sorted(parameters, key=badness, reverse=True)
 
 
-def as_table(certificate: Certificate) -> str:
-    """Return ``certificate`` as lines of at most 80 columns, the worst parameters first."""
-    lines = [f"gradient certificate: {certificate.verdict}"]
-    lines += textwrap.wrap(certificate.reason, _WIDTH)
+def _as_table(certificate: Certificate, *, rows: int = _ROWS) -> str:
+    lines = [f"gradient certificate: {certificate.verdict}", *textwrap.wrap(certificate.reason, _WIDTH)]
     lines += [f"{name:<18}{_fit(value, _WIDTH - 18)}" for name, value in _summary(certificate)]
-    rows = worst_first(certificate.parameters)
-    if rows:
-        lines += ["", f"{'parameter (worst first)':<{_NAME}}" + "".join(f"{head:>11}" for head in _HEADS[:3])]
-        lines[-1] += f"{_HEADS[3]:>8}"
-    for parameter in rows[:_ROWS]:
-        numbers = "".join(f"{text:>11}" for text in _numbers(parameter))
-        judged = "yes" if parameter.judged else "no"
-        lines.append(f"{_fit(parameter.name, _NAME - 1):<{_NAME}}{numbers}{judged:>8}")
-    if len(rows) > _ROWS:
-        lines.append(f"and {len(rows) - _ROWS} more")
+    cells = [(_fit(p.name, _NAME - 1), *_cells(p)) for p in worst_first(certificate.parameters)]
+    if cells:
+        lines.append("")
+    for name, *numbers, judged in [("parameter (worst first)", *_HEADS)] * bool(cells) + cells[:rows]:
+        lines.append(f"{name:<{_NAME}}{''.join(f'{text:>11}' for text in numbers)}{judged:>8}")
+    if len(cells) > rows:
+        lines.append(f"and {len(cells) - rows} more")
     return "\n".join(lines)
-
-
-def as_html(certificate: Certificate) -> str:
-    """Return ``certificate`` as a fragment of HTML with every parameter."""
-
-    def row(cells: Iterable[str], tag: str = "td") -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "".join(
-        row(
-            (
-                parameter.name,
-                "x".join(map(str, parameter.shape)) or "scalar",
-                *_numbers(parameter),
-                "yes" if parameter.judged else "no",
-                parameter.reason or "",
-            )
-        )
-        for parameter in worst_first(certificate.parameters)
-    )
-    return (
-        f"<div><p><strong>gradient certificate: {html.escape(certificate.verdict)}</strong><br>"
-        f"{html.escape(certificate.reason)}</p><table>{''.join(map(row, _summary(certificate)))}</table>"
-        f"<table><thead>{row(('parameter', 'shape', *_HEADS, 'why'), 'th')}</thead>"
-        f"<tbody>{body}</tbody></table></div>"
-    )
 
 
 def number(value: float | None) -> str:
@@ -216,9 +158,10 @@ def _summary(certificate: Certificate) -> list[tuple[str, str]]:
     ]
 
 
-def _numbers(parameter: ParameterResult) -> tuple[str, str, str]:
+def _cells(parameter: ParameterResult) -> tuple[str, str, str, str]:
     cosine = "-" if parameter.cosine is None else f"{parameter.cosine:.5f}"
-    return number(parameter.error_over_noise), number(parameter.relative_error), cosine
+    judged = "yes" if parameter.judged else "no"
+    return number(parameter.error_over_noise), number(parameter.relative_error), cosine, judged
 
 
 def _fit(text: str, width: int) -> str:

@@ -15,23 +15,23 @@ from narrowcast.observe.capture import (
 from narrowcast.verify.certificate._certificate import (
     CANNOT_TELL,
     FAIL,
-    MISSING_FP32,
-    MISSING_MIXED,
-    NO_GRADIENT,
-    NO_SECOND_BATCH,
-    NOT_FINITE_FP32,
-    NOT_FINITE_MIXED,
-    NOT_FINITE_OTHER,
     PASS,
-    ROUNDING_NOISE,
-    ZERO_FP32,
-    ZERO_GRADIENT,
     Certificate,
     ParameterResult,
     number,
-    worst_first,
 )
 from narrowcast.verify.certificate._sums import Sums, Totals
+
+# Reasons of parameters that the verdict depends on.
+_NOT_FINITE_FP32 = "its FP32 gradient is not finite"
+_NOT_FINITE_MIXED = "its gradient is not finite in mixed precision"
+_NOT_FINITE_OTHER = "the FP32 gradient of the second batch is not finite"
+_NO_GRADIENT = "no gradient reaches it"
+_ZERO_GRADIENT = "its gradient is zero"
+_ZERO_FP32 = "its FP32 gradient is zero for this batch, which tests nothing"
+_ROUNDING_NOISE = "its gradient is rounding noise in FP32 itself"
+_MISSING_FP32 = "it has a gradient in mixed precision and none in FP32, which counts as zero"
+_MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which counts as zero"
 
 # Relative error that passes whatever the noise: two and a half roundoffs of bf16 (2**-8), as products and
 # sums of rounded factors have it. Large batches have little noise, and full ones none.
@@ -75,14 +75,15 @@ def verdict_on(
 
 def _void(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> tuple[str, str] | None:
     """Return the verdict if it does not depend on any ratio."""
-    in_fp32 = [p.name for p in parameters if p.reason == NOT_FINITE_FP32]
-    in_mixed = [p.name for p in parameters if p.reason == NOT_FINITE_MIXED]
-    of_second = [p.name for p in parameters if p.reason == NOT_FINITE_OTHER]
+    of_fp32, of_mixed, of_second = (
+        _listed(_because(parameters, reason))
+        for reason in (_NOT_FINITE_FP32, _NOT_FINITE_MIXED, _NOT_FINITE_OTHER)
+    )
     cases = (
-        (in_fp32, CANNOT_TELL, f"FP32 itself is not finite: the gradient of {_listed(in_fp32)}."),
-        (in_mixed, FAIL, f"Not finite in mixed precision, but in FP32: the gradient of {_listed(in_mixed)}."),
+        (of_fp32, CANNOT_TELL, f"FP32 itself is not finite: the gradient of {of_fp32}."),
+        (of_mixed, FAIL, f"Not finite in mixed precision, but in FP32: the gradient of {of_mixed}."),
         (cannot_tell, CANNOT_TELL, cannot_tell or ""),
-        (of_second, CANNOT_TELL, f"FP32 is not finite on the second batch: {_listed(of_second)}."),
+        (of_second, CANNOT_TELL, f"FP32 is not finite on the second batch: {of_second}."),
         (not any(p.judged for p in parameters), CANNOT_TELL, _nothing_judged(parameters)),
     )
     return next(((verdict, reason) for holds, verdict, reason in cases if holds), None)
@@ -91,13 +92,17 @@ def _void(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> tup
 def _nothing_judged(parameters: Sequence[ParameterResult]) -> str:
     if not parameters:
         return "No parameter needs a gradient, so there is nothing to compare."
-    each = "; ".join(f"{p.name}: {p.reason}" for p in parameters[:_NAMES])
-    if all(p.reason == ROUNDING_NOISE for p in parameters):
+    if all(p.reason == _ROUNDING_NOISE for p in parameters):
         return (
             "Every FP32 gradient changes wholly with the last bit of the weights: does the loss change when "
             "it is computed twice, for the same batch and random numbers?"
         )
+    each = "; ".join(f"{p.name}: {p.reason}" for p in parameters[:_NAMES])
     return f"No gradient can be judged ({each}{'; and so on' if len(parameters) > _NAMES else ''})."
+
+
+def _because(parameters: Sequence[ParameterResult], *reasons: str) -> list[str]:
+    return [parameter.name for parameter in parameters if parameter.reason in reasons]
 
 
 def _by_parameter(parameters: Sequence[ParameterResult], *, has_noise: bool) -> tuple[str, str] | None:
@@ -198,28 +203,27 @@ def _without_second_batch(relative: float | None) -> tuple[str, str]:
 
 def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> list[str]:
     """Return sentences to add to the reason; ``without``: totals of parameters without a second batch."""
-    notes = []
-    alone = [p.name for p in parameters if p.judged and p.noise_norm is None and p.reason != NOT_FINITE_OTHER]
+    notes, every = [], f"of {len(parameters)} parameters"
+    alone = [p for p in parameters if p.judged and p.noise_norm is None and p.reason != _NOT_FINITE_OTHER]
     if alone and without is not None:
+        which = f"{len(alone)} {every} ({_listed([p.name for p in alone])})"
+        error = number(without.relative_error)
         notes.append(
-            f"There was no second batch for {len(alone)} of {len(parameters)} parameters "
-            f"({_listed(alone)}): of them only the relative error counts, {number(without.relative_error)}."
+            f"There was no second batch for {which}: of them only the relative error counts, {error}."
         )
-    rounding = [p.name for p in parameters if p.reason == ROUNDING_NOISE]
-    if rounding:
+    if names := _because(parameters, _ROUNDING_NOISE):
         notes.append(
-            f"Not judged, since in FP32 itself it is rounding noise: the gradient of {len(rounding)} of "
-            f"{len(parameters)} parameters ({_listed(rounding)})."
+            "Not judged, since in FP32 itself it is rounding noise: the gradient of "
+            f"{len(names)} {every} ({_listed(names)})."
         )
-    unreached = [p.name for p in parameters if p.reason in (NO_GRADIENT, ZERO_GRADIENT, ZERO_FP32)]
-    if unreached and any(p.judged for p in parameters):
+    names = _because(parameters, _NO_GRADIENT, _ZERO_GRADIENT, _ZERO_FP32)
+    if names and any(p.judged for p in parameters):
         notes.append(
-            f"Not judged: {len(unreached)} of {len(parameters)} parameters, which got no gradient or a zero "
-            f"one from this batch ({_listed(unreached)})."
+            f"Not judged: {len(names)} {every}, which got no gradient or a zero one from this batch "
+            f"({_listed(names)})."
         )
-    one_sided = [p.name for p in parameters if p.reason in (MISSING_FP32, MISSING_MIXED)]
-    if one_sided:
-        notes.append(f"A gradient on one side only, in FP32 or in mixed precision: {_listed(one_sided)}.")
+    if names := _because(parameters, _MISSING_FP32, _MISSING_MIXED):
+        notes.append(f"A gradient on one side only, in FP32 or in mixed precision: {_listed(names)}.")
     return notes
 
 
@@ -230,14 +234,13 @@ def _listed(names: Sequence[str]) -> str:
 
 # ---- a certificate
 
-_Measured = tuple[Sums, Sums | None, Sums | None]
-
 
 class CertificateSums:
     """Collect the sums of each parameter, then make the certificate."""
 
     def __init__(self) -> None:
-        self._members: list[tuple[str, tuple[int, ...], _Measured]] = []
+        self._parameters: list[ParameterResult] = []
+        self._judged: list[tuple[Sums, Sums | None, Sums | None]] = []
 
     def add(
         self, name: str, shape: Iterable[int], *, error: Sums, noise: Sums | None, rounding: Sums | None
@@ -252,7 +255,10 @@ class CertificateSums:
                 relative error counts.
             rounding: against an FP32 gradient that rounds differently; None: not measured.
         """
-        self._members.append((name, tuple(shape), (error, noise, rounding)))
+        result = _result(name, tuple(shape), error, noise, rounding)
+        self._parameters.append(result)
+        if result.judged:
+            self._judged.append((error, noise, rounding))
 
     def finish(
         self,
@@ -277,30 +283,26 @@ class CertificateSums:
             rounding_unknown: why FP32's own rounding was not measured, as a sentence; None: it was. If it
                 was not, a single parameter cannot fail: its gradient may be rounding noise.
         """
-        parameters = tuple(_result(name, shape, *sums) for name, shape, sums in self._members)
-        judged = [sums for (_, _, sums), p in zip(self._members, parameters, strict=True) if p.judged]
+        parameters, judged = tuple(self._parameters), self._judged
         totals = Totals.of(judged)
-        by_noise = Totals.of(sums for sums in judged if sums[1] is not None)
-        without = Totals.of(sums for sums in judged if sums[1] is None)
-        second_batch = any(noise is not None for _, noise, _ in judged)
+        with_noise = [sums for sums in judged if sums[1] is not None]
+        by_noise = Totals.of(with_noise) if with_noise else None
         verdict, reason = verdict_on(
             parameters,
             totals,
-            by_noise if second_batch else None,
-            without,
+            by_noise,
+            Totals.of(sums for sums in judged if sums[1] is None),
             cannot_tell=cannot_tell,
             rounding_unknown=rounding_unknown,
         )
-        worst = next((parameter for parameter in worst_first(parameters) if parameter.judged), None)
         return Certificate(
             policy=policy,
             format=format,
             at_step=at_step,
             loss_scale=loss_scale,
-            error_over_noise=by_noise.error_over_noise if second_batch else None,
+            error_over_noise=None if by_noise is None else by_noise.error_over_noise,
             relative_error=totals.relative_error,
             cosine=totals.cosine,
-            worst_parameter=worst,
             parameters=parameters,
             verdict=verdict,
             reason=reason if note is None else f"{reason} {note}",
@@ -311,9 +313,9 @@ def _result(
     name: str, shape: tuple[int, ...], error: Sums, noise: Sums | None, rounding: Sums | None
 ) -> ParameterResult:
     if not math.isfinite(error.first):
-        return ParameterResult(name=name, shape=shape, reason=NOT_FINITE_FP32)
+        return ParameterResult(name=name, shape=shape, reason=_NOT_FINITE_FP32)
     if error.missing == "both":
-        return ParameterResult(name=name, shape=shape, reason=NO_GRADIENT)
+        return ParameterResult(name=name, shape=shape, reason=_NO_GRADIENT)
     if rounding is not None and not math.isfinite(rounding.second):
         rounding = None
     totals = Totals.of([(error, noise, rounding)])
@@ -342,14 +344,14 @@ def _whether_judged(
     no_gradient = totals.gradient == 0 and not totals.noise > 0
     is_zero = totals.gradient == 0 == totals.error
     cases = (
-        (not math.isfinite(error.second), True, NOT_FINITE_MIXED),
-        (is_rounding, False, ROUNDING_NOISE),
-        (math.isinf(totals.noise), True, NOT_FINITE_OTHER),
-        (is_zero, False, ZERO_GRADIENT if no_gradient else ZERO_FP32),
-        (error.missing == "second", True, MISSING_MIXED),
-        (error.missing == "first", True, MISSING_FP32),
+        (not math.isfinite(error.second), True, _NOT_FINITE_MIXED),
+        (is_rounding, False, _ROUNDING_NOISE),
+        (math.isinf(totals.noise), True, _NOT_FINITE_OTHER),
+        (is_zero, False, _ZERO_GRADIENT if no_gradient else _ZERO_FP32),
+        (error.missing == "second", True, _MISSING_MIXED),
+        (error.missing == "first", True, _MISSING_FP32),
         (no_gradient, True, "its gradient is zero in FP32 and not in mixed precision"),
-        (noise is None, True, NO_SECOND_BATCH),
+        (noise is None, True, "there was no second batch to measure noise by"),
         (totals.no_noise, True, "both batches give it the same gradient: no noise to divide by"),
         (totals.gradient == 0, True, "its FP32 gradient is zero for this batch"),
         (totals.mixed == 0, True, "its gradient is zero in mixed precision"),

@@ -109,7 +109,11 @@ def compare(
 
 @dataclass(slots=True)
 class _Comparison:
-    """One comparison while it runs."""
+    """One comparison while it runs.
+
+    Attributes:
+        captures: of the timed runs by format, each with the name of its file.
+    """
 
     settings: ComparisonSettings
     runs: ScriptRuns
@@ -117,58 +121,51 @@ class _Comparison:
     captures: dict[str, list[tuple[str, Capture]]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
 
     def run(self) -> None:
-        started = time.perf_counter()
-        settings = self.settings
+        started, settings = time.perf_counter(), self.settings
+        asked = {
+            name: getattr(settings, name) for name in ("loss_scale", "seed", "steps", "repeats", "at_step")
+        }
+        options = list(settings.options)
         self.writer.write(
-            start_event(
-                settings.target,
-                settings.policy,
-                kind="compare",
-                loss_scale=settings.loss_scale,
-                seed=settings.seed,
-                steps=settings.steps,
-                repeats=settings.repeats,
-                at_step=settings.at_step,
-                options=list(settings.options),
-            )
+            start_event(settings.target, settings.policy, kind="compare", options=options, **asked)
         )
         try:
-            self._measure()
+            for format_, repeat in by_turns(settings.repeats):
+                self._time(format_, repeat)
+            self._note_how_runs_ended()
+            self._count_tensors()
+            if self._trains():
+                self._write("certificate", **self._certificate())
+            else:
+                self._write("output", **compare_outputs(self.runs))
         except ScaleCollapseError as error:
             # Training that cannot go on in mixed precision is a result of the comparison.
-            why = f"Training in mixed precision came to a stop. {error}"
-            failed = no_certificate(settings.policy, self._format(), settings.at_step, why)
-            self.writer.write({"event": "certificate", **failed, "verdict": FAIL})
+            failed = self._no_certificate(f"Training in mixed precision came to a stop. {error}")
+            self._write("certificate", **failed | {"verdict": FAIL})
         finally:
-            self._drop_tensors()
+            for folder in self.runs.folders:  # its tensors may be as large as the model
+                shutil.rmtree(folder / TENSORS, ignore_errors=True)
             self._note_written_files()
-        self.writer.write({"event": "finished", "wall_s": time.perf_counter() - started})
+        self._write("finished", wall_s=time.perf_counter() - started)
 
-    def _measure(self) -> None:
-        for format_, repeat in by_turns(self.settings.repeats):
-            self._time(format_, repeat)
-        self._note_how_runs_ended()
-        self._count_tensors()
-        if self._trains():
-            self._certify()
-        else:
-            self.writer.write({"event": "output", **compare_outputs(self.runs)})
+    def _write(self, event: str, **fields: Any) -> None:
+        self.writer.write({"event": event, **fields})
 
     def _note_written_files(self) -> None:
         """Note files that the script wrote outside of its run's folder, as it does in a run of its own."""
         written = sorted(path for path in self.runs.earlier if os.path.exists(path))
         if written:
             more = f" and {len(written) - _FILES_NAMED} more" if len(written) > _FILES_NAMED else ""
-            self._note(
-                f"the script wrote files outside of its run's folder, over what was there: "
-                f"{', '.join(written[:_FILES_NAMED])}{more}"
-            )
+            files = f"{', '.join(written[:_FILES_NAMED])}{more}"
+            text = f"the script wrote files outside of its run's folder, over what was there: {files}"
+            self._write("note", text=text)
 
     # ---- runs that are timed
 
     def _time(self, format_: str, repeat: int) -> None:
         name = f"{format_}-{len(self.captures[format_]) + 1}"
-        self._write_run(name, format_, repeat, RUN, last_line="", ended=False)
+        run = {"name": name, "format": format_, "seed": self.settings.seed + repeat}
+        self._write("run", **run, capture=f"{name}/{RUN}", last_line="", ended=False)
         try:
             folder = self.runs.start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
         except ScriptError:
@@ -181,92 +178,72 @@ class _Comparison:
             capture = read_capture(path)
         except FileError as error:
             raise ScriptError(f"{name} left no capture, so there is nothing to compare: {error}") from error
-        aside = capture.totals()["aside"]
-        if aside is not None:
-            raise UnsupportedError(
-                f"{aside}, so its FP32 and its mixed run would be the same. Compare it without that (most "
-                "scripts have an option for it), or trust its own"
-            )
-        if not any(map(capture.of, ("forward", "loss", "step", "device"))):
-            raise UnsupportedError(
-                "the script called no module with parameters and went backward from nothing, so there is "
-                "nothing to compare"
-            )
+        _check_comparable(capture)
         self.captures[format_].append((path.name, capture))
-        self._write_run(name, format_, repeat, path.name, last_line=last_line(folder), ended=True)
-
-    def _write_run(self, name: str, format_: str, repeat: int, capture: str, **more: Any) -> None:
-        self.writer.write(
-            {
-                "event": "run",
-                "name": name,
-                "format": format_,
-                "seed": self.settings.seed + repeat,
-                "capture": f"{name}/{capture}",
-                **more,
-            }
-        )
+        self._write("run", **run, capture=f"{name}/{path.name}", last_line=last_line(folder), ended=True)
 
     def _note_how_runs_ended(self) -> None:
         first = self.captures["fp32"][0][1].totals()
         if first["stopped"]:
             what = "optimizer steps" if first["steps"] else "calls of its modules"
-            self._note(
-                f"each run was ended after {self.settings.steps} {what}; --steps 0 runs the whole script"
+            steps = self.settings.steps
+            self._write(
+                "note", text=f"each run was ended after {steps} {what}; --steps 0 runs the whole script"
             )
 
+    def _all(self) -> list[Capture]:
+        return [capture for runs in self.captures.values() for _, capture in runs]
+
     def _trains(self) -> bool:
-        every = [capture for runs in self.captures.values() for _, capture in runs]
-        return any(c.totals()["backwards"] or c.of("loss") or c.of("step") for c in every)
+        return any(c.totals()["backwards"] or c.of("loss") or c.of("step") for c in self._all())
 
     # ---- tensor memory
 
     def _count_tensors(self) -> None:
         """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
-        known = [c.totals()["peak_tensor_bytes"] for runs in self.captures.values() for _, c in runs]
-        if any(peak is not None for peak in known):
+        if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self._all()):
             return
-        asked = self.settings.steps
-        steps = min(asked, _STEPS_FOR_MEMORY) if asked else _STEPS_FOR_MEMORY
+        steps = min(self.settings.steps or _STEPS_FOR_MEMORY, _STEPS_FOR_MEMORY)
         for format_ in ("fp32", "mixed"):
-            peak, reason = None, None
             try:
                 folder = self.runs.start(f"memory-{format_}", format_, MEMORY, steps=steps)
                 found = read_result(folder) or _CUT_SHORT
-                peak, reason = found["peak_tensor_bytes"], found["reason"]
             except ScriptError as error:
                 reason = f"the run that counts tensors failed: {in_short(error)}"
-            self.writer.write(
-                {"event": "memory", "format": format_, "peak_tensor_bytes": peak, "reason": reason}
-            )
+                found = {"peak_tensor_bytes": None, "reason": reason}
+            self._write("memory", format=format_, **found)
 
     # ---- gradients
 
-    def _certify(self) -> None:
-        settings, format_ = self.settings, self._format()
+    def _certificate(self) -> dict[str, Any]:
         if self.captures["fp32"][0][0] == RUN:
-            certificate = certify_script(self.runs, format=format_, at_step=settings.at_step)
-        else:
-            certificate = no_certificate(
-                settings.policy,
-                format_,
-                settings.at_step,
-                "The script trains in processes that it starts itself, where updates cannot be held back: "
-                "use narrowcast.certify on its model.",
-            )
-        self.writer.write({"event": "certificate", **certificate})
+            return certify_script(self.runs, format=self._format(), at_step=self.settings.at_step)
+        return self._no_certificate(
+            "The script trains in processes that it starts itself, where updates cannot be held back: use "
+            "narrowcast.certify on its model."
+        )
+
+    def _no_certificate(self, why: str) -> dict[str, Any]:
+        return no_certificate(self.settings.policy, self._format(), self.settings.at_step, why)
 
     def _format(self) -> str:
         devices = [d["format"] for _, capture in self.captures["mixed"] for d in capture.of("device")]
         return ", ".join(dict.fromkeys(devices)) or self.settings.policy
 
-    def _note(self, text: str) -> None:
-        self.writer.write({"event": "note", "text": text})
 
-    def _drop_tensors(self) -> None:
-        """Delete the tensors of probes, which may be as large as the model."""
-        for run in self.runs.folders:
-            shutil.rmtree(run / TENSORS, ignore_errors=True)
+def _check_comparable(capture: Capture) -> None:
+    """Refuse a run that does in mixed precision what it does in FP32, or nothing."""
+    left_alone = capture.totals()["aside"]
+    if left_alone is not None:
+        raise UnsupportedError(
+            f"{left_alone}, so its FP32 and its mixed run would be the same. Compare it without that (most "
+            "scripts have an option for it), or trust its own"
+        )
+    if not any(map(capture.of, ("forward", "loss", "step", "device"))):
+        raise UnsupportedError(
+            "the script called no module with parameters and went backward from nothing, so there is nothing "
+            "to compare"
+        )
 
 
 def by_turns(repeats: int) -> Iterator[tuple[str, int]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from narrowcast.attach import Attachment, Observer
+from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.training import random_states
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
+from narrowcast.verify._model_state import each_once
 from narrowcast.verify.compare._runs import EXACT, MIXED, REFERENCE, TENSORS, RunSettings, write_result
 
 # Steps of one optimizer: another one that seldom steps should not keep the probe going.
@@ -27,6 +29,7 @@ _MOST_STEPS = 64
 _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 _OUTPUTS = 3
+_until_the_end = ExitStack()  # never closed
 
 
 class Probe(Observer):
@@ -99,9 +102,8 @@ class GradientProbe(Probe):
         self._modules: list[torch.nn.Module] = []
         self._tensors: dict[int, torch.Tensor] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._seen: list[torch.optim.Optimizer] = []
-        self._counts: list[int] = []
-        self._overflowed: set[int] = set()
+        self._counts: dict[torch.optim.Optimizer, int] = {}  # steps of each that were held back
+        self._overflowed: set[torch.optim.Optimizer] = set()
         self._problem: str | None = None
         self._facts: dict[str, Any] = {"batch": None, "random": [], "scales": []}
         (self.folder / TENSORS).mkdir(exist_ok=True)
@@ -130,12 +132,12 @@ class GradientProbe(Probe):
             return
         if self._draws is None:
             self._draws = Fp32Draws()
-            _enter_for_good(self._draws)
+            _until_the_end.enter_context(self._draws)
             if self._role == EXACT:
-                _enter_for_good(ExactOps())
+                _until_the_end.enter_context(ExactOps())
         if self._facts["batch"] is None:
             self._facts["batch"] = fingerprint([args, kwargs])
-        if not any(known is module for known in self._modules):
+        if module not in self._modules:
             self._first_call(module)
         self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
@@ -154,7 +156,7 @@ class GradientProbe(Probe):
         state = {
             name: tensor
             for name, tensor in {**dict(module.named_parameters()), **buffers}.items()
-            if id(tensor) not in self._tensors and not is_lazy(tensor) and not _overlaps(tensor)
+            if id(tensor) not in self._tensors and not is_lazy(tensor) and each_once(tensor) is tensor
         }
         self._tensors |= {id(tensor): tensor for tensor in state.values()}
         if self._role == REFERENCE:
@@ -179,54 +181,42 @@ class GradientProbe(Probe):
         return self._armed
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._seen and self._first is not None and optimizer is not self._first:
+        if not self._counts and self._first not in (None, optimizer):
             return  # belongs to an iteration that began before updates were held back
-        place = next((n for n, known in enumerate(self._seen) if known is optimizer), None)
-        if place is None:
-            place = len(self._seen)
-            self._seen.append(optimizer)
-            self._counts.append(0)
+        if optimizer not in self._counts:
             self._facts["random"].append(random_state())
             self._facts["scales"].append(self.attachment.loss_scale)
-        batch = self._counts[place]
-        self._counts[place] += 1
+        batch = self._counts.get(optimizer, 0)
+        self._counts[optimizer] = batch + 1
         if batch == 0 or (batch == 1 and self._role == REFERENCE):
-            self._keep_gradients(optimizer, place, batch)
+            self._keep_gradients(optimizer, batch)
         if self._role == MIXED:
-            self._see_overflow(optimizer, place)
+            self._see_overflow(optimizer)
         for buffer, before in self._buffers:
             _put_back(buffer, before)
         self.finish()
 
-    def _see_overflow(self, optimizer: torch.optim.Optimizer, place: int) -> None:
+    def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the first scale at which every optimizer's gradients are finite again."""
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        if any(nonfinite_flags(gradients).read()):
-            if self._counts[place] == 1:
-                self._overflowed.add(place)
-        elif place in self._overflowed:
-            self._overflowed.remove(place)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        if any(nonfinite_flags([gradient for gradient in gradients if gradient is not None]).read()):
+            if self._counts[optimizer] == 1:
+                self._overflowed.add(optimizer)
+        elif optimizer in self._overflowed:
+            self._overflowed.remove(optimizer)
             if not self._overflowed:
                 self._facts["good_scale"] = self.attachment.loss_scale
 
-    def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
-        names = self.attachment.parameter_names()
-        kept, called, shapes = [], [], []
+    def _keep_gradients(self, optimizer: torch.optim.Optimizer, batch: int) -> None:
+        """Save name, shape and gradient of each parameter."""
+        names, place, rows = self.attachment.parameter_names(), list(self._counts).index(optimizer), []
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                if not parameter.requires_grad:
-                    continue
-                unnamed = f"optimizer {place}, group {number}, parameter {position}"
-                called.append(names.get(id(parameter), unnamed))
-                shapes.append(list(parameter.shape))
-                gradient = parameter.grad
-                kept.append(None if gradient is None else gradient.detach().cpu())
-        torch.save(
-            {"names": called, "shapes": shapes, "gradients": kept},
-            self.folder / TENSORS / f"gradients-{place}-{batch}.pt",
-        )
+                if parameter.requires_grad:
+                    unnamed = f"optimizer {place}, group {number}, parameter {position}"
+                    gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
+                    rows.append((names.get(id(parameter), unnamed), tuple(parameter.shape), gradient))
+        torch.save(rows, self.folder / TENSORS / f"gradients-{place}-{batch}.pt")
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._first is None:
@@ -239,21 +229,17 @@ class GradientProbe(Probe):
             self.attachment.stop()
 
     def _is_complete(self) -> bool:
-        most = max(self._counts, default=0)
-        if self._overflowed and self._scale_moves() and most < _MOST_OVERFLOWS:
+        most, scales = max(self._counts.values(), default=0), self._facts["scales"]
+        scale_moves = bool(scales) and self.attachment.loss_scale not in (None, scales[0])
+        if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
             return False
-        return most >= _MOST_STEPS or (bool(self._seen) and not self._waiting_for())
+        return most >= _MOST_STEPS or (bool(self._counts) and not self._waiting_for())
 
     def _waiting_for(self) -> int:
         """Return how many optimizers have not stepped as often as needed."""
         batches = 2 if self._role == REFERENCE else 1
         expected = [o for o in self.attachment.optimizers if any(g["params"] for g in o.param_groups)]
-        stepped = {id(o): count for o, count in zip(self._seen, self._counts, strict=True)}
-        return sum(stepped.get(id(o), 0) < batches for o in expected or self._seen)
-
-    def _scale_moves(self) -> bool:
-        scales = self._facts["scales"]
-        return bool(scales) and self.attachment.loss_scale not in (None, scales[0])
+        return sum(self._counts.get(o, 0) < batches for o in expected or self._counts)
 
     def finish(self) -> None:
         """Write what is known so far, since the script may end at any moment."""
@@ -264,7 +250,7 @@ class GradientProbe(Probe):
             self.folder,
             self._facts
             | {
-                "optimizers": len(self._seen),
+                "optimizers": len(self._counts),
                 "never_stepped": self._waiting_for() if self._armed else 0,
                 "problem": self._problem or undecidable,
                 "steps_before": self._steps_before,
@@ -282,13 +268,13 @@ class OutputProbe(Probe):
         (self.folder / TENSORS).mkdir(exist_ok=True)
         torch.compiler.set_stance("force_eager")
         self._draws = Fp32Draws()
-        _enter_for_good(self._draws)
+        _until_the_end.enter_context(self._draws)
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pending = fingerprint([args, kwargs])
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
-        floating = [tensor.detach().cpu() for tensor in tensors_in(output) if tensor.is_floating_point()]
+        floating = [tensor.detach().cpu() for tensor in tensors_inside(output) if tensor.is_floating_point()]
         torch.save(floating, self.folder / TENSORS / f"outputs-{len(self._inputs)}.pt")
         self._inputs.append(self._pending)
         write_result(self.folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
@@ -302,44 +288,15 @@ def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data.copy_(value)
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether elements share memory, as in an expanded tensor, which cannot be written to."""
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _enter_for_good(mode: AbstractContextManager[Any]) -> None:
-    """Enter ``mode`` until the process ends."""
-    mode.__enter__()
-
-
 def fingerprint(value: Any) -> str:
     """Return a hash of the bits of every tensor in ``value``, with shapes and dtypes."""
     digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors_in(value):
+    for tensor in tensors_inside(value):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def tensors_in(value: Any, _seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested lists, tuples, mappings and attributes of objects, in order."""
-    seen = set() if _seen is None else _seen
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if id(value) in seen or isinstance(value, str | bytes | int | float | type | torch.nn.Module):
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        inside = list(value.values())
-    elif isinstance(value, list | tuple):
-        inside = list(value)
-    else:
-        inside = list(getattr(value, "__dict__", {}).values())
-    for item in inside:
-        yield from tensors_in(item, seen)
 
 
 def random_state() -> str:

@@ -103,17 +103,18 @@ def _add_optimizer(
     first, low = _load(reference / f"{file}-0.pt"), _load(mixed / f"{file}-0.pt")
     if first is None or low is None:
         return "The gradients of a run cannot be read."
-    if (first["names"], first["shapes"]) != (low["names"], low["shapes"]):
+    if [row[:2] for row in first] != [row[:2] for row in low]:
         return "The optimizers of the FP32 and of the mixed run do not have the same parameters."
     other = _load(reference / f"{file}-1.pt")
     rounded_once = None if exact is None else _load(exact / f"{file}-0.pt")
-    for number, (name, shape) in enumerate(zip(first["names"], first["shapes"], strict=True)):
-        gradients = [_gradient(kept, number) for kept in (first, low, other, rounded_once)]
-        fp32, narrow, second, exactly = gradients
+    for number, (name, shape, fp32) in enumerate(first):
+        second, exactly = (
+            None if rows is None or number >= len(rows) else rows[number][2] for rows in (other, rounded_once)
+        )
         sums.add(
             name,
             shape,
-            error=compared(fp32, narrow),
+            error=compared(fp32, low[number][2]),
             noise=None if other is None else compared(fp32, second),
             rounding=None if exactly is None else compared(fp32, exactly),
         )
@@ -126,13 +127,6 @@ def _load(path: Path) -> Any:
         with suppress(OSError, RuntimeError, ValueError, EOFError, UnpicklingError):
             return torch.load(path, weights_only=True, mmap=mapped)
     return None
-
-
-def _gradient(kept: dict[str, Any] | None, number: int) -> torch.Tensor | None:
-    if kept is None or number >= len(kept["gradients"]):
-        return None
-    gradient: torch.Tensor | None = kept["gradients"][number]
-    return gradient
 
 
 def _difference(fp32: dict[str, Any], mixed: dict[str, Any], at_step: int) -> str | None:
