@@ -205,8 +205,7 @@ class ResolvedPolicy:
         """Return a format, or another word for ``compute``, for ``op`` outside of modules with a rule."""
         decision = self.root.decide(op)
         kind = self.native.get(op, UNLISTED) if decision is None else decision.compute
-        word = {LOWER: self.lower, UNLISTED: "as-is"}.get(kind, kind)
-        return word.partition(" ")[0]  # the table has fp32 in three ways
+        return {LOWER: self.lower, UNLISTED: "as-is"}.get(kind, kind).partition(" ")[0]  # "fp32 by ..."
 
     def why_native(self, op: str) -> str:
         """Explain what PyTorch does with ``op`` if ``decide`` returns None."""
