@@ -18,7 +18,7 @@ from narrowcast.casting._autocast import (
 from narrowcast.casting._bake import bake
 from narrowcast.casting._compile import compile
 from narrowcast.casting._scopes import rule_that_casts
-from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path
+from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path, tensors_inside
 from narrowcast.casting._watching import ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
 from narrowcast.casting.fp8 import is_fp8, unconverted
