@@ -8,20 +8,18 @@ are divided by it before the step.
 Run it:
 
     python examples/step_by_step.py
-    python examples/step_by_step.py --scale 65536 --json step_by_step.json
+    python examples/step_by_step.py --scale 65536
 
 What to look at: in the second table the gradients after `backward` are 4096 times those after `unscale`, and
 the weights move by the true ones. In the third the loss is infinite: the step is skipped and the weights
 stay. In the last gradients are unscaled before the step, where they may be looked at or clipped, and the
-weights end as in the second. With `--json` every number is written to a file, exactly.
+weights end as in the second.
 """
 
 # %% What is needed
 import argparse
 import copy
-import json
 import math
-from pathlib import Path
 
 import torch
 
@@ -78,7 +76,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Print every stage of a training step.")
     parser.add_argument("--scale", type=positive, default=4096.0, help="the loss scale (4096)")
     parser.add_argument("--seed", type=int, default=47, help="of the weights and the input (47)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there, exactly")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
 
@@ -100,9 +97,6 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"\n{title}\n{trace}")
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     print(f"\nunscaled before the step or in it: {'the same weights' if same else 'other weights'}")
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({title: trace.as_json() for title, trace in traces.items()}))
 
 
 # %%

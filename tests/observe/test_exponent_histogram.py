@@ -1,6 +1,5 @@
 """What a cast makes of numbers, from counts alone: equal to casting them, at every edge, for every format."""
 
-import json
 import math
 
 import pytest
@@ -189,7 +188,6 @@ def test_zeros_and_what_is_not_finite_are_apart():
     none = histogram_of(torch.zeros(3)).cast_to(FLOAT16)
     assert none.flushed_share is None
     assert str(none) == "FLOAT16 at scale 1: no finite number but zero"
-    assert json.loads(json.dumps(told.as_json()))["flushed_share"] == 0.5
 
 
 def test_the_largest_scale_without_overflow():
@@ -216,7 +214,6 @@ def test_it_is_a_hook_for_gradients_whatever_they_are():
     histogram.add(torch.sparse_coo_tensor([[0, 0]], [1.0, 1.0], (4,), check_invariants=True))
     assert histogram.exponents == {0: 4, 1: 1, 2: 1}
     assert str(histogram) == "6 numbers: 0 zeros, 0 infinities, 0 NaN, exponents 0 to 2"
-    assert json.loads(json.dumps(histogram.as_json()))["exponents"] == {"0": 4, "1": 1, "2": 1}
 
 
 def test_what_cannot_be_counted_is_refused():

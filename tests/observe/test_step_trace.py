@@ -1,6 +1,5 @@
 """One step, stage by stage: against numbers worked out by hand, and without moving the step by a bit."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -275,31 +274,6 @@ def test_the_step_is_the_same_to_the_bit(scaler):
     assert all(torch.equal(a, b) for a, b in zip(train(traced=True), train(traced=False), strict=True))
 
 
-def test_json_has_every_number_exactly():
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with nc.observe.trace_step(model, optimizer) as trace:
-        model(torch.randn(4, 3)).square().sum().backward()
-        expected = model.weight.grad.clone()
-        model.bias.grad.copy_(torch.tensor([math.nan, -math.inf]))
-        optimizer.step()
-    told = json.loads(json.dumps(trace.as_json(), allow_nan=False))
-    assert (told["schema"], told["kind"], told["model"], told["skipped"]) == (
-        1,
-        "step trace",
-        "Linear",
-        False,
-    )
-    stages = {stage["stage"]: stage["parameters"] for stage in told["stages"]}
-    weight = stages["backward"]["weight"]["gradient"]
-    assert (weight["dtype"], weight["shape"], weight["nan"], weight["infinite"]) == ("float32", [2, 3], 0, 0)
-    assert torch.equal(torch.tensor(weight["values"], dtype=torch.float32), expected)
-    assert (weight["min"], weight["max"]) == (expected.min().item(), expected.max().item())
-    bias = stages["before step"]["bias"]["gradient"]
-    assert (bias["values"], bias["nan"], bias["infinite"]) == (["nan", "-inf"], 1, 1)
-    assert (bias["min"], bias["max"], bias["norm"]) == (None, None, "nan")
-
-
 def test_the_table_is_80_columns_wide_and_tells_of_long_tensors():
     model = nn.ModuleDict({"a_block_with_quite_a_long_name": nn.Linear(64, 32)})
     layer = model["a_block_with_quite_a_long_name"]
@@ -372,10 +346,10 @@ def test_what_cannot_be_traced_is_refused():
         nc.observe.trace_step(stepper, optimizer)
     lazy = nn.LazyLinear(1)
     other = nc.observe.trace_step(lazy, optimizer)
-    with pytest.raises(UnsupportedError, match="parameter weight has no shape yet: call the model once"):
+    with pytest.raises(UnsupportedError, match="parameter weight has no values here"):
         other.__enter__()
     meta = nc.observe.trace_step(nn.Linear(1, 1, device="meta"), optimizer)
-    with pytest.raises(UnsupportedError, match="parameter weight is on meta"):
+    with pytest.raises(UnsupportedError, match="parameter weight has no values here"):
         meta.__enter__()
     with nc.observe.trace_step(model, optimizer) as trace:
         pass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -90,19 +89,16 @@ class CastCounts:
     def _share(self, count: int) -> float | None:
         return count / self.nonzero if self.nonzero else None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return every count and share."""
-        names = ("flushed", "subnormal", "normal", "overflowed")
-        return asdict(self) | {f"{name}_share": self._share(getattr(self, name)) for name in names}
-
     def __str__(self) -> str:
         if not self.nonzero:
             return f"{self.format} at scale {self.scale:g}: no finite number but zero"
-        parts = ((self.flushed, "flushed to zero"), (self.subnormal, "subnormal"), (self.normal, "normal"))
-        shares = [
-            f"{_percent(count, self.nonzero)} {what}"
-            for count, what in (*parts, (self.overflowed, "overflow"))
-        ]
+        parts = {
+            "flushed to zero": self.flushed,
+            "subnormal": self.subnormal,
+            "normal": self.normal,
+            "overflow": self.overflowed,
+        }
+        shares = [f"{100 * count / self.nonzero:.2f} % {what}" for what, count in parts.items()]
         return f"{self.format} at scale {self.scale:g}: {', '.join(shares)}"
 
 
@@ -238,17 +234,6 @@ class ExponentHistogram:
             shift -= 1
         return 2.0**shift
 
-    def as_json(self) -> dict[str, Any]:
-        """Return ``total``, ``zeros``, ``infinities``, ``nans``, and ``exponents`` with their counts."""
-        read = self._read()
-        return {
-            "total": read.total(),
-            "zeros": read[_ZERO],
-            "infinities": read[_INFINITE],
-            "nans": read[_NAN],
-            "exponents": {str(exponent): count for exponent, count in self.exponents.items()},
-        }
-
     def __str__(self) -> str:
         read, exponents = self._read(), list(self.exponents)
         span = f"exponents {exponents[0]} to {exponents[-1]}" if exponents else "no exponent"
@@ -317,7 +302,3 @@ def _shift_of(scale: float) -> int:
     if fraction != 0.5 or abs(exponent - 1) > _LARGEST_SHIFT:
         raise ScaleError(f"expected a power of two from 2**-500 to 2**500 as scale, got {scale!r}")
     return exponent - 1
-
-
-def _percent(count: int, total: int) -> str:
-    return f"{100 * count / total:.2f} %"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import torch
 from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import StepResult
 from narrowcast.observe._torch_internals import at_the_end_of_backward, graph_task_id
-from narrowcast.observe.capture import json_ready
 from narrowcast.training import Stepper
 from narrowcast.weights import held_by
 
@@ -154,17 +152,17 @@ class StepTrace:
     def _wrap(self, scaler: torch.amp.GradScaler, hooks: ExitStack) -> None:
         """Replace methods of this one scaler until ``hooks`` closes."""
         for name in (*_UNSCALING, "step", "step_together"):
-            method = getattr(scaler, name, None)
-            if not callable(method):
+            method = getattr(scaler, name, None)  # torch's own scaler does not clip
+            if method is None:
                 continue
-            if name in vars(scaler):  # replaced already, as by another trace
+            if name in vars(scaler):  # another trace is open
                 hooks.callback(setattr, scaler, name, method)
             else:
                 hooks.callback(delattr, scaler, name)
-            wrap = self._unscaling if name in _UNSCALING else self._stepping
-            setattr(scaler, name, wrap(scaler, method))
+            wrapper = self._unscaling(method) if name in _UNSCALING else self._stepping(scaler, method)
+            setattr(scaler, name, wrapper)
 
-    def _unscaling(self, _: torch.amp.GradScaler, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _unscaling(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def unscale(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             result = real(optimizer, *args, **kwargs)
             if self._changed():  # with a fused optimizer the step unscales and clips
@@ -231,32 +229,6 @@ class StepTrace:
             raise SettingError(f"stage {stage!r} is not in this trace. {there}")
         return self._stages[stage]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, ready for ``json.dumps``; NaN and infinities are text.
-
-        Returns:
-            ``schema`` (1), ``kind``, ``torch``, ``model``, ``skipped``, ``scale``, ``inputs`` and ``outputs``
-            by name, and ``stages``: a list of ``stage`` and ``parameters``, by name each with ``weight`` and
-            ``gradient`` (or null). Tensors are ``dtype``, ``shape``, ``norm``, ``min``, ``max``, ``nan``,
-            ``infinite`` (counts) and ``values``, which are exact.
-        """
-        stages = []
-        for stage in self.stages:
-            pairs = {name: (weight, stage.gradients[name]) for name, weight in stage.weights.items()}
-            parameters = {n: {"weight": _told(w), "gradient": _told(g)} for n, (w, g) in pairs.items()}
-            stages.append({"stage": stage.name, "parameters": parameters})
-        return {
-            "schema": 1,
-            "kind": "step trace",
-            "torch": str(torch.__version__),
-            "model": type(self._model).__name__,
-            "skipped": self.skipped,
-            "scale": self.scale,
-            "inputs": {name: _told(tensor) for name, tensor in self.inputs.items()},
-            "outputs": {name: _told(tensor) for name, tensor in self.outputs.items()},
-            "stages": stages,
-        }
-
     def __str__(self) -> str:
         ending = "no optimizer step" if self.skipped is None else "skipped" if self.skipped else "taken"
         lines = [f"one step of {type(self._model).__name__}: {ending}{_scale_text(self.scale)}"]
@@ -290,22 +262,20 @@ def trace_step(
     Stages: ``forward`` (as the block began), ``backward`` (gradients as autograd accumulated them, still
     scaled), ``unscale`` (with a scaler), ``before step`` (if clipping or something else changed gradients
     since), ``step``, and ``zeroed`` (``end`` if gradients changed and are not zero). The trace changes
-    nothing in the step. A skipped step has its stages too, and ``trace.skipped`` is True. fp32 masters of
-    low-precision weights have rows of their own.
+    nothing in the step. fp32 masters of low-precision weights have rows of their own.
 
     If the block has several backward passes, calls of the model or steps, the last is kept. With
     ``nc.GradScaler.clip_grad_norm_`` or a fused optimizer, gradients are unscaled and clipped at once, and
-    ``unscale`` holds the result. Copies stay on their devices: up to seven times the model's weights and
-    gradients. Each stage waits for the device.
+    ``unscale`` holds the result. Each stage copies weights and gradients, and waits for the device.
 
     Args:
         model: the module that is trained, or an ``nc.Stepper``, which brings its optimizers and scalers.
         optimizer: one or several.
-        scaler: any ``torch.amp.GradScaler`` whose ``step`` is called, ``nc.GradScaler`` too. If it is not
-            given, what it does to gradients appears as ``before step``.
+        scaler: any ``torch.amp.GradScaler`` whose ``step`` is called. If it is not given, what it does to
+            gradients appears as ``before step``.
 
     Returns:
-        The trace: a context manager; read, print or export it after the block.
+        The trace: a context manager; read or print it after the block.
 
     Raises:
         SettingError: an argument of another type, or an optimizer or scaler beside a Stepper.
@@ -349,12 +319,11 @@ def _parameters_by_name(
             if id(parameter) not in names:
                 names[id(parameter)], named[name] = name, parameter
     for name, parameter in named.items():
-        if hasattr(parameter, "full_tensor"):
-            raise UnsupportedError(f"parameter {name} is sharded over ranks: trace the unsharded model")
-        if torch.nn.parameter.is_lazy(parameter):
-            raise UnsupportedError(f"parameter {name} has no shape yet: call the model once first")
-        if parameter.device.type == "meta":
-            raise UnsupportedError(f"parameter {name} is on meta: move the model to a device")
+        is_lazy = torch.nn.parameter.is_lazy(parameter)
+        if is_lazy or parameter.is_meta or hasattr(parameter, "full_tensor"):
+            raise UnsupportedError(
+                f"parameter {name} has no values here: trace a model that is not sharded, lazy or on meta"
+            )
     return named
 
 
@@ -380,45 +349,25 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_same(gradient: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
     if gradient is None or copy is None:
-        return gradient is None and copy is None
-    now = _dense(gradient.detach())
-    same = (now == copy) | (now.isnan() & copy.isnan())
-    return now.shape == copy.shape and now.dtype == copy.dtype and bool(same.all())
+        return gradient is copy
+    return torch.allclose(_dense(gradient.detach()), copy, rtol=0, atol=0, equal_nan=True)
 
 
-# ---- text and JSON
-
-
-def _told(tensor: torch.Tensor | None) -> dict[str, Any] | None:
-    """Describe a tensor. ``norm`` is that of all numbers, ``min`` and ``max`` those of the finite ones."""
-    if tensor is None:
-        return None
-    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double()  # exact
-    flat = numbers.flatten()
-    finite = flat[flat.isfinite()]
-    return {
-        "dtype": _dtype(tensor),
-        "shape": list(tensor.shape),
-        "norm": json_ready(float(torch.linalg.vector_norm(flat))),
-        "min": float(finite.min()) if finite.numel() else None,
-        "max": float(finite.max()) if finite.numel() else None,
-        "nan": int(flat.isnan().sum()),
-        "infinite": int(flat.isinf().sum()),
-        "values": json_ready(numbers.tolist()),
-    }
+# ---- text
 
 
 def _cell(tensor: torch.Tensor | None) -> list[str]:
-    told = _told(tensor)
-    if tensor is None or told is None:
+    """Return the numbers of a small tensor, else its norm and the range of its finite numbers."""
+    if tensor is None:
         return ["none"]
     if tensor.numel() <= _MOST_SHOWN:
-        values = tensor.cpu().flatten().tolist()
-        return [", ".join(map(_number, values)) or "empty"]
-    lines = [f"norm {_number(float(told['norm']))}"]
-    if told["min"] is not None:
-        lines += [f"min  {_number(told['min'])}", f"max  {_number(told['max'])}"]
-    if bad := told["nan"] + told["infinite"]:
+        return [", ".join(map(_number, tensor.cpu().flatten().tolist())) or "empty"]
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double().flatten()
+    finite = flat[flat.isfinite()]
+    lines = [f"norm {_number(float(torch.linalg.vector_norm(flat)))}"]
+    if finite.numel():
+        lines += [f"min  {_number(float(finite.min()))}", f"max  {_number(float(finite.max()))}"]
+    if bad := flat.numel() - finite.numel():
         lines.append(f"{bad} not finite")
     return lines
 
@@ -431,7 +380,7 @@ def _stage_lines(stage: Stage, label: str) -> list[str]:
         names = [name[start : start + width] for start in range(0, len(name), width)]
         names += [] if weight.numel() <= _MOST_SHOWN else [f"  {_shape(weight)}"]
         rows += zip_longest(names, _cell(weight), _cell(stage.gradients[name]), fillvalue="")
-    labels = textwrap.wrap(label, _WIDTHS["stage"], subsequent_indent=" ")
+    labels = label.replace(" ", "\n ").splitlines()
     return [_row(text, *(row or ("", "", ""))) for text, row in zip_longest(labels, rows, fillvalue="")]
 
 
