@@ -235,10 +235,7 @@ def test_what_is_given_is_checked(path):
     for options, message in (
         ({"optimizer": "adam"}, "expected a torch.optim.Optimizer, got str"),
         ({"optimizer": stepper}, "expected a torch.optim.Optimizer, got Stepper: write stepper="),
-        (
-            {"held": torch.optim.SGD(model.parameters(), 0.1)},
-            "expected held to be what nc.weights.hold returns",
-        ),
+        ({"scheduler": 3}, "expected schedulers with state_dict"),
         ({"stepper": model}, "expected stepper to be a nc.Stepper, got Sequential"),
     ):
         with pytest.raises(CheckpointError, match=message):

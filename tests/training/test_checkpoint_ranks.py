@@ -113,7 +113,7 @@ def test_what_one_rank_cannot_do_stops_all_and_changes_nothing(few):
     assert own_save.startswith("a checkpoint holds dicts, lists")
     assert "position is a object" in own_save
     assert other_save == f"rank 1 failed: CheckpointError: {own_save}"
-    assert "the checkpoint holds no scheduler '0'" in load
+    assert "the checkpoint holds no scheduler 'beside the Stepper 0'" in load
     assert other_load == f"rank 0 failed: CheckpointError: {load}"
     assert found["unchanged"]
     assert found["folders"] == 2, "the marker and the data"

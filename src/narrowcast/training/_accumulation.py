@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -35,7 +35,7 @@ class WeightCasts:
         self._parameters = parameters
         # A cast would keep the whole weight, which fully_shard gathers and frees layer by layer.
         self._sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
-        self._nesting: _Nesting | None = None
+        self._thread: int | None = None  # that keeps casts now
         self._versions = 0
         self._new = False
 
@@ -47,44 +47,36 @@ class WeightCasts:
         if self._sharded:
             return
         versions = sum(parameter._version for parameter in self._parameters)
-        if self._nesting is None:
-            self._nesting = _Nesting()
+        if self._thread is None:
+            self._thread = threading.get_ident()
+            torch.autocast_increment_nesting()
+            self._leave = weakref.finalize(self, _leave, self._thread)
             self._new = True
         elif versions != self._versions:
             self.forget()
-        self._nesting.check_thread()
+        self._check_thread()
         self._versions = versions
 
-    def before_backward(self, losses: Iterable[torch.Tensor]) -> None:
-        """Let the backward of casts that these losses have made, and that later ones share, run early."""
-        if self._nesting is not None and self._new:
-            roots = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-            run_casts_of_leaves_soon(nodes_below(roots))
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Let the backward of casts that this loss has made, and that later ones share, run early."""
+        if self._thread is not None and self._new and loss.grad_fn is not None:
+            run_casts_of_leaves_soon(nodes_below([loss.grad_fn]))
             self._new = False
 
     def drop(self) -> None:
         """Drop every cast, and keep no new ones."""
-        if self._nesting is not None:
-            self._nesting.check_thread()
-            self._nesting.release()
-            self._nesting = None
+        if self._thread is not None:
+            self._check_thread()
+            self._leave()
+            self._thread = None
 
     def forget(self) -> None:
         """Drop every cast, and keep new ones."""
         drop_casts()
         self._new = True
 
-
-class _Nesting:
-    """One level of autocast nesting of this thread; released at the latest when this object is deleted."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        torch.autocast_increment_nesting()
-        self.release = weakref.finalize(self, _leave, self._thread)
-
-    def check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
+    def _check_thread(self) -> None:
+        if self._thread != threading.get_ident():
             raise OrderError(
                 "expected every micro-batch of a step in one thread, got a second one: the weight casts are "
                 "kept in the first; finish the step there, or use accumulate=1"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
 from narrowcast.gradients import GradScaler, StepResult, needs_closure
@@ -53,9 +54,8 @@ class OptimizerGroup:
         for scheduler in self.schedulers:
             _check_scheduler(scheduler, self.optimizers)
         self._results = 0
-        self.listener = scaler.on_step(_weakly(self._move_schedulers))
 
-    def _move_schedulers(self, _: StepResult) -> None:
+    def move_schedulers(self, _: StepResult) -> None:
         self._results += 1
         if self._results % len(self.optimizers):
             return  # the scaler reports each of several optimizers that step together
@@ -249,7 +249,7 @@ class OptimizerGroup:
                     f"{len(state.get(name, ()))}: make it with the arguments of the one that was saved"
                 )
         for mine, theirs in zip(self.optimizers, state["optimizers"], strict=True):
-            check_settings_of(mine, theirs)
+            _check_settings_of(mine, theirs)
         for name, here in live.items():
             for one, theirs in zip(here, state[name], strict=True):
                 one.load_state_dict(theirs)
@@ -266,26 +266,8 @@ def _versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return [(id(gradient), gradient._version) for gradient in gradients]
 
 
-def _weakly(method: Callable[[StepResult], None]) -> Callable[[StepResult], None]:
-    """A listener that does not keep its object alive: the scaler may outlive the Stepper."""
-    reference = weakref.WeakMethod(method)
-
-    def listen(result: StepResult) -> None:
-        call = reference()
-        if call is not None:
-            call(result)
-
-    return listen
-
-
-def check_settings_of(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Refuse the state of another kind of optimizer, which ``load_state_dict`` would accept.
-
-    Raises:
-        SettingError: a setting of the optimizer is missing in ``state``.
-    """
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise SettingError(f"expected the state of {type(optimizer).__name__}, got {type(state).__name__}")
+def _check_settings_of(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuse the state of another kind of optimizer, which ``load_state_dict`` would accept."""
     for mine, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
         missing = sorted(set(mine) - set(theirs) - {"params", "param_names"})
         if missing:
@@ -335,8 +317,11 @@ _OWNERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Owners] = weakref.Wea
 _STEPPER_OF: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def claim(group: OptimizerGroup, stepper: Any) -> None:
+def claim(group: OptimizerGroup, stepper: Any) -> RemovableHandle:
     """Reserve a group's scaler and optimizers for ``stepper`` as long as it exists.
+
+    Returns:
+        The handle of the scaler's listener, which moves the schedulers.
 
     Raises:
         SettingError: the scaler belongs to another Stepper, or to another group of this one.
@@ -353,12 +338,13 @@ def claim(group: OptimizerGroup, stepper: Any) -> None:
             _OWNERS[optimizer] = []
             optimizer.register_step_pre_hook(_refuse_by_hand)
         _OWNERS[optimizer].append((weakref.ref(stepper), weakref.ref(group)))
+    return group.scaler.on_step(group.move_schedulers)
 
 
-def release(groups: list[OptimizerGroup]) -> None:
+def release(groups: list[OptimizerGroup], listeners: list[RemovableHandle]) -> None:
     """A Stepper was deleted: discard its unfinished gradients, which are scaled."""
-    for group in groups:
-        group.listener.remove()
+    for group, listener in zip(groups, listeners, strict=True):
+        listener.remove()
         if group.filled:
             group.zero()
 

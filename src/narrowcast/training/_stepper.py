@@ -103,9 +103,9 @@ class Stepper:
                 "accumulate with named optimizers under DistributedDataParallel would mix their gradients: "
                 "use accumulate=1, or one Stepper for each"
             )
-        for group in self._groups.values():
-            claim(group, self)
-        weakref.finalize(self, release, list(self._groups.values())).atexit = False
+        groups = list(self._groups.values())
+        listeners = [claim(group, self) for group in groups]
+        weakref.finalize(self, release, groups, listeners).atexit = False
         rules = place_rules(model, self._policy)
         if rules is not None:
             weakref.finalize(self, rules.remove).atexit = False
@@ -336,7 +336,7 @@ class Stepper:
         try:
             # Only the optimizer that steps gets gradients: a generator's loss reaches the discriminator too.
             inputs = None if alone or ddp else [p for p in group.parameters if p.requires_grad]
-            self._casts.before_backward([loss])
+            self._casts.before_backward(loss)
             group.backward(loss, inputs=inputs, one_rank=not ddp)
             if not alone and ddp:
                 for other in self._groups.values():

@@ -47,16 +47,15 @@ def save_checkpoint(
     stepper: Any = None,
     scheduler: Any = None,
     scaler: Any = None,
-    held: Any = None,
     policy: Any = None,
     position: Any = None,
 ) -> None:
     """Save everything that a run needs to continue bit for bit, in one step.
 
-    This covers the model, optimizers, schedulers and scalers, the weights that ``nc.weights.hold`` keeps (of
-    held optimizers also without ``held``), the state of a ``Stepper``, the policy, the random states of torch
-    (CPU and every device in use), Python and NumPy, and ``position``. The previous checkpoint at ``path``
-    stays until the new one is complete and on the disk: a kill or a full disk loses nothing.
+    This covers the model, optimizers, schedulers, scalers, what ``nc.weights.hold`` keeps for an optimizer,
+    the state of a ``Stepper``, the policy, the random states of torch (CPU and every device in use), Python
+    and NumPy, and ``position``. The previous checkpoint at ``path`` stays until the new one is complete and
+    on the disk: a kill or a full disk loses nothing.
 
     One process writes one file, with a checksum of every byte; ``torch.load(path, weights_only=True)`` reads
     it too. With several ranks of ``torch.distributed``, every rank calls this with the same ``path``, on a
@@ -70,7 +69,6 @@ def save_checkpoint(
         stepper: a ``nc.Stepper``.
         scheduler: one, a list or a dict, of those that ``stepper`` does not move.
         scaler: a ``nc.GradScaler`` or ``torch.amp.GradScaler``, a list or a dict.
-        held: the return value of ``nc.weights.hold`` if its optimizer is not given; or a list or a dict.
         policy: a ``Policy``, a preset's name or a TOML file; a Stepper has its own.
         position: where in the data the run is: dicts, lists, tuples, strings, numbers, booleans, None, bytes
             and dense tensors, nested. Floats and tensors come back to the bit; tensors on the CPU, NumPy's
@@ -87,7 +85,7 @@ def save_checkpoint(
     """
     ranks = Ranks()
     target = Path(path)
-    run = Run(model, optimizer, stepper, scheduler, scaler, held)
+    run = Run(model, optimizer, stepper, scheduler, scaler)
     kept = _policy_of(stepper, policy)
 
     def tree() -> dict[str, Any]:
@@ -119,7 +117,6 @@ def load_checkpoint(
     stepper: Any = None,
     scheduler: Any = None,
     scaler: Any = None,
-    held: Any = None,
     policy: Any = None,
 ) -> Checkpoint:
     """Load a checkpoint of ``save_checkpoint``; no code in it is run.
@@ -134,7 +131,7 @@ def load_checkpoint(
 
     Args:
         path: of a checkpoint.
-        model, optimizer, stepper, scheduler, scaler, held, policy: as for ``save_checkpoint``. With the model
+        model, optimizer, stepper, scheduler, scaler, policy: as for ``save_checkpoint``. With the model
             alone, as for an evaluation, everything else is left out, and random states stay as they are. The
             checkpoint of a loop without a Stepper can be loaded into one, and the other way round.
 
@@ -152,7 +149,7 @@ def load_checkpoint(
     """
     ranks = Ranks()
     source = Path(path)
-    run = Run(model, optimizer, stepper, scheduler, scaler, held)
+    run = Run(model, optimizer, stepper, scheduler, scaler)
     wanted = _policy_of(stepper, policy)
     fit = Fit(source)
     try:

@@ -46,9 +46,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
                 raise error.__context__ from None
             raise
         file.flush()
-        size = file.tell()
         with Path(file.name).open("rb") as written:
-            digest = _sha256(written, size)
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
         file.write(b"\n%s %d sha256 %s\n" % (FORMAT.encode(), VERSION, digest.encode()))
 
 

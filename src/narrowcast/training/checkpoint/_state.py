@@ -46,9 +46,7 @@ class Run:
             the Stepper. Without a Stepper there is only ``""``.
     """
 
-    def __init__(
-        self, model: Any, optimizer: Any, stepper: Any, scheduler: Any, scaler: Any, held: Any
-    ) -> None:
+    def __init__(self, model: Any, optimizer: Any, stepper: Any, scheduler: Any, scaler: Any) -> None:
         if not isinstance(model, torch.nn.Module):
             raise CheckpointError(
                 f"expected the model, a torch.nn.Module, got {type(model).__name__}; several models are one "
@@ -66,23 +64,21 @@ class Run:
         self.objects: dict[Key, Any] = {}
         for name, group in stepper._groups.items() if stepper is not None else ():
             self._add(name or "", group.optimizers, group.schedulers, group.scaler)
-        self._add("" if stepper is None else _BESIDE, optimizer, scheduler, scaler, held)
+        self._add("" if stepper is None else _BESIDE, optimizer, scheduler, scaler)
         names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
         self.names = {number: canonical(model, name) for number, name in names.items()}
 
-    def _add(self, group: str, optimizer: Any, scheduler: Any, scaler: Any, held: Any = None) -> None:
+    def _add(self, group: str, optimizer: Any, scheduler: Any, scaler: Any) -> None:
         """Add what was given, without what is there already, and the held weights of optimizers."""
         known = {id(one) for one in self.objects.values()}
-        given = {"optimizers": optimizer, "schedulers": scheduler, "scalers": scaler, "held": held}
-        for kind, several in given.items():
+        for kind, several in (("optimizers", optimizer), ("schedulers", scheduler), ("scalers", scaler)):
             for name, one in _by_name(kind, several).items():
                 if id(one) in known:
                     continue
-                self.objects[group, kind, name if kind != "held" else f"held {name}"] = one
+                self.objects[group, kind, name] = one
                 handle = held_by(one) if kind == "optimizers" else None
                 if handle is not None:
                     self.objects[group, "held", name] = handle
-                    known.add(id(handle))
 
     def of_kind(self, kind: str) -> dict[Key, Any]:
         return {key: one for key, one in self.objects.items() if key[1] == kind}
@@ -250,14 +246,10 @@ def _by_name(kind: str, given: Any) -> dict[str, Any]:
     else:
         found = {"0": given}
     for one in found.values():
-        if kind == "held" and not isinstance(one, HeldWeights):
-            raise CheckpointError(
-                f"expected held to be what nc.weights.hold returns, got {type(one).__name__}"
-            )
         if kind == "optimizers" and not hasattr(one, "param_groups"):
             hint = ": write stepper=" if isinstance(one, Stepper) else ""
             raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(one).__name__}{hint}")
-        if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict")):
+        if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
             raise CheckpointError(
                 f"expected {kind} with state_dict() and load_state_dict(), got {type(one).__name__}"
             )
