@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 import narrowcast as nc
 from narrowcast import weights
@@ -27,26 +28,16 @@ class Small(nn.Module):
         return self.head(self.norm(self.conv(x)).relu().flatten(1))
 
 
-def make(policy, *, optimizer="adamw", accumulate=2):
+def make(policy):
     torch.manual_seed(0)
     model = Small()
-    kinds = {
-        "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
-        "fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
-        "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    }
-    made = kinds[optimizer](model.parameters())
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(made, 20)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    scaler = Dynamic(scale=2.0**9, growth_interval=3)
     stepper = nc.Stepper(
-        model,
-        made,
-        policy,
-        accumulate=accumulate,
-        max_norm=1.0,
-        scheduler=scheduler,
-        scaler=Dynamic(scale=2.0**9, growth_interval=3),
+        model, optimizer, policy, accumulate=2, max_norm=1.0, scheduler=scheduler, scaler=scaler
     )
-    return model, made, stepper
+    return model, optimizer, stepper
 
 
 def train(model, stepper, steps, *, seed, overflow_at=()):
@@ -68,40 +59,26 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def tensors_in(value, path=""):
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{path}.{index}")
-    else:
-        yield path, value
-
-
 def assert_same(mine, theirs):
-    mine, theirs = dict(tensors_in(mine)), dict(tensors_in(theirs))
-    assert set(mine) == set(theirs)
-    for path, value in mine.items():
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == theirs[path].dtype, path
-            assert torch.equal(value, theirs[path]), path
+    (mine, form), (theirs, other_form) = tree_flatten(mine), tree_flatten(theirs)
+    assert form == other_form
+    for one, other in zip(mine, theirs, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
         else:
-            assert value == theirs[path], path
+            assert one == other
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "O2 in bf16", "O2 in fp16"])
-def test_resuming_is_bit_exact(policy, optimizer):
+def test_resuming_is_bit_exact(policy):
     policy = O2_IN[policy.rpartition(" ")[2]] if policy.startswith("O2") else policy
-    model, _, stepper = make(policy, optimizer=optimizer)
+    model, _, stepper = make(policy)
     train(model, stepper, 4, seed=1, overflow_at=(2,))
     saved = through_a_file({"model": model.state_dict(), "stepper": stepper.state_dict()})
     train(model, stepper, 4, seed=2, overflow_at=(5,))
 
-    again, _, resumed = make(policy, optimizer=optimizer)
+    again, _, resumed = make(policy)
     train(again, resumed, 1, seed=9)  # whatever it did before
     again.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["stepper"])
@@ -173,23 +150,6 @@ def test_o2_keeps_the_format_of_a_low_model():
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_small_updates_reach_the_masters(dtype):
-    """An update of 2**-13 of a weight is lost in either format, a thousand times over; masters add it up."""
-    torch.manual_seed(0)
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), 2.0**-13)
-    stepper = nc.Stepper(model, optimizer, O2_IN[dtype], scaler=Dynamic(scale=8.0))
-    for _ in range(1024):
-        with stepper.autocast():
-            loss = model(torch.ones(1, 1)).float().sum()
-        assert not stepper.step(loss).skipped
-    ((low, master),) = weights.held_by(optimizer).parameters
-    assert master.item() == 1.0 - 1024 * 2.0**-13
-    assert low.item() == master.item()
-
-
-@pytest.mark.parametrize("dtype", LOW)
 def test_micro_batches_are_added_in_fp32(dtype):
     """1 + 7 * 2**-12 in steps: in either format each small one would be lost."""
     model = nn.Linear(1, 1, bias=False)
@@ -236,10 +196,3 @@ def test_o2_on_a_machine_without_a_low_format_is_plain_fp32(monkeypatch):
     assert stepper.formats == {"cpu": torch.float32}
     assert weights.held_by(optimizer) is None
     train(model, stepper, 1, seed=1)
-
-
-def test_a_state_with_masters_does_not_load_without():
-    _, _, plain = make("bf16")
-    _, _, o2 = make(O2_IN["bf16"])
-    with pytest.raises(ValueError, match="expected a state with 1 masters, as this Stepper has, got 0"):
-        o2.load_state_dict(plain.state_dict())

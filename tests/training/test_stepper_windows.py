@@ -1,11 +1,13 @@
-"""Accumulation: casts of weights are kept over a window and never stale, and a window ends in order."""
+"""Accumulation: weight casts are kept over the micro-batches of a step, are never stale, and are dropped."""
 
 import gc
 import sys
 import threading
+from collections import Counter
 
 import pytest
 import torch
+from stepper_runs import made, micro_batch, mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import narrowcast as nc
 from narrowcast.errors import OrderError
 
-
-def model_of(width: int = 16) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP16_LINEAR = nc.Policy(compute="bf16").with_rules(nc.rule.op("linear", compute="fp16"))
+FP16_HEAD = nc.Policy(compute="bf16").with_rules(nc.rule.module("2", compute="fp16", output="fp32"))
 
 
 def nesting() -> int:
@@ -26,30 +27,29 @@ def nesting() -> int:
     return depth
 
 
-class CastsOfWeights(TorchDispatchMode):
-    """Counts conversions to bf16 of tensors that are shaped like a weight."""
+class Casts(TorchDispatchMode):
+    """Counts casts of tensors of one shape, by the format that they are cast to."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape):
         super().__init__()
-        self.shape, self.count = shape, 0
+        self.shape, self.to = shape, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            self.count += tuple(out.shape) == self.shape and out.dtype == torch.bfloat16
+        if func is torch.ops.aten._to_copy.default and tuple(out.shape) == self.shape:
+            self.to[out.dtype] += 1
         return out
 
 
-@pytest.mark.parametrize(("accumulate", "casts"), [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_each_weight_is_cast_once_a_window(accumulate, casts):
-    model = nn.Linear(16, 24, bias=False)
-    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=accumulate)
-    with CastsOfWeights((24, 16)) as counter:
+@pytest.mark.parametrize("policy", ["bf16", FP16_LINEAR], ids=["bf16", "rule"])
+@pytest.mark.parametrize(("accumulate", "casts"), [(1, 8), (4, 2), (8, 1)])
+def test_each_weight_is_cast_once_a_step(policy, accumulate, casts):
+    model, _, stepper = made(policy, nn.Linear(16, 24, bias=False), accumulate=accumulate)
+    with Casts((24, 16)) as counter:
         for _ in range(8):
-            with stepper.autocast():
-                loss = model(torch.randn(3, 16)).square().mean()
-            stepper.step(loss)
-    assert counter.count == casts
+            micro_batch(model, stepper, torch.randn(3, 16))
+    low = torch.bfloat16 if policy == "bf16" else torch.float16
+    assert counter.to == {low: casts, torch.float32: 8}  # and a gradient a micro-batch
     assert nesting() == 0
 
 
@@ -60,78 +60,74 @@ def test_nothing_is_kept_of_sharded_weights(tmp_path, monkeypatch):
     try:
         model = nn.Linear(16, 24, bias=False)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=2)
-        with stepper.autocast():
-            loss = model(torch.randn(3, 16)).square().mean()
-        assert not stepper.step(loss).complete
+        model, _, stepper = made("bf16", model, accumulate=2)
+        assert not micro_batch(model, stepper, torch.randn(3, 16)).complete
         assert nesting() == 0
         stepper.zero_grad()
     finally:
         torch.distributed.destroy_process_group()
 
 
-def outputs_in_a_window(write):
-    """What the model gives before and after ``write`` in the middle of a window, and what it should give."""
-    model = model_of()
-    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=4)
-    x = torch.randn(3, 16)
-    with stepper.autocast():
-        before = model(x)
-    stepper.step(before.square().mean())
-    write(model, stepper)
-    with stepper.autocast():
-        after = model(x)
-    stepper.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        fresh = model(x)
-    assert not torch.equal(before, fresh)
-    return after, fresh
-
-
-def write_in_place(model, _):
+def overwrite(model):
     with torch.no_grad():
-        model[0].weight.mul_(2.0)
+        model[0].weight.copy_(torch.full_like(model[0].weight, 0.5))
 
 
-def load(model, _):
+def multiply_several(model):
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 3.0)
+
+
+def load(model):
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
 
-def step_another_optimizer(model, _):
+def step_of_another_optimizer(model):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD(model.parameters(), 1.0, fused=True).step()
+    torch.optim.AdamW(model.parameters(), 0.3, fused=True).step()
+    model.zero_grad()
 
 
-def write_through_data(model, stepper):
+def write_through_data(model):
     model[0].weight.data.mul_(2.0)
-    stepper.drop_casts()
 
 
-@pytest.mark.parametrize("write", [write_in_place, load, step_another_optimizer, write_through_data])
-def test_a_weight_that_is_written_inside_a_window_is_cast_anew(write):
-    after, fresh = outputs_in_a_window(write)
-    assert torch.equal(after, fresh)
+WRITES = [overwrite, multiply_several, load, step_of_another_optimizer, write_through_data]
 
 
-def test_a_write_through_data_is_the_documented_exception():
-    """Kept as a test so that the documentation is changed when it becomes wrong."""
-    after, fresh = outputs_in_a_window(lambda model, _: model[0].weight.data.mul_(2.0))
-    assert not torch.equal(after, fresh)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("policy", [FP16_HEAD, FP16_LINEAR, "bf16"], ids=["module", "op", "bf16"])
+def test_a_weight_written_in_an_accumulation_is_cast_anew(policy, write):
+    """A write through ``.data`` leaves no trace: it takes ``drop_casts``, as the documentation says."""
+    model, _, stepper = made(policy, mlp(), accumulate=4)
+    x = torch.randn(3, 16)
+
+    def output():
+        with stepper.autocast():
+            return model(x).detach()
+
+    micro_batch(model, stepper, x)
+    before = output()
+    write(model)
+    if write is write_through_data:
+        assert torch.equal(output(), before)
+        stepper.drop_casts()
+    after = output()
+    stepper.zero_grad()
+    assert not torch.equal(after, before)
+    assert torch.equal(after, output()), "as without an accumulation"
 
 
 def test_an_evaluation_inside_a_window_changes_no_gradient():
     def gradients(evaluating):
-        model = model_of()
-        stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=3)
+        model, _, stepper = made("bf16", mlp(), accumulate=3)
         for number in range(2):
             if evaluating and number == 0:
                 with stepper.evaluate():
                     assert not model(torch.ones(1, 16)).requires_grad
             torch.manual_seed(number)
-            with stepper.autocast():
-                loss = model(torch.randn(3, 16)).square().mean()
-            stepper.step(loss)
+            micro_batch(model, stepper, torch.randn(3, 16))
             if evaluating:
                 with torch.inference_mode(), stepper.autocast():
                     model(torch.ones(1, 16))
@@ -162,14 +158,12 @@ def test_evaluate_gives_modes_and_gradients_back():
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
 def test_an_error_inside_a_window_leaves_no_casts_behind(where):
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    stepper = nc.Stepper(model, optimizer, "bf16", accumulate=2)
+    model, optimizer, stepper = made("bf16", mlp(), accumulate=2)
 
     def fail(*_):
         raise ZeroDivisionError
 
-    def micro_batch(broken):
+    def run(broken):
         with stepper.autocast():
             out = model(torch.randn(3, 16))
             if broken and where == "forward":
@@ -180,25 +174,22 @@ def test_an_error_inside_a_window_leaves_no_casts_behind(where):
 
     if where == "optimizer":
         handle = optimizer.register_step_pre_hook(fail)
-    micro_batch(broken=False)
+    run(broken=False)
     with pytest.raises(ZeroDivisionError):
-        micro_batch(broken=True)
+        run(broken=True)
     assert nesting() == 0
     assert not torch.is_autocast_enabled("cpu")
     if where == "optimizer":
         handle.remove()
     stepper.zero_grad()
-    assert not micro_batch(broken=False).complete
-    assert micro_batch(broken=False).complete
+    assert not run(broken=False).complete
+    assert run(broken=False).complete
     assert nesting() == 0
 
 
 def test_a_deleted_stepper_leaves_no_casts_behind():
-    model = model_of()
-    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=2)
-    with stepper.autocast():
-        loss = model(torch.randn(3, 16)).square().mean()
-    stepper.step(loss)
+    model, _, stepper = made("bf16", mlp(), accumulate=2)
+    micro_batch(model, stepper)
     assert nesting() == 1
     del stepper
     gc.collect()
@@ -206,22 +197,16 @@ def test_a_deleted_stepper_leaves_no_casts_behind():
 
 
 def test_a_window_stays_in_its_thread():
-    model = model_of()
-    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "bf16", accumulate=2)
+    model, _, stepper = made("bf16", mlp(), accumulate=2)
     refused = []
-
-    def micro_batch():
-        with stepper.autocast():
-            loss = model(torch.randn(3, 16)).square().mean()
-        stepper.step(loss)
 
     def elsewhere():
         try:
-            micro_batch()
+            micro_batch(model, stepper)
         except OrderError as error:
             refused.append(str(error))
 
-    micro_batch()
+    micro_batch(model, stepper)
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
