@@ -1,27 +1,19 @@
 """A backward inside an open region warns, once a process, and names the line that called it."""
 
-import threading
 import warnings
 
 import pytest
 import torch
+from casting_cases import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.casting._weight_casts import forget_warnings
 
 LINE = (
     "backward was called inside an nc.autocast region, where its own operations may be cast as well; "
     "end the region after the loss and call backward after it"
 )
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_fresh_process():
-    forget_warnings()
-    yield
-    forget_warnings()
 
 
 def loss():
@@ -53,19 +45,8 @@ def test_it_does_not_warn_after_the_region_or_where_casting_is_off():
 
 
 def test_it_does_not_warn_in_a_thread_without_a_region():
-    errors = []
-
-    def other():
-        try:
-            loss().backward()
-        except UserWarning as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=other)
     with nc.autocast("cpu"):
-        thread.start()
-        thread.join(30)
-    assert not errors
+        in_threads(lambda: loss().backward())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

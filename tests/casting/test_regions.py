@@ -7,13 +7,13 @@ import threading
 
 import pytest
 import torch
+from casting_cases import BF16, FP16, FP32, CountCasts, in_threads
 from torch import nn
 
 import narrowcast as nc
 from narrowcast.casting import _regions
 from narrowcast.errors import OrderError
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OUTSIDE = (False, BF16, True)
 
 
@@ -23,17 +23,6 @@ def state(device="cpu"):
         torch.get_autocast_dtype(device),
         torch.is_autocast_cache_enabled(),
     )
-
-
-@pytest.fixture
-def put_back():
-    """Undo what a trap of torch leaves behind."""
-    yield
-    torch.set_autocast_enabled("cpu", False)
-    torch.set_autocast_dtype("cpu", BF16)
-    torch.set_autocast_cache_enabled(True)
-    torch.clear_autocast_cache()
-    assert _nesting() == 0
 
 
 def _nesting():
@@ -87,26 +76,19 @@ def test_a_function_and_a_method_are_decorated():
 # --- one object, entered again ------------------------------------------------------------------------------
 
 
-def _nest_in_itself(region):
+def test_one_instance_nested_in_itself():
+    @nc.autocast("cpu", FP16)
+    def recurse(depth):
+        return state() if depth == 0 else recurse(depth - 1)
+
+    region = nc.autocast("cpu", FP16)
     with region:
         with region:
-            inside = state()
-        between = state()
-    return inside, between, state()
-
-
-def _recurse(autocast):
-    @autocast("cpu", FP16)
-    def f(depth):
-        return state() if depth == 0 else f(depth - 1)
-
-    return f(2), state()
-
-
-def test_one_instance_nested_in_itself():
-    on = (True, FP16, True)
-    assert _nest_in_itself(nc.autocast("cpu", FP16)) == (on, on, OUTSIDE)
-    assert _recurse(nc.autocast) == (on, OUTSIDE)
+            assert state() == (True, FP16, True)
+        assert state() == (True, FP16, True)
+    assert state() == OUTSIDE
+    assert recurse(2) == (True, FP16, True)
+    assert state() == OUTSIDE
 
 
 def test_one_instance_in_two_threads_at_once():
@@ -128,28 +110,9 @@ def test_one_instance_in_two_threads_at_once():
             seen["second inside"] = state()
         seen["second"] = state()
 
-    _run(first, second)
+    in_threads(first, second)
     assert seen == {"first": OUTSIDE, "second inside": (True, FP16, True), "second": (True, BF16, True)}
     assert state() == OUTSIDE
-
-
-def _run(*functions):
-    errors = []
-
-    def guarded(function):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
 
 
 # --- left in another order ----------------------------------------------------------------------------------
@@ -159,13 +122,10 @@ def test_a_region_left_before_the_one_inside_it():
     outer, inner = nc.autocast("cpu", FP16), nc.autocast("cpu", BF16, cache_enabled=False)
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(OrderError) as raised:
+    with pytest.raises(
+        OrderError, match="with 1 still open inside it; a generator or a coroutine that stops"
+    ):
         outer.__exit__(None, None, None)
-    assert str(raised.value) == (
-        "expected the innermost region to be left first, got the cpu region in torch.float16 with 1 still "
-        "open inside it; a generator or a coroutine that stops inside a region does this: open the region "
-        "around each of its steps"
-    )
     assert state() == (True, BF16, False)
     inner.__exit__(None, None, None)
     assert state() == OUTSIDE
@@ -186,28 +146,25 @@ def test_regions_of_two_devices_left_out_of_order():
 
 def test_a_region_that_was_not_entered_here():
     region = nc.autocast("cpu")
-    message = (
-        "expected a region that this thread entered, got one that it did not enter or has left already; "
-        "leave a region in the thread that entered it, as a with statement does"
-    )
-    with pytest.raises(OrderError) as raised:
+    with pytest.raises(
+        OrderError, match="expected a region that this thread entered, got one that it did not"
+    ):
         region.__exit__(None, None, None)
-    assert str(raised.value) == message
     with region, pytest.raises(OrderError):
-        _run(lambda: region.__exit__(None, None, None))
+        in_threads(lambda: region.__exit__(None, None, None))
     assert state() == OUTSIDE
 
 
 # --- formats nested around one layer ------------------------------------------------------------------------
 
 
-def _nested_formats(autocast, formats, layer, x):
+def _nested_formats(formats, layer, x):
     """The layer's results on the way in and on the way out again."""
     if not formats:
         return []
-    with autocast("cpu", formats[0]):
+    with nc.autocast("cpu", formats[0]):
         before = layer(x)
-        inner = _nested_formats(autocast, formats[1:], layer, x)
+        inner = _nested_formats(formats[1:], layer, x)
         return [before, *inner, layer(x)]
 
 
@@ -215,7 +172,7 @@ def _nested_formats(autocast, formats, layer, x):
 def test_nested_formats_share_a_layer(formats):
     layer, x = nn.Linear(8, 8), torch.randn(2, 8)
     expected = {dtype: _explicit(layer, x, dtype) for dtype in formats}
-    results = _nested_formats(nc.autocast, formats, layer, x)
+    results = _nested_formats(formats, layer, x)
     for result, dtype in zip(results, [*formats, *reversed(formats)], strict=True):
         assert result.dtype == dtype
         assert torch.equal(result, expected[dtype])
@@ -252,22 +209,9 @@ def test_ours_inside_torchs():
             assert layer(x).dtype == FP16
 
 
-class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts casts of a shape, in the order they are made."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.casts = shape, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
-            self.casts += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_casts_are_kept_where_that_is_safe():
     layer, x = nn.Linear(8, 4, bias=False), torch.randn(2, 8)
-    with Counting(layer.weight.shape) as count:
+    with CountCasts(layer.weight.shape) as made:
         with nc.autocast("cpu", BF16):
             layer(x), layer(x)
             with nc.autocast("cpu", BF16):  # the same format shares
@@ -277,26 +221,26 @@ def test_casts_are_kept_where_that_is_safe():
             with nc.autocast("cpu", enabled=False):
                 layer(x)
             layer(x)
-        assert count.casts == 1
+        assert made.count == 1
         with nc.autocast("cpu", BF16):
             layer(x)
-        assert count.casts == 2, "the outermost region ended: its casts must be gone"
+        assert made.count == 2, "the outermost region ended: its casts must be gone"
         with nc.autocast("cpu", BF16, cache_enabled=False):
             layer(x), layer(x)
-        assert count.casts == 4
+        assert made.count == 4
         with nc.autocast("cpu", BF16), nc.autocast("cpu", FP16):
             layer(x), layer(x)
-        assert count.casts == 5
+        assert made.count == 5
 
 
 def test_casts_are_kept_across_regions_for_who_holds_the_nesting_open():
     layer, x = nn.Linear(8, 4, bias=False), torch.randn(2, 8)
     torch.autocast_increment_nesting()
-    with Counting(layer.weight.shape) as count:
+    with CountCasts(layer.weight.shape) as made:
         for _ in range(3):
             with nc.autocast("cpu", FP16):
                 layer(x)
-        assert count.casts == 1
+        assert made.count == 1
         with nc.autocast("cpu", BF16):
             assert layer(x).dtype == BF16
         with nc.autocast("cpu", FP16):
@@ -315,56 +259,44 @@ def test_casts_are_kept_across_regions_for_who_holds_the_nesting_open():
 # --- threads in different formats ---------------------------------------------------------------------------
 
 
-def _two_threads(autocast, layer, x):
+def test_two_threads_in_different_formats_share_a_layer():
     """A bf16 thread fills the cache; then an fp16 thread uses the layer; then the first again."""
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
     filled, used = threading.Event(), threading.Event()
-    results = {}
 
     def first():
-        with autocast("cpu", BF16):
-            results["before"] = layer(x)
+        with nc.autocast("cpu", BF16):
+            before = layer(x)
             filled.set()
             used.wait(30)
-            results["after"] = layer(x)
+            return before, layer(x)
 
     def second():
         filled.wait(30)
         try:
-            with autocast("cpu", FP16):
-                results["other"] = layer(x)
-                results["cache of other"] = torch.is_autocast_cache_enabled()
+            with nc.autocast("cpu", FP16):
+                assert not torch.is_autocast_cache_enabled()  # the answer is truthful
+                return layer(x)
         finally:
             used.set()
 
-    _run(first, second)
-    return results
-
-
-def test_two_threads_in_different_formats_share_a_layer():
-    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
-    results = _two_threads(nc.autocast, layer, x)
-    assert results.pop("cache of other") is False, "the answer is truthful"
-    assert {name: result.dtype for name, result in results.items()} == {
-        "before": BF16,
-        "other": FP16,
-        "after": BF16,
-    }
-    for result in results.values():
-        assert torch.equal(result, _explicit(layer, x, result.dtype))
+    (before, after), other = in_threads(first, second)
+    for result, dtype in ((before, BF16), (other, FP16), (after, BF16)):
+        assert result.dtype == dtype
+        assert torch.equal(result, _explicit(layer, x, dtype))
 
 
 def test_two_threads_in_one_format_share_the_cache():
     inside = threading.Barrier(2)
-    seen = []
 
     def thread():
         with nc.autocast("cpu", FP16):
             inside.wait(30)
-            seen.append(torch.is_autocast_cache_enabled())
+            enabled = torch.is_autocast_cache_enabled()
             inside.wait(30)
+            return enabled
 
-    _run(thread, thread)
-    assert seen == [True, True]
+    assert in_threads(thread, thread) == [True, True]
 
 
 @pytest.mark.long
@@ -378,13 +310,13 @@ def test_many_threads_nest_formats_around_shared_layers():
             for _ in range(60):
                 formats = [(BF16, FP16, FP32)[i] for i in torch.randint(3, (3,), generator=chosen).tolist()]
                 for number, layer in enumerate(layers):
-                    results = _nested_formats(nc.autocast, formats, layer, x)
+                    results = _nested_formats(formats, layer, x)
                     for result, d in zip(results, [*formats, *formats[::-1]], strict=True):
                         assert torch.equal(result, expected[d][number])
 
         return run
 
-    _run(*(thread(seed) for seed in range(4)))
+    in_threads(*(thread(seed) for seed in range(4)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="posix: this system has no fork")

@@ -3,22 +3,20 @@
 import copy
 import gc
 import io
-import pickle
-import sys
-import threading
+import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
+from casting_cases import BF16, FP16, FP32, Calls, assert_same, eager, has_no_hooks, pickled, rules, trained
 from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import OrderError, PolicyError, UnsupportedError
 
 rule = nc.rule
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Pair = namedtuple("Pair", "first second")
 
 
@@ -29,7 +27,7 @@ class Result:
 
 
 class Inner(nn.Module):
-    """Takes and returns containers, and tells in which formats it was given what."""
+    """Takes and returns containers, and returns the formats of what it was given."""
 
     def __init__(self):
         super().__init__()
@@ -63,14 +61,14 @@ class Model(nn.Module):
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
 
-def run(*rules, compute="bf16", model=None, **settings):
+def run(*given, compute="bf16", model=None, **settings):
     model = Model() if model is None else model
-    with nc.apply(model, nc.Policy(compute=compute, rules=rules, **settings)):
+    with nc.apply(model, rules(*given, compute=compute, **settings)):
         return model(X)
 
 
-def formats(*rules, **settings):
-    found = run(*rules, **settings)
+def formats(*given, **settings):
+    found = run(*given, **settings)
     return {name: value.dtype for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
@@ -110,10 +108,8 @@ def test_values_are_those_of_casts_by_hand(compute, region):
 
 
 @pytest.mark.parametrize(
-    ("rules", "expected"),
+    ("given", "expected"),
     [
-        pytest.param([rule.module("inner", compute="fp32"), rule.module("inner.lin", compute="fp16")],
-                     {"inner": FP16}, id="the innermost"),
         pytest.param([rule.module("inner.lin", compute="fp16"), rule.module("inner", compute="fp32")],
                      {"inner": FP16}, id="the innermost, in any order"),
         pytest.param([rule.module("inner", op="linear", compute="fp16"),
@@ -152,8 +148,8 @@ def test_values_are_those_of_casts_by_hand(compute, region):
                      {"inner": FP16}, id="an operator of a module inside what is left as it is"),
     ],
 )  # fmt: skip
-def test_which_rule_wins(rules, expected):
-    assert formats(*rules) == {**NATIVE, **expected}
+def test_which_rule_wins(given, expected):
+    assert formats(*given) == {**NATIVE, **expected}
 
 
 def test_as_is_runs_in_what_comes():
@@ -161,21 +157,14 @@ def test_as_is_runs_in_what_comes():
     assert torch.equal(found["head"], Model().head(X))
     model = Model()
     model.norm = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
-    with nc.apply(
-        model, nc.Policy(compute="bf16", rules=(rule.module("norm", compute="as-is", output="fp16"),))
-    ):
-        assert torch.equal(model(X)["norm"], model.norm[1](F.linear(X, *model.norm[0].parameters())).half())
+    found = run(rule.module("norm", compute="as-is", output="fp16"), model=model)
+    assert_same(found["norm"], model.norm(X).half())
 
 
 def test_promote_takes_the_widest_format_of_the_inputs():
-    class Mixed(nn.Module):
-        def forward(self, a, b):
-            return a.dtype, b.dtype, torch.mm(a, b).dtype
-
-    model = nn.Sequential(Mixed())
-    model.forward = model[0].__call__
-    policy = nc.Policy(compute="bf16").with_rules(rule.module("0", compute="promote"))
-    with nc.apply(model, policy):
+    inner = Calls(lambda self, a, b: (a.dtype, b.dtype, torch.mm(a, b).dtype))
+    model = Calls(lambda self, a, b: self.inner(a, b), inner=inner)
+    with nc.apply(model, rules(rule.module("inner", compute="promote"))):
         square = torch.ones(4, 4)
         assert model(square.half(), square.bfloat16()) == (FP32, FP32, FP32)
         assert model(square.half(), square.half()) == (FP16, FP16, FP16)
@@ -184,11 +173,9 @@ def test_promote_takes_the_widest_format_of_the_inputs():
 
 def test_refuse():
     model = Model()
-    policy = nc.Policy(compute="bf16").with_rules(rule.module("head", compute="refuse"))
-    with nc.apply(model, policy):
-        with pytest.raises(UnsupportedError) as raised:
+    with nc.apply(model, rules(rule.module("head", compute="refuse"))):
+        with pytest.raises(UnsupportedError, match=r'which a rule refuses \(modules "head": refuse\)'):
             model(X)
-        assert 'which a rule refuses (modules "head": refuse)' in str(raised.value)
         assert not torch.is_autocast_enabled("cpu")
         assert model.norm(X).dtype == FP32
 
@@ -202,12 +189,12 @@ def test_a_shared_module_has_the_rules_of_each_of_its_paths(path):
 
 
 def test_rules_that_name_nothing():
-    with pytest.raises(PolicyError) as raised:
-        nc.apply(Model(), nc.Policy(compute="bf16").with_rules(rule.module("innr", compute="fp32")))
-    assert str(raised.value).startswith('this Model has no modules "innr". Did you mean "inner"?')
+    model = Model()
+    with pytest.raises(PolicyError, match='no modules "innr".*Did you mean "inner"'):
+        nc.apply(model, rules(rule.module("innr", compute="fp32")))
     with pytest.raises(PolicyError, match="has no class Conv2d"):
-        nc.apply(Model(), nc.Policy(compute="bf16").with_rules(rule.module_type(nn.Conv2d, compute="fp32")))
-    assert not Model()._forward_pre_hooks
+        nc.apply(model, rules(rule.module_type(nn.Conv2d, compute="fp32")))
+    assert has_no_hooks(model)
 
 
 def test_a_model_has_one_policy():
@@ -222,21 +209,10 @@ def test_a_model_has_one_policy():
 
 
 def test_a_region_alone_refuses_rules_for_modules():
-    policy = nc.Policy(compute="bf16").with_rules(rule.module("head", compute="fp32"))
-    with pytest.raises(PolicyError, match=r"call nc\.apply") as raised, nc.autocast("cpu", policy=policy):
-        pass
-    assert 'rule for modules (modules "head": fp32), which a region alone cannot find' in str(raised.value)
+    policy = rules(rule.module("head", compute="fp32"))
+    with pytest.raises(PolicyError, match=r"which a region alone cannot find.*call nc\.apply"):
+        nc.autocast("cpu", policy=policy).__enter__()
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_other_threads_may_call_what_they_like_meanwhile():
-    policy = nc.Policy(compute="bf16").with_rules(rule.module("head", compute="fp32"))
-    model, other, found = Model(), nn.Linear(4, 4), []
-    with nc.apply(model, policy), nc.autocast("cpu", policy=policy):
-        thread = threading.Thread(target=lambda: found.append(other(X)))
-        thread.start()
-        thread.join()
-    assert found[0].dtype == FP32
 
 
 # ---- regions around, and autocast switched off inside
@@ -245,8 +221,8 @@ def test_other_threads_may_call_what_they_like_meanwhile():
 def test_a_region_of_another_policy_around_the_call():
     """The model's own policy holds inside, the region's outside."""
     model = Model()
-    ours = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
-    theirs = nc.Policy(compute="fp16").with_rules(rule.op("softmax", compute="bf16"))
+    ours = rules(rule.op("softmax", compute="fp16"))
+    theirs = rules(rule.op("softmax", compute="bf16"), compute="fp16")
     with nc.apply(model, ours), nc.autocast("cpu", policy=theirs):
         found = model(X)
         assert (found["softmax"].dtype, found["head"].dtype) == (FP16, BF16)
@@ -257,28 +233,20 @@ def test_a_region_of_another_policy_around_the_call():
 
 
 def test_autocast_switched_off_inside_the_model_stays_off():
-    class Careful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 4)
+    def careful(self, x):
+        with torch.autocast("cpu", enabled=False):
+            exact = self.lin(x), x.softmax(-1)
+        return *exact, self.lin(x), x.softmax(-1)
 
-        def forward(self, x):
-            with torch.autocast("cpu", enabled=False):
-                exact = self.lin(x), x.softmax(-1)
-            return *exact, self.lin(x), x.softmax(-1)
-
-    model = Careful()
-    policy = nc.Policy(compute="bf16").with_rules(
-        rule.module("lin", compute="fp16"), rule.op("softmax", compute="fp16")
-    )
+    policy = rules(rule.module("lin", compute="fp16"), rule.op("softmax", compute="fp16"))
+    model = Calls(careful, lin=nn.Linear(4, 4))
     with nc.apply(model, policy):
         assert [out.dtype for out in model(X)] == [FP32, FP32, FP16, FP16]
 
 
 def test_a_part_called_by_itself_opens_its_region():
     model = Model()
-    policy = nc.Policy(compute="bf16").with_rules(rule.module("inner.lin", compute="fp16"))
-    with nc.apply(model, policy):
+    with nc.apply(model, rules(rule.module("inner.lin", compute="fp16"))):
         assert model.inner.lin(X).dtype == FP16
         assert model.head(X).dtype == FP32  # neither the model nor named by a rule
     assert not torch.is_autocast_enabled("cpu")
@@ -287,72 +255,56 @@ def test_a_part_called_by_itself_opens_its_region():
 # ---- copies
 
 
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled, saved])
+def test_a_copy_keeps_the_policy_and_may_have_another(again):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with nc.apply(model, rules(rule.module("1", compute="fp16"))):
+        twin, expected = again(model), model(X)
+        assert expected.dtype == FP16
+        assert_same(twin(X), expected)
+        with nc.apply(twin, "bf16"):
+            assert twin(X).dtype == BF16
+            assert_same(model(X), expected)
+        assert twin(X).dtype == FP32
+
+
 def test_a_deep_copy_keeps_the_policy_until_it_is_removed():
     model = Model()
-    handle = nc.apply(model, nc.Policy(compute="bf16").with_rules(rule.module("norm", compute="fp16")))
+    handle = nc.apply(model, rules(rule.module("norm", compute="fp16")))
     twin = copy.deepcopy(model)
     assert (twin(X)["norm"].dtype, twin(X)["head"].dtype) == (FP16, BF16)
     handle.remove()
     assert (twin(X)["norm"].dtype, twin(X)["head"].dtype) == (FP32, FP32)
 
 
-def test_a_copy_can_be_given_another_policy():
+@pytest.mark.parametrize("when", ["before a call", "in a call"])
+def test_remove_leaves_no_hook(when):
     model = Model()
-    with nc.apply(model, nc.Policy(compute="bf16").with_rules(rule.module("norm", compute="fp16"))):
-        twin = copy.deepcopy(model)
-        with nc.apply(twin, "fp16"):
-            assert (twin(X)["norm"].dtype, twin(X)["head"].dtype) == (FP32, FP16)
-            assert (model(X)["norm"].dtype, model(X)["head"].dtype) == (FP16, BF16)
-        assert twin(X)["head"].dtype == FP32
-
-
-@pytest.mark.parametrize("way", ["pickle", "torch.save"])
-def test_a_model_that_was_saved_whole_keeps_the_policy(way):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    policy = nc.Policy(compute="bf16").with_rules(rule.module("1", compute="fp16"))
-    with nc.apply(model, policy):
-        if way == "pickle":
-            loaded = pickle.loads(pickle.dumps(model))
-        else:
-            buffer = io.BytesIO()
-            torch.save(model, buffer)
-            buffer.seek(0)
-            loaded = torch.load(buffer, weights_only=False)
-        expected = model(X)
-    assert torch.equal(loaded(X), expected)
-    assert expected.dtype == FP16
-    with nc.apply(loaded, "bf16"):
-        assert loaded(X).dtype == BF16
-    assert loaded(X).dtype == FP32
-
-
-def test_remove_leaves_no_hook():
-    model = Model()
-    handle = nc.apply(model, nc.Policy(compute="bf16").with_rules(rule.module("*", compute="fp16")))
+    handle = nc.apply(model, rules(rule.module("*", compute="fp16")))
+    if when == "in a call":
+        model.inner.register_forward_hook(lambda *_: handle.remove())
+        model(X)
+        assert not torch.is_autocast_enabled("cpu")
+        model.inner._forward_hooks.clear()
     handle.remove()
     handle.remove()
+    assert has_no_hooks(model)
     for part in model.modules():
-        assert not part._forward_pre_hooks
-        assert not part._forward_hooks
         assert not part._forward_pre_hooks_with_kwargs
         assert not part._forward_hooks_always_called
-    assert torch.equal(model(X)["head"], Model()(X)["head"])
-
-
-def test_remove_in_the_middle_of_a_call():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    handle = nc.apply(model, nc.Policy(compute="bf16").with_rules(rule.module("*", compute="fp16")))
-    model[0].register_forward_hook(lambda *_: handle.remove())
-    model(X)
-    assert not torch.is_autocast_enabled("cpu")
-    assert model(X).dtype == FP32
+    assert_same(model(X)["head"], Model()(X)["head"])
 
 
 def test_nothing_keeps_a_model_alive():
-    import weakref
-
     model = Model()
-    nc.apply(model, nc.Policy(compute="bf16").with_rules(rule.module("norm", compute="fp16")))
+    nc.apply(model, rules(rule.module("norm", compute="fp16")))
     model(X)
     seen = weakref.ref(model)
     del model
@@ -363,30 +315,17 @@ def test_nothing_keeps_a_model_alive():
 # ---- hooks of others, and wrappers
 
 
-def test_hooks_of_the_model_run_inside():
+def test_hooks_run_inside_and_may_change_arguments_and_outputs():
     seen = []
     model = nn.Sequential(nn.Linear(4, 4))
-
-    def note(*_):
-        seen.append(torch.is_autocast_enabled("cpu"))
-
-    model.register_forward_pre_hook(note)
-    model.register_forward_hook(note)
-    with nc.apply(model, "bf16"):
-        model(X)
-    assert seen == [True, True]
-
-
-def test_hooks_that_change_arguments_and_outputs():
-    model = nn.Sequential(nn.Linear(4, 4))
+    for register in (model.register_forward_pre_hook, model.register_forward_hook):
+        register(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
     model[0].register_forward_pre_hook(lambda _m, args, kwargs: ((args[0] * 2,), {}), with_kwargs=True)
     model[0].register_forward_hook(lambda _m, _args, out: out + 1)
-    with nc.apply(
-        model, nc.Policy(compute="bf16").with_rules(rule.module("0", compute="fp16", output="fp32"))
-    ):
-        out = model(X)
+    out = run(rule.module("0", compute="fp16", output="fp32"), model=model)
     expected = F.linear(X.half() * 2, model[0].weight.half(), model[0].bias.half()) + 1
     assert torch.equal(out, expected.float())
+    assert seen == [True, True]
 
 
 def test_wrappers_have_the_path_of_what_they_wrap():
@@ -398,38 +337,25 @@ def test_wrappers_have_the_path_of_what_they_wrap():
         def forward(self, *args):
             return self.module(*args)
 
-    rules = [rule.module("head", compute="fp16"), rule.module("", op="softmax", compute="bf16")]
-    assert formats(*rules, model=DataParallel(Model())) == formats(*rules)
+    given = [rule.module("head", compute="fp16"), rule.module("", op="softmax", compute="bf16")]
+    assert formats(*given, model=DataParallel(Model())) == formats(*given)
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore")
-def test_distributed_data_parallel(tmp_path, monkeypatch):
-    """One process, on the CPU; the policy on the model, or on the wrapper."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which torch replaces for good
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
-    )
-    try:
-        policy = nc.Policy(compute="bf16").with_rules(rule.module("1", compute="fp16", output="fp32"))
-        gradients = []
-        for wrap_first in (True, False, None):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            wrapped = model if wrap_first is None else nn.parallel.DistributedDataParallel(model)
-            with nc.apply(wrapped if wrap_first else model, policy):
-                out = wrapped(X)
-                assert out.dtype == FP32
-                out.square().sum().backward()
-            gradients.append([weight.grad for weight in model.parameters()])
-        for first, second, plain in zip(*gradients, strict=True):
-            assert torch.equal(first, plain)
-            assert torch.equal(second, plain)
-    finally:
-        wrapped = None  # before its group: see docs/several-gpus.md
-        torch.distributed.destroy_process_group()
+@pytest.mark.parametrize("wrap_first", [True, False])
+def test_distributed_data_parallel(wrap_first):
+    """The policy on the wrapper, or on the model."""
+    policy = rules(rule.module("1", compute="fp16", output="fp32"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = eager(model, policy, X)
+    assert expected[0].dtype == FP32
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with nc.apply(wrapped if wrap_first else model, policy):
+        assert_same(trained(wrapped, X), expected)
 
 
-WIDE_HEAD = nc.Policy(compute="bf16").with_rules(rule.module("head", compute="fp32"))
+WIDE_HEAD = rules(rule.module("head", compute="fp32"))
 
 
 class Headed(nn.Module):
@@ -464,26 +390,25 @@ def add_and_take_away(model):
 @pytest.mark.parametrize("called_before", [True, False])
 def test_modules_that_come_later_have_their_rules(change, called_before):
     model = Headed()
-    x = torch.randn(2, 4)
     with nc.apply(model, WIDE_HEAD):
         if called_before:
-            assert model(x) == FP32
+            assert model(X) == FP32
         change(model)
-        assert model(x) == FP32
+        assert model(X) == FP32
     with nc.autocast("cpu", BF16):
-        assert model(x) == BF16
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        assert model(X) == BF16
+    assert has_no_hooks(model)
 
 
 def test_copies_follow_their_own_modules():
     model = Headed()
     with nc.apply(model, WIDE_HEAD):
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for twin in (copy.deepcopy(model), pickled(model)):
             replace(twin)
-            assert twin(torch.randn(2, 4)) == FP32
+            assert twin(X) == FP32
             replace(twin)
-            assert twin(torch.randn(2, 4)) == FP32
-        assert model(torch.randn(2, 4)) == FP32
+            assert twin(X) == FP32
+        assert model(X) == FP32
 
 
 def test_a_module_with_another_policy_cannot_come():
@@ -491,21 +416,25 @@ def test_a_module_with_another_policy_cannot_come():
     with nc.apply(model, WIDE_HEAD), nc.apply(other, nc.Policy(compute="bf16")):
         model.body = other
         with pytest.raises(PolicyError, match="Headed 'body' in this model has another policy already"):
-            model(torch.randn(2, 4))
+            model(X)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:.*fp8:UserWarning")
-def test_a_new_layer_of_an_fp8_rule_is_an_error():
-    pytest.importorskip("torchao")
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    policy = nc.Policy(compute="bf16").with_rules(rule.module("1", compute="fp8_tensorwise"))
+@pytest.mark.parametrize("way", ["apply", "compile"])
+def test_a_new_layer_of_an_fp8_rule_is_an_error(way):
+    called = model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    policy = rules(rule.module("1", compute="fp8_tensorwise"))
     x = torch.randn(2, 16)
-    with nc.apply(model, policy):
+    if way == "compile":
+        called = nc.compile(model, policy, backend="eager")
+    else:
+        nc.apply(model, policy)
         copy.deepcopy(model)(x)
-        model[0] = nn.Linear(16, 16)
-        model(x)
         model[1] = nn.Linear(16, 15)  # of no multiple of 16: it would be left out
         model(x)
-        model[1] = nn.Linear(16, 16)
-        with pytest.raises(OrderError, match="a new one at '1' for which there is an fp8 rule"):
-            model(x)
+    model[0] = nn.Linear(16, 16)
+    called(x)
+    model[1] = nn.Linear(16, 16)
+    with pytest.raises(OrderError, match="a new one at '1' for which there is an fp8 rule"):
+        called(x)

@@ -5,20 +5,21 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from casting_cases import BF16, FP16, FP32, FP64, assert_same, rules
+from op_lists import same
 from torch import nn
+from torch.autograd import forward_ad
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 
 rule = nc.rule
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FORMATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 CASTABLE = (BF16, FP16, FP32)
 
 
-def region(*rules, compute="bf16", tables="native", **settings):
-    policy = nc.Policy(compute=compute, rules=rules, tables=tables)
-    return nc.autocast("cpu", policy=policy, **settings)
+def region(*given, compute="bf16", **settings):
+    return nc.autocast("cpu", policy=rules(*given, compute=compute), **settings)
 
 
 def cast(value, dtype):
@@ -27,10 +28,6 @@ def cast(value, dtype):
     if isinstance(value, list):
         return [cast(part, dtype) for part in value]
     return value
-
-
-def same(a, b):
-    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def calls():
@@ -145,9 +142,8 @@ def test_as_is():
 def test_refuse():
     a = torch.randn(4, 4)
     with region(rule.op("softmax", compute="refuse")):
-        with pytest.raises(UnsupportedError) as raised:
+        with pytest.raises(UnsupportedError, match=r"softmax.int was called, .* \(softmax: refuse\)"):
             a.softmax(-1)
-        assert str(raised.value) == "softmax.int was called, which is refused here (softmax: refuse)"
         assert (a @ a).dtype == BF16
     assert a.softmax(-1).dtype == FP32
 
@@ -243,15 +239,6 @@ def test_numbers_beside_tensors():
         assert same(ours, function(a.float()))
 
 
-def test_nan_infinity_overflow_and_subnormals():
-    a = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -0.0, 2.0**-24, 65519.0, 65520.0])
-    with region(rule.op("mul", compute="fp16")):
-        ours = a * 1.0
-    assert torch.equal(ours.isnan(), a.isnan())
-    assert ours[1:].tolist() == [torch.inf, -torch.inf, torch.inf, -0.0, 2.0**-24, 65504.0, torch.inf]
-    assert ours[4].signbit()
-
-
 def test_fake_tensors():
     from torch._subclasses import FakeTensorMode
 
@@ -301,55 +288,34 @@ def test_recurrent_layers():
 # ---- differentiation
 
 
-def test_gradients_are_those_of_casts_by_hand():
-    torch.manual_seed(0)
-    x, w = torch.randn(4, 8), torch.randn(8, 8)
+def backward(function, x, w):
+    return torch.autograd.grad(function(x, w).float().square().sum(), (x, w))
 
-    def gradients(forward):
-        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        forward(a, b).float().square().sum().backward()
-        return a.grad, b.grad
+
+def double_backward(function, x, w):
+    gradients = torch.autograd.grad(function(x, w).float().square().sum(), (x, w), create_graph=True)
+    return torch.autograd.grad(sum(one.square().sum() for one in gradients), (x, w))
+
+
+def forward_mode(function, x, w):
+    with forward_ad.dual_level():
+        dual = function(forward_ad.make_dual(x.detach(), torch.ones(4, 8)), w.detach())
+        return tuple(forward_ad.unpack_dual(dual))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("derivatives", [backward, double_backward, forward_mode])
+def test_derivatives_are_those_of_casts_by_hand(derivatives):
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
     def ruled(a, b):
-        with region(
-            rule.op("linear", compute="fp16"),
-            rule.op("softmax", compute="fp32", output="bf16"),
-            compute="bf16",
-        ):
+        with region(rule.op("linear", compute="fp16"), rule.op("softmax", compute="fp32", output="bf16")):
             return F.softmax(F.linear(a, b), -1)
 
     def cast_by_hand(a, b):
         return F.softmax(F.linear(a.half(), b.half()).float(), -1).bfloat16()
 
-    for ours, theirs in zip(gradients(ruled), gradients(cast_by_hand), strict=True):
-        assert same(ours, theirs)
-
-
-def test_double_backward():
-    x = torch.randn(4, 4, requires_grad=True)
-
-    def second(softmax):
-        gradient = torch.autograd.grad(softmax(x).float().square().sum(), x, create_graph=True)[0]
-        return torch.autograd.grad(gradient.square().sum(), x)[0]
-
-    def ruled(x):
-        with region(rule.op("softmax", compute="fp16")):
-            return x.softmax(-1)
-
-    assert same(second(ruled), second(lambda x: x.half().softmax(-1)))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_forward_mode_derivatives():
-    from torch.autograd import forward_ad
-
-    x, tangent = torch.randn(4), torch.randn(4)
-    with forward_ad.dual_level():
-        with region(rule.op("softmax", compute="fp16")):
-            ours = forward_ad.unpack_dual(forward_ad.make_dual(x, tangent).softmax(0))
-        theirs = forward_ad.unpack_dual(forward_ad.make_dual(x, tangent).half().softmax(0))
-    assert same(ours.primal, theirs.primal)
-    assert same(ours.tangent, theirs.tangent)
+    assert_same(derivatives(ruled, x, w), derivatives(cast_by_hand, x, w))
 
 
 # ---- operators of other libraries

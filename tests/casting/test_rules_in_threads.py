@@ -1,36 +1,31 @@
 """Which rules are in force where: regions in each other, threads, exceptions, interrupts, backward passes."""
 
 import contextlib
-import signal
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
+from casting_cases import BF16, FP16, FP32, Calls, in_threads, rules
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import _scopes
-from narrowcast.casting._scopes import scopes_here
+from narrowcast.casting import _scopes, active_scopes
 
 rule = nc.rule
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
-AS_FP16 = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
-AS_FP32 = nc.Policy(compute="fp16").with_rules(
-    rule.op("softmax", compute="fp32"), rule.op("linear", compute="fp32")
-)
+AS_FP16 = rules(rule.op("softmax", compute="fp16"))
+AS_FP32 = rules(rule.op("softmax", compute="fp32"), rule.op("linear", compute="fp32"), compute="fp16")
 
 
 def formats():
-    """softmax and linear, of inputs in fp32, and what gelu makes of bf16."""
+    """Of softmax and linear, given fp32."""
     return X.softmax(-1).dtype, F.linear(X, X).dtype
 
 
 def is_outside():
     return (
         not torch.is_autocast_enabled("cpu")
-        and not scopes_here()
+        and not active_scopes()
         and not _scopes.thread.regions
         and not any(torch.is_autocast_enabled(device) for device in ("ipu", "maia"))
     )
@@ -84,36 +79,13 @@ def test_torchs_regions_in_ours_and_ours_in_torchs():
 
 
 def test_lower_follows_the_innermost_region():
-    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="lower"))
-    with nc.autocast("cpu", policy=policy):
+    with nc.autocast("cpu", policy=rules(rule.op("softmax", compute="lower"))):
         assert X.softmax(-1).dtype == BF16
         with torch.autocast("cpu", FP16):
             assert X.softmax(-1).dtype == FP16
 
 
 # ---- threads
-
-
-def in_threads(*works):
-    """Run them at once; returns what each returned."""
-    found, errors = [None] * len(works), []
-    start = threading.Barrier(len(works))
-
-    def run(index, work):
-        try:
-            start.wait(60)
-            found[index] = work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
 
 
 def test_two_policies_and_none_at_once():
@@ -140,9 +112,8 @@ def test_a_thread_started_inside_a_region_is_outside():
 
 def test_replicas_in_threads():
     """As DataParallel does it: shallow copies that share hooks, each called in a thread of its own."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)))
-    policy = nc.Policy(compute="bf16").with_rules(
+    policy = rules(
         rule.module("1", compute="fp16", output="fp32"), rule.module("1.0", op="linear", compute="fp32")
     )
 
@@ -167,36 +138,12 @@ def test_replicas_in_threads():
 def test_data_parallel():
     devices = list(range(torch.cuda.device_count()))
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).cuda()
-    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
     parallel = nn.DataParallel(model, devices * 2 if len(devices) == 1 else devices)
-    with nc.apply(model, policy):
+    with nc.apply(model, AS_FP16):
         out = parallel(torch.randn(8, 4, device="cuda"))
     assert out.dtype == FP16
     out.float().sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
-
-
-def test_backward_in_another_thread_of_a_custom_function():
-    seen = []
-
-    class Softmax(torch.autograd.Function):
-        @staticmethod
-        @nc.custom_fwd(device_type="cpu")
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.softmax(-1)
-
-        @staticmethod
-        @nc.custom_bwd(device_type="cpu")
-        def backward(ctx, gradient):
-            seen.append(formats())
-            return gradient.float()
-
-    x = X.clone().requires_grad_()
-    with nc.autocast("cpu", policy=AS_FP16):
-        loss = Softmax.apply(x).float().sum()
-    in_threads(loss.backward)
-    assert seen == [(FP16, BF16)]
 
 
 def test_torchs_custom_bwd_keeps_the_region_and_loses_its_rules():
@@ -229,7 +176,7 @@ def test_torchs_custom_bwd_keeps_the_region_and_loses_its_rules():
         x = X.clone().requires_grad_()
         with nc.autocast("cpu", policy=AS_FP16):
             out = function(fwd, bwd).apply(x)
-        out.sum().backward()
+        in_threads(out.sum().backward)
         assert seen == [(FP16, BF16), backward]
 
 
@@ -251,7 +198,7 @@ class Boom(nn.Module):
         return y
 
 
-RULES = nc.Policy(compute="bf16").with_rules(
+RULES = rules(
     rule.module("0", compute="fp16"),
     rule.module("1", compute="fp32", output="bf16"),
     rule.op("softmax", compute="fp16"),
@@ -265,37 +212,32 @@ def applied():
         yield model
 
 
-@pytest.mark.parametrize("where", ["forward", "pre-hook", "hook", "argument"])
+RAISES = {
+    "forward": lambda model: setattr(model[1][0], "raises", ZeroDivisionError),
+    "pre-hook": lambda model: model[1].register_forward_pre_hook(lambda *_: 1 / 0),
+    "hook": lambda model: model[1].register_forward_hook(lambda *_: 1 / 0),
+    "argument": lambda model: model[0].register_forward_pre_hook(lambda *_: (X, X)),
+}
+
+
+@pytest.mark.parametrize("where", RAISES)
 def test_an_exception_inside_a_module(applied, where):
-    if where == "forward":
-        applied[1][0].raises = ZeroDivisionError
-    elif where == "argument":
-        applied[0].register_forward_pre_hook(lambda *_: (X, X))
-    else:
-        kind = {"pre-hook": applied[1].register_forward_pre_hook, "hook": applied[1].register_forward_hook}[
-            where
-        ]
-        kind(lambda *_: 1 / 0)
+    RAISES[where](applied)
     for _ in range(2):
         with pytest.raises((ZeroDivisionError, TypeError)):
             applied(X)
         assert is_outside()
 
 
-def test_an_exception_that_the_model_catches(applied):
-    class Careful(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
+def test_an_exception_that_the_model_catches():
+    def careful(self, x):
+        with contextlib.suppress(ZeroDivisionError):
+            self.inner(x)
+        return x.softmax(-1).dtype, F.linear(x, x).dtype
 
-        def forward(self, x):
-            with contextlib.suppress(ZeroDivisionError):
-                self.inner(x)
-            return x.softmax(-1).dtype, F.linear(x, x).dtype
-
-    model = Careful(Boom())
+    model = Calls(careful, inner=Boom())
     model.inner.raises = ZeroDivisionError
-    with nc.apply(model, nc.Policy(compute="bf16").with_rules(rule.module("inner", compute="fp16"))):
+    with nc.apply(model, rules(rule.module("inner", compute="fp16"))):
         assert model(X) == (FP32, BF16)
 
 
@@ -310,39 +252,21 @@ def test_what_is_no_exception_closes_the_region_once_it_is_dropped(applied, kind
     assert applied(X).dtype == BF16
 
 
-def test_control_c(applied):
-    applied[1][0].lin.register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
-    with contextlib.suppress(KeyboardInterrupt):
-        applied(X)
-    assert is_outside()
-
-
-def test_an_interrupt_that_is_kept_is_healed_by_the_next_call(applied):
-    """As a notebook does, which keeps the traceback for its debugger."""
-    kept = None
+@pytest.mark.parametrize("by", ["the next call", "the next region"])
+def test_an_interrupt_that_is_kept_is_healed(applied, by):
+    """As in a notebook, which keeps the traceback for its debugger."""
     applied[1][0].raises = KeyboardInterrupt
-    try:
+    with pytest.raises(KeyboardInterrupt) as kept:
         applied(X)
-    except KeyboardInterrupt as error:
-        kept = error
     assert torch.is_autocast_enabled("cpu")
     applied[1][0].raises = None
-    assert applied(X).dtype == BF16
+    if by == "the next call":
+        assert applied(X).dtype == BF16
+    else:
+        with nc.autocast("cpu", policy=AS_FP16):
+            assert formats() == (FP16, BF16)
     assert is_outside()
-    assert kept is not None
-
-
-def test_an_interrupt_that_is_kept_is_healed_by_the_next_region(applied):
-    kept = None
-    applied[1][0].raises = KeyboardInterrupt
-    try:
-        applied(X)
-    except KeyboardInterrupt as error:
-        kept = error
-    with nc.autocast("cpu", policy=AS_FP16):
-        assert formats() == (FP16, BF16)
-    assert is_outside()
-    assert kept is not None
+    assert kept.tb is not None
 
 
 def test_a_generator_that_is_closed_inside_a_region():

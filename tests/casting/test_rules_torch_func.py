@@ -3,19 +3,22 @@
 torch.vmap takes composites apart above autocast, and each layer switches autocast on again below it.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from casting_cases import BF16, FP16, FP32, assert_same, rules
 from torch import nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 rule = nc.rule
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RULES = (
     rule.op("softmax", compute="fp16"),
     rule.op("linear", compute="fp32"),
@@ -24,8 +27,8 @@ RULES = (
 )
 
 
-def region(*rules, compute="bf16", **settings):
-    return nc.autocast("cpu", policy=nc.Policy(compute=compute, rules=rules, **settings))
+def region(*given, **settings):
+    return nc.autocast("cpu", policy=rules(*given, **settings))
 
 
 class Formats(TorchDispatchMode):
@@ -118,10 +121,7 @@ def test_values_are_those_of_casts_by_hand(layer):
     def by_hand(t):
         return F.softmax(F.linear(t, W).half(), -1)
 
-    ours, theirs = LAYERS[layer](ruled), LAYERS[layer](by_hand)
-    for a, b in zip(*((o if isinstance(o, tuple) else (o,)) for o in (ours, theirs)), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+    assert_same(LAYERS[layer](ruled), LAYERS[layer](by_hand))
 
 
 @pytest.mark.parametrize("layer", ["plain", "vmap", "vmap of grad", "grad of vmap"])
@@ -164,7 +164,7 @@ def test_per_sample_gradients_of_a_module():
 
 def test_a_module_with_rules_under_vmap():
     model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
-    policy = nc.Policy(compute="bf16").with_rules(rule.module("1", op="softmax", compute="fp16"))
+    policy = rules(rule.module("1", op="softmax", compute="fp16"))
     with nc.apply(model, policy):
         assert vmap(model)(X).dtype == FP16
         assert computed_in(lambda: vmap(model)(X), "_softmax") == {FP16}
@@ -183,7 +183,7 @@ def test_where_vmap_would_pass_over_a_rule_it_is_an_error():
     """A layer that calls the composite itself meets no kernel of ours in front of it."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
 
-    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
+    policy = rules(rule.op("softmax", compute="fp16"))
     with nc.autocast("cpu", policy=policy):
         kernel = torch.library.get_kernel("aten::softmax.int", "FuncTorchBatched")
 
@@ -200,17 +200,14 @@ def test_where_vmap_would_pass_over_a_rule_it_is_an_error():
         assert vmap(called_by_a_layer)(X).dtype == FP32
 
 
-def test_without_rules_the_layers_are_torchs_own():
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_without_rules_the_layers_are_torchs_own(name, layer):
     """Kernels stand in front of the layers for another thread's sake."""
-    policy = nc.Policy(compute="bf16", rules=RULES)
+    policy, function = rules(*RULES), FUNCTIONS[name][0]
     with nc.autocast("cpu", policy=policy):
         pass
-    for function, _, _ in FUNCTIONS.values():
-        for layer in LAYERS.values():
-            with torch.autocast("cpu", BF16):
-                beside = layer(function)
-            outside = layer(function)
-            for a in beside if isinstance(beside, tuple) else (beside,):
-                assert a.dtype in (BF16, FP32)
-            for a in outside if isinstance(outside, tuple) else (outside,):
-                assert a.dtype == FP32
+    for region, formats in ((torch.autocast("cpu", BF16), {BF16, FP32}), (contextlib.nullcontext(), {FP32})):
+        with region:
+            found = LAYERS[layer](function)
+        assert {one.dtype for one in tree_leaves(found)} <= formats

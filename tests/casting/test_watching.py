@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from casting_cases import BF16, COMPILES, FP16, FP32, assert_same, rules
 from dispatch_table import changes_since, kernels, whole_table
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,10 +14,8 @@ import narrowcast as nc
 from narrowcast.casting import ops_under_way, watch_ops
 
 # Of torch, once: a bf16 LSTM without projections has no kernel of oneDNN on some CPUs.
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
-
+pytestmark = [*COMPILES, pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")]
 rule = nc.rule
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 
 
@@ -38,7 +37,7 @@ def named(seen, op):
 
 def test_what_is_told():
     softmax = rule.op("softmax", compute="fp16")
-    policy = nc.Policy(compute="bf16").with_rules(softmax)
+    policy = rules(softmax)
     out = []
     seen = watched(lambda: out.append((X @ X).softmax(-1)), nc.autocast("cpu", policy=policy))
     product, ruled = named(seen, "matmul")[0], named(seen, "softmax.int")[0]
@@ -84,7 +83,7 @@ def test_promotion_and_fp32():
     assert named(seen, "cat")[0].dtype == FP32
     seen = watched(lambda: X.half().prod(), nc.autocast("cpu", BF16))
     assert named(seen, "prod")[0].dtype == FP32
-    policy = nc.Policy(compute="bf16", tables="cuda")
+    policy = rules(tables="cuda")
     seen = watched(lambda: X.half().softmax(-1), nc.autocast("cpu", policy=policy))
     assert named(seen, "softmax.int")[0].dtype == FP32
     assert named(seen, "softmax.int")[0].because == "PyTorch's table for cuda"
@@ -112,11 +111,9 @@ def composites():
 
 
 POLICIES = {
-    "none": nc.Policy(compute="bf16"),
-    "operators": nc.Policy(compute="bf16").with_rules(
-        rule.op("softmax", compute="fp16"), rule.op("mm", compute="fp32")
-    ),
-    "another table": nc.Policy(compute="bf16", tables="cuda"),
+    "none": rules(),
+    "operators": rules(rule.op("softmax", compute="fp16"), rule.op("mm", compute="fp32")),
+    "another table": rules(tables="cuda"),
 }
 
 
@@ -129,8 +126,7 @@ def test_watching_changes_nothing(name, policy):
     seen, found = [], []
     with watch_ops(seen.append), nc.autocast("cpu", policy=POLICIES[policy]):
         found.append(function())
-    assert found[0].dtype == expected.dtype
-    assert torch.equal(found[0], expected)
+    assert_same(found[0], expected)
     assert seen
 
 
@@ -145,7 +141,7 @@ def test_nothing_is_left_behind():
 
 def test_nothing_is_told_afterwards_under_a_mode():
     """There PyTorch calls the kernel that was registered last, though it was taken away."""
-    policy = nc.Policy(compute="bf16").with_rules(rule.op("softmax", compute="fp16"))
+    policy = rules(rule.op("softmax", compute="fp16"))
     with nc.autocast("cpu", policy=policy):
         seen = watched(lambda: X.softmax(-1), Passing())
         told = len(seen)
@@ -160,7 +156,7 @@ def test_policies_come_and_go_meanwhile():
     before, seen = whole_table(), []
     with watch_ops(seen.append):
         for compute, expected in (("fp16", FP16), ("fp32", FP32), ("bf16", BF16)):
-            policy = nc.Policy(compute="bf16").with_rules(rule.op("erfinv", compute=compute))
+            policy = rules(rule.op("erfinv", compute=compute))
             with nc.autocast("cpu", policy=policy):
                 assert X.erfinv().dtype == expected
             del policy
@@ -212,14 +208,8 @@ def test_what_a_listener_computes_with_autocast_off_is_not_seen():
     assert len(seen) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_compiled_code_is_traced_as_without_it():
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x: torch.einsum("ij,jk->ik", x, x).softmax(-1), backend="aot_eager")
-    policy = POLICIES["operators"]
     seen = []
-    with watch_ops(seen.append), nc.autocast("cpu", policy=policy):
-        out = compiled(X)
-    assert out.dtype == FP16
-    torch._dynamo.reset()
+    with watch_ops(seen.append), nc.autocast("cpu", policy=POLICIES["operators"]):
+        assert compiled(X).dtype == FP16

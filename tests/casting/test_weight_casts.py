@@ -1,43 +1,22 @@
 """Casts of weights that rules make: kept within a region, and never older than the weight."""
 
-import copy
 import gc
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from casting_cases import BF16, FP16, CountCasts, in_threads, rules
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from child_processes import finished
 from narrowcast.casting import _weight_casts, drop_casts, region_in
 
 rule = nc.rule
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
-POLICY = nc.Policy(compute="bf16").with_rules(
-    rule.op("linear", compute="fp16"), rule.op("matmul", compute="fp32")
-)
-
-
-class Casts(TorchDispatchMode):
-    """Counts the casts to fp16 of tensors of a shape."""
-
-    only_looks_on = True
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape = torch.Size(shape)
-        self.count = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        cast = op is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == FP16
-        self.count += cast and args[0].shape == self.shape
-        return op(*args, **(kwargs or {}))
+POLICY = rules(rule.op("linear", compute="fp16"), rule.op("matmul", compute="fp32"))
 
 
 @pytest.fixture
@@ -57,7 +36,7 @@ def by_hand(layer, x=X):
 
 
 def test_one_cast_serves_a_region(layer):
-    with nc.autocast("cpu", policy=POLICY), Casts((4, 4)) as casts:
+    with nc.autocast("cpu", policy=POLICY), CountCasts((4, 4), FP16) as casts:
         for _ in range(3):
             layer(X)
             with nc.autocast("cpu", policy=POLICY):
@@ -70,7 +49,7 @@ def test_the_end_of_another_policy_changes_nothing_before_the_region_ends(layer)
     other = nc.Policy.preset("fp32").with_rules(rule.op("linear", compute="fp32"))
     with nc.autocast("cpu", policy=other):
         layer(X)
-    with nc.autocast("cpu", torch.float16), Casts((4, 4)) as casts:
+    with nc.autocast("cpu", torch.float16), CountCasts((4, 4), FP16) as casts:
         layer(X)
         del other
         gc.collect()
@@ -78,23 +57,16 @@ def test_the_end_of_another_policy_changes_nothing_before_the_region_ends(layer)
     assert casts.count == 1
 
 
-def test_without_the_cache_each_use_casts(layer):
-    with nc.autocast("cpu", policy=POLICY, cache_enabled=False), Casts((4, 4)) as casts:
-        layer(X)
-        layer(X)
-    assert casts.count == 2
-
-
-def test_only_parameters_are_kept(layer):
-    plain = layer.weight.detach()
-    with nc.autocast("cpu", policy=POLICY), Casts((4, 4)) as casts:
-        F.linear(X, plain)
-        F.linear(X, plain)
-    assert casts.count == 2
+def test_only_parameters_are_kept_and_only_where_the_cache_is_on(layer):
+    for weight, settings in ((layer.weight, {"cache_enabled": False}), (layer.weight.detach(), {})):
+        with nc.autocast("cpu", policy=POLICY, **settings), CountCasts((4, 4), FP16) as casts:
+            F.linear(X, weight)
+            F.linear(X, weight)
+        assert casts.count == 2
 
 
 def test_formats_do_not_meet(layer):
-    other = nc.Policy(compute="fp16").with_rules(rule.op("linear", compute="bf16"))
+    other = rules(rule.op("linear", compute="bf16"), compute="fp16")
     with nc.autocast("cpu", policy=POLICY):
         first = layer(X)
         with nc.autocast("cpu", policy=other):
@@ -107,13 +79,8 @@ def test_formats_do_not_meet(layer):
 # ---- gradients
 
 
-@pytest.mark.parametrize("first", ["no_grad", "inference_mode", "set_grad_enabled"])
-def test_a_first_use_without_gradients_costs_no_later_one(layer, first):
-    without = {
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-        "set_grad_enabled": lambda: torch.set_grad_enabled(False),
-    }[first]
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_first_use_without_gradients_costs_no_later_one(layer, without):
     with nc.autocast("cpu", policy=POLICY):
         with without():
             assert not layer(X).requires_grad
@@ -121,11 +88,9 @@ def test_a_first_use_without_gradients_costs_no_later_one(layer, first):
         with without():
             again = layer(X)
     assert not again.requires_grad
-    out.float().square().sum().backward()
-    expected = copy.deepcopy(layer)
-    expected.weight.grad = None
-    F.linear(X.half(), expected.weight.half()).float().square().sum().backward()
-    assert torch.equal(layer.weight.grad, expected.weight.grad)
+    (found,) = torch.autograd.grad(out.float().square().sum(), layer.weight)
+    by_hand = F.linear(X.half(), layer.weight.half())
+    assert torch.equal(found, torch.autograd.grad(by_hand.float().square().sum(), layer.weight)[0])
 
 
 def test_a_weight_that_is_thawed_inside_a_region(layer):
@@ -158,67 +123,40 @@ def test_one_cast_gathers_the_gradients_of_all_uses(layer):
 # ---- writes
 
 
-def writes():
-    """Everything that changes a weight, named."""
+def step(optimizer, **settings):
+    def write(weight, other):
+        with torch.enable_grad():
+            weight.grad = other.clone()
+            optimizer([weight], lr=1.0, **settings).step()
 
-    def average(weight, other):
-        with torch.no_grad():
-            weight.lerp_(other, 0.5)
-
-    def copy_(weight, other):
-        with torch.no_grad():
-            weight.copy_(other)
-
-    def multiply(weight, _other):
-        with torch.no_grad():
-            weight *= 3
-
-    def a_part(weight, _other):
-        with torch.no_grad():
-            weight[0] = 7
-
-    def foreach(weight, other):
-        with torch.no_grad():
-            torch._foreach_mul_([weight], 2.0)
-            torch._foreach_add_([weight], [other])
-
-    def through_detach(weight, other):
-        weight.detach().copy_(other)
-
-    def through_a_view(weight, _other):
-        with torch.no_grad():
-            weight.view(-1)[3:5].fill_(9)
-
-    def by_init(weight, _other):
-        nn.init.constant_(weight, 0.25)
-
-    def sgd(weight, other):
-        weight.grad = other.clone()
-        torch.optim.SGD([weight], lr=1.0).step()
-
-    def fused_adam(weight, other):
-        weight.grad = other.clone()
-        torch.optim.Adam([weight], lr=1.0, fused=True).step()
-
-    return [
-        average,
-        copy_,
-        multiply,
-        a_part,
-        foreach,
-        through_detach,
-        through_a_view,
-        by_init,
-        sgd,
-        fused_adam,
-    ]
+    return write
 
 
-@pytest.mark.parametrize("write", writes(), ids=lambda write: write.__name__)
+def foreach(weight, other):
+    torch._foreach_mul_([weight], 2.0)
+    torch._foreach_add_([weight], [other])
+
+
+WRITES = {
+    "average": lambda weight, other: weight.lerp_(other, 0.5),
+    "copy_": lambda weight, other: weight.copy_(other),
+    "a part": lambda weight, _: weight[0].fill_(7),
+    "foreach": foreach,
+    "through detach": lambda weight, other: weight.detach().copy_(other),
+    "through a view": lambda weight, _: weight.view(-1)[3:5].fill_(9),
+    "by init": lambda weight, _: nn.init.constant_(weight, 0.25),
+    "SGD": step(torch.optim.SGD),
+    "fused Adam": step(torch.optim.Adam, fused=True),
+    "in another thread": lambda weight, _: in_threads(lambda: weight.detach().fill_(0.5)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
 def test_a_write_takes_effect_at_once(layer, write):
     with nc.autocast("cpu", policy=POLICY):
         before = layer(X)
-        write(layer.weight, torch.ones(4, 4))
+        with torch.no_grad():
+            WRITES[write](layer.weight, torch.ones(4, 4))
         after = layer(X)
     assert torch.equal(after, by_hand(layer))
     assert not torch.equal(after, before)
@@ -231,20 +169,6 @@ def test_a_loaded_state_takes_effect_at_once(layer):
         layer.load_state_dict(other.state_dict())
         assert torch.equal(layer(X), by_hand(other))
         layer.load_state_dict(nn.Linear(4, 4, bias=False).state_dict(), assign=True)
-        assert torch.equal(layer(X), by_hand(layer))
-
-
-def test_a_write_in_another_thread(layer):
-    with nc.autocast("cpu", policy=POLICY):
-        layer(X)
-
-        def write():
-            with torch.no_grad():
-                layer.weight.fill_(0.5)
-
-        thread = threading.Thread(target=write)
-        thread.start()
-        thread.join()
         assert torch.equal(layer(X), by_hand(layer))
 
 
@@ -261,37 +185,21 @@ def test_writes_through_data_need_drop_casts(layer):
             assert not torch.equal(layer(X), before)
 
 
-def test_a_plain_region_does_not_see_other_writes():
-    """PyTorch's cache asks no weight whether it was written; optimizers, states and backward are watched.
-
-    In a process of its own, where no kernel of ours stands in front of it.
-    """
-    script = """
-import torch, narrowcast as nc
-layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
-with nc.autocast("cpu", torch.float16):
-    before = layer(x)
-    with torch.no_grad():
-        layer.weight.add_(1)
-    assert torch.equal(layer(x), before)
-    nc.drop_casts()
-    assert not torch.equal(layer(x), before)
-"""
-    done = finished([sys.executable, "-c", script])
-    assert done.returncode == 0, done.stderr
+@pytest.mark.usefixtures("torch_alone")
+def test_a_plain_region_does_not_see_other_writes(layer):
+    """PyTorch's cache asks no weight whether it was written; optimizers, states and backward are watched."""
+    with nc.autocast("cpu", FP16):
+        before = layer(X)
+        with torch.no_grad():
+            layer.weight.add_(1)
+        assert torch.equal(layer(X), before)
+        drop_casts()
+        assert torch.equal(layer(X), by_hand(layer))
 
 
-@pytest.fixture
-def kernel_for_nobody():
-    """A kernel of ours on ``linear``, whose rule is in force nowhere."""
-    policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("elsewhere", op="linear", compute="fp32"))
-    region_in(policy, "cpu", BF16)
-    yield
-    del policy
-
-
-@pytest.mark.usefixtures("kernel_for_nobody")
 def test_a_plain_region_sees_them_where_the_operator_has_a_kernel(layer):
+    policy = rules(rule.module("elsewhere", op="linear", compute="fp32"))  # in force nowhere
+    region_in(policy, "cpu", BF16)
     with nc.autocast("cpu", FP16):
         layer(X)
         with torch.no_grad():
@@ -321,7 +229,7 @@ def test_a_weight_that_dies_and_another_in_its_place():
 def test_shared_weights_have_one_cast(layer):
     twin = nn.Linear(4, 4, bias=False)
     twin.weight = layer.weight
-    with nc.autocast("cpu", policy=POLICY), Casts((4, 4)) as casts:
+    with nc.autocast("cpu", policy=POLICY), CountCasts((4, 4), FP16) as casts:
         layer(X)
         twin(X)
     assert casts.count == 1

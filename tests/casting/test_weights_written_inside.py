@@ -93,14 +93,6 @@ def test_weights_written_by_hand_after_a_backward_take_effect(warned_already):
     assert len(set(seen)) == 3
 
 
-def test_the_hook_is_registered_once():
-    for _ in range(3):
-        with nc.autocast("cpu"):
-            pass
-    hooks = OPTIMIZER_FILE._global_optimizer_post_hooks.values()
-    assert [hook.__module__ for hook in hooks].count("narrowcast.casting._weight_casts") == 1
-
-
 def loads(autocast, **how):
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     other = nn.Linear(4, 4)
@@ -133,14 +125,3 @@ def test_weights_that_loaded_before_an_error_take_effect_too():
             layer.bias.copy_(other.bias)
         torch.clear_autocast_cache()
         assert torch.equal(layer(x), other(x))
-
-
-def test_load_state_dict_is_torchs_own_outside_regions():
-    module = _torch_internals._module_file
-    assert module._IncompatibleKeys is _torch_internals.LoadedKeys
-    with nc.autocast("cpu"):
-        assert module._IncompatibleKeys is not _torch_internals.LoadedKeys
-        with nc.autocast("cpu", enabled=False), nc.autocast("cpu", torch.float16):
-            pass
-        assert module._IncompatibleKeys is not _torch_internals.LoadedKeys
-    assert module._IncompatibleKeys is _torch_internals.LoadedKeys
