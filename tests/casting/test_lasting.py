@@ -1,16 +1,15 @@
 """A region that stays open in its thread, backward passes outside of it."""
 
-import threading
-
 import pytest
 import torch
+from casting_cases import in_threads, rules
 
 import narrowcast as nc
 from narrowcast.casting import Applied, LastingRegion, _autocast, _weight_casts, active_scopes
 from narrowcast.casting import _torch_internals as internals
 from narrowcast.errors import OrderError
 
-POLICY = nc.Policy(compute="bf16", rules=(nc.rule.op("exp", compute="fp32"),))
+POLICY = rules(nc.rule.op("exp", compute="fp32"))
 
 
 def product():
@@ -68,15 +67,13 @@ def test_backward_passes_of_other_regions_are_as_they_were(region):
         Look.apply(torch.ones(1, requires_grad=True)).backward()
 
     look()
-    other = nc.Policy(compute="bf16", rules=(nc.rule.op("exp", compute="bf16"),))
+    other = rules(nc.rule.op("exp", compute="bf16"))
 
     def in_another_thread():
         with nc.autocast("cpu", policy=other), pytest.warns(UserWarning, match="backward was called inside"):
             look()
 
-    thread = threading.Thread(target=in_another_thread)
-    thread.start()
-    thread.join()
+    in_threads(in_another_thread)
     assert seen == [False, True]
 
 
@@ -109,11 +106,8 @@ def test_nothing_is_left_of_one_that_cannot_open():
 
 
 def test_a_thread_that_ended_leaves_no_region_behind():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(LastingRegion(POLICY, {"cpu": torch.bfloat16})))
-    thread.start()
-    thread.join()
-    found[0].close()  # what counts open regions is looked at after each test
+    (left,) = in_threads(lambda: LastingRegion(POLICY, {"cpu": torch.bfloat16}))
+    left.close()  # the count of open regions is checked after each test
     assert product() == torch.float32
 
 

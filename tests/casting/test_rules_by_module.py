@@ -190,7 +190,7 @@ def test_a_shared_module_has_the_rules_of_each_of_its_paths(path):
 
 def test_rules_that_name_nothing():
     model = Model()
-    with pytest.raises(PolicyError, match='no modules "innr".*Did you mean "inner"'):
+    with pytest.raises(PolicyError, match=r'no modules "innr".*Did you mean "inner"'):
         nc.apply(model, rules(rule.module("innr", compute="fp32")))
     with pytest.raises(PolicyError, match="has no class Conv2d"):
         nc.apply(model, rules(rule.module_type(nn.Conv2d, compute="fp32")))

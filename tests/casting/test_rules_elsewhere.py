@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from dispatch_table import FORMATS
+from casting_cases import BF16, FP16, in_threads, rules
 from op_lists import check_cpu_entry, cpu_entries, same
 from torch import nn
 
@@ -25,16 +25,14 @@ from narrowcast.policy import base_of, native_table
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 
 SCRIPTS = Path(__file__).parent / "scripts"
-NAMES = {dtype: name for name, dtype in FORMATS.items()}
-BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture(scope="module")
 def policies():
     """Kernels on what PyTorch casts and on composites; the long test puts one on every operator."""
     ops = sorted({base_of(op) for op in native_table("cpu")} | set(RULED))
-    rules = tuple(nc.rule.module("elsewhere", op=op, compute="fp32", output="fp32") for op in ops)
-    made = {dtype: nc.Policy(compute=NAMES[dtype], rules=rules) for dtype in (BF16, FP16)}
+    given = [nc.rule.module("elsewhere", op=op, compute="fp32", output="fp32") for op in ops]
+    made = {BF16: rules(*given), FP16: rules(*given, compute="fp16")}
     for dtype, policy in made.items():
         region_in(policy, "cpu", dtype)
     return made
@@ -141,8 +139,7 @@ def test_composites(beside, name):
 @pytest.mark.parametrize("name", composites())
 def test_composites_while_another_thread_has_rules_for_them(beside, name):
     """The same operators, ruled there and not here, at once."""
-    natively, _ = beside
-    policy = nc.Policy(compute="bf16", rules=tuple(nc.rule.op(op, compute="fp32") for op in RULED))
+    policy = rules(*(nc.rule.op(op, compute="fp32") for op in RULED))
     inside, done = threading.Event(), threading.Event()
 
     def there():
@@ -150,15 +147,15 @@ def test_composites_while_another_thread_has_rules_for_them(beside, name):
             inside.set()
             done.wait(60)
 
-    thread = threading.Thread(target=there)
-    thread.start()
-    try:
+    def here():
         assert inside.wait(60)
-        with torch.autocast("cpu", BF16):
-            assert same(seeded(composites()[name]).detach(), natively[name])
-    finally:
-        done.set()
-        thread.join()
+        try:
+            with torch.autocast("cpu", BF16):
+                assert same(seeded(composites()[name]).detach(), beside[0][name])
+        finally:
+            done.set()
+
+    in_threads(there, here)
 
 
 RULED = (
@@ -170,16 +167,7 @@ RULED = (
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name",
-    [
-        "einsum",
-        "lstm",
-        "layer_norm",
-        "cross_entropy",
-        "multi_head_attention_forward",
-        "interpolate",
-        "a number",
-    ],
+    "name", ["einsum", "lstm", "layer_norm", "cross_entropy", "multi_head_attention_forward", "interpolate"]
 )
 def test_composites_compiled(policies, name):
     """The region outside of the compiled function."""
@@ -196,15 +184,11 @@ def test_composites_compiled(policies, name):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_one_composite_through_inductor(policies):
     x, norm, lin = torch.randn(4, 8), nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def f(x):
-        return torch.einsum("ij,kj->ik", F.softmax(lin(norm(x)), -1), x)
-
-    torch._dynamo.reset()
-    with torch.autocast("cpu", BF16):
-        natively = torch.compile(f)(x)
-    torch._dynamo.reset()
-    with region_in(policies[BF16], "cpu", BF16):
-        ours = torch.compile(f)(x)
-    assert same(ours, natively)
-    assert ours.dtype == BF16
+    found = []
+    for region in (torch.autocast("cpu", BF16), region_in(policies[BF16], "cpu", BF16)):
+        torch._dynamo.reset()
+        with region:
+            function = torch.compile(lambda x: torch.einsum("ij,kj->ik", F.softmax(lin(norm(x)), -1), x))
+            found.append(function(x))
+    assert same(*found)
+    assert found[0].dtype == BF16

@@ -9,7 +9,6 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.casting import _torch_internals
-from narrowcast.casting._weight_casts import forget_warnings
 
 OPTIMIZER_FILE = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the name
 OPTIMIZERS = [
@@ -47,11 +46,8 @@ def losses(autocast, optimizer_class, settings):
 @pytest.fixture
 def warned_already():
     """These loops call backward inside the region, which is the point."""
-    forget_warnings()
     with nc.autocast("cpu"), pytest.warns(UserWarning, match="backward was called inside"):
         torch.ones(1, requires_grad=True).backward()
-    yield
-    forget_warnings()
 
 
 @pytest.mark.usefixtures("torch_alone")
