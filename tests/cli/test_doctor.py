@@ -90,8 +90,8 @@ def test_a_real_measurement_as_a_process(workshop):
         (("one", "two"), "cannot run one: No such file or directory"),
         (("absent.py",), "cannot run absent.py: No such file or directory"),
         (("--policy", "bf61", "train.py"), "unknown policy 'bf61'. Did you mean \"bf16\"?"),
-        (("-m",), "Invalid value for '--module' or '--run-dir': it is about a script: name one"),
-        (("--run-dir", "x"), "Invalid value for '--module' or '--run-dir': it is about a script: name one"),
+        (("-m",), "Invalid value for '--module' or '--run-dir': expected a SCRIPT"),
+        (("--run-dir", "x"), "Invalid value for '--module' or '--run-dir': expected a SCRIPT"),
     ],
 )
 def test_wrong_use_is_one_line_and_2(here, capsys, words, said):

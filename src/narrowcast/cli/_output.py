@@ -14,17 +14,23 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import typer
+
+from narrowcast.errors import ScriptError
+
+CHECK_FAILED = 1
 NOT_WRITTEN = 2
-"""Exit code where the result could not be written."""
+SCRIPT_FAILED = 3
+"""Exit codes of the verbs but ``run``; 2 is also that of wrong use."""
 
 _SILENT_S = 2.0
 
 
-def show(text: str) -> bool:
+def show(text: str) -> None:
     """Print ``text`` on stdout; lines become hyphens, other characters "?", where its encoding lacks them.
 
-    Returns whether it was written; if not, a message on stderr says why. A reader that closed the pipe, as
-    ``head`` does, is not an error.
+    If it cannot be written, the command ends with a message and exit code 2. A reader that closed the pipe,
+    as ``head`` does, is not an error.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -38,13 +44,12 @@ def show(text: str) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             talk(f"cannot write to stdout: {error.strerror}")
-            return False
-    return True
+            raise typer.Exit(NOT_WRITTEN) from None
 
 
-def show_json(value: Any) -> bool:
-    """Print ``value`` as JSON on stdout; returns whether it was written."""
-    return show(json.dumps(value, indent=2, allow_nan=False))
+def show_result(value: Any, text: Callable[[], str], *, as_json: bool) -> None:
+    """Print ``value`` as JSON, or ``text()``, on stdout."""
+    show(json.dumps(value, indent=2, allow_nan=False) if as_json else text())
 
 
 def talk(text: str) -> None:
@@ -69,6 +74,7 @@ def shown_progress() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a line of progress on a terminal, once two seconds have passed.
 
     SIGTERM, as ``timeout`` sends it, ends the block as Control-C does, and with it the processes it started.
+    A script that fails in the block ends the command with its message and exit code 3.
     """
     from rich.console import Console
     from rich.text import Text
@@ -92,4 +98,9 @@ def shown_progress() -> Iterator[Callable[[str], None]]:
                     shown = True
                     stack.enter_context(status)
 
-        yield progress
+        try:
+            yield progress
+        except ScriptError as error:
+            stack.close()  # removes the line of progress
+            talk(str(error))
+            raise typer.Exit(SCRIPT_FAILED) from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from narrowcast.cli._output import NOT_WRITTEN, show, show_json, shown_progress, talk
+from narrowcast.cli._output import CHECK_FAILED, show_result, shown_progress, talk
 from narrowcast.cli.run import (
     CacheDirOption,
     JsonOption,
@@ -20,14 +20,13 @@ from narrowcast.cli.run import (
     ScriptArgument,
     check_policy,
     check_seed,
+    find_script,
 )
 from narrowcast.scaling import parse
 
 if TYPE_CHECKING:
     from narrowcast.verify.compare import ComparisonSettings
 
-CHECK_FAILED = 1
-SCRIPT_FAILED = 3
 _ENOUGH_SEEDS = 3
 _CHECKED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 
@@ -85,58 +84,48 @@ def compare(
     if loss_scale is not None:
         parse(loss_scale)
 
-    from narrowcast.attach import Script
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import make_run_folder
     from narrowcast.verify.compare import ComparisonSettings, stays_in_fp32
 
     require_torch()
-    found = (Script.from_module if module else Script.from_path)(script, arguments or [])
+    found = find_script(script, arguments, module=module)
     why = stays_in_fp32(policy)
     if why:
-        return _say_nothing_to_compare(why, as_json=as_json)
-    given = {
-        "--policy": policy,
-        "--loss-scale": loss_scale,
-        "--steps": steps,
-        "--repeats": repeats,
-        "--at-step": at_step,
-        "--seed": seed,
+        from narrowcast.report import empty_summary
+
+        reason = f"mixed precision stays in fp32 here, since {why}"
+        talk(f"nothing to compare: {reason}")
+        if as_json:
+            show_result(empty_summary(reason), str, as_json=True)
+        return 0
+    given: dict[str, Any] = {
+        "policy": policy,
+        "loss_scale": loss_scale,
+        "steps": steps,
+        "repeats": repeats,
+        "at_step": at_step,
+        "seed": seed,
     }
-    folder = make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir)
     settings = ComparisonSettings(
         target=(script, *(arguments or [])),
         is_module=module,
-        policy=policy,
-        loss_scale=loss_scale,
-        seed=seed,
-        steps=steps,
-        repeats=repeats,
-        at_step=at_step,
         options=_words(given, module=module),
-        folder=Path(folder),
+        folder=make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir),
+        **given,
     )
     return _compare(settings, as_json=as_json, strict=strict)
 
 
-def _say_nothing_to_compare(why: str, *, as_json: bool) -> int:
-    from narrowcast.report import empty_summary
-
-    reason = f"mixed precision stays in fp32 here, since {why}"
-    talk(f"nothing to compare: {reason}")
-    return 0 if not as_json or show_json(empty_summary(reason)) else NOT_WRITTEN
-
-
 def _words(given: dict[str, Any], *, module: bool) -> tuple[str, ...]:
     """The options that differ from their defaults, as they are typed."""
-    defaults = {"--policy": "auto", "--steps": 200, "--repeats": 1}
+    defaults = {"policy": "auto", "steps": 200, "repeats": 1}
     asked = {name: value for name, value in given.items() if value not in (None, defaults.get(name, 0))}
-    words = [word for name, value in asked.items() for word in (name, str(value))]
+    words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return (*words, *(["-m"] if module else []))
 
 
 def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:
-    from narrowcast.errors import ScriptError
     from narrowcast.report import comparison_table, summary, write_page
     from narrowcast.verify.compare import compare as run_both
 
@@ -144,18 +133,14 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
     try:
         with shown_progress() as progress:
             comparison = run_both(settings, progress=progress)
-    except ScriptError as error:
-        talk(str(error))
-        return SCRIPT_FAILED
     except (KeyboardInterrupt, SystemExit):
         talk(f"to see the runs so far: narrowcast report {settings.folder}")
         raise
     page = write_page(settings.folder)
     result = summary(comparison, report=str(page))
-    written = show_json(result) if as_json else show(comparison_table(result, color=sys.stdout.isatty()))
+    show_result(result, lambda: comparison_table(result, color=sys.stdout.isatty()), as_json=as_json)
     talk(f"report: {page}")
-    code = _exit_code(result, strict=strict, losses_too=settings.repeats >= _ENOUGH_SEEDS)
-    return code if written else NOT_WRITTEN
+    return _exit_code(result, strict=strict, losses_too=settings.repeats >= _ENOUGH_SEEDS)
 
 
 def _delete_stale_page(folder: Path) -> None:

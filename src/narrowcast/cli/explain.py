@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from narrowcast.cli._output import NOT_WRITTEN, show, shown_progress, talk
+from narrowcast.cli._output import CHECK_FAILED, show_result, shown_progress, talk
 from narrowcast.cli.run import (
     FOR_SCRIPTS,
     CacheDirOption,
@@ -20,14 +19,13 @@ from narrowcast.cli.run import (
     RunDirOption,
     ScriptArgument,
     check_policy,
+    find_script,
 )
 from narrowcast.errors import PolicyError
 
 if TYPE_CHECKING:
     from narrowcast.report import Lock
 
-DIFFERENT = 1
-SCRIPT_FAILED = 3
 _SCHEMA = 1
 
 
@@ -87,13 +85,11 @@ def explain(
 ) -> int:
     """Show what ran in which format: per module and operator, the rule that decided, casts and time.
 
-    A few steps of the script are watched in mixed precision, then it is ended.
+    Watches a few steps of the script in mixed precision, then stops it.
     """
     if sum(option is not None for option in (against, lock, check)) > 1:
         raise typer.BadParameter("one of them at a time", param_hint="'--against', '--lock' or '--check'")
 
-    from narrowcast.attach import Script
-    from narrowcast.errors import ScriptError
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import make_run_folder
     from narrowcast.report import read_lock
@@ -106,8 +102,8 @@ def explain(
         if wanted is not None:
             check_policy(wanted)
     require_torch()
-    found_script = (Script.from_module if module else Script.from_path)(script, arguments or [])
-    folder = make_run_folder(f"explain-{found_script.name}", asked=run_dir, cache=cache_dir)
+    name = find_script(script, arguments, module=module).name
+    folder = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir)
 
     def watch(policy: str, folder: Path = folder) -> dict[str, Any]:
         from narrowcast.verify import ScriptSettings, explain_script
@@ -117,18 +113,16 @@ def explain(
         with shown_progress() as progress:
             return explain_script(settings, steps=steps, progress=progress)
 
-    try:
-        found = watch(policy)
-        if against is not None:
-            return _show_differences(found, watch(against, folder / "against"), as_json=as_json, every=every)
-    except ScriptError as error:
-        talk(str(error))
-        return SCRIPT_FAILED
+    found = watch(policy)
+    if against is not None:
+        _show_differences(found, watch(against, folder / "against"), as_json=as_json, every=every)
+        return 0
     if locked is not None:
         return _check(found, locked, str(check), as_json=as_json, every=every)
     if lock is not None and not _keep(found, lock):
-        return DIFFERENT
-    return _show(found, as_json=as_json, every=every)
+        return CHECK_FAILED
+    _show(found, as_json=as_json, every=every)
+    return 0
 
 
 def _policy_of(locked: Lock, path: Path | None) -> str:
@@ -139,23 +133,23 @@ def _policy_of(locked: Lock, path: Path | None) -> str:
     return locked.policy
 
 
-def _show(found: Mapping[str, Any], *, as_json: bool, every: bool) -> int:
+def _show(found: Mapping[str, Any], *, as_json: bool, every: bool) -> None:
     from narrowcast.report import explain_text
 
-    text = _json(found) if as_json else explain_text(found, every=every, color=sys.stdout.isatty())
-    return 0 if show(text) else NOT_WRITTEN
+    show_result(found, lambda: explain_text(found, every=every, color=sys.stdout.isatty()), as_json=as_json)
 
 
 def _show_differences(
     first: Mapping[str, Any], second: Mapping[str, Any], *, as_json: bool, every: bool
-) -> int:
+) -> None:
     """Show where two policies decide differently."""
     from narrowcast.report import decided_sites, differences, policies_text
 
     problem = first["problem"] or second["problem"]
     found = differences(decided_sites(first), decided_sites(second))
     if problem is not None and not as_json:
-        return _show(first if first["problem"] else second, as_json=False, every=every)
+        _show(first if first["problem"] else second, as_json=False, every=every)
+        return
     answer = {
         "schema": _SCHEMA,
         "target": first["target"],
@@ -165,8 +159,7 @@ def _show_differences(
         "differences": [one.to_dict() for one in found],
         "totals": {"policy": first["totals"], "against": second["totals"]},
     }
-    text = _json(answer) if as_json else policies_text(first, second, found, every=every)
-    return 0 if show(text) else NOT_WRITTEN
+    show_result(answer, lambda: policies_text(first, second, found, every=every), as_json=as_json)
 
 
 def _keep(found: Mapping[str, Any], path: Path) -> bool:
@@ -187,7 +180,8 @@ def _check(found: Mapping[str, Any], locked: Lock, path: str, *, as_json: bool, 
     from narrowcast.report import check_text, differences, facts_changed, lock_of
 
     if found["problem"] is not None:
-        return DIFFERENT if _show(found, as_json=as_json, every=every) == 0 else NOT_WRITTEN
+        _show(found, as_json=as_json, every=every)
+        return CHECK_FAILED
     now = lock_of(found)
     changed = differences(locked.sites, now.sites)
     answer = {
@@ -198,10 +192,5 @@ def _check(found: Mapping[str, Any], locked: Lock, path: str, *, as_json: bool, 
         "around": facts_changed(locked, now),
         "differences": [one.to_dict() for one in changed],
     }
-    if not show(_json(answer) if as_json else check_text(locked, now, changed, path, every=every)):
-        return NOT_WRITTEN
-    return DIFFERENT if changed else 0
-
-
-def _json(found: Mapping[str, Any]) -> str:
-    return json.dumps(found, indent=2, allow_nan=False)
+    show_result(answer, lambda: check_text(locked, now, changed, path, every=every), as_json=as_json)
+    return CHECK_FAILED if changed else 0

@@ -109,14 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = text.replace("Value error, ", "")  # which typer puts before its message
         forgot_verb = bool(words) and Path(words[0]).is_file()
         hint = f" To run a script: narrowcast run {words[0]}" if forgot_verb else ""
-        return _complain(text + hint, getattr(error, "exit_code", WRONG_USE))
+        talk(text + hint)
+        return int(getattr(error, "exit_code", WRONG_USE))
     except NarrowcastError as error:
-        return _complain(str(error), WRONG_USE)
+        talk(str(error))
+        return WRONG_USE
     finally:
         sys.excepthook = hook  # typer installs its own, but the script must find Python's
     return int(action() if callable(action) else action or 0)
-
-
-def _complain(text: str, code: int) -> int:
-    talk(text)
-    return code

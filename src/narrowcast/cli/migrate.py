@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from narrowcast.cli._output import NOT_WRITTEN, show, shown_progress, talk
+from narrowcast.cli._output import CHECK_FAILED, NOT_WRITTEN, show, show_result, shown_progress, talk
 from narrowcast.cli.run import JsonOption
 
 if TYPE_CHECKING:
     from narrowcast.migrate import FileOutcome
 
-WOULD_CHANGE = 1
 NOT_LOOKED_AT = 3
 
 
@@ -48,38 +46,29 @@ def migrate(
     if write and check:
         raise typer.BadParameter("one of them at a time", param_hint="'--write' or '--check'")
 
-    from narrowcast.migrate import (
-        Settings,
-        diff_of,
-        findings_text,
-        migrate_files,
-        passed_over_text,
-        summary_text,
-    )
-    from narrowcast.migrate import as_json as json_of
+    from narrowcast import migrate as migration
 
-    settings = Settings(target=to)
+    settings = migration.Settings(target=to)
     with shown_progress() as progress:
-        outcomes = migrate_files(paths, settings, progress=progress)
+        outcomes = migration.migrate_files(paths, settings, progress=progress)
     changed = [outcome for outcome in outcomes if outcome.changes]
-    for line in findings_text(outcomes) + passed_over_text(paths):
+    for line in migration.findings_text(outcomes) + migration.passed_over_text(paths):
         talk(line)
     kept = _write(changed) if write else []
     changed = [outcome for outcome in changed if outcome not in kept]
     if as_json:
         done = {outcome.path for outcome in changed} if write else None
-        text = json.dumps(json_of(outcomes, settings, paths, written=done), indent=2, allow_nan=False)
-    elif write or check:
-        text = "\n".join(outcome.path for outcome in changed)
-    else:
-        text = "".join(diff_of(outcome, color=sys.stdout.isatty()) for outcome in changed).rstrip("\n")
-    if text and not show(text):
-        return NOT_WRITTEN
-    print(summary_text(outcomes, written=write, kept=len(kept)), file=sys.stderr)  # noqa: T201
+        show_result(migration.as_json(outcomes, settings, paths, written=done), str, as_json=True)
+    elif changed and (write or check):
+        show("\n".join(outcome.path for outcome in changed))
+    elif changed:
+        color = sys.stdout.isatty()
+        show("".join(migration.diff_of(outcome, color=color) for outcome in changed).rstrip("\n"))
+    print(migration.summary_text(outcomes, written=write, kept=len(kept)), file=sys.stderr)  # noqa: T201
     if kept:
         return NOT_WRITTEN
     if check and changed:
-        return WOULD_CHANGE
+        return CHECK_FAILED
     return NOT_LOOKED_AT if any(outcome.problem is not None for outcome in outcomes) else 0
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from narrowcast.cli._output import NOT_WRITTEN, show, show_json, talk
+from narrowcast.cli._output import show_result, talk
 from narrowcast.cli.run import JsonOption
 from narrowcast.errors import FileError
 
@@ -51,20 +51,17 @@ def report(
     color = sys.stdout.isatty()
     if isinstance(found, ComparisonCapture):
         numbers = summary(found, report=str(page))
-        text = "" if as_json else comparison_table(numbers, color=color)
+        text = comparison_table(numbers, color=color)
     else:
         run, path = found
-        watched = None
+        numbers = run_summary(run) | {"report": str(page)}
+        text = run_block(run, capture_path=str(path))
         try:
-            watched = explanation_of(found)
+            if watched := explanation_of(found):
+                numbers["explained"] = watched
+                text = explain_text(watched, color=color)
         except FileError as error:
             talk(str(error))
-        numbers = run_summary(run) | ({} if watched is None else {"explained": watched})
-        numbers["report"] = str(page)
-        text = (
-            run_block(run, capture_path=str(path)) if watched is None else explain_text(watched, color=color)
-        )
-    if not (show_json(numbers) if as_json else show(text)):
-        return NOT_WRITTEN
+    show_result(numbers, lambda: text, as_json=as_json)
     talk(f"report: {page}")
     return 0

@@ -93,17 +93,17 @@ def run(
     check_seed(seed)
     scale = None if loss_scale is None else parse(loss_scale)
 
-    from narrowcast.attach import Attachment, Script
+    from narrowcast.attach import Attachment
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import CaptureWriter, discard_captures, make_run_folder, start_event
 
     require_torch()
-    found = (Script.from_module if module else Script.from_path)(script, arguments or [])
-    rank = _rank()
+    found = find_script(script, arguments, module=module)
+    rank = _launched("RANK", 0)
     name = found.name if rank == 0 else f"{found.name}-rank{rank}"
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     if rank == 0:
-        discard_captures(folder, from_rank=_world_size())
+        discard_captures(folder, from_rank=_launched("WORLD_SIZE", 1))
     # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.
     own = rank == 0 or run_dir is None
     writer = CaptureWriter(folder / ("capture.jsonl" if own else f"capture-rank{rank}.jsonl"))
@@ -128,6 +128,13 @@ def check_policy(policy: str) -> None:
     except PolicyError as error:
         came = " (from NARROWCAST_POLICY)" if policy == os.environ.get("NARROWCAST_POLICY") else ""
         raise PolicyError(f"{error}{came}") from None
+
+
+def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Script:
+    """Return the script to run; one that is missing is an error."""
+    from narrowcast.attach import Script
+
+    return (Script.from_module if module else Script.from_path)(script, arguments or [])
 
 
 def check_seed(seed: int | None) -> None:
@@ -157,11 +164,10 @@ class _Ending:
         self._shown = shown
 
     def __call__(self) -> None:
-        if self._shown:
-            self._say()
-
-    def _say(self) -> None:
         from narrowcast.observe.capture import read_capture
+
+        if not self._shown:
+            return
 
         try:
             text = self._block(read_capture(self._writer.path), capture_path=str(self._writer.path))
@@ -177,14 +183,7 @@ class _Ending:
                 stream.flush()
 
 
-def _rank() -> int:
-    """The rank of this process, as a launcher such as ``torchrun`` sets it; 0 without one."""
-    return _whole_number(os.environ.get("RANK"), 0)
-
-
-def _world_size() -> int:
-    return _whole_number(os.environ.get("WORLD_SIZE"), 1)
-
-
-def _whole_number(text: str | None, otherwise: int) -> int:
-    return int(text) if text and text.isdecimal() else otherwise
+def _launched(name: str, otherwise: int) -> int:
+    """Return a number that a launcher such as ``torchrun`` sets in the environment."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else otherwise
