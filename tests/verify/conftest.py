@@ -1,11 +1,43 @@
 """Runs of scripts, forked from one process for all tests."""
 
 import subprocess
+import textwrap
 import types
 
 import pytest
 
 from narrowcast.verify.compare import _runs
+from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch):
+    for name in ("NARROWCAST_POLICY", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def script_of(tmp_path):
+    """Write a script; return its path."""
+
+    def write(text):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(text), encoding="utf-8")
+        return str(script)
+
+    return write
+
+
+@pytest.fixture
+def runs(tmp_path, script_of):
+    """``ScriptRuns`` of the text of a script."""
+
+    def make(text, *arguments, policy="bf16", loss_scale=None):
+        target = (script_of(text), *arguments)
+        settings = ScriptSettings(target=target, policy=policy, folder=tmp_path / "runs")
+        return ScriptRuns(settings, loss_scale=loss_scale)
+
+    return make
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,9 @@
 """``compare`` as a function: which runs it makes, in which order, and what it leaves behind."""
 
 import json
-import textwrap
 
 import pytest
+from training_scripts import X, trains
 
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.observe.capture import read_comparison
@@ -13,16 +13,16 @@ from narrowcast.verify.compare._comparison import by_turns
 from narrowcast.verify.compare._runs import RunSettings
 
 
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in ("NARROWCAST_POLICY", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture
+def compared(script_of, tmp_path):
+    """Compare the runs of a script, into the folder ``kept``."""
 
+    def run(text, *arguments, policy="bf16", progress=lambda _: None, **more):
+        target = (script_of(text), *arguments)
+        settings = ComparisonSettings(target=target, policy=policy, folder=tmp_path / "kept", **more)
+        return compare(settings, progress=progress)
 
-def script_of(folder, text):
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(text), encoding="utf-8")
-    return str(script)
+    return run
 
 
 def write_settings(folder):
@@ -36,12 +36,6 @@ def test_formats_take_turns():
     assert list(by_turns(3)) == [
         ("fp32", 0), ("mixed", 0), ("mixed", 1), ("fp32", 1), ("fp32", 2), ("mixed", 2),
     ]  # fmt: skip
-    for repeats in range(2, 7):
-        runs = list(by_turns(repeats))
-        assert sorted(runs) == sorted((f, n) for f in ("fp32", "mixed") for n in range(repeats))
-        # A machine that slows down steadily hurts both alike, but for one run.
-        positions = [sum(n for n, run in enumerate(runs) if run[0] == f) for f in ("fp32", "mixed")]
-        assert abs(positions[0] - positions[1]) <= 1 + repeats % 2
 
 
 TRAINS = """
@@ -61,16 +55,8 @@ TRAINS = """
 """
 
 
-def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path):
+def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path, compared):
     told = []
-    settings = ComparisonSettings(
-        target=(script_of(tmp_path, TRAINS), "--policy", "x"),
-        policy="fp16",
-        loss_scale="2",
-        seed=7,
-        repeats=2,
-        folder=tmp_path / "kept",
-    )
     stale = tmp_path / "kept" / "mixed-9"
     stale.mkdir(parents=True)
     write_settings(stale)
@@ -79,7 +65,8 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path):
     (theirs / "weights-epoch12.pt").write_text("not ours")
     write_settings(theirs)
     (tmp_path / "kept" / "notes.txt").write_text("not ours")
-    found = compare(settings, progress=told.append)
+    asked = {"policy": "fp16", "loss_scale": "2", "seed": 7, "repeats": 2}
+    found = compared(TRAINS, "--policy", "x", progress=told.append, **asked)
     assert [(run.name, run.format, run.seed) for run in found.runs] == [
         ("fp32-1", "fp32", 7), ("mixed-1", "mixed", 7), ("mixed-2", "mixed", 8), ("fp32-2", "fp32", 8),
     ]  # fmt: skip
@@ -118,7 +105,7 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path):
     assert json.dumps(again.own.events) == json.dumps(found.own.events)
 
 
-def test_tensor_memory_is_that_of_tensors_and_does_not_depend_on_the_process(tmp_path):
+def test_tensor_memory_is_that_of_tensors_and_does_not_depend_on_the_process(compared):
     """Two tensors of 64 MiB in FP32, their half in bf16, and little else."""
     text = """
         import torch
@@ -131,10 +118,7 @@ def test_tensor_memory_is_that_of_tensors_and_does_not_depend_on_the_process(tmp
             for _ in range(4):
                 network(torch.ones(4096, 8))
     """
-    settings = ComparisonSettings(
-        target=(script_of(tmp_path, text),), policy="bf16", steps=4, folder=tmp_path / "kept"
-    )
-    found = compare(settings)
+    found = compared(text, steps=4)
     peaks = {event["format"]: event["peak_tensor_bytes"] for event in found.own.of("memory")}
     # The product and its positive part; nothing else is larger than 200 kB.
     assert peaks["fp32"] == pytest.approx(2 * 4096 * 4096 * 4, rel=0.01)
@@ -143,78 +127,49 @@ def test_tensor_memory_is_that_of_tensors_and_does_not_depend_on_the_process(tmp
     assert found.only("certificate") is None
 
 
-def test_a_script_that_clears_its_folder_left_no_capture(tmp_path):
+def test_a_script_that_clears_its_folder_left_no_capture(compared):
     text = "import os, shutil; shutil.rmtree(os.environ['NARROWCAST_RUN_DIR'])"
-    settings = ComparisonSettings(
-        target=(script_of(tmp_path, text),), policy="bf16", folder=tmp_path / "kept"
-    )
     with pytest.raises(ScriptError, match=r"fp32-1 left no capture, so there is nothing to compare"):
-        compare(settings)
+        compared(text)
 
 
-def test_a_script_with_its_own_mixed_precision_is_refused(tmp_path):
+def test_a_script_with_its_own_mixed_precision_is_refused(compared):
     text = """
         import torch
         with torch.autocast("cpu", torch.bfloat16):
             torch.nn.Linear(8, 1)(torch.randn(4, 8)).sum().backward()
     """
-    settings = ComparisonSettings(
-        target=(script_of(tmp_path, text),), policy="bf16", folder=tmp_path / "kept"
-    )
     with pytest.raises(UnsupportedError, match="autocast itself, so its FP32"):
-        compare(settings)
+        compared(text)
 
 
-def test_a_training_that_collapses_in_mixed_precision_is_wrong_and_no_failure(tmp_path):
-    text = """
-        import torch
-        network = torch.nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(network.parameters(), 1e-3)
-        class Loses(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                ctx.low = torch.is_autocast_enabled("cpu")
-                return x * 1.0
-            @staticmethod
-            def backward(ctx, g):
-                return g * float("nan") if ctx.low else g
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = network
-            def forward(self, x):
-                return Loses.apply(self.inner(x))
-        net = Net()
-        for step in range(40):
-            loss = net(torch.randn(16, 8)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """
-    settings = ComparisonSettings(
-        target=(script_of(tmp_path, text),), policy="fp16", folder=tmp_path / "kept"
+def test_a_training_that_collapses_in_mixed_precision_is_wrong_and_no_failure(compared):
+    text = trains(
+        "nn.Linear(8, 1)",
+        "step or net.register_forward_hook(note)",
+        X,
+        "y = net(x)",
+        "if low[-1]: y.register_hook(lambda g: g * float('nan'))",
+        "loss = y.square().mean()",
+        before="low = []\ndef note(*_): low.append(torch.is_autocast_enabled('cpu'))",
     )
-    found = compare(settings)
+    found = compared(text, policy="fp16")
     certificate = found.only("certificate")
     assert certificate["verdict"] == "fail"
     assert "25 steps of SGD in a row were skipped" in certificate["reason"]
     assert summary(found)["verdict"] == "fail"
-    early = ComparisonSettings(target=settings.target, policy="fp16", steps=4, folder=tmp_path / "early")
-    found = compare(early)
+    found = compared(text, policy="fp16", steps=4)
     assert "Not finite in mixed precision" in found.only("certificate")["reason"]
     assert summary(found)["verdict"] == "fail"
 
 
-def test_a_script_without_a_module_is_refused_after_one_run(tmp_path):
-    settings = ComparisonSettings(
-        target=(script_of(tmp_path, "print('hello')"),), policy="bf16", folder=tmp_path / "kept"
-    )
+def test_a_script_without_a_module_is_refused_after_one_run(tmp_path, compared):
     with pytest.raises(UnsupportedError, match="nothing to compare"):
-        compare(settings)
+        compared("print('hello')")
     assert not (tmp_path / "kept" / "mixed-1").exists()
 
 
-def test_files_that_the_script_writes_over_are_named(tmp_path):
+def test_files_that_the_script_writes_over_are_named(tmp_path, compared):
     text = """
         import sys, torch
         network = torch.nn.Linear(8, 1)
@@ -223,10 +178,7 @@ def test_files_that_the_script_writes_over_are_named(tmp_path):
         torch.save(network.state_dict(), sys.argv[1])
     """
     best = tmp_path / "best.pt"
-    settings = ComparisonSettings(
-        target=(script_of(tmp_path, text), str(best)), policy="bf16", folder=tmp_path / "kept"
-    )
-    notes = [note["text"] for note in compare(settings).own.of("note")]
+    notes = [note["text"] for note in compared(text, str(best)).own.of("note")]
     assert any(str(best) in text and "over what was there" in text for text in notes)
 
 

@@ -26,21 +26,6 @@ TRAINS = """\
         loss.backward()
         optimizer.step()
     """
-ELEMENTWISE = """\
-    scale = nn.Parameter(torch.ones(512, 512))
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = scale
-        def forward(self, x):
-            return (x * self.scale).tanh().exp()
-    model, inputs = Model(), torch.randn(512, 512)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(60):
-        optimizer.zero_grad()
-        model(inputs).mean().backward()
-        optimizer.step()
-    """
 
 
 def diagnosed_in(folder, *texts, policy="bf16"):
@@ -95,16 +80,6 @@ def test_reads_are_counted_at_the_line_of_the_script_without_evaluation(small):
     assert counts == {("item()", 1), ("bool()", 1)}
     lines = {row["what"]: row["site"].rpartition(":")[2] for row in reads["sites"]}
     assert lines == {"item()": "11", "bool()": "12"}
-
-
-@pytest.mark.long
-def test_products_and_elementwise_work_are_told_apart(diagnosed):
-    products = diagnosed(TRAINS.format(wide=1024, many=MANY))
-    assert products["fp32"]["shares"]["products"] > 0.4
-    assert products["mixed"]["reads"]["sites"] == []
-    elementwise = diagnosed(ELEMENTWISE)
-    assert elementwise["fp32"]["shares"]["products"] == 0
-    assert elementwise["together"]["products_speedup"] is None
 
 
 @pytest.mark.long

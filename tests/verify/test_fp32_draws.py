@@ -110,52 +110,6 @@ def test_every_op_draws_what_torch_draws_in_fp32(name, dtype):
             torch.testing.assert_close(narrow.float(), expected, rtol=2**-8, atol=0)
 
 
-# What torch's CPU kernels draw from other bits in bf16 than in fp32; on CUDA there is more.
-DIFFER = ["randn", "randn generator", "randn_like", "normal", "normal of mean", "normal of std", "normal out"]
-
-
-def test_every_op_of_aten_that_draws_is_known_here():
-    """A new random op in torch fails this: look at what it draws, and add it above."""
-    seen = set()
-
-    class Names(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                seen.add(func._schema.name.partition("::")[2])
-            return func(*args, **(kwargs or {}))
-
-    with Names():
-        for op in OPS.values():
-            op(torch.float32)
-    drawing = {
-        name.partition("::")[2].partition(".")[0]
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("aten::")
-        and torch.Tag.nondeterministic_seeded
-        in getattr(
-            getattr(torch.ops.aten, name[6:].partition(".")[0]), name.partition(".")[2] or "default"
-        ).tags
-    }
-    made_of_others = {
-        "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "gru", "lstm", "rnn_relu",
-        "rnn_tanh", "rrelu", "scaled_dot_product_attention", "_scaled_dot_product_attention_math",
-    }  # fmt: skip
-    in_fused_kernels = {
-        "_lstm_mps", "_triton_scaled_dot_attention", "_fused_dropout", "miopen_rnn",
-        "_scaled_dot_product_attention_math_for_mps", "_nested_tensor_softmax_with_shape",
-        "_cudnn_init_dropout_state", "_fused_sdp_choice", "_fill_mem_eff_dropout_mask_", "_cudnn_rnn",
-    }  # fmt: skip
-    functional = {"uniform", "exponential", "log_normal", "cauchy", "geometric", "random"}
-    unknown = {
-        name
-        for name in drawing - seen - in_fused_kernels
-        if name.removesuffix("_") not in made_of_others | functional
-        and "attention" not in name
-        and name not in ("normal_functional", "rrelu_with_noise_", "rrelu_with_noise_functional")
-    }
-    assert unknown == set()
-
-
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize(
     "layer",

@@ -1,36 +1,17 @@
 """What probes keep of a script, and what is made of it: held-back updates, fingerprints, outputs."""
 
 import json
-import os
 import sys
-import textwrap
 
 import pytest
 import torch
+from training_scripts import MSE, X, trains
 
 from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.verify.compare._probes import fingerprint
 from narrowcast.verify.compare._results import certify_script, output_from_probes
-from narrowcast.verify.compare._runs import TENSORS, ScriptRuns, ScriptSettings, read_result, write_result
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in ("NARROWCAST_POLICY", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def runs(tmp_path):
-    def make(text, *arguments, policy="bf16", loss_scale=None, **more):
-        script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(text), encoding="utf-8")
-        target = (str(script), *arguments)
-        settings = ScriptSettings(target=target, policy=policy, folder=tmp_path / "runs", **more)
-        return ScriptRuns(settings, loss_scale=loss_scale)
-
-    return make
+from narrowcast.verify.compare._runs import TENSORS, read_result, write_result
 
 
 def test_a_fingerprint_is_of_every_bit_shape_and_dtype():
@@ -95,19 +76,8 @@ def test_updates_are_held_back_and_buffers_put_back(runs, tmp_path):
 
 def test_the_gradients_are_those_that_plain_torch_has(runs, tmp_path):
     """Against the same script without narrowcast: FP32 to the bit, bf16 as under torch.autocast."""
-    text = """
-        import torch
-        from torch import nn
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for step in range(3):
-            x = torch.randn(32, 16)
-            loss = nn.functional.mse_loss(net(x), x[:, :1])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """
+    net = "nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))"
+    text = trains(net, "x = torch.randn(32, 16)", "loss = nn.functional.mse_loss(net(x), x[:, :1])")
     certificate = certify_script(runs(text), format="bf16")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
@@ -130,19 +100,8 @@ def test_the_gradients_are_those_that_plain_torch_has(runs, tmp_path):
 
 @pytest.mark.long
 def test_later_weights_are_those_of_mixed_training(runs, tmp_path):
-    text = """
-        import os, torch
-        torch.manual_seed(0)
-        net = torch.nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for step in range(12):
-            x = torch.randn(32, 8)
-            torch.save(net.state_dict(), os.environ["NARROWCAST_RUN_DIR"] + f"/{step}.pt")
-            loss = (net(x) - x[:, :1]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """
+    save = 'torch.save(net.state_dict(), os.environ["NARROWCAST_RUN_DIR"] + f"/{step}.pt")'
+    text = trains("nn.Linear(8, 1)", X, save, MSE, steps=12)
     certificate = certify_script(runs(text), format="bf16", at_step=5)
     assert (certificate["at_step"], certificate["verdict"]) == (5, "pass")
     kept = {
@@ -163,18 +122,8 @@ def test_later_weights_are_those_of_mixed_training(runs, tmp_path):
 
 def test_a_scale_that_starts_too_high_is_lowered_first(runs):
     """fp16's dynamic scale begins with overflows; the certificate is of the scale that it comes to."""
-    text = """
-        import torch
-        torch.manual_seed(0)
-        net = torch.nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(net.parameters(), 1e-6)
-        for step in range(40):
-            x = torch.randn(32, 8)
-            loss = (net(x) - x[:, :1]).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """
+    loss = "loss = (net(x) - x[:, :1]).square().sum()"
+    text = trains("nn.Linear(8, 1)", X, loss, optimizer="torch.optim.SGD(net.parameters(), 1e-6)")
     made = runs(text, policy="fp16")
     certificate = certify_script(made, format="fp16")
     assert certificate["verdict"] == "pass", certificate["reason"]
@@ -213,19 +162,8 @@ def test_optimizers_that_share_a_backward_are_both_held_back_from_its_beginning(
 
 
 def test_a_part_that_is_called_beside_the_whole(runs):
-    text = """
-        import torch
-        torch.manual_seed(0)
-        inner = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh())
-        whole = torch.nn.Sequential(inner, torch.nn.Linear(16, 1))
-        optimizer = torch.optim.SGD(whole.parameters(), 1e-3)
-        for step in range(4):
-            x = torch.randn(32, 8)
-            loss = inner(x).square().mean() + (whole(x) - x[:, :1]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """
+    net = "nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh()), nn.Linear(16, 1))"
+    text = trains(net, X, "part = net[0](x).square().mean()", MSE, "loss = loss + part")
     certificate = certify_script(runs(text), format="bf16")
     assert certificate["verdict"] == "pass", certificate["reason"]
     judged = {p["name"]: p["judged"] for p in certificate["parameters"]}
@@ -234,21 +172,9 @@ def test_a_part_that_is_called_beside_the_whole(runs):
 
 def test_rounding_that_could_not_be_measured_fails_nobody(runs):
     """The run by exact ops fails here; the bias before the batch norm is then neither noise nor lost."""
-    text = """
-        import torch
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
-        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-        for step in range(4):
-            x = torch.randn(32, 8)
-            y = net(x)
-            modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-            assert "ExactOps" not in {type(m).__name__ for m in modes}
-            loss = (y - x[:, :1]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    """
+    modes = "{type(m).__name__ for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()}"
+    net = "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))"
+    text = trains(net, X, MSE, f"assert 'ExactOps' not in {modes}")
     certificate = certify_script(runs(text), format="bf16")
     assert certificate["verdict"] != "fail"
     assert "rounding could not be measured" in certificate["reason"]
@@ -268,44 +194,31 @@ CANNOT_TELL = {
         "No torch.optim.Optimizer stepped",
     ),
     "another batch each time": (
-        """
-        import os, torch
-        net = torch.nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        g = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
-        for step in range(3):
-            loss = net(torch.randn(4, 8, generator=g)).square().mean()
-            optimizer.zero_grad(); loss.backward(); optimizer.step()
-        """,
+        trains(
+            "nn.Linear(8, 1)",
+            "loss = net(torch.randn(4, 8, generator=g)).square().mean()",
+            before='g = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))',
+        ),
         "did not see the same batch",
     ),
     "other random numbers": (
-        """
-        import torch
-        class Net(torch.nn.Linear):
-            def forward(self, x):
-                if torch.is_autocast_enabled("cpu"):
-                    torch.rand(1)
-                return super().forward(x)
-        net = Net(8, 8)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for step in range(3):
-            loss = net(torch.randn(4, 8)).square().mean()
-            optimizer.zero_grad(); loss.backward(); optimizer.step()
-        """,
+        trains(
+            "nn.Linear(8, 8)",
+            "step or net.register_forward_pre_hook(draw)",
+            X,
+            MSE,
+            before="def draw(*_): torch.is_autocast_enabled('cpu') and torch.rand(1)",
+        ),
         "drew different random numbers",
     ),
     "it fails without updates": (
-        """
-        import torch
-        net = torch.nn.Linear(8, 1)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        before = net.weight.detach().clone()
-        for step in range(3):
-            loss = net(torch.randn(4, 8)).square().mean()
-            optimizer.zero_grad(); loss.backward(); optimizer.step()
-            assert not torch.equal(before, net.weight), "nothing was trained"
-        """,
+        trains(
+            "nn.Linear(8, 1)",
+            "assert not step or not torch.equal(before, net.weight), 'nothing was trained'",
+            "before = net.weight.detach().clone()",
+            X,
+            MSE,
+        ),
         "A run whose updates were held back failed: the script failed with exit code 1 in the run that keeps "
         "its gradients: AssertionError: nothing was trained.",
     ),
@@ -321,25 +234,11 @@ def test_what_cannot_be_compared_is_said(case, runs):
 
 
 def test_a_script_that_reads_what_an_earlier_probe_wrote_is_refused(runs, tmp_path):
-    text = """
-        import os, torch
-        net = torch.nn.Linear(8, 1)
-        path = os.environ["STATE"]
-        if os.path.exists(path):
-            net.load_state_dict(torch.load(path))
-        torch.save(net.state_dict(), path)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for step in range(3):
-            loss = net(torch.randn(4, 8)).square().mean()
-            optimizer.zero_grad(); loss.backward(); optimizer.step()
-    """
-    os.environ["STATE"] = str(tmp_path / "state.pt")
-    try:
-        match = "run gradients-mixed read .*state.pt, which run gradients-r"
-        with pytest.raises(UnsupportedError, match=match):
-            certify_script(runs(text), format="bf16")
-    finally:
-        del os.environ["STATE"]
+    path = str(tmp_path / "state.pt")
+    resumes = f"if not step and os.path.exists({path!r}): net.load_state_dict(torch.load({path!r}))"
+    text = trains("nn.Linear(8, 1)", resumes, f"torch.save(net.state_dict(), {path!r})", X, MSE)
+    with pytest.raises(UnsupportedError, match=r"run gradients-mixed read .*state.pt, which run gradients-r"):
+        certify_script(runs(text), format="bf16")
 
 
 def test_a_failing_run_says_which_and_why(runs):

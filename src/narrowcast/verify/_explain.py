@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,10 @@ from narrowcast.policy import (
     Policy,
     class_names,
     format_name,
-    names_module,
     policy_name,
     resolve,
     resolved,
+    rules_for,
     with_fp32_weights,
 )
 from narrowcast.verify._model_state import as_before
@@ -52,10 +51,6 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """``found``."""
         return self.found
-
-    def to_json(self) -> str:
-        """``found`` as JSON text."""
-        return json.dumps(self.found, indent=2, allow_nan=False)
 
     def __str__(self) -> str:
         if self.ran:
@@ -127,23 +122,9 @@ def _resolved_facts(model: torch.nn.Module, policy: Policy, name: str, device: s
     """
     lower = format_name(resolve(policy, device))
     on_device = resolved(policy, device, lower)
-    places = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
-    rules = []
-    for rule in policy.rules:
-        modules = [path for path, names in places if rule.is_for_modules and names_module(rule, path, names)]
-        rules.append(
-            {
-                "rule": str(rule),
-                "for_modules": rule.is_for_modules,
-                "op": rule.op,
-                "compute": rule.compute,
-                "output": rule.output,
-                "modules": modules,
-            }
-        )
-    asked = dict.fromkeys([*on_device.native, *on_device.table, *on_device.kernels()])
+    named = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
     ops = []
-    for op in asked:
+    for op in dict.fromkeys([*on_device.native, *on_device.table, *on_device.kernels()]):
         decision = on_device.root.decide(op)
         ops.append(
             {
@@ -161,7 +142,14 @@ def _resolved_facts(model: torch.nn.Module, policy: Policy, name: str, device: s
         "device": device,
         "format": lower,
         "table": on_device.table_name,
-        "rules": rules,
+        "rules": [
+            {
+                "rule": str(rule),
+                "for_modules": rule.is_for_modules,
+                "modules": [path for path, names in named if rule in rules_for(policy, path, names)],
+            }
+            for rule in policy.rules
+        ],
         "ops": ops,
         "notes": _fp8_notes(model, unconverted(model, policy)),
     }
@@ -169,52 +157,40 @@ def _resolved_facts(model: torch.nn.Module, policy: Policy, name: str, device: s
 
 def _fp8_notes(model: torch.nn.Module, left_out: Mapping[str, str | None]) -> list[str]:
     """Return a sentence for each layer of an fp8 rule that cannot multiply in fp8 (``left_out``: why)."""
-    return [
-        f"{path or type(model).__name__} does not multiply in fp8: {why}"
-        for path, why in left_out.items()
-        if why is not None
-    ]
+    found = [(path or type(model).__name__, why) for path, why in left_out.items() if why is not None]
+    return [f"{path} does not multiply in fp8: {why}" for path, why in found]
 
 
 def _resolved_lines(facts: dict[str, Any]) -> list[str]:
     """The same as lines of at most 79 columns."""
     where = "this CPU" if facts["device"] == "cpu" else facts["device"]
-    lines = wrapped(f"{facts['model']}: {facts['format']} on {where}, by the policy {facts['policy']}")
-    lines += ["", *_rule_lines(facts)]
-    groups: dict[str, list[str]] = {}
-    for op in facts["ops"]:
-        if op["rule"] is None and op["computes"] != "as-is":
-            groups.setdefault(op["computes"], []).append(op["op"])
+    lines = [*wrapped(f"{facts['model']}: {facts['format']} on {where}, by the policy {facts['policy']}"), ""]
+    if facts["rules"]:
+        lines.append("By rules, the more specific first: an operator in modules, modules, operators")
+    for rule in facts["rules"]:
+        lines += wrapped(rule["rule"], first="  ", then="    ")
+        if rule["for_modules"]:
+            paths = _listed([path or facts["model"] for path in rule["modules"]], _MOST_PATHS)
+            lines += wrapped(paths or "no module of this model", first="    ", then="    ")
+    lines += [""] * bool(facts["rules"])
     lines.append(f"By PyTorch's table for {facts['table']}, where no rule decides")
     words = {"promote": "the widest of the inputs", "refuse": "refused"}
-    for computes, ops in groups.items():
-        more = f" and {len(ops) - _MOST_OPS} more" if len(ops) > _MOST_OPS else ""
-        named = f"{', '.join(ops[:_MOST_OPS])}{more}"
-        lines += wrapped(f"{words.get(computes, computes)}: {named}", first="  ", then="    ")
-    notes = facts["notes"]
-    for note in notes[:_MOST_PATHS]:
+    decided = [op for op in facts["ops"] if op["rule"] is None and op["computes"] != "as-is"]
+    for computes in dict.fromkeys(op["computes"] for op in decided):
+        ops = _listed([op["op"] for op in decided if op["computes"] == computes], _MOST_OPS)
+        lines += wrapped(f"{words.get(computes, computes)}: {ops}", first="  ", then="    ")
+    for note in facts["notes"][:_MOST_PATHS]:
         lines += wrapped(f"Note: {note}.")
-    if len(notes) > _MOST_PATHS:
-        lines.append(f"and {len(notes) - _MOST_PATHS} more that do not multiply in fp8")
-    lines += wrapped(
-        "Any other operator computes in the formats that come. To see what a call runs: "
+    if len(facts["notes"]) > _MOST_PATHS:
+        lines.append(f"and {len(facts['notes']) - _MOST_PATHS} more that do not multiply in fp8")
+    return lines + wrapped(
+        "Any other operator computes in the formats of its inputs. To see what a call runs: "
         "nc.explain(model, policy, example_input)."
     )
-    return lines
 
 
-def _rule_lines(facts: dict[str, Any]) -> Iterator[str]:
-    if not facts["rules"]:
-        return
-    yield "By rules, the more specific first: an operator in modules, modules, operators"
-    for rule in facts["rules"]:
-        yield from wrapped(rule["rule"], first="  ", then="    ")
-        if rule["for_modules"]:
-            paths = [path or facts["model"] for path in rule["modules"]]
-            more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
-            said = f"{', '.join(paths[:_MOST_PATHS])}{more}" if paths else "no module of this model"
-            yield from wrapped(said, first="    ", then="    ")
-    yield ""
+def _listed(names: list[str], most: int) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # ---- a script
@@ -246,14 +222,14 @@ def explain_script(
 
 
 def _empty(settings: ScriptSettings) -> dict[str, Any]:
-    lists = ("rules", "sites", "round_trips", "unreached", "notes")
-    nothing = ("device", "format", "unit", "steps", "complete", "totals")
+    nothing = dict.fromkeys(("device", "format", "unit", "steps", "complete", "totals"))
+    lists: dict[str, Any] = {name: [] for name in ("rules", "sites", "round_trips", "unreached", "notes")}
     return {
-        "schema": 1,
+        "schema": _SCHEMA,
         "target": list(settings.target),
         "policy": settings.policy,
-        **dict.fromkeys(nothing),
-        **{name: [] for name in lists},
+        **nothing,
+        **lists,
         "reasons": dict.fromkeys(nothing, _NOTHING),
         "versions": {},
     }

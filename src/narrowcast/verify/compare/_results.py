@@ -70,8 +70,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         at_step=at_step,
         loss_scale=(low.get("scales") or [None])[0],
         cannot_tell=cannot_tell,
-        rounding_unknown=rounding_unknown
-        and f"FP32's own rounding could not be measured: {rounding_unknown}",
+        rounding_unknown=rounding_unknown and f"FP32's rounding could not be measured: {rounding_unknown}",
         note=f"{waiting} of the optimizers did not step in time and was left out." if waiting else None,
     ).to_dict()
 
@@ -136,7 +135,6 @@ def _difference(fp32: dict[str, Any], mixed: dict[str, Any], at_step: int) -> st
         return f"The script ended after {taken} steps, before step {at_step}."
     if not fp32.get("optimizers") or not mixed.get("optimizers"):
         return "No torch.optim.Optimizer stepped in the runs that keep gradients: updates are made by hand."
-    problem: str | None = fp32["problem"] or mixed["problem"]
     must_agree = {
         "optimizers": "Two runs did not step the same optimizers.",
         "batch": "Two runs did not see the same batch, though they started with the same seed: the script "
@@ -145,7 +143,7 @@ def _difference(fp32: dict[str, Any], mixed: dict[str, Any], at_step: int) -> st
         "gradients is not that of the formats.",
     }
     differing = (reason for key, reason in must_agree.items() if fp32[key] != mixed[key])
-    return problem or next(differing, None)
+    return fp32["problem"] or mixed["problem"] or next(differing, None)
 
 
 # ---- outputs
@@ -154,10 +152,10 @@ def _difference(fp32: dict[str, Any], mixed: dict[str, Any], at_step: int) -> st
 def compare_outputs(runs: ScriptRuns) -> dict[str, Any]:
     """Return the ``output`` event: the error of outputs of calls with the same inputs."""
     try:
-        folders = [runs.start(f"outputs-{format_}", format_, OUTPUTS) for format_ in ("fp32", "mixed")]
+        fp32, mixed = (runs.start(f"outputs-{name}", name, OUTPUTS) for name in ("fp32", "mixed"))
     except ScriptError as error:
         return _output(None, 0, CANNOT_TELL, f"a run that keeps outputs failed: {in_short(error)}")
-    return output_from_probes(*folders)
+    return output_from_probes(fp32, mixed)
 
 
 def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
@@ -171,38 +169,36 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     problem = facts[0]["problem"] or facts[1]["problem"]
     sums: dict[int, tuple[float, float]] = {}
     for number in same:
-        outputs = [_load(folder / TENSORS / f"outputs-{number}.pt") for folder in (fp32, mixed)]
-        if outputs[0] is None or outputs[1] is None:
+        wide, narrow = (_load(folder / TENSORS / f"outputs-{number}.pt") for folder in (fp32, mixed))
+        if wide is None or narrow is None:
             problem = problem or "the outputs of a run cannot be read"
-        elif [t.shape for t in outputs[0]] != [t.shape for t in outputs[1]]:
+        elif [t.shape for t in wide] != [t.shape for t in narrow]:
             problem = problem or "outputs of the same inputs have other shapes in mixed precision"
         else:
-            for place, (wide, narrow) in enumerate(zip(*outputs, strict=True)):
-                error, signal = _error_and_signal(wide.double(), narrow.double())
+            for place, pair in enumerate(zip(wide, narrow, strict=True)):
+                error, signal = _error_and_signal(*pair)
                 before = sums.get(place, (0.0, 0.0))
                 sums[place] = (before[0] + error, before[1] + signal)
     judged = {place: math.sqrt(e / s) for place, (e, s) in sums.items() if s > 0 and math.isfinite(s)}
     if problem or not judged:
         return _output(None, len(same), CANNOT_TELL, problem or _why_no_output(same, sums))
     worst = max(judged, key=judged.__getitem__)
-    relative = judged[worst]
-    calls = f"{len(same)} call{'s' * (len(same) != 1)} with the same inputs"
-    which = f", worst in output {worst + 1} of {len(sums)}" if len(sums) > 1 else ""
-    if relative < OUTPUT_LIMIT:
-        return _output(relative, len(same), PASS, f"below {OUTPUT_LIMIT:g} over {calls}{which}")
+    relative, over = judged[worst], f"over {len(same)} call{'s' * (len(same) != 1)} with the same inputs"
+    verdict, reason = PASS, f"below {OUTPUT_LIMIT:g} {over}"
+    if not relative < OUTPUT_LIMIT:
+        verdict, reason = FAIL, f"{OUTPUT_LIMIT:g} or more {over}"
     if not math.isfinite(relative):
-        return _output(relative, len(same), FAIL, f"finite in FP32 and not in mixed precision{which}")
-    return _output(relative, len(same), FAIL, f"{OUTPUT_LIMIT:g} or more over {calls}{which}")
+        reason = "finite in FP32 and not in mixed precision"
+    which = f", worst in output {worst + 1} of {len(sums)}" if len(sums) > 1 else ""
+    return _output(relative, len(same), verdict, f"{reason}{which}")
 
 
 def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, float]:
     """Return the squared norms of the error and of the FP32 output, where that is finite."""
-    finite = torch.isfinite(wide)
+    wide, finite = wide.double(), torch.isfinite(wide)
     signal = float(torch.where(finite, wide, 0.0).square().sum())
-    error = torch.where(finite, narrow - wide, 0.0)
-    if not bool(torch.isfinite(error).all()):
-        return math.inf, signal
-    return float(error.square().sum()), signal
+    error = torch.where(finite, narrow.double() - wide, 0.0)
+    return float(error.square().sum()) if bool(torch.isfinite(error).all()) else math.inf, signal
 
 
 def _why_no_output(same: Sequence[int], sums: Mapping[int, Any]) -> str:
@@ -214,12 +210,6 @@ def _why_no_output(same: Sequence[int], sums: Mapping[int, Any]) -> str:
 def _output(relative_error: float | None, calls: int, verdict: str, reason: str) -> dict[str, Any]:
     sqnr_db = None
     if relative_error is not None:
-        sqnr_db = -20 * math.log10(relative_error) if 0 < relative_error < math.inf else math.inf
-        sqnr_db = -math.inf if relative_error == math.inf else sqnr_db
-    return {
-        "relative_error": relative_error,
-        "sqnr_db": sqnr_db,
-        "calls": calls,
-        "verdict": verdict,
-        "reason": reason,
-    }
+        sqnr_db = -20 * math.log10(relative_error) if relative_error > 0 else math.inf
+    numbers = {"relative_error": relative_error, "sqnr_db": sqnr_db, "calls": calls}
+    return {**numbers, "verdict": verdict, "reason": reason}
