@@ -1,4 +1,4 @@
-"""A policy as a value: every field survives every journey, and what cannot hold is refused."""
+"""A policy as a value: copies, pickles and files keep every field; impossible settings are refused."""
 
 import copy
 import dataclasses
@@ -35,7 +35,6 @@ def journeys(policy, folder):
         "TOML": Policy.load(folder / "policy.toml"),
         "repr": eval(repr(policy), {"Policy": Policy, "Rule": Rule}),
         "fields": Policy(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}),
-        "without and with": policy.without_rules(*policy.rules).with_rules(*policy.rules),
     }
 
 
@@ -59,23 +58,6 @@ def test_those_policies_leave_no_field_at_its_default():
         "a.*",
         "torch.nn.modules.linear.Linear",
     ]
-
-
-def test_a_rule_survives_every_journey():
-    for one in RULES:
-        pickled = [pickle.loads(pickle.dumps(one, n)) for n in range(2, pickle.HIGHEST_PROTOCOL + 1)]
-        for arrived in (copy.copy(one), copy.deepcopy(one), dataclasses.replace(one), *pickled):
-            assert (arrived, hash(arrived), repr(arrived)) == (one, hash(one), repr(one))
-
-
-def test_each_field_tells_policies_apart():
-    plain = Policy(compute="bf16")
-    others = [dataclasses.replace(plain, **{name: value}) for name, value in CHANGED.items()]
-    assert len({plain, *others, LOW}) == len(CHANGED) + 2
-    full = RULES[1]
-    for name in ("output", "op", "module", "module_type"):
-        assert dataclasses.replace(full, **{name: None}) != full
-    assert Policy(compute="bf16", rules=RULES) != Policy(compute="bf16", rules=RULES[::-1])
 
 
 def test_a_policy_is_frozen_and_is_made_by_keyword():
@@ -107,15 +89,6 @@ def test_with_rules_replaces_what_is_for_the_same_thing():
     assert str(refused.value) == f'expected a rule, as nc.rule.op("softmax", compute="fp32"), got {[other]!r}'
 
 
-def test_without_rules():
-    policy = Policy(compute="bf16", rules=RULES)
-    assert policy.without_rules(RULES[0]).rules == RULES[1:]
-    assert policy.without_rules(*RULES) == Policy(compute="bf16")
-    with pytest.raises(PolicyError) as refused:
-        policy.without_rules(rule.op("mm", compute="fp32"))
-    assert str(refused.value) == 'expected a rule of this policy, got "mm: fp32"'
-
-
 def test_what_a_policy_asks_for():
     plain = Policy(compute="bf16")
     assert plain.is_plain
@@ -130,48 +103,31 @@ def test_what_a_policy_asks_for():
     assert LOW.holds_low_weights
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"compute": "bf61"}, "unknown format 'bf61'. Did you mean \"bf16\"? Known: bf16, fp16, fp32, auto."),
-        ({"compute": "float16"}, "unknown format 'float16'. Did you mean \"fp16\"?"),
-        ({"compute": torch.bfloat16}, 'unknown format torch.bfloat16. Did you mean "bf16"?'),
-        ({"compute": None}, "unknown format None. Known: bf16, fp16, fp32, auto."),
-        ({"compute": ["bf16"]}, None),
-        ({"compute": ""}, "unknown format ''. Known: bf16, fp16, fp32, auto."),
-        (
-            {"compute": "safe"},
-            "compute is a format, and 'safe' is a preset: write nc.Policy.preset(\"safe\")",
-        ),
-        (
-            {"compute": "rules.toml"},
-            "compute is a format, and 'rules.toml' is a file: write nc.Policy.load(\"rules.toml\")",
-        ),
-        ({"tables": "gpu"}, "unknown tables 'gpu'. Did you mean \"cuda\"? Known: native, cpu, cuda, mps."),
-        ({"tables": "Cuda"}, "unknown tables 'Cuda'. Did you mean \"cuda\"? Known: native, cpu, cuda, mps."),
-        ({"tables": None}, "unknown tables None. Known: native, cpu, cuda, mps."),
-        ({"master_weights": 1}, "expected master_weights to be a bool, got 1"),
-        ({"low_weights": "yes"}, "expected low_weights to be a bool, got 'yes'"),
-        (
-            {"compute": "fp32", "master_weights": True},
-            "master_weights needs a low format: compute must not be 'fp32'",
-        ),
-        (
-            {"compute": "fp32", "low_weights": True},
-            "low_weights needs a low format: compute must not be 'fp32'",
-        ),
-        (
-            {"low_weights": True, "master_weights": True},
-            "master_weights and low_weights exclude each other: set one of them",
-        ),
-    ],
-)
-def test_what_cannot_hold_is_refused(fields, message):
+IMPOSSIBLE = [
+    ({"compute": "bf61"}, "unknown format 'bf61'. Did you mean \"bf16\"? Known: bf16, fp16, fp32, auto."),
+    ({"compute": torch.bfloat16}, 'unknown format torch.bfloat16. Did you mean "bf16"?'),
+    ({"compute": None}, "unknown format None. Known: bf16, fp16, fp32, auto."),
+    ({"compute": ["bf16"]}, "unknown format ['bf16']. Did you mean \"bf16\"?"),
+    ({"compute": "safe"}, "and 'safe' is a preset: write nc.Policy.preset(\"safe\")"),
+    ({"compute": "rules.toml"}, "and 'rules.toml' is a file: write nc.Policy.load(\"rules.toml\")"),
+    ({"tables": "gpu"}, "unknown tables 'gpu'. Did you mean \"cuda\"? Known: native, cpu, cuda, mps."),
+    ({"tables": None}, "unknown tables None. Known: native, cpu, cuda, mps."),
+    ({"master_weights": 1}, "expected master_weights to be a bool, got 1"),
+    ({"compute": "fp32", "master_weights": True}, "master_weights needs a low format"),
+    ({"compute": "fp32", "low_weights": True}, "low_weights needs a low format"),
+    ({"low_weights": True, "master_weights": True}, "master_weights and low_weights exclude each other"),
+    ({"rules": rule.op("mm", compute="fp32")}, 'got one rule, "mm: fp32": write (rule,) with a comma'),
+    ({"rules": "softmax"}, "expected a tuple of rules, got 'softmax'"),
+    ({"rules": None}, "expected a tuple of rules, got None"),
+    ({"rules": ("softmax",)}, 'expected a rule, as nc.rule.op("softmax", compute="fp32"), got \'softmax\''),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), IMPOSSIBLE, ids=[message for _, message in IMPOSSIBLE])
+def test_impossible_settings_are_refused(fields, message):
     with pytest.raises(PolicyError) as refused:
         Policy(**({"compute": "bf16"} | fields))
-    if message is None:
-        message = "unknown format ['bf16']. Did you mean \"bf16\"? Known: bf16, fp16, fp32, auto."
-    assert str(refused.value) == message
+    assert message in str(refused.value)
 
 
 def test_the_name_of_a_policy(tmp_path):

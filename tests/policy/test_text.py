@@ -42,13 +42,6 @@ def test_rules_stand_below_in_their_order():
     )
 
 
-def test_one_rule():
-    policy = Policy(compute="fp16", rules=(rule.op("mm", compute="fp32"),))
-    assert str(policy) == (
-        "fp16: matmuls and convolutions in float16, by the device's own table, with 1\n    rule\n  mm  fp32"
-    )
-
-
 def test_many_operators_of_which_the_same_is_said_share_an_entry():
     ops = ["acos", "asin", "cosh", "sinh"]
     rules = [rule.op(op, compute="fp32") for op in ops]

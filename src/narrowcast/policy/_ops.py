@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,22 +17,10 @@ from typing import Any
 from narrowcast.errors import PolicyError
 from narrowcast.policy._torch_internals import has_torchs_own_kernel, operator_names
 
-# Prefix of a Python name -> prefix of the dispatcher's name.
-_PREFIXES = {
-    "torch.nn.functional.": "",
-    "nn.functional.": "",
-    "F.": "",
-    "torch.nn.": "",
-    "nn.": "",
-    "torch.linalg.": "linalg_",
-    "torch.special.": "special_",
-    "torch.fft.": "fft_",
-    "torch.Tensor.": "",
-    "Tensor.": "",
-    "torch.": "",
-    "aten::": "",
-    "aten.": "",
-}
+# What may stand before an operator in Python. torch.linalg.cross is linalg_cross in the dispatcher.
+_PREFIX = re.compile(
+    r"(torch\.)?nn\.(functional\.)?|F\.|(torch\.)?Tensor\.|torch\.((?P<kept>linalg|special|fft)\.)?|aten(::|\.)"
+)
 # Python name -> the dispatcher's name, for suggestions.
 _MEANT = {
     "cross_entropy": "cross_entropy_loss",
@@ -106,10 +95,10 @@ def _without_prefix(name: str) -> str:
     if name.startswith("torch.ops."):
         library, _, rest = name.removeprefix("torch.ops.").partition(".")
         return rest if library == "aten" else f"{library}::{rest}"
-    for prefix, instead in _PREFIXES.items():
-        if name.startswith(prefix):
-            return instead + name.removeprefix(prefix)
-    return name
+    found = _PREFIX.match(name)
+    if found is None:
+        return name
+    return (f"{found['kept']}_" if found["kept"] else "") + name[found.end() :]
 
 
 # ---- the dispatcher's operators
@@ -292,22 +281,12 @@ TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 ONE_DEVICE_ONLY = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn"})
 """Operators of recurrent layers that exist on one device type only."""
 
-_KEYS = {
-    "cpu": "AutocastCPU",
-    "cuda": "AutocastCUDA",
-    "mps": "AutocastMPS",
-    "xpu": "AutocastXPU",
-    "mtia": "AutocastMTIA",
-    "maia": "AutocastMAIA",
-    "hpu": "AutocastHPU",
-    "xla": "AutocastXLA",
-    "ipu": "AutocastIPU",
-}
+_WITH_OWN_KEY = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "xla", "ipu")
 
 
 def autocast_key(device_type: str) -> str:
     """Return the autocast dispatch key of ``device_type``."""
-    return _KEYS.get(device_type, "AutocastPrivateUse1")
+    return f"Autocast{device_type.upper()}" if device_type in _WITH_OWN_KEY else "AutocastPrivateUse1"
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowcast.errors import PolicyError, near_names
-from narrowcast.policy._rule import FP8_RECIPES, Rule, check_no_contradictions
+from narrowcast.policy._rule import FP8_RECIPES, OTHER_FORMAT_NAMES, Rule, check_no_contradictions
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +24,9 @@ _ELSEWHERE = (
     "fp32"
 )
 _OTHER_NAMES = {
-    "float16": "fp16",
-    "half": "fp16",
+    **OTHER_FORMAT_NAMES,
     "16-mixed": "fp16",
-    "bfloat16": "bf16",
     "bf16-mixed": "bf16",
-    "float32": "fp32",
-    "float": "fp32",
     "32-true": "fp32",
     "00": "O0",
     "01": "O1",
@@ -209,8 +205,7 @@ class Policy:
         """
         from narrowcast.policy import _toml
 
-        place = _as_path(path)
-        return _remembered(_toml.parse(_toml.read(place), place), path)
+        return _remembered(_toml.parse(_toml.read(Path(path)), Path(path)), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file that ``load`` reads, replacing an existing file atomically.
@@ -220,7 +215,7 @@ class Policy:
         """
         from narrowcast.policy import _toml
 
-        _toml.write(self, _as_path(path))
+        _toml.write(self, Path(path))
 
     def with_rules(self, *rules: Rule) -> Policy:
         """Return this policy with more rules, each replacing an earlier one with the same selector.
@@ -231,13 +226,6 @@ class Policy:
         new = _checked_rules(rules)
         selectors = {one.selector for one in new}
         return replace(self, rules=(*(one for one in self.rules if one.selector not in selectors), *new))
-
-    def without_rules(self, *rules: Rule) -> Policy:
-        """Return this policy without these rules; an unknown rule raises PolicyError."""
-        for one in rules:
-            if one not in self.rules:
-                raise PolicyError(f'expected a rule of this policy, got "{one}"')
-        return replace(self, rules=tuple(one for one in self.rules if one not in rules))
 
     @property
     def is_plain(self) -> bool:
@@ -313,12 +301,6 @@ def _checked_rules(rules: object) -> tuple[Rule, ...]:
     checked = tuple(dict.fromkeys(found))
     check_no_contradictions(checked)
     return checked
-
-
-def _as_path(path: object) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise PolicyError(f"expected the path of a TOML file, got {path!r}")
-    return Path(path)
 
 
 def _unknown_format(compute: object) -> str:
@@ -417,15 +399,10 @@ def resolve(policy: Policy | str, device_type: str, *, low_weights: bool = False
     Raises:
         PolicyError: the policy does not exist, or needs low weights that the caller does not support.
     """
-    import torch
-
     from narrowcast.machine import best_format
 
     compute = (as_policy if low_weights else with_fp32_weights)(policy).compute
-    if compute == "auto":
-        compute = best_format(device_type).format
-    dtype: torch.dtype = getattr(torch, _COMPUTE_DTYPES[compute])
-    return dtype
+    return dtype_of(best_format(device_type).format if compute == "auto" else compute)
 
 
 def dtype_of(word: str) -> torch.dtype:

@@ -31,6 +31,10 @@ FORMATS = ("fp32", "bf16", "fp16", "lower")
 """Words for a format in a rule."""
 FP8_RECIPES = ("fp8_tensorwise", "fp8_rowwise")
 """Words for fp8 in a rule."""
+OTHER_FORMAT_NAMES = {
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"
+}  # fmt: skip
+"""Names of formats in torch and elsewhere, for suggestions."""
 COMPUTES = (*FORMATS, "promote", "as-is", "refuse", *FP8_RECIPES)
 """Every word that ``compute`` of a rule may be."""
 
@@ -243,9 +247,8 @@ def _check_word(what: str, value: Any, known: tuple[str, ...]) -> None:
     if isinstance(value, str) and value in known:
         return
     word = str(value).removeprefix("torch.")
-    renamed = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
-    if word in renamed:
-        raise PolicyError(f'unknown {what} {value!r} of a rule. Did you mean "{renamed[word]}"?')
+    if word in OTHER_FORMAT_NAMES:
+        raise PolicyError(f'unknown {what} {value!r} of a rule. Did you mean "{OTHER_FORMAT_NAMES[word]}"?')
     if word in ("fp64", "float64", "double"):  # a similar name with the opposite meaning
         raise PolicyError(
             f"unknown {what} {value!r} of a rule: autocast casts nothing from fp64 or to it. "

@@ -14,10 +14,8 @@ the same selector. ``save`` writes the whole policy, without a base.
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
-from contextlib import suppress
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +58,7 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:
-        raise PolicyError(f"cannot read the policy {path}: {_reason(error)}{_neighbour(path)}") from error
+        raise PolicyError(f"cannot read the policy {path}: {_reason(error)}") from error
 
 
 def parse(data: bytes, path: Path) -> Policy:
@@ -87,10 +85,9 @@ def parse(data: bytes, path: Path) -> Policy:
 
 
 def _check_version(version: Any, path: Path) -> None:
-    if version is None:
-        raise PolicyError(f'{path} does not say its version: write "version = {VERSION}" in its first line')
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise PolicyError(f"{path}: expected a whole number of 1 or more as version, got {version!r}")
+        got = "none" if version is None else repr(version)
+        raise PolicyError(f'{path}: expected "version = {VERSION}" in the first line, got {got}')
     if version > VERSION:
         raise PolicyError(
             f"{path} has version {version}, and this narrowcast reads up to {VERSION}: install a newer one"
@@ -133,12 +130,3 @@ def _line(name: str, value: str | bool) -> str:
 
 def _reason(error: OSError | ValueError) -> str:
     return str((isinstance(error, OSError) and error.strerror) or error)
-
-
-def _neighbour(path: Path) -> str:
-    """Suggest a file with a similar name if ``path`` is missing."""
-    with suppress(OSError, ValueError):
-        if not path.exists():
-            near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.toml")], n=1)
-            return f'. Did you mean "{path.with_name(near[0])}"?' if near else ""
-    return ""
