@@ -98,22 +98,6 @@ def test_a_step_waits_for_nothing(updates):
     assert meter.read()[0].intended_elements > 0
 
 
-@pytest.mark.parametrize("updates", UPDATES)
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_a_fused_step_left_out_changes_no_bit(dtype, updates, kind):
-    (low,) = on_device(dtype, (1000,))
-    optimizer = kind([low], lr=0.01, fused=True)
-    handle = hold(optimizer, updates)
-    for found in (0.0, 1.0, 0.0, 1.0):
-        low.grad = torch.randn_like(low)
-        optimizer.grad_scale = torch.tensor(4.0, device="cuda")
-        optimizer.found_inf = torch.tensor(found, device="cuda")
-        before, value = low.detach().clone(), handle.full_values()[low]
-        optimizer.step()
-        assert torch.equal(low, before) == bool(found)
-        assert torch.equal(handle.full_values()[low], value) == bool(found)
-
-
 def test_bare_optimizers_are_measured_without_a_trace():
     (low,) = on_device(torch.bfloat16, (1000,))
     twin = torch.nn.Parameter(low.detach().clone())

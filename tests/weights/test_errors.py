@@ -1,5 +1,8 @@
 """What cannot be held is refused before anything changes."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -33,6 +36,17 @@ def test_holding_twice():
     handle.remove()
     assert held_by(optimizer) is None
     assert hold(optimizer, "kahan").updates == "kahan"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_held_optimizer_is_neither_copied_nor_pickled(copied):
+    """A copy has no hooks: it would never write to the low parameters."""
+    optimizer = sgd(LOW)
+    handle = hold(optimizer)
+    with pytest.raises(SettingError, match="can be neither copied nor pickled"):
+        copied(optimizer)
+    handle.remove()
+    copied(optimizer)
 
 
 class Subclass(torch.Tensor):

@@ -16,25 +16,6 @@ def test_a_version_counts_writes_in_place():
     assert internals.version_of(tensor) == before + 3
 
 
-def test_memory_is_held_by_each_tensor_that_has_it():
-    tensor = torch.zeros(4)
-    storage = tensor.untyped_storage()
-    assert internals.is_held_elsewhere(storage)
-    view = tensor[1:]
-    del tensor
-    assert internals.is_held_elsewhere(storage)
-    weight = torch.ones(3, requires_grad=True)
-    graph = (view * weight).sum()
-    del view
-    assert internals.is_held_elsewhere(storage)
-    del graph
-    assert not internals.is_held_elsewhere(storage)
-    again = torch.empty(0).set_(storage, 0, (4,), (1,))
-    assert internals.is_held_elsewhere(storage)
-    del again
-    assert not internals.is_held_elsewhere(storage)
-
-
 class Outer(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)

@@ -9,8 +9,8 @@ import torch
 
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import ASKED_BY_SCALERS
-from narrowcast.weights._kept import Pair
-from narrowcast.weights._torch_internals import add_all, is_dtensor, is_held_elsewhere, local
+from narrowcast.weights._torch_internals import add_all, local
+from narrowcast.weights._update_methods import Pair
 
 
 def require_dense(pairs: Sequence[Pair]) -> None:
@@ -24,11 +24,11 @@ def require_dense(pairs: Sequence[Pair]) -> None:
             )
 
 
-def take(pairs: Sequence[Pair], *, lend: bool, reuse: bool = False) -> None:
+def take(pairs: Sequence[Pair], *, lend: bool) -> None:
     """Add each low gradient to the working gradient, in float32, and remove it from the low parameter.
 
     With ``lend`` the low gradient is put back after the step, where torch leaves it too, unless gradients
-    were added up. With ``reuse`` memory on the CPU is used again in the next step.
+    were added up.
     """
     require_dense(pairs)
     sums, terms = [], []
@@ -39,7 +39,7 @@ def take(pairs: Sequence[Pair], *, lend: bool, reuse: bool = False) -> None:
                 pair.lent = None
             continue
         if pair.working.grad is None:
-            pair.working.grad = _widened(gradient.detach(), pair, reuse=reuse)
+            pair.working.grad = gradient.detach().to(torch.float32, copy=True)
             pair.lent = gradient if lend else None
         else:
             sums.append(local(pair.working.grad))
@@ -47,20 +47,6 @@ def take(pairs: Sequence[Pair], *, lend: bool, reuse: bool = False) -> None:
             pair.lent = None
         pair.low.grad = None
     add_all(sums, terms)
-
-
-def _widened(gradient: torch.Tensor, pair: Pair, *, reuse: bool) -> torch.Tensor:
-    """Return a float32 copy; with ``reuse`` in the memory of the previous one, if that is free."""
-    if not reuse or gradient.device.type != "cpu" or is_dtensor(gradient) or not gradient.is_contiguous():
-        return gradient.to(torch.float32, copy=True)
-    memory = pair.memory
-    # Another process may still read shared memory.
-    if memory is None or memory.is_shared() or is_held_elsewhere(memory):
-        wide = gradient.to(torch.float32, copy=True)
-        pair.memory = wide.untyped_storage()
-        return wide
-    wide = torch.empty(0, dtype=torch.float32, device="cpu")
-    return wide.set_(memory, 0, gradient.shape, gradient.stride()).copy_(gradient)
 
 
 def give_back(pairs: Sequence[Pair]) -> None:
@@ -99,7 +85,6 @@ def untake(pairs: Sequence[Pair]) -> None:
     """Put every gradient back on its low parameter, rounded to nearest."""
     give_back(pairs)
     for pair in pairs:
-        pair.memory = None
         if pair.working.grad is not None:
             low_gradient = pair.working.grad.to(pair.low.dtype)
             pair.low.grad = low_gradient if pair.low.grad is None else pair.low.grad + low_gradient

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from narrowcast.errors import SettingError, UnsupportedError, near_names
-from narrowcast.weights import _kept
 from narrowcast.weights._gradients import (
     clear,
     give_back,
@@ -20,18 +19,21 @@ from narrowcast.weights._gradients import (
     take,
     untake,
 )
-from narrowcast.weights._kept import (
+from narrowcast.weights._lower import LOW_DTYPES
+from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, untraced, version_of
+from narrowcast.weights._update_methods import (
     Kahan,
     Masters,
     Pair,
     Stochastic,
     UpdateMethod,
+    check_state,
+    load_state,
     narrow_state,
     release,
+    saved_state,
     widen_state,
 )
-from narrowcast.weights._lower import LOW_DTYPES
-from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, untraced, version_of
 
 Watcher = Callable[[], Callable[[], None]]
 
@@ -124,7 +126,7 @@ def held_by(optimizer: torch.optim.Optimizer) -> HeldWeights | None:
     return reference() if reference is not None else None
 
 
-def _refuse_copy(_: Any) -> Any:
+def _refuse_copy() -> Any:
     raise SettingError(
         "a held optimizer can be neither copied nor pickled: save its state_dict() and that of its handle, "
         "copy the model, make an optimizer for the copy, hold it, and load both"
@@ -182,8 +184,9 @@ class HeldWeights:
         self._zero_grad_of_instance = vars(optimizer).get("zero_grad")
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.holds_low_weights = True  # type: ignore[attr-defined]
-        # A copy would update the working parameters and never write them to the low ones.
-        optimizer.__deepcopy__ = optimizer.__reduce_ex__ = _refuse_copy  # type: ignore[attr-defined,method-assign]
+        # copy, deepcopy and pickle ask for it. A copy has no hooks: it would update the working parameters
+        # and never write them to the low ones.
+        optimizer.__getstate__ = _refuse_copy  # type: ignore[method-assign]
         guard_against_scalers(optimizer, self._pairs)
         _HELD[optimizer] = weakref.ref(self)
 
@@ -198,23 +201,18 @@ class HeldWeights:
         self._hold_new({})
         return [(pair.low, pair.working) for pair in self._pairs]
 
-    def take_gradients(self, *, reuse: bool = False) -> None:
+    def take_gradients(self) -> None:
         """Add the low gradients to the working parameters' float32 ``.grad`` and set the low ones to None.
 
         Call it once before the gradients are unscaled, clipped or checked, or after each backward to
         accumulate micro-batches in float32. Values are converted, exact, and not unscaled. The next step uses
         them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not.
 
-        Args:
-            reuse: keep the memory of float32 gradients on the CPU from step to step, 4 bytes an element:
-                allocating it takes ten times as long as filling it. Memory that another tensor still uses is
-                not written to.
-
         Raises:
             UnsupportedError: a gradient is sparse. Nothing was taken.
         """
         self._hold_new({})
-        take(self._pairs, lend=False, reuse=reuse)
+        take(self._pairs, lend=False)
 
     def full_values(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the float32 value of each low parameter: the master, low plus residual, or low."""
@@ -258,7 +256,7 @@ class HeldWeights:
                 self._open()
                 for pair in self._pairs:
                     pair.opened = False
-            return _kept.saved_state(self._method, self._pairs)
+            return saved_state(self._method, self._pairs)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state, so that training continues bit for bit; before or after model and optimizer load.
@@ -271,7 +269,7 @@ class HeldWeights:
         """
         self._hold_new({})
         with torch.no_grad():
-            _kept.load_state(self._method, self._pairs, state)
+            load_state(self._method, self._pairs, state)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check that ``load_state_dict`` would succeed, without changing anything.
@@ -281,7 +279,7 @@ class HeldWeights:
                 generators of devices that no held parameter is on.
         """
         self._hold_new({})
-        _kept.check_state(self._method, self._pairs, state)
+        check_state(self._method, self._pairs, state)
 
     def remove(self) -> None:
         """Put the low parameters back into the optimizer, with its state rounded to their format.
@@ -306,8 +304,7 @@ class HeldWeights:
                 self.optimizer.zero_grad = self._zero_grad_of_instance  # type: ignore[method-assign]
         del self.optimizer.holds_low_weights  # type: ignore[attr-defined]
         remove_guard(self.optimizer)
-        del self.optimizer.__deepcopy__  # type: ignore[attr-defined]
-        del self.optimizer.__reduce_ex__
+        del self.optimizer.__getstate__
         del _HELD[self.optimizer]
 
     # ---- parameters

@@ -14,7 +14,6 @@ import torch
 
 from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights._held import HeldWeights, held_by
-from narrowcast.weights._kept import tensors_in, widened
 from narrowcast.weights._lower import LOW_DTYPES
 from narrowcast.weights._torch_internals import (
     is_hook_table,
@@ -23,6 +22,7 @@ from narrowcast.weights._torch_internals import (
     step_without_hooks,
     untraced,
 )
+from narrowcast.weights._update_methods import tensors_in, widened
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -31,12 +31,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
-    """Return whether another tensor, view or graph uses this memory too."""
-    holders: int = torch._C._storage_Use_Count(storage._cdata)
-    return holders > 1
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor itself, where ``to_local`` returns a view; else the tensor."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)

@@ -314,7 +314,7 @@ class Accumulation:
         else:
             self.forget_low_gradients()
             if self.masters is not None:
-                self.masters.held.take_gradients(reuse=True)
+                self.masters.held.take_gradients()
             if not delayed:
                 self._apart = _take_apart(self._parameters)
             else:
@@ -376,7 +376,7 @@ class Accumulation:
                 for low, master in self._pairs
                 if low.grad is not None
             ]
-            self.masters.held.take_gradients(reuse=True)
+            self.masters.held.take_gradients()
             for one in self._low:
                 one.low.grad = one.gradient
         found = unscale_by(self._optimizer, scale)

@@ -1,11 +1,11 @@
-"""What is kept of float32 parameters between two steps, in three ways, and how optimizer state follows it."""
+"""Three ways to keep float32 values between two steps, their saved states, and the optimizer's state."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,7 +31,6 @@ class Pair:
         lent: the gradient of the low parameter while a step uses it.
         seen: the version of the low parameter when it last agreed with what is kept; None: unknown.
         opened: whether the working parameter holds the value, from the start of a step to its end.
-        memory: the memory of the last float32 gradient, if it is to be used again.
     """
 
     low: torch.Tensor
@@ -40,30 +39,17 @@ class Pair:
     lent: torch.Tensor | None = None
     seen: int | None = None
     opened: bool = False
-    memory: torch.UntypedStorage | None = None
 
     @property
     def written_by_others(self) -> bool:
         return self.seen != version_of(self.low)
 
 
-class UpdateMethod(Protocol):
-    """A way to keep updates. Called under ``no_grad``; of a DTensor it handles this rank's part.
-
-    ``frees_working``: the working parameters have memory only during a step.
-    """
-
-    name: str
-    frees_working: bool
-
-    def start(self, pair: Pair, full: torch.Tensor) -> None:
-        """Set the float32 value of a pair to ``full``; ``low`` does not change."""
-
-    def value(self, pair: Pair) -> torch.Tensor:
-        """Return the float32 value between two steps: a new tensor, or the working parameter itself."""
-
-    def write(self, pairs: Sequence[Pair]) -> None:
-        """Update the low parameters and what is kept from the working parameters."""
+# Update methods have these attributes and methods; of a DTensor they handle this rank's part:
+#   frees_working   the working parameters have memory only during a step
+#   start           set the float32 value of a pair; ``low`` does not change
+#   value           return the float32 value between two steps: a new tensor, or the working parameter itself
+#   write           update the low parameters and what is kept from the working parameters
 
 
 class Masters:
@@ -162,6 +148,9 @@ class Stochastic:
         return self.generators[name]
 
 
+UpdateMethod = Masters | Kahan | Stochastic
+
+
 def release(pair: Pair) -> None:
     """Free the memory of the working parameter; it keeps its shape and reads as NaN."""
     working = local(pair.working)
@@ -218,24 +207,13 @@ def check_state(method: UpdateMethod, pairs: Sequence[Pair], state: dict[str, An
     if not isinstance(state, dict) or set(state) != _KEYS:
         came = ", ".join(sorted(map(str, state))) if isinstance(state, dict) else type(state).__name__
         raise _mismatch("a dict of " + ", ".join(sorted(_KEYS)), came or "an empty dict")
-    if state["updates"] != method.name:
-        raise _mismatch(f'updates="{method.name}"', f'updates="{state["updates"]}"')
-    if len(state["shapes"]) != len(pairs):
-        raise _mismatch(f"{len(pairs)} held parameters", f"{len(state['shapes'])}")
-    for position, pair in enumerate(pairs):
-        here = f"{_format(pair.low)} of shape {tuple(pair.low.shape)}"
-        came = f"{state['formats'][position]} of shape {tuple(state['shapes'][position])}"
-        if here != came:
-            raise _mismatch(f"held parameter {position} in {here}", came)
-    kept = _kept(method, pairs)
-    if len(state["kept"]) != len(kept):
-        raise _mismatch(f"{len(kept)} kept tensors", f"{len(state['kept'])}")
-    for position, (target, source) in enumerate(zip(kept, state["kept"], strict=True)):
-        if (target.dtype, target.shape) != (source.dtype, source.shape):
-            raise _mismatch(
-                f"kept tensor {position} in {_format(target)} of shape {tuple(target.shape)}",
-                f"{_format(source)} of shape {tuple(source.shape)}",
-            )
+    mine = saved_state(method, pairs)
+    for name in ("updates", "formats", "shapes"):
+        if state[name] != mine[name]:
+            raise _mismatch(f"{name} {mine[name]}", f"{state[name]}")
+    wanted, found = ([(t.dtype, t.shape) for t in kept] for kept in (mine["kept"], state["kept"]))
+    if wanted != found:
+        raise _mismatch(f"kept tensors {wanted}", f"{found}")
     unknown = set(state["generators"]) - set(method.generators if isinstance(method, Stochastic) else ())
     if unknown:
         raise SettingError(
