@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,8 +21,9 @@ from narrowcast.weights import held_by
 FORWARD, BACKWARD, UNSCALE, BEFORE_STEP = "forward", "backward", "unscale", "before step"
 STEP, ZEROED, END = "step", "zeroed", "end"
 _STAGES = (FORWARD, BACKWARD, UNSCALE, BEFORE_STEP, STEP, ZEROED, END)
-# Methods of a scaler that change gradients, besides its step.
+# Methods of a scaler that change gradients.
 _UNSCALING = ("unscale_", "clip_grad_norm_", "clip_grad_value_")
+_STEPPING = ("step", "step_together")
 _WIDTHS = {"stage": 8, "tensor": 21, "weight": 22, "gradient": 23}
 _MOST_SHOWN = 2
 _FIXED_FROM, _FIXED_BELOW = 5e-5, 1e7
@@ -68,12 +69,14 @@ class StepTrace:
         self.inputs: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         self.skipped: bool | None = None
-        self.scale: float | None = None
+        self.scale: float | dict[str, float] | None = None
+        self._last: dict[str, torch.Tensor | None] = {}  # gradients as they were copied last
+        self._unscaled: set[int] = set()  # optimizers, since the last backward
+        self._awaited_task: int | None = None
+        # Of the current call of a scaler's method: steps of optimizers in it, and the flag of a fused one,
+        # which skips by itself.
         self._step_count = 0
         self._found_inf: torch.Tensor | None = None
-        self._last: dict[str, torch.Tensor | None] = {}  # gradients as they were copied last
-        self._unscaled: set[int] = set()
-        self._awaited_task: int | None = None
 
     def __enter__(self) -> Self:
         if self._hooks is not None:
@@ -95,7 +98,8 @@ class StepTrace:
             for handle in handles:
                 hooks.callback(handle.remove)
             for scaler in self._scalers:
-                self._wrap(scaler, hooks)
+                for name in (*_UNSCALING, *_STEPPING):
+                    self._wrap(scaler, name, hooks)
             self._record(FORWARD)
             self._hooks = hooks.pop_all()
         return self
@@ -136,60 +140,44 @@ class StepTrace:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step_count += 1
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+        found_inf = getattr(optimizer, "found_inf", None)
         self._found_inf = found_inf.detach().clone() if isinstance(found_inf, torch.Tensor) else None
-        scaled = bool(self._scalers) and id(optimizer) not in self._unscaled
-        in_the_step = scaled and getattr(optimizer, "grad_scale", None) is not None
-        if not in_the_step and (scaled or self._changed()):
-            self._record_change(optimizer)
+        self._record_change(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._scalers and id(optimizer) not in self._unscaled:
-            self._record(UNSCALE)
+        if self._scalers:  # a fused step unscales
+            self._record_change(optimizer)
         self._record(STEP)
         self.skipped = bool(self.skipped)
 
-    def _wrap(self, scaler: torch.amp.GradScaler, hooks: ExitStack) -> None:
-        """Replace methods of this one scaler until ``hooks`` closes."""
-        for name in (*_UNSCALING, "step", "step_together"):
-            method = getattr(scaler, name, None)  # torch's own scaler does not clip
-            if method is None:
-                continue
-            if name in vars(scaler):  # another trace is open
-                hooks.callback(setattr, scaler, name, method)
-            else:
-                hooks.callback(delattr, scaler, name)
-            wrapper = self._unscaling(method) if name in _UNSCALING else self._stepping(scaler, method)
-            setattr(scaler, name, wrapper)
+    def _wrap(self, scaler: torch.amp.GradScaler, name: str, hooks: ExitStack) -> None:
+        """Replace a method of this one scaler until ``hooks`` closes."""
+        method = getattr(scaler, name, None)
+        if method is None:  # torch's own scaler does not clip
+            return
 
-    def _unscaling(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def unscale(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            result = real(optimizer, *args, **kwargs)
-            if self._changed():  # with a fused optimizer the step unscales and clips
-                self._record_change(optimizer)
-            return result
-
-        return unscale
-
-    def _stepping(self, scaler: torch.amp.GradScaler, real: Callable[..., Any]) -> Callable[..., Any]:
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before, self._found_inf = self._step_count, None
-            result = real(optimizer, *args, **kwargs)
-            results = result if isinstance(result, list | tuple) else [result]
-            ours = [one for one in results if isinstance(one, StepResult)]
-            found_inf = self._found_inf is not None and bool(self._found_inf > 0)
-            skipped = any(one.skipped for one in ours) if ours else self._step_count == before or found_inf
-            self.scale = ours[0].scale if ours else float(scaler.get_scale())
-            self.skipped = skipped or bool(self.skipped)
+        def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._step_count, self._found_inf = 0, None
+            result = method(optimizer, *args, **kwargs)
             for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
-                # A fused step that is skipped may leave its gradients as they were.
-                fused = getattr(one, "_step_supports_amp_scaling", False)
-                if skipped and id(one) not in self._unscaled and (not fused or self._changed()):
-                    self._record_change(one)
-            self._record(STEP)
+                self._record_change(one)
+            if name in _STEPPING:
+                self._after_scaler_step(scaler, result)
             return result
 
-        return step
+        if name in vars(scaler):  # another trace is open
+            hooks.callback(setattr, scaler, name, method)
+        else:
+            hooks.callback(delattr, scaler, name)
+        setattr(scaler, name, call)
+
+    def _after_scaler_step(self, scaler: torch.amp.GradScaler, result: Any) -> None:
+        results = result if isinstance(result, list | tuple) else [result]
+        ours = [one for one in results if isinstance(one, StepResult)]
+        found_inf = self._found_inf is not None and bool(self._found_inf > 0)
+        self.skipped = self._step_count == 0 or found_inf or bool(self.skipped)
+        self.scale = ours[0].scale if ours else float(scaler.get_scale())
+        self._record(STEP)
 
     # ---- copies
 
@@ -198,10 +186,11 @@ class StepTrace:
         return not all(_is_same(p.grad, self._last[name]) for name, p in self._parameters.items())
 
     def _record_change(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record changed gradients: under a scaler the first change after backward unscales them."""
-        unscales = bool(self._scalers) and id(optimizer) not in self._unscaled
-        self._unscaled.add(id(optimizer))
-        self._record(UNSCALE if unscales else BEFORE_STEP)
+        """Record gradients if they changed: under a scaler the first change after backward unscales them."""
+        if self._changed():
+            unscales = bool(self._scalers) and id(optimizer) not in self._unscaled
+            self._unscaled.add(id(optimizer))
+            self._record(UNSCALE if unscales else BEFORE_STEP)
 
     def _record(self, stage: str) -> None:
         # Another optimizer may have stepped already when this one unscales: its old weights belong here.
@@ -303,21 +292,11 @@ def trace_step(
 def _parameters_by_name(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, torch.Tensor]:
-    """Return the model's parameters, then masters and other tensors that optimizers step on."""
+    """Return the model's parameters, then their masters."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
-    for number, optimizer in enumerate(optimizers):
-        held = held_by(optimizer)
-        masters = [] if held is None else held.parameters
-        others: list[tuple[torch.Tensor, str]] = [
-            (master, f"{names.get(id(low), 'a parameter')} (master)") for low, master in masters
-        ]
-        which = f"optimizer {number}, " if len(optimizers) > 1 else ""
-        for group, options in enumerate(optimizer.param_groups):
-            others += [(p, f"{which}group {group}, parameter {i}") for i, p in enumerate(options["params"])]
-        for parameter, name in others:
-            if id(parameter) not in names:
-                names[id(parameter)], named[name] = name, parameter
+    for held in filter(None, map(held_by, optimizers)):
+        named |= {f"{names[id(low)]} (master)": high for low, high in held.parameters if id(low) in names}
     for name, parameter in named.items():
         is_lazy = torch.nn.parameter.is_lazy(parameter)
         if is_lazy or parameter.is_meta or hasattr(parameter, "full_tensor"):
