@@ -14,7 +14,7 @@ TEXT = """\
 train.py --epochs 3: bf16 on cuda, by the policy bf16
 Casts: 48 of 400 operations a step (12 %), 4.0 MiB of 32 MiB read and written
   (12 %), 12 % of the time.
-Products: 50 % of the time, of which 98 % in a format narrower than fp32.
+Matmuls: 50 % of the time, of which 98 % in a format narrower than fp32.
 
 module, operator        calls  in        as    out       by          casts time
 emb
@@ -101,7 +101,7 @@ def test_each_number_that_is_missing_has_its_reason(tmp_path):
     missing.add("sites[].time_share")
     assert set(found["reasons"]) == missing
     text = explain_text(found)
-    assert "Products: none that took time in 2 watched steps." in text
+    assert "Matmuls: none that took time in 2 watched steps." in text
 
 
 def test_a_capture_of_something_else_or_cut_short_is_refused(tmp_path):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from narrowcast.errors import FileError
 from narrowcast.observe.capture import Capture, read_capture
 
+_HEADING = "\0"  # begins a heading in the text of the template
 Line = tuple[str, bool]
 """Text, and whether it is a heading."""
 
@@ -27,8 +29,6 @@ _PER_STEP = ("ops", "calls", "count", "casts", "cast_bytes", "moved_bytes", "dur
 _SILENT = ("view", "no floats")
 _SUMS = ("calls", "casts", "cast_bytes", "duration_s")
 _MOST_ROWS = 60
-_MOST_LISTED = 5
-_OP, _CALLS, _IN, _AS, _OUT, _BY, _BYTES, _TIME = 21, 6, 10, 6, 10, 9, 8, 5
 _UNITS = ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -257,70 +257,44 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
         found: what ``explained`` returned.
         every: each site alone, instead of repeated layers together.
     """
-    target = " ".join(found["target"])
-    if found["problem"] is not None:
-        return _plain(f"{target}: {found['problem']}.")
     groups = grouped(found, every=every)
-    left_out = 0 if every else _shorten(groups)
-    lines = [*_head(found, target), ("", False), *_table(groups, left_out)]
-    rules = enumerate(rules_of(found["sites"]), start=1)
-    parts = (
-        [line for number, rule in rules for line in _plain(f"rule {number}: {rule}")],
-        _listed(f"Cast there and back again, a {found['unit']}", round_trips_in_words(found)),
-        _unreached(found),
+    uncalled = [rule["rule"] for rule in found["unreached"] if rule["reason"].endswith(" was not called")]
+    unreached = [f"{r['rule']}: {r['reason']}" for r in found["unreached"] if r["rule"] not in uncalled]
+    if uncalled:
+        unreached.append(f"their operator was not called: {'; '.join(uncalled)}")
+    text = _template().render(
+        found=found,
+        left_out=0 if every else _shorten(groups),
+        groups=groups,
+        rules=rules_of(found["sites"]),
+        round_trips=round_trips_in_words(found),
+        unreached=unreached,
     )
-    for part in parts:
-        lines += [("", False), *part] if part else []
-    lines.append(("", False))
-    for note in found["notes"]:
-        lines += _plain(f"Note: {note}.")
-    return lines + _plain(_help(found))
+    lines = text.rstrip("\n").split("\n")
+    return [(line.removeprefix(_HEADING), line.startswith(_HEADING)) for line in lines]
 
 
-def _head(found: Mapping[str, Any], target: str) -> Iterator[Line]:
-    totals, unit = found["totals"], found["unit"]
-    where = "this CPU" if found["device"] == "cpu" else found["device"]
-    for line in wrapped(f"{target}: {found['format']} on {where}, by the policy {found['policy']}"):
-        yield line, True
-    yield from _plain(
-        f"Casts: {count_text(totals['casts'])} of {count_text(totals['ops'])} operations a {unit} "
-        f"({percent(totals['cast_share_of_ops'])}), "
-        f"{bytes_text(totals['cast_bytes'])} of {bytes_text(totals['moved_bytes'])} read and written "
-        f"({percent(totals['cast_share_of_bytes'])}), {percent(totals['cast_share_of_time'])} of the time."
+@functools.cache
+def _template() -> Any:
+    from jinja2 import Environment, FileSystemLoader  # slow to import
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
     )
-    narrow = totals["narrow_share_of_product_time"]
-    if narrow is None:
-        yield from _plain(f"Products: none that took time in {_steps(found)}.")
-    else:
-        share = percent(totals["product_share_of_time"])
-        yield from _plain(
-            f"Products: {share} of the time, of which {percent(narrow)} in a format narrower than fp32."
-        )
+    environment.filters |= {
+        "bytes_text": bytes_text,
+        "count_text": count_text,
+        "cut": _cut,
+        "heading": lambda text: "\n".join(f"{_HEADING}{line}" for line in text.split("\n")),
+        "percent": percent,
+        "wrapped": lambda text, first="": "\n".join(wrapped(" ".join(text.split()), first=first)),
+    }
+    return environment.get_template("table.txt")
 
 
-def _table(groups: Sequence[Group], left_out: int) -> Iterator[Line]:
-    yield (
-        f"{'module, operator':<{_OP + 2}}{'calls':>{_CALLS}}  {'in':<{_IN}}{'as':<{_AS}}{'out':<{_OUT}}"
-        f"{'by':<{_BY}}{'casts':>{_BYTES}}{'time':>{_TIME}}",
-        True,
-    )
-    for group in groups:
-        name = f"{group.name}  x {group.paths}" if group.paths > 1 else group.name
-        yield name if len(name) <= WIDTH else f"{name[: WIDTH - 2]}..", False
-        for row in group.rows:
-            size = bytes_text(row.cast_bytes) if row.casts else "-"
-            yield (
-                f"  {_fit(row.op, _OP)}{count_text(row.calls):>{_CALLS}}  {_fit(row.inputs, _IN)}"
-                f"{_fit(row.computes, _AS)}{_fit(row.outputs, _OUT)}{_fit(row.by, _BY)}{size:>{_BYTES}}"
-                f"{percent(row.time_share).removesuffix(' %'):>{_TIME}}",
-                False,
-            )
-    if left_out:
-        yield f"and {left_out} more that took less time: --all", False
-
-
-def _fit(text: str, width: int) -> str:
-    return f"{text:<{width}}" if len(text) < width else f"{text[: width - 3]}.. "
+def _cut(text: str, longest: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= longest else f"{text[: longest - 2]}.."
 
 
 def _shorten(groups: list[Group]) -> int:
@@ -354,37 +328,6 @@ def round_trips_in_words(found: Mapping[str, Any]) -> list[str]:
         times = f"{count_text(count)} time{'s' * (count != 1)}"
         sentences.append((moved, f"{words}: {times}, {bytes_text(moved)}"))
     return [sentence for _, sentence in sorted(sentences, key=lambda each: -each[0])]
-
-
-def _listed(head: str, sentences: Sequence[str]) -> list[Line]:
-    if not sentences:
-        return []
-    lines = [(head, True), *(line for text in sentences[:_MOST_LISTED] for line in _plain(text, first="  "))]
-    more = len(sentences) - _MOST_LISTED
-    return [*lines, (f"  and {more} more: --json", False)] if more > 0 else lines
-
-
-def _unreached(found: Mapping[str, Any]) -> list[Line]:
-    uncalled = [rule["rule"] for rule in found["unreached"] if rule["reason"].endswith(" was not called")]
-    sentences = [f"{r['rule']}: {r['reason']}" for r in found["unreached"] if r["rule"] not in uncalled]
-    if uncalled:
-        sentences.append(f"their operator was not called: {'; '.join(uncalled)}")
-    lines = [line for text in sentences for line in _plain(text, first="  ")]
-    return [("Rules that no call reached", True), *lines] if lines else []
-
-
-def _help(found: Mapping[str, Any]) -> str:
-    return (
-        f"Of a {found['unit']}, from {_steps(found)}. in, out: formats of the floating-point tensors; "
-        "as: what autocast cast the inputs to, empty: they stay; by: the rule that decided, PyTorch's table, "
-        "unlisted (autocast leaves it alone), asked (a cast by the script), - (autocast does not decide); "
-        "casts: bytes read and written to cast; time: percent of the time of all operations, without Python. "
-        "Watching slows small operations most: narrowcast doctor shows how long a step takes."
-    )
-
-
-def _steps(found: Mapping[str, Any]) -> str:
-    return f"{found['steps']} watched {found['unit']}{'s' * (found['steps'] != 1)}"
 
 
 # ---- words
@@ -428,7 +371,3 @@ def wrapped(text: str, *, first: str = "", then: str | None = None, whole_words:
         break_on_hyphens=False,
     )
     return [line.replace("\u00a0", " ") for line in lines]
-
-
-def _plain(text: str, *, first: str = "") -> list[Line]:
-    return [(line, False) for line in wrapped(text, first=first)]
