@@ -69,7 +69,7 @@ class StepTrace:
         self.inputs: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         self.skipped: bool | None = None
-        self.scale: float | dict[str, float] | None = None
+        self.scale: float | None = None
         self._last: dict[str, torch.Tensor | None] = {}  # gradients as they were copied last
         self._unscaled: set[int] = set()  # optimizers, since the last backward
         self._awaited_task: int | None = None
@@ -220,7 +220,8 @@ class StepTrace:
 
     def __str__(self) -> str:
         ending = "no optimizer step" if self.skipped is None else "skipped" if self.skipped else "taken"
-        lines = [f"one step of {type(self._model).__name__}: {ending}{_scale_text(self.scale)}"]
+        scale = "" if self.scale is None else f", loss scale {self.scale:g}"
+        lines = [f"one step of {type(self._model).__name__}: {ending}{scale}"]
         for name, tensor in (self.inputs | self.outputs).items():
             numbers = ", ".join(" ".join(line.split()) for line in _cell(tensor))
             lines.append(f"{name}  {_dtype(tensor)} {_shape(tensor)}  {numbers}")
@@ -382,7 +383,3 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _shape(tensor: torch.Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "scalar"
-
-
-def _scale_text(scale: float | None) -> str:
-    return "" if scale is None else f", loss scale {scale:g}"
