@@ -123,16 +123,6 @@ def test_no_words_at_all_show_the_help_and_are_wrong_use(workplace, capsys):
     assert "narrowcast run train.py --its --own args" in said.out
 
 
-def test_an_old_torch_is_one_line_and_two(workplace, capsys, monkeypatch):
-    monkeypatch.setattr("torch.__version__", "2.10.1+cu128")
-    for verb in "run", "compare":
-        assert main([verb, "good.py"]) == 2
-        assert capsys.readouterr().err == (
-            "narrowcast: narrowcast needs torch 2.11 or newer and found 2.10.1+cu128: "
-            "pip install --upgrade 'torch>=2.11'\n"
-        )
-
-
 @pytest.mark.parametrize(("policy", "why"), [("fp32", "the policy is fp32"), ("auto", "this CPU is old")])
 def test_where_mixed_precision_stays_in_fp32_nothing_is_compared(workplace, capsys, monkeypatch, policy, why):
     from narrowcast.machine import Choice

@@ -100,26 +100,6 @@ def test_a_script_that_fails_is_three_and_says_which_run(compare, workshop, how)
 
 
 @pytest.mark.long
-def test_a_megabyte_that_is_not_text_is_no_trouble(compare, workshop):
-    workshop.write(
-        "loud.py",
-        """\
-        import os, sys
-        for stream in 1, 2:
-            for _ in range(16):
-                os.write(stream, b"\\xff\\x00\\xc3(" * 2**14)
-        sys.exit(5)
-        """,
-    )
-    code, out, err = compare("loud.py")
-    assert (code, out) == (3, "")
-    assert err.startswith(f"{ENDED}failed with exit code 5 in its FP32 run; it ended with:\n")
-    assert err.endswith(f"\nall of its output: {workshop.folder / 'kept' / 'fp32-1'}\n")
-    assert (workshop.folder / "kept" / "fp32-1" / "stderr.txt").stat().st_size == 2**20
-    assert len(err) < 2**17
-
-
-@pytest.mark.long
 def test_a_daemon_that_outlives_the_script_holds_nothing_up(compare, workshop):
     """It keeps the run's stdout and stderr open."""
     workshop.write(

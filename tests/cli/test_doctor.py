@@ -1,14 +1,11 @@
 """``narrowcast doctor``: its text, its JSON, its exit codes, and what it keeps."""
 
-import errno
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from child_processes import finished
 from narrowcast.cli import main
 from narrowcast.machine import _examination as examination
 
@@ -101,15 +98,6 @@ def test_wrong_use_is_one_line_and_2(here, capsys, words, said):
     assert shown.out == ""
     assert shown.err.startswith(f"narrowcast: {said}")
     assert shown.err.count("\n") == 1
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_an_answer_that_cannot_be_written_is_one_line(workshop):
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        done = finished([sys.executable, "-m", "narrowcast", *SHORT], stdout=full, env=workshop.environment)
-    assert done.returncode == 2
-    assert done.stderr.endswith(f"narrowcast: cannot write to stdout: {os.strerror(errno.ENOSPC)}\n")
 
 
 @pytest.mark.long

@@ -32,33 +32,15 @@ def start(kind="run", **changed):
 
 
 def device(format_="bf16"):
-    because = {"bf16": "this GPU computes in bf16", "fp32": "the policy is fp32"}
-    return {
-        "event": "device",
-        "device_type": "cuda",
-        "format": format_,
-        "because": because.get(format_, "it was asked for"),
-    }
+    because = {"bf16": "this GPU computes in bf16", "fp32": "the policy is fp32"}[format_]
+    return {"event": "device", "device_type": "cuda", "format": format_, "because": because}
 
 
 def end(**changed):
-    return {
-        "event": "end",
-        "exit_code": 0,
-        "stopped": False,
-        "aside": None,
-        "wall_s": 41.3,
-        "backwards": 300,
-        "forwards": 310,
-        "steps": 300,
-        "skipped_steps": 0,
-        "final_scale": None,
-        "peak_resident_bytes": 812 * 2**20,
-        "peak_tensor_bytes": None,
-        "settings": SETTINGS,
-        "versions": VERSIONS,
-        **changed,
-    }
+    ended = {"event": "end", "exit_code": 0, "stopped": False, "aside": None, "wall_s": 41.3}
+    counts = {"backwards": 300, "forwards": 310, "steps": 300, "skipped_steps": 0, "final_scale": None}
+    peaks = {"peak_resident_bytes": 812 * 2**20, "peak_tensor_bytes": None}
+    return ended | counts | peaks | {"settings": SETTINGS, "versions": VERSIONS} | changed
 
 
 def training(
@@ -125,19 +107,9 @@ def computing(seed, *, mixed, calls=200):
 
 
 def parameter(name, ratio, *, judged=True, reason=None):
-    return {
-        "name": name,
-        "shape": [64, 64],
-        "gradient_norm": 0.81,
-        "error_norm": 0.003,
-        "noise_norm": 0.4,
-        "rounding_norm": 1e-7,
-        "error_over_noise": ratio,
-        "relative_error": 0.004,
-        "cosine": 0.99999,
-        "judged": judged,
-        "reason": reason,
-    }
+    norms = {"gradient_norm": 0.81, "error_norm": 0.003, "noise_norm": 0.4, "rounding_norm": 1e-7}
+    errors = {"error_over_noise": ratio, "relative_error": 0.004, "cosine": 0.99999}
+    return {"name": name, "shape": [64, 64], **norms, **errors, "judged": judged, "reason": reason}
 
 
 def certificate(count=14, *, names=None, **changed):
@@ -148,22 +120,14 @@ def certificate(count=14, *, names=None, **changed):
     ]
     parameters = [parameter(name, 0.006 * draw.lognormvariate(0, 0.6)) for name in names]
     if count > 5 and len(names) > 5:
-        parameters[5] = parameter(
-            names[5],
-            595.0,
-            judged=False,
-            reason="its gradient is rounding noise in FP32 itself, as that of a bias before a batch norm is",
-        )
+        reason = "its gradient is rounding noise in FP32 itself, as that of a bias before a batch norm is"
+        parameters[5] = parameter(names[5], 595.0, judged=False, reason=reason)
     worst = max((p for p in parameters if p["judged"]), key=lambda p: p["error_over_noise"])
+    numbers = {"error_over_noise": 0.0071, "relative_error": 0.0034, "cosine": 0.999994}
+    made = {"event": "certificate", "policy": "bf16", "format": "bf16", "at_step": 10, "loss_scale": None}
     return {
-        "event": "certificate",
-        "policy": "bf16",
-        "format": "bf16",
-        "at_step": 10,
-        "loss_scale": None,
-        "error_over_noise": 0.0071,
-        "relative_error": 0.0034,
-        "cosine": 0.999994,
+        **made,
+        **numbers,
         "worst_parameter": {key: worst[key] for key in ("name", "error_over_noise", "relative_error")},
         "parameters": parameters,
         "verdict": "pass",
@@ -338,25 +302,18 @@ def site(path, op, inputs, computes, outputs, **changed):
 
 
 def watched(**changed):
-    return {
+    run = {
         "event": "watched",
         "unit": "step",
         "steps": 2,
         "complete": True,
         "device": "cuda",
         "format": "bf16",
-        "rules": ["softmax: fp16", "mm: fp16", "conv2d: fp32"],
-        "versions": VERSIONS | {"gpu": "Some GPU"},
-        "ops": 800,
-        "casts": 96,
-        "moved_bytes": 64 * 2**20,
-        "cast_bytes": 8 * 2**20,
-        "duration_s": 0.1,
-        "cast_s": 0.012,
-        "product_s": 0.05,
-        "narrow_product_s": 0.049,
-        **changed,
     }
+    counts = {"ops": 800, "casts": 96, "moved_bytes": 64 * 2**20, "cast_bytes": 8 * 2**20}
+    times = {"duration_s": 0.1, "cast_s": 0.012, "product_s": 0.05, "narrow_product_s": 0.049}
+    rules = ["softmax: fp16", "mm: fp16", "conv2d: fp32"]
+    return run | counts | times | {"rules": rules, "versions": VERSIONS | {"gpu": "Some GPU"}} | changed
 
 
 def explained_events(blocks=3, **changed):

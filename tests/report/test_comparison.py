@@ -1,6 +1,4 @@
-"""The table of two runs, to the letter."""
-
-import textwrap
+"""The table of a comparison."""
 
 import pytest
 
@@ -81,129 +79,60 @@ FULL = made(
     verdict="pass",
     notes=["the script has a trait that is worth a note so long that it does not fit on one line", "b"],
 )
-TABLES = {
-    "training": (
-        FULL,
-        """\
-
-                                   FP32     mixed, bf16   change
-         --------------------------------------------------------------
-         step time, median     12.30 ms         6.15 ms   speedup 2.00x
-           95 % interval   12.10 to 12.60 ms   6.00 to 6.40 ms   1.89x to 2.10x
-         peak tensor memory    1024 MiB         512 MiB   50 % less
-         peak process memory    512 MiB         640 MiB   25 % more
-         final loss             0.12346         0.12346
-         optimizer steps             30              30
-         skipped steps                0               2
-         final loss scale             -           65536
-         wall time               12.3 s          12.3 s
-
-        gradients  pass: error over noise 0.00712 (limit 0.05), worst 0.0171 in
-                   fc.weight; below 0.05
-        loss       pass: difference -0.000215, spread of seeds 0.0031; the difference
-                   is 0.07 of the spread between 3 seeds
-        verdict    pass
-
-        Last line of the script's output:
-          FP32   accuracy 0.98
-          mixed  accuracy 0.98
-        note: the script has a trait that is worth a note so long that it does not fit
-        on one line
-        note: b""",
-    ),
-    "two losses, one of them lost": (
-        made(
-            UNKNOWN | {"final_loss": {"/a/gan.py:3": 1.5, "C:\\a\\gan.py:9": 0.5}},
-            UNKNOWN | {"format": "fp16", "final_loss": {"/a/gan.py:3": "nan", "C:\\a\\gan.py:9": 0.5}},
-            loss={
-                "site": "/a/gan.py:3",
-                "difference": None,
-                "seed_spread": None,
-                "verdict": "fail",
-                "reason": "the loss is finite in FP32 and not in mixed precision",
-                "sites": {"/a/gan.py:3": {}, "C:\\a\\gan.py:9": {"difference": 0.0}},
-            },
-            verdict="fail",
-            reasons=dict.fromkeys(
-                ("fp32.step_time_s_median", "mixed.step_time_s_median"), "no torch.optim.Optimizer stepped"
-            )
-            | {"fp32.peak_tensor_bytes": "was not made", "mixed.peak_tensor_bytes": "was killed"},
-        ),
-        """\
-
-                                    FP32   mixed, fp16   change
-         ---------------------------------------------------------
-         step time, median             -             -
-         peak tensor memory            -             -
-         peak process memory           -             -
-         final loss, gan.py:3        1.5           nan
-         final loss, gan.py:9        0.5           0.5   the same
-
-        no step time, median: no torch.optim.Optimizer stepped
-        no peak tensor memory: FP32: was not made
-        no peak tensor memory: mixed: was killed
-        loss       fail: worst of 2 losses: gan.py:3; the loss is finite in FP32 and
-                   not in mixed precision
-        verdict    fail
-
-        Last line of the script's output:
-          FP32   (it printed nothing)
-          mixed  (it printed nothing)""",
-    ),
-    "inference": (
-        made(
-            SIDE
-            | {
-                "forward_time_s_median": 0.0005,
-                "forward_time_s_interval": [0.0004, 0.0006],
-                "final_loss": {},
-            },
-            SIDE
-            | {"forward_time_s_median": 0.25, "forward_time_s_interval": [0.2, 0.3], "final_loss": {}}
-            | {"format": "bf16", "peak_tensor_bytes": 3 * 2**20},
-            kind="inference",
-            output={
-                "relative_error": 0.0031,
-                "sqnr_db": 50.17,
-                "calls": 20,
-                "verdict": "pass",
-                "reason": "below 0.05 in every call",
-            },
-            verdict="pass",
-        ),
-        """\
-
-                                         FP32        mixed, bf16   change
-         -------------------------------------------------------------------
-         forward time, median          0.5 ms           250.0 ms
-           95 % interval         0.4 to 0.6 ms   200.0 to 300.0 ms
-         peak tensor memory          1024 MiB           3.0 MiB
-         peak process memory          512 MiB            512 MiB
-         wall time                     12.3 s             12.3 s
-
-        output     pass: relative error 0.0031, SQNR 50.17 dB, 20 calls; below 0.05 in
-                   every call
-        verdict    pass
-
-        Last line of the script's output:
-          FP32   accuracy 0.98
-          mixed  accuracy 0.98""",
-    ),
-    "cut short before anything ended": (
-        made(UNKNOWN, UNKNOWN | {"format": None}, kind=None, finished=False),
-        """\
-        This comparison was cut short: these are the numbers up to then.
-
-          FP32   mixed, -   change
-         ----------------------------
-
-        verdict    cannot tell
-
-        Last line of the script's output:
-          FP32   (it printed nothing)
-          mixed  (it printed nothing)""",
-    ),
-}
+INFERENCE = made(
+    SIDE | {"forward_time_s_median": 0.0005, "forward_time_s_interval": [0.0004, 0.0006], "final_loss": {}},
+    SIDE
+    | {"forward_time_s_median": 0.25, "forward_time_s_interval": [0.2, 0.3], "final_loss": {}}
+    | {"format": "bf16", "peak_tensor_bytes": 3 * 2**20},
+    kind="inference",
+    output={
+        "relative_error": 0.0031,
+        "sqnr_db": 50.17,
+        "calls": 20,
+        "verdict": "pass",
+        "reason": "below 0.05 in every call",
+    },
+    verdict="pass",
+)
+LOST = made(
+    UNKNOWN | {"final_loss": {"/a/gan.py:3": 1.5, "C:\\a\\gan.py:9": 0.5}},
+    UNKNOWN | {"format": "fp16", "final_loss": {"/a/gan.py:3": "nan", "C:\\a\\gan.py:9": 0.5}},
+    loss={
+        "site": "/a/gan.py:3",
+        "difference": None,
+        "seed_spread": None,
+        "verdict": "fail",
+        "reason": "the loss is finite in FP32 and not in mixed precision",
+        "sites": {"/a/gan.py:3": {}, "C:\\a\\gan.py:9": {"difference": 0.0}},
+    },
+    verdict="fail",
+    reasons=dict.fromkeys(
+        ("fp32.step_time_s_median", "mixed.step_time_s_median"), "no torch.optim.Optimizer stepped"
+    )
+    | {"fp32.peak_tensor_bytes": "was not made", "mixed.peak_tensor_bytes": "was killed"},
+)
+TRAINING_TABLE = """\
+                            FP32     mixed, bf16   change
+step time, median     12.30 ms         6.15 ms   speedup 2.00x
+  95 % interval   12.10 to 12.60 ms   6.00 to 6.40 ms   1.89x to 2.10x
+peak tensor memory    1024 MiB         512 MiB   50 % less
+peak process memory    512 MiB         640 MiB   25 % more
+final loss             0.12346         0.12346
+optimizer steps             30              30
+skipped steps                0               2
+final loss scale             -           65536
+wall time               12.3 s          12.3 s
+gradients  pass: error over noise 0.00712 (limit 0.05), worst 0.0171 in
+           fc.weight; below 0.05
+loss       pass: difference -0.000215, spread of seeds 0.0031; the difference
+           is 0.07 of the spread between 3 seeds
+verdict    pass
+Last line of the script's output:
+  FP32   accuracy 0.98
+  mixed  accuracy 0.98
+note: the script has a trait that is worth a note so long that it does not fit
+on one line
+note: b"""
 
 
 def squeezed(text):
@@ -211,11 +140,54 @@ def squeezed(text):
     return [" ".join(line.split()) for line in text.splitlines() if line.strip(" -\u2500")]
 
 
-@pytest.mark.parametrize("what", TABLES)
-def test_the_table_is_this(what):
-    given, expected = TABLES[what]
+def test_the_table_of_a_training():
+    table = comparison_table(FULL)
+    assert squeezed(table) == squeezed(TRAINING_TABLE)
+    assert "\n\n\n" not in table
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "expected"),
+    [
+        (
+            LOST,
+            "FP32 mixed, fp16 change",
+            [
+                "step time, median - -",
+                "final loss, gan.py:3 1.5 nan",
+                "final loss, gan.py:9 0.5 0.5 the same",
+                "no step time, median: no torch.optim.Optimizer stepped",
+                "no peak tensor memory: FP32: was not made",
+                "no peak tensor memory: mixed: was killed",
+                "loss fail: worst of 2 losses: gan.py:3; the loss is finite in FP32 and",
+                "verdict fail",
+                "FP32 (it printed nothing)",
+            ],
+        ),
+        (
+            INFERENCE,
+            "FP32 mixed, bf16 change",
+            [
+                "forward time, median 0.5 ms 250.0 ms",
+                "95 % interval 0.4 to 0.6 ms 200.0 to 300.0 ms",
+                "peak tensor memory 1024 MiB 3.0 MiB",
+                "output pass: relative error 0.0031, SQNR 50.17 dB, 20 calls; below 0.05 in",
+            ],
+        ),
+        (
+            made(UNKNOWN, UNKNOWN | {"format": None}, kind=None, finished=False),
+            "This comparison was cut short: these are the numbers up to then.",
+            ["FP32 mixed, - change", "verdict cannot tell"],
+        ),
+    ],
+    ids=["two losses, one of them lost", "inference", "cut short"],
+)
+def test_the_table_of_other_comparisons(given, first, expected):
     table = comparison_table(given)
-    assert squeezed(table) == squeezed(textwrap.dedent(expected))
+    rows = squeezed(table)
+    assert rows[0] == first
+    assert [row for row in rows if row in expected] == expected
+    assert given is LOST or not [row for row in rows if "optimizer steps" in row or "final loss" in row]
     assert max(map(len, table.splitlines())) <= 79
     assert all(line == line.rstrip() for line in table.splitlines())
 

@@ -4,6 +4,7 @@ import json
 
 import made_captures
 import pytest
+from test_any_capture import VALUES
 
 from narrowcast.errors import FileError
 from narrowcast.observe.explanation import explained, read_explanation
@@ -141,9 +142,6 @@ def test_nothing_of_a_hostile_capture_reaches_a_terminal_or_a_page_as_it_is(tmp_
     page = write_page(folder).read_text()
     assert made_captures.BREAKS_OUT not in page
     assert made_captures.IMAGE not in page
-
-
-VALUES = (None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, "nan", "", [], {})
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)

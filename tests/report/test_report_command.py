@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 import sys
 
 import made_captures
@@ -11,7 +10,6 @@ import pytest
 from child_processes import finished
 from narrowcast.cli import main
 from narrowcast.observe.capture import COMPARISON
-from narrowcast.report import write_page
 
 # What forbids torch stands before anything of ours is imported.
 WITHOUT_TORCH = """\
@@ -107,14 +105,6 @@ def test_captures_that_were_cut_or_are_hostile_are_shown(tmp_path, capsys, make)
     assert read_json(capsys.readouterr().out)["finished"] is (make is not made_captures.killed)
 
 
-def test_a_hostile_run_is_shown_as_text(tmp_path, capsys):
-    folder = made_captures.hostile(tmp_path)
-    assert main(["report", str(folder / "mixed-0")]) == 0
-    shown = capsys.readouterr().out
-    assert "</script><script>" in shown
-    assert not set("\x1b\u202e\x00\u2028") & set(shown)
-
-
 def test_torch_is_not_imported_and_ascii_terminals_get_hyphens(folder):
     ended = finished(
         [sys.executable, "-c", WITHOUT_TORCH, "report", folder],
@@ -167,27 +157,3 @@ def test_a_page_that_cannot_be_written_is_wrong_use(folder, capsys, monkeypatch)
         assert said.err == (
             f"narrowcast: cannot write the page {output}: {why}; name another place with --output FILE\n"
         )
-
-
-def test_there_is_never_half_a_page(folder, monkeypatch):
-    page = write_page(folder)
-    before = page.read_bytes()
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OSError, match=r"cannot write the page .*: No space left on device; name another"):
-        write_page(folder)
-    monkeypatch.undo()
-    assert page.read_bytes() == before
-    assert not list(folder.glob(".*"))
-
-
-def test_a_page_may_be_read_by_whoever_may_read_new_files(folder):
-    umask = os.umask(0o022)
-    try:
-        page = write_page(folder)
-    finally:
-        os.umask(umask)
-    assert stat.S_IMODE(page.stat().st_mode) == 0o644
