@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -106,34 +107,28 @@ def certify(
         found = passes.certificate(batch, other_batch, policy_name(policy), scale)
         if passes.draws.in_attention:
             with sdpa_kernel(SDPBackend.MATH):
-                passes = _Passes(model, loss_fn, wanted, formats, start, note=_WITHOUT_KERNEL)
+                passes = _Passes(model, loss_fn, wanted, formats, start, _WITHOUT_KERNEL)
                 found = passes.certificate(batch, other_batch, policy_name(policy), scale)
         return found
 
 
+@dataclass
 class _Passes:
     """Gradients of one model, each from the same random state and the same buffers."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
-        policy: Policy,
-        formats: dict[str, torch.dtype],
-        start: StartOfPass,
-        *,
-        note: str | None = None,
-    ) -> None:
-        self._policy = policy
-        self._note = note
-        self._model = model
-        self._loss_fn = loss_fn
-        self._formats = formats
-        self._start = start
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._held_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+    _model: torch.nn.Module
+    _loss_fn: Callable[[Any, Any], torch.Tensor]
+    _policy: Policy
+    _formats: dict[str, torch.dtype]
+    _start: StartOfPass
+    _note: str | None = None
+    _loss_is_finite: bool = True
+
+    def __post_init__(self) -> None:
         self.draws = Fp32Draws()
-        self._loss_is_finite = True
+        # Fixed here: ``loss_fn`` may freeze parameters.
+        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._held_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self._model.parameters())
 
     def certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
         try:
@@ -192,18 +187,15 @@ class _Passes:
         self, fp32: _Gradients, batch: Any, scale: float | None
     ) -> tuple[dict[str, Sums], float | None]:
         """Against FP32, and the loss scale: the one given, or the first whose gradients are finite."""
-        given = scale is not None or torch.float16 not in self._formats.values()
-        scale = scale if given else _LARGEST_SCALE
+        searches = scale is None and torch.float16 in self._formats.values()
+        scale = _LARGEST_SCALE if searches else scale
         while True:
             self._rewind()
-            mixed = self._gradients(batch, self._formats, scale)
-            error = self._against(fp32, mixed, scale or 1.0)
-            overflowed = any(
-                math.isfinite(one.first) and not math.isfinite(one.second) for one in error.values()
-            )
-            if given or scale is None or scale <= _SMALLEST_SCALE:
-                return error, scale
-            if not overflowed or not self._loss_is_finite:  # then no scale is to blame
+            error = self._against(fp32, self._gradients(batch, self._formats, scale), scale or 1.0)
+            overflowed = any(math.isfinite(e.first) and not math.isfinite(e.second) for e in error.values())
+            # If the loss itself is not finite, no scale is to blame.
+            searches = searches and overflowed and self._loss_is_finite
+            if scale is None or not searches or scale <= _SMALLEST_SCALE:
                 return error, scale
             scale /= 2
 
@@ -219,9 +211,8 @@ class _Passes:
             self._loss_is_finite = bool(loss.detach().isfinite().all())
             if scale is not None:
                 loss = cast_floating(loss, torch.float32) * scale
-            gradients = torch.autograd.grad(
-                loss, list(self._parameters.values()), torch.ones_like(loss), allow_unused=True
-            )
+            inputs = list(self._parameters.values())
+            gradients = torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
         return dict(zip(self._parameters, gradients, strict=True))
 
     def _notes(self) -> str | None:

@@ -39,28 +39,30 @@ def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: 
     is.
     """
     if first is None or second is None:
-        present = first if second is None else second
-        if present is None:
-            return Sums(first=0.0, second=0.0, product=0.0, difference=0.0, missing="both")
-        square = _sums(_values(present), None)[0] / (1.0 if second is None else scale * scale)
-        if second is None:
-            return Sums(first=square, second=0.0, product=0.0, difference=square, missing="second")
-        return Sums(first=0.0, second=square, product=0.0, difference=square, missing="first")
+        square, other = _square(first), _square(second) / (scale * scale)
+        missing = "both" if first is second else "first" if first is None else "second"
+        return Sums(first=square, second=other, product=0.0, difference=square + other, missing=missing)
     if first.is_sparse and second.is_sparse:
         return _compared_sparse(first, second, scale)
     a, b = _values(first, dense=True), _values(second, dense=True)
-    squares = _sums(a, b.to(a.device), scale)
-    return Sums(first=squares[0], second=squares[1], product=squares[2], difference=squares[3])
+    square, other, product, difference = _sums(a, b.to(a.device), scale)
+    return Sums(first=square, second=other, product=product, difference=difference)
 
 
 def _compared_sparse(first: torch.Tensor, second: torch.Tensor, scale: float) -> Sums:
     exact = torch.complex128 if first.is_complex() else torch.float64
     a, b = (gradient.detach().coalesce().to(first.device, exact) for gradient in (first, second))
     b = b / scale
-    square, other = _sums(a.values(), None)[0], _sums(b.values(), None)[0]
-    difference = _sums((a - b).coalesce().values(), None)[0]
+    square, other, difference = (_square(one) for one in (a, b, a - b))
     product = (square + other - difference) / 2  # exact enough in float64, without a union of indices
     return Sums(first=square, second=other, product=product, difference=difference)
+
+
+def _square(gradient: torch.Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    values = _values(gradient)
+    return _sums(values, values)[0]
 
 
 def _values(gradient: torch.Tensor, *, dense: bool = False) -> torch.Tensor:
@@ -74,15 +76,10 @@ def _values(gradient: torch.Tensor, *, dense: bool = False) -> torch.Tensor:
     return values.reshape(-1)
 
 
-def _sums(a: torch.Tensor, b: torch.Tensor | None, scale: float = 1.0) -> list[float]:
-    a = a.reshape(-1) if not a.is_complex() else torch.view_as_real(a).reshape(-1)
+def _sums(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> list[float]:
     totals = torch.zeros(4, dtype=torch.float64, device=a.device)
     for start in range(0, a.numel(), _CHUNK):
-        x = a[start : start + _CHUNK].double()
-        if b is None:
-            totals[0] += x.dot(x)
-            continue
-        y = b[start : start + _CHUNK].double()
+        x, y = a[start : start + _CHUNK].double(), b[start : start + _CHUNK].double()
         if scale != 1.0:
             y = y / scale
         difference = y - x

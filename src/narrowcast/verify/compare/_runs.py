@@ -243,13 +243,10 @@ def _run_process(settings: RunSettings, target: Sequence[str], progress: Callabl
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, tick: Callable[[], None]) -> int:
     """Return the exit code; end a run at once if any of its processes read a file of an earlier run."""
-    position = 0
     while True:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_POLL_S)
-        new = _bytes_from(folder / FILES, position)  # only the new part: a run may write very many files
-        position += len(new)
-        if b'"read"' in new:
+        if '"read"' in _tail(folder / FILES):  # the last part alone: a run may write very many files
             _end_group(process)
             return READ_OF_AN_EARLIER_RUN
         tick()
@@ -284,24 +281,22 @@ def _signal_name(number: int) -> str:
     return f"{name} (out of memory?)" if name == "SIGKILL" else name
 
 
-def _bytes_from(path: Path, start: int) -> bytes:
-    """Return the file from ``start``, or its last ``-start`` bytes."""
+def _tail(path: Path, size: int = _TAIL_BYTES) -> str:
     try:
         with path.open("rb") as file:
-            file.seek(start if start >= 0 else max(0, path.stat().st_size + start))
-            return file.read()
+            file.seek(max(0, path.stat().st_size - size))
+            return file.read().decode(errors="replace")
     except OSError:
-        return b""  # the script deleted the folder
+        return ""  # the script deleted the folder
 
 
 def _last_lines(path: Path) -> list[str]:
     """Return the last lines, cut to a readable length, without control characters."""
-    lines = _bytes_from(path, -_ERROR_BYTES).decode(errors="replace").splitlines()[-_ERROR_LINES:]
+    lines = _tail(path, _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
     return ["".join(c if c.isprintable() else " " for c in line[:_LONGEST_LINE]) for line in lines]
 
 
 def last_line(folder: Path) -> str:
     """Return the last line on stdout of the run in ``folder``."""
-    text = _bytes_from(folder / "stdout.txt", -_TAIL_BYTES).decode(errors="replace")
-    written = [line for raw in text.replace("\r", "\n").splitlines() if (line := raw.strip())]
-    return written[-1] if written else ""
+    lines = _tail(folder / "stdout.txt").replace("\r", "\n").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

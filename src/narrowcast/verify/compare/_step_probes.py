@@ -98,7 +98,6 @@ class ExplainProbe(StepProbe):
         self._parts: list[Any] = []
         self._events: list[dict[str, Any]] = []
         self._notes: list[str] = []
-        self._eager = False
         self._compiled = False
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -109,10 +108,8 @@ class ExplainProbe(StepProbe):
             self._device = "cpu" if parameter is None else parameter.device.type
             self._trace = OpTrace(as_policy(self.settings.policy), self._device)
             self._trace.__enter__()
-        if not self._eager and "torch._dynamo" in sys.modules:
-            self._eager = True
+        if "torch._dynamo" in sys.modules and not self._compiled:  # else nothing is compiled
             torch.compiler.set_stance("force_eager")
-        if self._eager and not self._compiled:
             self._compiled = "OptimizedModule" in {type(part).__name__ for part in module.modules()}
         self._trace.paths.add_model(module)
 
@@ -224,8 +221,6 @@ class ProfileProbe(StepProbe):
     A step with an evaluation in it is left out if there are others.
     """
 
-    phases = PHASES
-
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
         self._problem: str | None = None
@@ -272,11 +267,11 @@ class ProfileProbe(StepProbe):
         if self._profiler is not None:
             self._profiler.mark()
         self._stamps.append(stamp(self._device))
-        if not self._is_over(self.phases[self._at]):
+        if not self._is_over(PHASES[self._at]):
             return
         self._leave()
         self._at += 1
-        if self._at == len(self.phases) or self._problem is not None:
+        if self._at == len(PHASES) or self._problem is not None:
             self.done = True
             self.attachment.stop()
         self._enter()
@@ -289,7 +284,7 @@ class ProfileProbe(StepProbe):
         return enough and time.perf_counter() - self._begun > phase.seconds
 
     def _enter(self) -> None:
-        name = self.phases[self._at].name
+        name = PHASES[self._at].name
         self._flags, self._counted = [], []
         if name == PROFILED:
             self._profiler = StepProfiler()
@@ -305,7 +300,7 @@ class ProfileProbe(StepProbe):
 
     def _leave(self) -> None:
         """End the phase that is on, and keep what it showed; it may have come to no step."""
-        name = self.phases[self._at].name
+        name = PHASES[self._at].name
         if name == PLAIN and self._flags:
             self._facts["plain"] = self._plain()
         if self._profiler is not None:
@@ -315,23 +310,25 @@ class ProfileProbe(StepProbe):
             self._reads.__exit__(None, None, None)
             self._reads = None
             if self._flags:
-                usual = [c for c, evaluates in zip(self._counted, self._flags, strict=True) if not evaluates]
-                usual = usual or self._counted
-                sites = read_rows(sum(usual, Counter()))
-                self._facts["reads"] = {"steps": len(usual), "sites": sites}
+                counted = self._usual(self._counted)
+                self._facts["reads"] = {"steps": len(counted), "sites": read_rows(sum(counted, Counter()))}
+
+    def _usual(self, of_steps: list[Any]) -> list[Any]:
+        """Return those of steps without an evaluation, or all if there are none."""
+        flagged = zip(of_steps, self._flags, strict=False)
+        return [one for one, evaluates in flagged if not evaluates] or of_steps
 
     def _plain(self) -> dict[str, Any]:
-        lasted = [seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]
-        usual = [s for s, evaluates in zip(lasted, self._flags, strict=False) if not evaluates] or lasted
+        usual = self._usual([seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)])
         low, middle, high = statistics.quantiles([*usual, *usual], n=4, method="inclusive")
         return {"steps": len(usual), "step_s": middle, "step_s_low": low, "step_s_high": high}
 
     def _keep_profile(self, profiler: StepProfiler) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
+        left_out = [number for number, evaluates in enumerate(self._flags) if evaluates]
         try:
             recording = profiler.recording()
-            left_out = [number for number, evaluates in enumerate(self._flags) if evaluates]
             if self._flags:
                 self._facts["profile"] = summarize(
                     recording, device=self._device, left_out=left_out, weights=self._weights
@@ -343,7 +340,7 @@ class ProfileProbe(StepProbe):
         if not self.done and self._boundaries:
             self._leave()
         self.done = True
-        needed = 2 + sum(phase.steps for phase in self.phases if phase.name in (WARM_UP, PLAIN))
+        needed = 2 + sum(phase.steps for phase in PHASES if phase.name in (WARM_UP, PLAIN))
         write_result(
             self.folder,
             self._facts
