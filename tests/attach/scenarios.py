@@ -6,6 +6,7 @@ loss before and after training evaluated the same way, and what it ended with. N
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,63 +58,60 @@ def notes_of(attached):
 
 
 def gradients(*modules):
-    return [p.grad.detach().clone() for module in modules for p in module.parameters() if p.grad is not None]
+    found = [p.grad.detach().clone() for module in modules for p in module.parameters() if p.grad is not None]
+    return [gradient.to_dense() for gradient in found]
 
 
-def loss_in_fp32(forward):
-    """The loss, without training on it."""
-    return float(forward().detach())
-
-
-def fit(model, optimizer, loss_of, *, steps=30, before_step=None, evaluate=None):
-    """The loop that most of the scenarios share."""
-    evaluate = evaluate or loss_of
-    start, first = loss_in_fp32(evaluate), None
+def fit(model, optimizers, loss_of, *, steps=30, parts=None, before_step=None, after_step=None):
+    """The loop that most of the scenarios share; ``parts`` returns the losses of micro-batches."""
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    start, first = float(loss_of().detach()), None
     for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of().backward()
-        if first is None:
-            first = gradients(model)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=parts is None)
+        for loss in parts() if parts else [loss_of()]:
+            loss.backward()
+        first = first or gradients(model)
         if before_step:
             before_step()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        if after_step:
+            after_step()
     parameters = [p.detach().clone() for p in model.parameters()]
-    return Trained(first, start, loss_in_fp32(evaluate), parameters, [optimizer])
+    return Trained(first, start, float(loss_of().detach()), parameters, optimizers)
+
+
+def regression(lr=0.05, **settings):
+    """A network, its optimizer, the function of its loss, and the data."""
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr, **settings)
+    return model, optimizer, lambda: F.mse_loss(model(x), y), x, y
 
 
 @scenario
 def clipping_by_norm():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    return fit(
-        model, optimizer, lambda: F.mse_loss(model(x), y),
-        before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
-    )  # fmt: skip
+    model, optimizer, loss, *_ = regression(0.5)
+    return fit(model, optimizer, loss, before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
 
 
 @scenario
 def clipping_by_value():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model, optimizer, loss, *_ = regression(0.5)
     return fit(
-        model, optimizer, lambda: F.mse_loss(model(x), y),
-        before_step=lambda: nn.utils.clip_grad_value_(model.parameters(), 0.01),
-    )  # fmt: skip
+        model, optimizer, loss, before_step=lambda: nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    )
 
 
 @scenario
 def accumulation():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    start, first = loss_in_fp32(lambda: F.mse_loss(model(x), y)), None
-    for _ in range(30):
-        optimizer.zero_grad(set_to_none=False)
+    model, optimizer, loss, x, y = regression(momentum=0.9)
+
+    def parts():
         for part_x, part_y in zip(x.chunk(4), y.chunk(4), strict=True):
-            (F.mse_loss(model(part_x), part_y) / 4).backward()
-        first = first or gradients(model)
-        optimizer.step()
-    end = loss_in_fp32(lambda: F.mse_loss(model(x), y))
-    return Trained(first, start, end, [p.detach().clone() for p in model.parameters()], [optimizer])
+            yield F.mse_loss(model(part_x), part_y) / 4
+
+    return fit(model, optimizer, loss, parts=parts)
 
 
 @scenario
@@ -131,7 +129,7 @@ def gan():
         judge = F.binary_cross_entropy_with_logits
         return judge(critic(real + 1), ones) + judge(fake, zeros)
 
-    start = loss_in_fp32(loss_d)
+    start = float(loss_d().detach())
     for _ in range(20):
         optimize_d.zero_grad()
         loss_d().backward()
@@ -142,7 +140,14 @@ def gan():
         first = first or seen + gradients(generator)
         optimize_g.step()
     parameters = [p.detach().clone() for m in (generator, critic) for p in m.parameters()]
-    return Trained(first, start, loss_in_fp32(loss_d), parameters, [optimize_g, optimize_d])
+    return Trained(first, start, float(loss_d().detach()), parameters, [optimize_g, optimize_d])
+
+
+class Together(tuple):
+    """Losses of one backward pass."""
+
+    def backward(self):
+        torch.autograd.backward(self)
 
 
 @scenario
@@ -153,66 +158,53 @@ def several_losses_and_one_backward():
 
     def losses():
         shared = trunk(x)
-        return F.mse_loss(heads[0](shared), y), F.l1_loss(heads[1](shared), -y)
+        return Together((F.mse_loss(heads[0](shared), y), F.l1_loss(heads[1](shared), -y)))
 
-    start, first = loss_in_fp32(lambda: sum(losses())), None
-    for _ in range(30):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        torch.autograd.backward(losses())
-        first = first or gradients(both)
-        for optimizer in optimizers:
-            optimizer.step()
-    end = loss_in_fp32(lambda: sum(losses()))
-    return Trained(first, start, end, [p.detach().clone() for p in both.parameters()], optimizers)
+    return fit(both, optimizers, lambda: sum(losses()), parts=lambda: [losses()])
 
 
 @scenario
 def gradient_penalty():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    model, optimizer, _, x, y = regression(0.02)
 
     def loss():
-        with torch.enable_grad():
-            points = x.clone().requires_grad_()
-            out = model(points)
-            (slope,) = torch.autograd.grad(out.sum(), points, create_graph=True)
-            return F.mse_loss(out, y) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+        points = x.clone().requires_grad_()
+        out = model(points)
+        (slope,) = torch.autograd.grad(out.sum(), points, create_graph=True)
+        return F.mse_loss(out, y) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
 
     return fit(model, optimizer, loss)
 
 
 @scenario
 def penalty_on_parameter_gradients():
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    model, optimizer, error_of, *_ = regression(0.02)
 
     def loss():
-        with torch.enable_grad():
-            error = F.mse_loss(model(x), y)
-            slopes = torch.autograd.grad(error, list(model.parameters()), create_graph=True)
-            return error + 0.1 * sum(slope.square().sum() for slope in slopes)
+        error = error_of()
+        slopes = torch.autograd.grad(error, list(model.parameters()), create_graph=True)
+        return error + 0.1 * sum(slope.square().sum() for slope in slopes)
 
     return fit(model, optimizer, loss)
 
 
 @scenario
 def lbfgs():
-    model, (x, y) = network(), data()
+    model, _, loss_of, *_ = regression()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, history_size=5)
-    start, first = loss_in_fp32(lambda: F.mse_loss(model(x), y)), []
+    start, first = float(loss_of().detach()), []
 
     def closure():
         optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
+        loss = loss_of()
         loss.backward()
         first.append(gradients(model))
         return loss
 
     for _ in range(5):
         optimizer.step(closure)
-    end = loss_in_fp32(lambda: F.mse_loss(model(x), y))
-    return Trained(first[0], start, end, [p.detach().clone() for p in model.parameters()], [optimizer])
+    parameters = [p.detach().clone() for p in model.parameters()]
+    return Trained(first[0], start, float(loss_of().detach()), parameters, [optimizer])
 
 
 @scenario
@@ -229,21 +221,12 @@ def frozen_and_tied():
 @scenario
 def sparse_embedding():
     torch.manual_seed(2)
-    table, head = nn.Embedding(50, 12, sparse=True), network()
+    model = nn.Sequential(nn.Embedding(50, 12, sparse=True), network())
     words = (seeded(64, seed=6) * 20).long() % 50
     _, y = data()
+    table, head = model
     optimizers = [torch.optim.SparseAdam(table.parameters(), 1e-2), torch.optim.SGD(head.parameters(), 0.05)]
-    start, first = loss_in_fp32(lambda: F.mse_loss(head(table(words)), y)), None
-    for _ in range(20):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        F.mse_loss(head(table(words)), y).backward()
-        first = first or [g.to_dense() for g in gradients(table, head)]
-        for optimizer in optimizers:
-            optimizer.step()
-    end = loss_in_fp32(lambda: F.mse_loss(head(table(words)), y))
-    parameters = [p.detach().clone() for m in (table, head) for p in m.parameters()]
-    return Trained(first, start, end, parameters, optimizers)
+    return fit(model, optimizers, lambda: F.mse_loss(head(table(words)), y), steps=20)
 
 
 class SignDescent(torch.optim.Optimizer):
@@ -263,17 +246,16 @@ class SignDescent(torch.optim.Optimizer):
 
 @scenario
 def custom_optimizer():
-    model, (x, y) = network(), data()
-    return fit(model, SignDescent(model.parameters(), 0.01), lambda: F.mse_loss(model(x), y))
+    model, _, loss, *_ = regression()
+    return fit(model, SignDescent(model.parameters(), 0.01), loss)
 
 
 @scenario
 def parameters_replaced_by_load_state_dict():
-    model, (x, y) = network(), data()
-    F.mse_loss(model(x), y).backward()
+    model, _, loss, *_ = regression()
+    loss().backward()
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    return fit(model, optimizer, lambda: F.mse_loss(model(x), y))
+    return fit(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), loss)
 
 
 class Block(nn.Module):
@@ -293,45 +275,28 @@ def _checkpointed_inside(mode):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(12, 12), Block(12, mode), nn.Linear(12, 1))
     x, y = data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
 
     def loss():
         torch.manual_seed(7)
         return F.mse_loss(model(x), y)
 
-    return fit(model, optimizer, loss)
+    return fit(model, torch.optim.SGD(model.parameters(), 0.05), loss)
 
 
-@scenario
-def reentrant_checkpoint():
-    return _checkpointed_inside("reentrant")
-
-
-@scenario
-def nonreentrant_checkpoint():
-    return _checkpointed_inside("nonreentrant")
-
-
-def _checkpointed_outside(reentrant):
-    model, (x, y) = network(), data()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+def _checkpointed_outside(mode):
+    model, optimizer, _, x, y = regression()
 
     def loss():
         points = x.clone().requires_grad_()
-        middle = checkpoint(model[:2], points, use_reentrant=reentrant)
+        middle = checkpoint(model[:2], points, use_reentrant=mode == "reentrant")
         return F.mse_loss(model[2:](middle), y)
 
     return fit(model, optimizer, loss)
 
 
-@scenario
-def checkpoint_around_outermost_modules_reentrant():
-    return _checkpointed_outside(True)
-
-
-@scenario
-def checkpoint_around_outermost_modules_nonreentrant():
-    return _checkpointed_outside(False)
+for _mode in ("reentrant", "nonreentrant"):
+    SCENARIOS[f"{_mode}_checkpoint"] = partial(_checkpointed_inside, _mode)
+    SCENARIOS[f"checkpoint_around_outermost_modules_{_mode}"] = partial(_checkpointed_outside, _mode)
 
 
 @scenario
@@ -346,31 +311,16 @@ def loss_computed_inside_the_model():
             return {"loss": F.mse_loss(prediction, y), "prediction": prediction}
 
     model, (x, y) = WithLoss(), data()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    return fit(model, optimizer, lambda: model(x, y)["loss"])
+    return fit(model, torch.optim.AdamW(model.parameters(), 1e-3), lambda: model(x, y)["loss"])
 
 
 @scenario
 def scheduler_and_parameter_hooks():
-    model, (x, y) = network(), data()
+    model, optimizer, loss, *_ = regression(0.2)
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
-    optimizer = torch.optim.SGD(model.parameters(), 0.2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
-
-    def loss():
-        return F.mse_loss(model(x), y)
-
-    start, first = loss_in_fp32(loss), None
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss().backward()
-        first = first or gradients(model)
-        optimizer.step()
-        scheduler.step()
-    return Trained(
-        first, start, loss_in_fp32(loss), [p.detach().clone() for p in model.parameters()], [optimizer]
-    )
+    return fit(model, optimizer, loss, after_step=scheduler.step)
 
 
 @scenario

@@ -9,7 +9,9 @@ import torch._dynamo
 import torch.nn.functional as F
 from scenarios import data, network
 
+import narrowcast as nc
 from narrowcast.attach import Attachment
+from narrowcast.errors import UnsupportedError
 from narrowcast.scaling import Dynamic
 
 # torch's compiler warns of its own ways (torch.jit, the .grad of tensors that it looks at).
@@ -94,3 +96,12 @@ def test_a_compiled_model_trains_as_in_fp32(make, backend, policy):
     # What was compiled inside does not leak out of it.
     again, _ = train(make, backend)
     assert torch.equal(again, expected)
+
+
+def test_a_function_compiled_as_a_whole_under_rules_is_refused():
+    model = Network()
+    step = torch.compile(lambda x: model(x).sum(), backend="aot_eager")
+    policy = nc.Policy(compute="bf16").with_rules(nc.rule.op("tanh", compute="fp16"))
+    with Attachment(policy), pytest.raises(Exception, match="is compiled as a whole") as caught:
+        step(data()[0])
+    assert isinstance(caught.value, UnsupportedError) or "UnsupportedError" in repr(caught.value)

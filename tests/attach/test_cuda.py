@@ -8,7 +8,7 @@ from test_scenarios import finite_everywhere, relative_error, tolerance
 from torch import nn
 
 from narrowcast.attach import Attachment
-from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
+from narrowcast.observe.capture import read_capture
 from narrowcast.scaling import Dynamic
 
 pytestmark = pytest.mark.gpu
@@ -66,10 +66,8 @@ def test_data_parallel_threads():
     assert relative_error([p.grad for p in model.parameters()], expected) < tolerance("fp16")
 
 
-def test_losses_are_those_at_backward_and_read_later(tmp_path):
+def test_losses_are_those_at_backward_and_read_later(writer):
     """Changed in place by the script before they are read from the device."""
-    writer = CaptureWriter(tmp_path / "capture.jsonl")
-    writer.write(start_event([], "bf16"))
     weight = torch.full((1,), 3.0, device="cuda", requires_grad=True)
     model = nn.Linear(1, 1, device="cuda")
     with Attachment("bf16", writer=writer):
@@ -84,9 +82,7 @@ def test_losses_are_those_at_backward_and_read_later(tmp_path):
     assert all(0 < forward["duration_s"] < 60 for forward in capture.of("forward"))
 
 
-def test_nothing_is_read_or_launched_while_a_graph_is_recorded(tmp_path):
-    writer = CaptureWriter(tmp_path / "capture.jsonl")
-    writer.write(start_event([], "bf16"))
+def test_nothing_is_read_or_launched_while_a_graph_is_recorded(writer):
     weight = torch.full((1,), 3.0, device="cuda", requires_grad=True)
     model = nn.Linear(1, 1, device="cuda")
     with Attachment("bf16", writer=writer) as attached:

@@ -2,8 +2,11 @@
 
 import json
 import math
+import sys
 import time
+import types
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +14,8 @@ from scenarios import data, network
 from torch import nn
 
 from narrowcast.attach import Attachment
-from narrowcast.attach._recorder import Recorder
-from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
-
-
-@pytest.fixture
-def writer(tmp_path):
-    writer = CaptureWriter(tmp_path / "capture.jsonl")
-    writer.write(start_event([], "bf16"))
-    yield writer
-    writer.close()
+from narrowcast.attach._recorder import Recorder, call_site
+from narrowcast.observe.capture import read_capture
 
 
 def events(writer, kind=None):
@@ -180,3 +175,85 @@ def test_what_is_kept_does_not_grow_with_the_number_of_backwards(writer):
         assert len(attached._backward.leaves.factors) == 0
         assert len(attached._backward._retained) == 0
     assert len(events(writer, "loss")) == 3000
+
+
+# ---- which line of the script called backward
+
+
+def loss():
+    return (torch.ones(3, requires_grad=True) * 2).sum()
+
+
+def sites(writer):
+    return [event["site"] for event in events(writer, "loss")]
+
+
+def here(offset=0):
+    """File, as a site names it, and line of the caller, or one so many lines from it."""
+    path = Path(__file__)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(path.name)
+    return f"{shown.as_posix()}:{sys._getframe(1).f_lineno + offset}"
+
+
+def compiled(path, text):
+    """``text`` as if it stood in the file ``path``: its names."""
+    module = types.ModuleType("made")
+    exec(compile(text, path, "exec"), module.__dict__)
+    return module
+
+
+def test_the_line_that_calls_backward(writer):
+    with Attachment("bf16", writer=writer):
+        loss().backward()
+        first = here(-1)
+        torch.autograd.backward([loss()])
+        second = here(-1)
+        for _ in range(2):
+            list(map(torch.Tensor.backward, [loss()]))
+        third = here(-1)
+    assert sites(writer) == [first, second, third, third]
+
+
+@pytest.mark.parametrize("folder", ["/lib/site-packages/lightning/", "/usr/lib/dist-packages/framework/"])
+def test_a_training_framework_is_passed_over(folder, writer):
+    framework = compiled(f"{folder}trainer.py", "def fit(loss):\n    loss().backward()\n")
+    with Attachment("bf16", writer=writer):
+        framework.fit(loss)
+        site = here(-1)
+    assert sites(writer) == [site]
+
+
+def test_torchs_and_pythons_own_frames_are_passed_over(writer):
+    inside = compiled(f"{Path(torch.__file__).parent}/made.py", "def call(f):\n    return f()\n")
+    standard = compiled(f"{Path(types.__file__).parent}/made.py", "def call(f):\n    return f()\n")
+    ours = compiled(
+        f"{Path(call_site.__code__.co_filename).parent}/made.py", "def call(f):\n    return f()\n"
+    )
+    value = loss()
+    with Attachment("bf16", writer=writer):
+        inside.call(lambda: standard.call(lambda: ours.call(value.backward)))
+        site = here(-1)
+    assert sites(writer) == [site]
+
+
+@pytest.mark.parametrize("path", [
+    "/home/someone/torch/train.py", "/home/someone/narrowcast/train.py",
+    "/home/someone/my-site-packages-copy/train.py", "/home/someone/site-packages.py/train.py",
+])  # fmt: skip
+def test_a_folder_with_a_librarys_name_is_the_scripts(path, writer):
+    script = compiled(path, "\n\ndef train(loss):\n    loss().backward()\n")
+    with Attachment("bf16", writer=writer):
+        script.train(loss)
+    assert sites(writer) == ["train.py:4"]
+
+
+def test_a_script_that_changes_its_folder_keeps_its_names(runs):
+    ended = runs.run(
+        """
+        import os, torch
+        os.chdir("/")
+        torch.ones(3, requires_grad=True).sum().backward()
+        """
+    )
+    assert (ended.code, ended.stderr) == (0, "")
+    assert [event["site"] for event in ended.capture.of("loss")] == ["script.py:4"]

@@ -2,11 +2,13 @@
 
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from scenarios import SignDescent, data, network
+from torch.utils.checkpoint import checkpoint
 
 from narrowcast.attach import Attachment
 from narrowcast.errors import ScaleCollapseError
@@ -51,6 +53,11 @@ def copies_of(optimizer):
     return [t.detach().clone() for t in tensors_of(optimizer)]
 
 
+def assert_same(before, after):
+    assert len(before) == len(after)
+    assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+
+
 def backward(model, loss_factor=1.0):
     x, y = data()
     (F.mse_loss(model(x), y) * loss_factor).backward()
@@ -70,8 +77,7 @@ def test_a_skipped_step_changes_nothing(name):
         assert any(not torch.isfinite(p.grad).all() for p in model.parameters())
         assert optimizer.step() is None
         after = copies_of(optimizer)
-        assert len(before) == len(after)
-        assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+        assert_same(before, after)
         assert attached.scale.value.scale == 2.0**7
         optimizer.zero_grad()
         backward(model)
@@ -131,7 +137,7 @@ def test_an_overflow_that_the_script_clamps_away_is_still_skipped(hide):
             case "clip_grad_norm_":
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        assert all(torch.equal(b, a) for b, a in zip(before, copies_of(optimizer), strict=True))
+        assert_same(before, copies_of(optimizer))
     assert attached.facts["skipped_steps"] == 1
 
 
@@ -148,21 +154,23 @@ def test_an_overflow_that_was_thrown_away_skips_nothing(set_to_none, owner):
     assert attached.facts["skipped_steps"] == 0
 
 
-def test_one_optimizer_skips_while_the_other_steps():
-    """A joint backward overflows in one branch only; the scale backs off once."""
-    left, right = network(seed=3), network(seed=4)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (left, right)]
+@pytest.mark.parametrize(("factors", "steps", "scale"), [
+    ((1e6, 1.0), (1, 1), 2.0**7), ((1e6, 1e6), (0, 2), 2.0**7), ((1.0, 1.0), (2, 0), 2.0**9),
+], ids=["one", "both", "none"])  # fmt: skip
+def test_two_optimizers_move_the_scale_once_a_backward(factors, steps, scale):
+    """A joint backward overflows in one branch, in both, or in none; each optimizer steps by itself."""
+    models = [network(seed=3), network(seed=4)]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
     x, y = data()
-    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
-        (F.mse_loss(left(x), y) * 1e6 + F.mse_loss(right(x), y)).backward()
-        before = [copies_of(optimizer) for optimizer in optimizers]
-        for optimizer in optimizers:
+    with Attachment("fp16", Dynamic(scale=2.0**8, growth_interval=1)) as attached:
+        sum(F.mse_loss(m(x), y) * factor for m, factor in zip(models, factors, strict=True)).backward()
+        for optimizer, factor in zip(optimizers, factors, strict=True):
+            before = copies_of(optimizer)
             optimizer.step()
-        after = [copies_of(optimizer) for optimizer in optimizers]
-    assert all(torch.equal(b, a) for b, a in zip(before[0], after[0], strict=True))
-    assert not any(torch.equal(b, a) for b, a in zip(before[1], after[1], strict=True))
-    assert attached.facts["final_scale"] == 2.0**7
-    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (1, 1)
+            changed = [not torch.equal(b, a) for b, a in zip(before, copies_of(optimizer), strict=True)]
+            assert all(changed) if factor == 1.0 else not any(changed)
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == steps
+    assert attached.facts["final_scale"] == scale
 
 
 @pytest.mark.parametrize("make", [
@@ -190,36 +198,6 @@ def test_a_closure_whose_gradients_overflow_is_evaluated_again_at_a_lower_scale(
     assert attached.facts["skipped_steps"] == 0
     assert attached.facts["final_scale"] < 2.0**20
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("make", [
-    lambda p: torch.optim.LBFGS(p, max_iter=4), lambda p: torch.optim.Adam(p, 1e-3),
-], ids=["LBFGS", "Adam"])  # fmt: skip
-def test_a_closure_whose_forward_overflows_leaves_parameters_and_state_as_they_were(make):
-    model = network()
-    optimizer = make(model.parameters())
-    x, y = data()
-    blow_up = False
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x) * (math.inf if blow_up else 1.0), y)
-        loss.backward()
-        return loss
-
-    with Attachment("fp16", Dynamic(scale=2.0**6)) as attached:
-        optimizer.step(closure)
-        before = copies_of(optimizer)
-        blow_up = True
-        optimizer.step(closure)
-        after = copies_of(optimizer)
-        assert len(before) == len(after)
-        assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
-        blow_up = False
-        optimizer.step(closure)
-        assert all_finite(optimizer)
-    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
-    assert attached.facts["final_scale"] == 2.0**5
 
 
 def test_a_fixed_scale_skips_and_stays():
@@ -263,31 +241,21 @@ def test_too_many_skips_name_the_parameters():
     assert all_finite(optimizer)
 
 
-def test_an_overflow_inside_a_reentrant_checkpoint_is_seen_before_it_is_clamped():
+@pytest.mark.parametrize("where", ["a reentrant checkpoint", "the first micro-batch"])
+def test_an_overflow_is_seen_before_it_is_clamped(where):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x, y = data()
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
-        points = x.clone().requires_grad_()
-        out = torch.utils.checkpoint.checkpoint(model, points, use_reentrant=True)
-        (F.mse_loss(out, y) * 1e6).backward()
         before = copies_of(optimizer)
-        for p in model.parameters():
-            p.grad.nan_to_num_(0.0).clamp_(-1, 1)
-        optimizer.step()
-        assert all(torch.equal(b, a) for b, a in zip(before, copies_of(optimizer), strict=True))
-    assert attached.facts["skipped_steps"] == 1
-
-
-def test_a_micro_batch_that_overflowed_and_was_clamped_still_skips_the_step():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
-        for factor in (1e6, 1.0):
-            backward(model, factor)
+        for factor in (1e6,) if "checkpoint" in where else (1e6, 1.0):
+            points = x.clone().requires_grad_()
+            forward = partial(checkpoint, model, use_reentrant=True) if "checkpoint" in where else model
+            (F.mse_loss(forward(points), y) * factor).backward()
             for p in model.parameters():
                 p.grad.nan_to_num_(0.0).clamp_(-1, 1)
         optimizer.step()
+        assert_same(before, copies_of(optimizer))
     assert attached.facts["skipped_steps"] == 1
 
 
@@ -306,10 +274,12 @@ def test_gradients_that_the_script_itself_made_infinite_reach_no_parameter():
     assert all_finite(optimizer)
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: torch.optim.LBFGS(p, max_iter=6), lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe"),
-], ids=["LBFGS", "LBFGS strong_wolfe"])  # fmt: skip
-def test_a_closure_that_overflows_half_way_is_undone(make):
+@pytest.mark.parametrize(("make", "after"), [
+    (lambda p: torch.optim.LBFGS(p, max_iter=6), 3),
+    (lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe"), 3),
+    (lambda p: torch.optim.Adam(p, 1e-3), 1),
+], ids=["LBFGS", "LBFGS strong_wolfe", "Adam"])  # fmt: skip
+def test_a_closure_whose_forward_overflows_is_undone(make, after):
     """LBFGS has moved the parameters and filled its history when its third evaluation overflows."""
     model = network()
     optimizer = make(model.parameters())
@@ -327,15 +297,14 @@ def test_a_closure_that_overflows_half_way_is_undone(make):
     with Attachment("fp16", Dynamic(scale=2.0**6)) as attached:
         optimizer.step(closure)
         before = copies_of(optimizer)
-        blow_up_at = evaluations + 3
+        blow_up_at = evaluations + after
         optimizer.step(closure)
         assert evaluations == blow_up_at
-        after = copies_of(optimizer)
-        assert len(before) == len(after)
-        assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+        assert_same(before, copies_of(optimizer))
         optimizer.step(closure)
         assert all_finite(optimizer)
     assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
+    assert attached.facts["final_scale"] == 2.0**5
 
 
 def test_skips_count_towards_collapse_only_in_a_row():
@@ -347,31 +316,6 @@ def test_skips_count_towards_collapse_only_in_a_row():
             backward(model, 1e6 if number % 20 else 1.0)
             optimizer.step()
     assert attached.facts["skipped_steps"] == 57
-
-
-def test_two_optimizers_that_skip_one_backward_halve_the_scale_once():
-    left, right = network(seed=3), network(seed=4)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (left, right)]
-    x, y = data()
-    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
-        ((F.mse_loss(left(x), y) + F.mse_loss(right(x), y)) * 1e6).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert (attached.facts["skipped_steps"], attached.facts["final_scale"]) == (2, 2.0**7)
-
-
-def test_two_optimizers_that_use_one_backward_count_it_once():
-    left, right = network(seed=3), network(seed=4)
-    optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in (left, right)]
-    x, y = data()
-    with Attachment("fp16", Dynamic(scale=2.0**4, growth_interval=3)) as attached:
-        for _ in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            (F.mse_loss(left(x), y) + F.mse_loss(right(x), y)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    assert (attached.facts["steps"], attached.facts["final_scale"]) == (6, 2.0**5)
 
 
 def test_an_optimizer_may_hold_frozen_parameters_and_one_may_thaw():
