@@ -148,26 +148,6 @@ def test_after_unscaling_it_only_clips_and_never_makes_larger(make_optimizer, or
     assert torch.equal(ours[0].grad, plain[0].grad)
 
 
-@pytest.mark.parametrize("then", ["norm", "value", "other norm"])
-def test_one_clip_after_another(make_optimizer, then):
-    values = [torch.tensor([3.0, -4.0])]
-    (ours, loss), (plain, plain_loss) = parameters_with(values), parameters_with(values)
-    optimizer, scaler = make_optimizer(ours), nc.GradScaler("cpu", 8.0)
-    scaler.scale(loss()).backward()
-    plain_loss().backward()
-    scaler.clip_grad_norm_(optimizer, 2.0)
-    torch.nn.utils.clip_grad_norm_(plain, 2.0)
-    if then == "value":
-        scaler.clip_grad_value_(optimizer, 1.5)
-        torch.nn.utils.clip_grad_value_(plain, 1.5)
-    else:
-        order = 2.0 if then == "norm" else 1.0
-        scaler.clip_grad_norm_(optimizer, 0.5, order)
-        torch.nn.utils.clip_grad_norm_(plain, 0.5, order)
-    scaler.step(optimizer)
-    torch.testing.assert_close(-ours[0].detach(), plain[0].grad, rtol=4 * TOLERANCE, atol=0.0)
-
-
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_clipping_by_value_hides_no_overflow(make_optimizer, value):
     parameters, loss = parameters_with([torch.tensor([1.0, value])])

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -96,19 +95,6 @@ def test_a_rule_moves_the_scale_of_a_training(rule, fused):
         value = value.after_step(overflow=overflow)
         assert scale == value.scale
     assert scaler.loss_scale() == value
-
-
-def test_hysteresis_forgives_overflows_that_good_steps_part():
-    scaler = nc.GradScaler("cpu", 64.0, hysteresis=2)
-    assert train(scaler, [math.inf, 1.0, math.inf, 1.0, math.inf, math.inf]) == [64.0] * 5 + [32.0]
-    assert scaler.loss_scale() == replace(Dynamic(scale=32.0, rule="apex", hysteresis=2), hysteresis_left=0)
-
-
-def test_the_scale_stays_within_its_limits():
-    scaler = nc.GradScaler("cpu", 64.0, growth_interval=1, min_scale=20.0, max_scale=100.0)
-    assert train(scaler, [1.0, 1.0, math.inf, math.inf, math.inf, math.inf, 1.0]) == [
-        100.0, 100.0, 50.0, 25.0, 20.0, 20.0, 40.0
-    ]  # fmt: skip
 
 
 def test_get_scale_is_the_fp32_factor_of_losses():

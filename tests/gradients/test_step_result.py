@@ -201,16 +201,6 @@ def test_optimizers_step_together_or_not_at_all(fused):
     assert scaler.step_together([]) == ()
 
 
-def test_one_optimizer_of_two_is_skipped_alone():
-    scaler, (good, steps), (bad, skips) = nc.GradScaler("cpu"), model_and(), model_and()
-    backward(scaler, good)
-    backward(scaler, bad, factor=math.inf)
-    assert not scaler.step(steps).skipped
-    assert scaler.step(skips).skipped
-    scaler.update()
-    assert scaler.get_scale() == 2.0**15
-
-
 # ---- patience
 
 

@@ -1,6 +1,7 @@
 """Private names of torch's scaler that other libraries read and write answer, and are obeyed, as torch's."""
 
 import gc
+import inspect
 import math
 import weakref
 from collections import defaultdict
@@ -11,6 +12,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import ScaleError, UnsupportedError
+from narrowcast.gradients import _torch_internals as internals
 
 SCALERS = [torch.amp.GradScaler, nc.GradScaler]
 
@@ -57,7 +59,13 @@ def test_a_check_by_hand_is_obeyed(scaler_of):
 
 @pytest.mark.parametrize("scaler_of", SCALERS)
 def test_a_scale_that_somebody_wrote_counts(scaler_of):
-    _, _, scaler = made(scaler_of)
+    scaler = scaler_of("cpu", init_scale=8.0)
+    assert (scaler._init_scale, scaler._init_growth_tracker) == (8.0, 0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))  # as Accelerate does after it loaded a state
+    assert (scaler._scale.item(), scaler._growth_tracker.item()) == (8.0, 0)
+    if scaler_of is nc.GradScaler:
+        with pytest.raises(ScaleError, match="positive, finite"):
+            scaler._scale = torch.tensor(0.0)
     scaler._scale.fill_(1024.0)
     assert scaler.get_scale() == scaler.state_dict()["scale"] == 1024.0
     scaler._scale = torch.tensor(128.0)
@@ -66,22 +74,6 @@ def test_a_scale_that_somebody_wrote_counts(scaler_of):
     scaler.load_state_dict(scaler.state_dict())
     scaler._scale.fill_(32.0)
     assert scaler.get_scale() == 32.0
-
-
-def test_a_scale_out_of_range_is_refused():
-    _, _, scaler = made(nc.GradScaler)
-    with pytest.raises(ScaleError, match="positive, finite"):
-        scaler._scale = torch.tensor(0.0)
-
-
-@pytest.mark.parametrize("scaler_of", SCALERS)
-def test_a_scale_is_put_on_a_device_by_hand(scaler_of):
-    """Accelerate does, after it has loaded a state."""
-    scaler = scaler_of("cpu", init_scale=8.0)
-    assert (scaler._init_scale, scaler._init_growth_tracker) == (8.0, 0)
-    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    assert scaler._scale.item() == 8.0
-    assert scaler._growth_tracker.item() == 0
 
 
 @pytest.mark.parametrize("scaler_of", SCALERS)
@@ -170,3 +162,63 @@ def test_a_subclass_that_would_not_be_asked_is_refused():
     with pytest.raises(UnsupportedError, match="Sub overrides _maybe_opt_step of torch"):
         type("Sub", (nc.GradScaler,), {"_maybe_opt_step": lambda *_: None})
     assert issubclass(type("Fine", (nc.GradScaler,), {"unscale_": lambda *_: None}), torch.amp.GradScaler)
+
+
+# ---- private names of torch that gradients/ uses: these fail loudly when one changes its meaning
+
+
+def test_the_node_that_accumulates_knows_its_leaf():
+    leaf = torch.ones(1, requires_grad=True)
+    node = (leaf * 2).grad_fn.next_functions[0][0]
+    assert type(node) is internals.ACCUMULATE_GRAD
+    assert node.variable is leaf
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_fused_optimizers_divide_and_skip_by_two_attributes(kind):
+    for found in (0.0, 1.0):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = kind([weight], lr=0.5, fused=True)
+        assert internals.takes_grad_scale(optimizer)
+        assert not internals.takes_grad_scale(kind([weight], lr=0.5))
+        assert not internals.wants_the_scaler(optimizer)
+        weight.grad = torch.tensor([8.0, 8.0])
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found)
+        optimizer.step()
+        assert weight.grad.tolist() == ([1.0, 1.0] if found == 0.0 else [8.0, 8.0])
+        assert bool((weight == 1.0).all()) == (found == 1.0)
+
+
+def test_what_other_libraries_read_of_torchs_scaler():
+    """The signatures of torch's own, and the attributes that ours answers in their place."""
+    theirs, ours = torch.amp.GradScaler("cpu"), nc.GradScaler("cpu")
+    for name, method in inspect.getmembers(torch.amp.GradScaler, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        expected = list(inspect.signature(method).parameters)
+        assert list(inspect.signature(getattr(nc.GradScaler, name)).parameters)[: len(expected)] == expected
+    for scaler in (theirs, ours):
+        assert scaler._scale is scaler._growth_tracker is None
+        scaler.scale(torch.ones(()))
+        assert scaler._scale.item() == 2.0**16
+        assert scaler._get_scale_async() is scaler._scale
+        assert scaler._growth_tracker.item() == scaler._get_growth_tracker() == 0
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight])
+        scaler.scale(weight.sum() * math.inf).backward()
+        scaler._check_inf_per_device(optimizer)
+        assert [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()] == [1.0]
+        assert scaler._per_optimizer_states[id(optimizer)]["stage"] is internals.OptState.READY
+
+
+def test_a_scaler_asks_an_optimizer_before_it_steps():
+    class Asked:
+        def __bool__(self):
+            raise KeyError
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    setattr(optimizer, internals.ASKED_BY_SCALERS, Asked())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
+    with pytest.raises(KeyError):
+        scaler.step(optimizer)

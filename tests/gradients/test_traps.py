@@ -1,4 +1,4 @@
-"""Ten traps of ``torch.amp.GradScaler``: that torch still has each, and that ours has none.
+"""Traps of ``torch.amp.GradScaler``: that torch still has each, and that ours has none.
 
 Where torch mends one, its half of the test fails, and the row in docs/deviations.md can go.
 """
@@ -7,7 +7,6 @@ import math
 import sys
 import warnings
 from collections import namedtuple
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,19 +121,6 @@ def test_4_settings_that_cannot_work_are_refused():
     assert scaler.get_scale() == 64.0
 
 
-@pytest.mark.parametrize("make", [TORCH, nc.GradScaler])
-def test_6_statistics_spoilt_by_a_skipped_step_can_be_put_back(make):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make("cpu")
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    if make is not TORCH:
-        scaler.on_skip(lambda result: model.load_state_dict(before, strict=False))
-    scaler.scale(model(torch.full((4, 2), math.inf)).sum()).backward()
-    scaler.step(optimizer)
-    assert torch.isfinite(model[1].running_mean).all() == (make is not TORCH)
-    assert model[1].num_batches_tracked == (1 if make is TORCH else 0)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gpu: it is about a machine without CUDA")
 def test_7_cuda_without_cuda_is_an_error():
     with pytest.warns(UserWarning, match="CUDA is not available"):
@@ -170,13 +156,11 @@ def test_8_a_narrow_loss_of_one_dimension_is_scaled_in_fp32(dtype):
 def compiled():
     from torch._dynamo import reset
     from torch._dynamo.testing import CompileCounter
-    from torch._dynamo.utils import counters
 
     reset()
-    counters.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo has many of its own, about itself
-        yield SimpleNamespace(counter=CompileCounter(), breaks=counters["graph_break"])
+        yield CompileCounter()
     reset()
 
 
@@ -184,9 +168,7 @@ def compiled():
 def test_9_a_loss_is_scaled_inside_a_compiled_graph(make, compiled):
     model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), make("cpu", 8.0, growth_interval=1)
-    forward = torch.compile(
-        lambda: scaler.scale(model(x).square().mean()), backend=compiled.counter, fullgraph=True
-    )
+    forward = torch.compile(lambda: scaler.scale(model(x).square().mean()), backend=compiled, fullgraph=True)
     if make is TORCH:
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"GradScaler\.scale"):
             forward()
@@ -199,31 +181,7 @@ def test_9_a_loss_is_scaled_inside_a_compiled_graph(make, compiled):
         scaler.step(optimizer)
         scaler.update()
     # The first call puts the scale on its device; the second graph is good for every scale after it.
-    assert compiled.counter.frame_count == 2
-
-
-@pytest.mark.parametrize("make", [TORCH, nc.GradScaler])
-def test_9_the_scaler_costs_a_compiled_step_one_break_a_call(make, compiled):
-    model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make("cpu")
-
-    def train():
-        loss = model(x).square().mean()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-    compiled_train = torch.compile(train, backend=compiled.counter)
-    for _ in range(3):
-        compiled_train()
-    ours = [reason for reason in compiled.breaks if "GradScaler." in reason]
-    if make is TORCH:
-        assert len(ours) == 4  # scale, unscale_, step, update
-    else:
-        assert len(ours) == 3
-        assert not [reason for reason in ours if "GradScaler.scale" in reason]
-        assert compiled.counter.frame_count == 2  # forward and loss, with the scale being placed and without
+    assert compiled.frame_count == 2
 
 
 @pytest.fixture
