@@ -2,13 +2,13 @@
 
 from functools import partial
 
-import listed_calls
 import pytest
 import torch
 import torch.nn.functional as F
-from listed_calls import FUNCTIONAL, TENSOR, TORCH
 from o1 import begin
 
+import listed_calls
+from listed_calls import FUNCTIONAL, TENSOR, TORCH
 from narrowcast.apex import amp
 from narrowcast.apex.amp import lists
 from narrowcast.errors import AmpError

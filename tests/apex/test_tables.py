@@ -2,12 +2,12 @@
 
 from functools import partial
 
-import listed_calls
 import pytest
 import torch
-from listed_calls import FUNCTIONAL, TENSOR, TORCH
 
+import listed_calls
 import narrowcast as nc
+from listed_calls import FUNCTIONAL, TENSOR, TORCH
 from narrowcast.apex.amp import _rules, lists
 from narrowcast.apex.amp._rules import plan
 from narrowcast.policy import overloads_of
