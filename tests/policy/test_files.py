@@ -16,7 +16,7 @@ CLASSES = st.sampled_from(["torch.nn.LayerNorm", "torch.nn.Linear"]) | ANY_TEXT.
 
 @st.composite
 def rules(draw):
-    compute = draw(st.sampled_from(COMPUTES))
+    compute = draw(st.sampled_from(list(COMPUTES)))
     is_fp8 = compute in FP8_RECIPES
     op = draw(st.none() | st.just("linear") if is_fp8 else st.none() | st.sampled_from(OPS))
     module = draw(st.none() | ANY_TEXT)

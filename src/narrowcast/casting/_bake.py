@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.casting._apply import Applied
+from narrowcast.casting._operators import compute_dtype
 from narrowcast.casting._tree import all_paths
 from narrowcast.casting._weight_casts import drop_casts
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
@@ -303,7 +304,7 @@ def _format(
         decision = scope.decide(op)
         compute = scope.resolved.native.get(op) if decision is None else decision.compute
         if compute is not None:  # an operator on no table is made of others, which are cast
-            found.add({"lower": lower, "bf16": torch.bfloat16, "fp16": torch.float16}.get(compute))
+            found.add(compute_dtype(compute, lower, (), device_type))
     only = found.pop() if len(found) == 1 else None
     return only if only in (torch.bfloat16, torch.float16) else None
 

@@ -22,7 +22,7 @@ import torch
 
 from narrowcast.casting import _regions
 from narrowcast.casting._kernels import root_scope
-from narrowcast.casting._operators import CASTABLE, compute_dtype, widest
+from narrowcast.casting._operators import CASTABLE, compute_dtype, depends_on_inputs
 from narrowcast.casting._scopes import autocast_state_of, scope_on, scopes_here, thread
 from narrowcast.casting._torch_internals import (
     constant_while_tracing,
@@ -33,7 +33,7 @@ from narrowcast.casting._torch_internals import (
 from narrowcast.casting._tree import cast_where, tensors_inside
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.machine import check_device
-from narrowcast.policy import Policy, Rule, Scope, dtype_of, resolve
+from narrowcast.policy import CASTS_TO, Policy, Rule, Scope, dtype_of, resolve
 
 _EXPORTED = (
     "expected a model without a policy for torch.export, got one with hooks of nc.apply, which no program "
@@ -175,7 +175,8 @@ class Hook:
         self._opening = opening
         self._casts = any(one.op is None for one in rules)
         self._model: weakref.ref[torch.nn.Module] | None = None  # of the hook of a whole model
-        self._promotes = any(one.op is None and one.compute == "promote" for one in rules)
+        by_inputs = [one.compute for one in rules if one.op is None and depends_on_inputs(one.compute)]
+        self._by_inputs = by_inputs[0] if by_inputs else None
         self._register()
         # First before and last after every other hook, so that those run inside, as the module's own code.
         self.handles = (
@@ -241,8 +242,7 @@ class Hook:
                 for device in device_types(module, args, kwargs):
                     self._enter(call, self.region_to_open(device))
             for device in self.devices() if self.rules else ():
-                promoted = _widest((args, kwargs), device) if self._promotes else None
-                region, casts, output = self.inside(device, promoted)
+                region, casts, output = self.inside(device, self._dtype_by_inputs((args, kwargs), device))
                 self._enter(call, region)
                 if output is not None:
                     call.outputs.append(output)
@@ -296,8 +296,8 @@ class Hook:
             for device in _traced_device_types(module, args, kwargs):
                 _enter_traced(regions, _region_to_open(self.key, device))
         for device in _devices(self.key) if self.rules else ():
-            promoted = _widest((args, kwargs), device) if self._promotes else None
-            region, dtype, output = _inside(self.key, device, promoted)
+            by_inputs = self._dtype_by_inputs((args, kwargs), device)
+            region, dtype, output = _inside(self.key, device, by_inputs)
             _enter_traced(regions, region)
             if output is not None:
                 outputs.append((device, output))
@@ -321,6 +321,11 @@ class Hook:
 
     # ---- decisions
 
+    def _dtype_by_inputs(self, values: Any, device: str) -> torch.dtype | None:
+        if self._by_inputs is None:
+            return None
+        return compute_dtype(self._by_inputs, torch.float32, tensors_inside(values), device)
+
     def devices(self) -> list[str]:
         """Return the device types on which a region of this policy is open in this thread."""
         rules = self.shared.policy.rules
@@ -343,12 +348,12 @@ class Hook:
         return None
 
     def inside(
-        self, device: str, promoted: torch.dtype | None
+        self, device: str, by_inputs: torch.dtype | None
     ) -> tuple[_Region | None, _Casts | None, _Casts | None]:
         """Return the module's own region, the cast of its inputs, and that of its outputs."""
         outside = scope_on(device)
         assert outside is not None
-        switched_off = outside.rule is not None and outside.rule.compute == "as-is"
+        switched_off = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
         if not torch.is_autocast_enabled(device) and not switched_off:
             return None, None, None  # by the script, inside the model
         scope = outside.inside(self.rules)
@@ -358,9 +363,11 @@ class Hook:
             return _Region(device, torch.get_autocast_dtype(device), on, scope), None, None
         if rule.compute == "refuse":
             raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
-        dtype = compute_dtype(rule.compute, dtype_of(scope.resolved.lower), promoted)
+        dtype = by_inputs
+        if not depends_on_inputs(rule.compute):
+            dtype = compute_dtype(rule.compute, dtype_of(scope.resolved.lower), (), device)
         # Rules for operators inside come first; without any, nothing is cast.
-        on = rule.compute != "as-is" or scope.rules_operators
+        on = CASTS_TO[rule.compute] is not None or scope.rules_operators
         region = _Region(device, torch.get_autocast_dtype(device) if dtype is None else dtype, on, scope)
         output = None
         if rule.output is not None:
@@ -395,9 +402,9 @@ def _devices(key: int) -> tuple[str, ...]:
 
 @constant_while_tracing
 def _inside(
-    key: int, device: str, promoted: torch.dtype | None
+    key: int, device: str, by_inputs: torch.dtype | None
 ) -> tuple[_State | None, torch.dtype | None, torch.dtype | None]:
-    region, casts, output = _hooks[key].inside(device, promoted)
+    region, casts, output = _hooks[key].inside(device, by_inputs)
     dtypes = [None if one is None else one.dtype for one in (casts, output)]
     return _state(region), dtypes[0], dtypes[1]
 
@@ -424,10 +431,6 @@ def _untraced(hook: Any, *args: Any) -> Any:
 
 
 # ---- casts
-
-
-def _widest(values: Any, device: str) -> torch.dtype | None:
-    return widest(tensors_inside(values), device)
 
 
 def _cast_by_rule(casts: _Casts, values: Any) -> Any:

@@ -30,13 +30,14 @@ from narrowcast.casting._torch_internals import (
 from narrowcast.casting._weight_casts import cast_weight, is_cacheable
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
+    CASTS_TO,
     FP32,
     FP32_APPEND_DTYPE,
     FP32_SET_DTYPE,
     LOWER,
-    PROMOTE,
     REFUSE,
     UNLISTED,
+    WIDEST,
     Decision,
     Scope,
     autocast_key,
@@ -196,30 +197,34 @@ def _running(op: Any, device: str, casts: Callable[[Any, Any], tuple[Any, Any]] 
     return run
 
 
-def compute_dtype(compute: str, lower: torch.dtype, promoted: torch.dtype | None) -> torch.dtype | None:
-    """What ``compute`` of a rule, or a kind of PyTorch's tables, casts inputs to; None: to nothing.
+def compute_dtype(
+    compute: str, lower: torch.dtype, inputs: Iterable[torch.Tensor], device: str
+) -> torch.dtype | None:
+    """Return what ``compute`` of a decision casts ``inputs`` to; None: no cast.
 
-    ``lower`` is what "lower" means at the place, ``promoted`` the widest format among the inputs.
+    ``lower`` is the dtype of "lower" in the scope.
     """
-    if compute == PROMOTE:
-        return promoted
-    if compute == LOWER:
-        return lower
-    if compute in (FP32, FP32_SET_DTYPE, FP32_APPEND_DTYPE):
-        return torch.float32
-    return None if compute in ("as-is", UNLISTED, REFUSE) else dtype_of(compute)
+    if depends_on_inputs(compute):
+        return widest(inputs, device)
+    name = CASTS_TO[compute]
+    return None if name is None else lower if name == LOWER else dtype_of(name)
+
+
+def depends_on_inputs(compute: str) -> bool:
+    """Return whether the dtypes of the inputs decide what they are cast to."""
+    return CASTS_TO[compute] == WIDEST
 
 
 def _casts(compute: str, device: str, scope: Scope) -> Callable[[Any, Any], tuple[Any, Any]] | None:
-    if compute == "as-is":
-        return None
-    if compute not in (PROMOTE, LOWER):
-        dtype = compute_dtype(compute, torch.float32, None)
-        return lambda args, kwargs: _cast_all(args, kwargs, dtype, device)
+    if CASTS_TO[compute] == LOWER:
+        return lambda args, kwargs: _cast_all(args, kwargs, lower_dtype(scope), device)
+    if not depends_on_inputs(compute):
+        dtype = compute_dtype(compute, torch.float32, (), device)
+        return None if dtype is None else lambda args, kwargs: _cast_all(args, kwargs, dtype, device)
 
     def casts(args: Any, kwargs: Any) -> tuple[Any, Any]:
-        promoted = widest(tensors_in((*args, *kwargs.values())), device) if compute == PROMOTE else None
-        return _cast_all(args, kwargs, compute_dtype(compute, lower_dtype(scope), promoted), device)
+        inputs = tensors_in((*args, *kwargs.values()))
+        return _cast_all(args, kwargs, compute_dtype(compute, torch.float32, inputs, device), device)
 
     return casts
 

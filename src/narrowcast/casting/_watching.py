@@ -23,7 +23,6 @@ from narrowcast.casting._operators import below_autocast, native_kernel
 from narrowcast.casting._scopes import region_dtype, scope_on
 from narrowcast.casting._torch_internals import has_kernel, qualified, register_kernel, skipped_by_dynamo
 from narrowcast.policy import (
-    PROMOTE,
     UNLISTED,
     Rule,
     autocast_key,
@@ -181,13 +180,16 @@ class _Watch:
             if inside_a_kernel and compute is None:
                 return result
             inputs = _operators.tensors_in((*args, *kwargs.values()))
+            dtype = None
+            if compute is not None:
+                dtype = _operators.compute_dtype(compute, region_dtype(device_type), inputs, device_type)
             listener(
                 OpCall(
                     op=op,
                     device_type=device_type,
                     inputs=tuple(inputs),
                     outputs=tuple(_operators.tensors_in(result)),
-                    dtype=_cast_to(compute, inputs, device_type),
+                    dtype=dtype,
                     rule=rule,
                     because=because,
                     listed=compute is not None,
@@ -211,10 +213,3 @@ def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, R
     if kind is None:
         return None, None, "unlisted: in the formats that come"
     return kind, None, f"PyTorch's table for {device_type}"
-
-
-def _cast_to(compute: str | None, inputs: list[torch.Tensor], device_type: str) -> torch.dtype | None:
-    if compute is None:
-        return None
-    promoted = _operators.widest(inputs, device_type) if compute == PROMOTE else None
-    return _operators.compute_dtype(compute, region_dtype(device_type), promoted)

@@ -30,6 +30,7 @@ from narrowcast.policy._policy import (
     with_fp32_weights,
 )
 from narrowcast.policy._resolved import (
+    CASTS_TO,
     UNLISTED,
     Decision,
     ResolvedPolicy,
@@ -38,11 +39,12 @@ from narrowcast.policy._resolved import (
     resolved,
     rules_for,
 )
-from narrowcast.policy._rule import COMPUTES, FORMATS, FP8_RECIPES, Rule, class_names
+from narrowcast.policy._rule import COMPUTES, FORMATS, FP8_RECIPES, WIDEST, Rule, class_names
 from narrowcast.policy._toml import dumps as policy_text
 from narrowcast.policy._toml import parse as policy_in
 
 __all__ = [
+    "CASTS_TO",
     "COMPUTES",
     "FORMATS",
     "FP8_RECIPES",
@@ -56,6 +58,7 @@ __all__ = [
     "REFUSE",
     "TABLES",
     "UNLISTED",
+    "WIDEST",
     "Decision",
     "Policy",
     "Preset",

@@ -13,15 +13,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from narrowcast.policy._ops import LOWER, ONE_DEVICE_ONLY, native_table, overloads_of
+from narrowcast.policy._ops import (
+    FP32,
+    FP32_APPEND_DTYPE,
+    FP32_SET_DTYPE,
+    LOWER,
+    ONE_DEVICE_ONLY,
+    native_table,
+    overloads_of,
+)
 from narrowcast.policy._policy import Policy
-from narrowcast.policy._rule import FP8_RECIPES, Rule, specificity
+from narrowcast.policy._rule import COMPUTES, FP8_RECIPES, Rule, specificity
 
 if TYPE_CHECKING:
     import torch
 
 UNLISTED = "unlisted"
 """Not cast: the device's own table lists the operator, but the table that the policy names does not."""
+CASTS_TO = {**COMPUTES, FP32_SET_DTYPE: FP32, FP32_APPEND_DTYPE: FP32, UNLISTED: None}
+"""``Decision.compute`` -> the format that inputs are cast to; None: no cast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +39,7 @@ class Decision:
     """How one operator computes at one place.
 
     Attributes:
-        compute: a word of ``COMPUTES``, a kind of PyTorch's tables (``_ops``), or ``UNLISTED``.
+        compute: a word of ``CASTS_TO``.
         output: format of the outputs, or None to leave them.
         rule: the rule that decided, or None if PyTorch's table did.
         because: the reason as text.
@@ -178,7 +188,7 @@ class ResolvedPolicy:
     def is_cast_anywhere(self, op: str) -> bool:
         """Return whether the table or a rule for all calls of ``op`` casts its inputs."""
         rule = self.rule_for(op)
-        return op in self.table or (rule is not None and rule.compute not in ("as-is", "refuse"))
+        return op in self.table or (rule is not None and CASTS_TO[rule.compute] is not None)
 
     def decide_anywhere(self, op: str) -> Decision | None:
         """Decide as ``Scope.decide`` does, outside of modules with a rule."""

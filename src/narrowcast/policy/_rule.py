@@ -18,6 +18,7 @@ operators that PyTorch's table or another rule casts, not to every operator insi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,18 @@ OTHER_FORMAT_NAMES = {
     "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"
 }  # fmt: skip
 """Names of formats in torch and elsewhere, for suggestions."""
-COMPUTES = (*FORMATS, "promote", "as-is", "refuse", *FP8_RECIPES)
-"""Every word that ``compute`` of a rule may be."""
+WIDEST = "widest"
+COMPUTES: dict[str, str | None] = {
+    **{word: word for word in FORMATS},
+    "promote": WIDEST,
+    "as-is": None,
+    "refuse": None,
+    **dict.fromkeys(FP8_RECIPES),
+}
+"""Each word for ``compute`` of a rule -> the format that operators' inputs are cast to; None: no cast.
+
+A word for a format that is not one of ``FORMATS`` or ``WIDEST`` needs ``casting/_operators.py`` too.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +254,7 @@ def _check_text(what: str, example: str, value: Any) -> None:
         raise PolicyError(f'expected {what}, as "{example}", got {value!r}, which is no text') from None
 
 
-def _check_word(what: str, value: Any, known: tuple[str, ...]) -> None:
+def _check_word(what: str, value: Any, known: Collection[str]) -> None:
     if isinstance(value, str) and value in known:
         return
     word = str(value).removeprefix("torch.")
