@@ -1,8 +1,6 @@
-"""The names of torch without a promise of stability that this package uses, in one place.
+"""Private names of torch that this package uses; tests/casting/test_torch_internals.py checks each one.
 
-``Module.load_state_dict`` has no hook that sees every module. Replacing the method for the length of each
-region would empty Python's method caches of every module class each time (measured: 7 microseconds a region
-with 2,000 classes), so what is replaced is the record that it makes after writing each module: a dict entry.
+Each has its reason and its source in PyTorch 2.13 beside it.
 """
 
 from __future__ import annotations
@@ -19,86 +17,96 @@ from torch.utils import _pytree
 
 from narrowcast.policy import autocast_key
 
-COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 _F = TypeVar("_F", bound=Callable[..., Any])
-_module_file: Any = sys.modules["torch.nn.modules.module"]
-LoadedKeys: Any = _module_file._IncompatibleKeys
-_autograd: Any = torch.autograd
+_C: Any = torch._C
+
+# ---- state of autocast
+
+privateuse1_name: Callable[[], str] = _C._get_privateuse1_backend_name
+"""The name of a device that an extension registered; ``privateuseone`` without one.
+
+torch has a public function to set the name, and none to read it.
+"""
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/backend_registration.py
+
+# No CUDA, and no torch_xla, which takes regions for "cuda" too: torch.cuda.is_available knows only the first.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/cuda/amp/common.py
+cuda_is_missing: Callable[[], bool] = torch.cuda.amp.common.amp_definitely_not_available
+
+without_autocast: Callable[[], AbstractContextManager[None]] = _C._DisableAutocast
+"""Turns the autocast of every device type off, whatever regions are open; torch.autocast takes one type."""
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
 
 
-def replace_loaded_keys(replacement: Any) -> None:
-    """What ``Module.load_state_dict`` makes once it has written a module's weights."""
-    _module_file._IncompatibleKeys = replacement
+def nesting() -> int:
+    """Return how many regions are open in this thread, those of ``torch.autocast`` too."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
+    depth: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth - 1
 
 
-def current_loaded_keys() -> Any:
-    return _module_file._IncompatibleKeys
+# ---- the dispatcher
 
 
-def privateuse1_name() -> str:
-    """What a device that an extension registered is called; ``privateuseone`` where none did."""
-    name: str = torch._C._get_privateuse1_backend_name()
-    return name
-
-
-def cuda_is_missing() -> bool:
-    """torch's own answer: no CUDA, and no torch_xla either, which takes regions for ``"cuda"``."""
-    missing: bool = torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
-    return missing
+def _key(device_type: str) -> Any:
+    # DispatchKey has no attribute for those of MTIA, MAIA and XLA.
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
+    return _C._parse_dispatch_key(autocast_key(device_type))
 
 
 def without_key(device_type: str) -> Callable[[], AbstractContextManager[None]]:
-    """A maker of context managers in which the autocast of ``device_type`` is off for the dispatcher."""
-    keys = torch._C.DispatchKeySet(_key(device_type))
-    guard: Any = torch._C._ExcludeDispatchKeyGuard
+    """Return a maker of context managers in which the dispatcher skips the autocast of ``device_type``.
 
-    return functools.partial(guard, keys)
+    As PyTorch's own kernels of autocast do; ``torch.autocast(enabled=False)`` takes five times as long.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
+    return functools.partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_key(device_type)))
 
 
 def call_of(op: Any) -> Callable[..., Any]:
-    """What ``op(...)`` of an ``OpOverload`` comes down to, without a step in Python."""
+    """Return what ``op(...)`` of an ``OpOverload`` calls, without a step in Python."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_ops.py
     call: Callable[..., Any] = getattr(op, "_op", op)
     return call
 
 
 def boxed_redispatch(op: Any) -> Callable[..., Any]:
-    """Calls ``op`` at the highest of the dispatch keys that are given first."""
+    """Return ``OpOverload.redispatch`` without a step in Python; it takes a keyset first."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_ops.py
     redispatch: Callable[..., Any] = op._handle.redispatch_boxed
     return redispatch
 
 
 def after_autocast(device_type: str) -> Any:
-    """The dispatch keys below the autocast of ``device_type``."""
-    return torch._C._dispatch_keyset_full_after(_key(device_type))
-
-
-def _key(device_type: str) -> Any:
-    # DispatchKey has no attribute for those of MTIA, MAIA and XLA.
-    return torch._C._parse_dispatch_key(autocast_key(device_type))
+    """Return the dispatch keys below the autocast of ``device_type``."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
+    return _C._dispatch_keyset_full_after(_key(device_type))
 
 
 def takes_numbers_for_tensors(op: Any) -> bool:
-    """Whether Python may call ``op`` with a number where it takes a tensor, as addition."""
+    """Return whether Python may call ``op`` with a number where it takes a tensor, as addition."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
     namespace, _, base = op._schema.name.partition("::")
-    return namespace == "aten" and bool(torch._C._should_allow_numbers_as_tensors(base))
+    return namespace == "aten" and bool(_C._should_allow_numbers_as_tensors(base))
 
 
 def decomposition_of(op: Any) -> Callable[..., Any]:
-    """Takes a composite apart: what it is made of is called at once, in C++ but where code is traced."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    tracing = functools.partial(
-        torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PythonDispatcher
-    )
+    """Return a function that decomposes a composite: its parts are called at once, in C++ unless traced."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_ops.py
+    key = _C.DispatchKey.CompositeImplicitAutograd
+    tracing = functools.partial(_C._dispatch_tls_is_dispatch_key_included, _C.DispatchKey.PythonDispatcher)
 
-    def apart(*args: Any, **kwargs: Any) -> Any:
+    def decompose(*args: Any, **kwargs: Any) -> Any:
         return op.decompose(*args, **kwargs) if tracing() else op._op_dk(key, *args, **kwargs)
 
-    return apart
+    return decompose
 
 
 def names_of_composites() -> list[str]:
-    """The composites that autocast takes apart, as ``"einsum"``; in-place and ``out=`` forms left out."""
-    names: list[str] = torch._C._dispatch_get_all_op_names()
+    """Return the composites that autocast decomposes, as ``"einsum"``; no in-place and ``out=`` forms."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
+    names: list[str] = _C._dispatch_get_all_op_names()
     return [
         name.removeprefix("aten::")
         for name in names
@@ -107,44 +115,17 @@ def names_of_composites() -> list[str]:
     ]
 
 
-def has_kernel(qualified: str, key: str) -> bool:
-    """Whether the dispatcher has a kernel for the operator on that key, ours included."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key))
+has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
+"""Whether the dispatcher has a kernel for a qualified operator on a key, ours included."""
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
 
 
 def is_of_pytorch(kernel: Any) -> bool:
-    """Whether a kernel that ``torch.library.get_kernel`` gave is one of those that come with PyTorch."""
-    return "autocast_mode.cpp" in repr(kernel)
+    """Return whether a kernel that ``torch.library.get_kernel`` gave comes with PyTorch.
 
-
-def is_proxy_tracing() -> bool:
-    """Whether calls are recorded by ``make_fx`` or ``torch.export``, or computed of fake tensors.
-
-    A tensor of now is of no use to them, nor theirs to anybody else.
+    By the file in its text: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
     """
-    modes: Any = (torch._C, torch._ops)
-    keys: Any = torch._C._TorchDispatchModeKey
-    return (
-        modes[0]._get_dispatch_mode(keys.PROXY) is not None
-        or modes[0]._get_dispatch_mode(keys.FAKE) is not None
-        or modes[1]._get_dispatch_mode_pre_dispatch(keys.PROXY) is not None
-    )
-
-
-def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` records calls, which takes tensors of now for constants."""
-    return torch._C._get_tracing_state() is not None
-
-
-def is_transforming() -> bool:
-    """Whether calls are made inside a transformation of ``torch.func``."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def checkpoint_modules() -> list[Any]:
-    """The modules of torch that name what activation checkpointing is made of."""
-    names = ("torch.utils.checkpoint", COMPOSABLE_CHECKPOINT)
-    return [sys.modules[name] for name in names if name in sys.modules]
+    return "autocast_mode.cpp" in repr(kernel)
 
 
 def qualified(op: str) -> str:
@@ -155,8 +136,10 @@ def qualified(op: str) -> str:
 def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any = None) -> Any:
     """Register ``kernel``, called with a keyset first, on a dispatch key of an existing operator.
 
-    Returns the library that holds it, by default a new one, whose ``_destroy()`` removes its kernels.
+    Returns the library that holds it, by default a new one. Its ``_destroy()`` removes its kernels, for which
+    torch.library has no public name:
     """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/library.py
     namespace, _, name = qualified(op).partition("::")
     if library is None:
         library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
@@ -166,54 +149,110 @@ def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any 
     return library
 
 
-def without_autocast() -> AbstractContextManager[None]:
-    """The autocast of every type of device is off inside, whatever regions are open."""
-    guard: AbstractContextManager[None] = torch._C._DisableAutocast()
-    return guard
+# ---- tracers
+
+
+def is_proxy_tracing() -> bool:
+    """Return whether ``make_fx`` or ``torch.export`` records calls, or they compute on fake tensors.
+
+    A kept cast is of no use to them, nor theirs to anybody else.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py
+    keys = _C._TorchDispatchModeKey
+    return (
+        _C._get_dispatch_mode(keys.PROXY) is not None
+        or _C._get_dispatch_mode(keys.FAKE) is not None
+        or vars(torch._ops)["_get_dispatch_mode_pre_dispatch"](keys.PROXY) is not None
+    )
+
+
+def is_tracing() -> bool:
+    """Return whether ``torch.jit.trace`` records calls, which would make constants of kept casts."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_trace.py
+    return _C._get_tracing_state() is not None
+
+
+def is_transforming() -> bool:
+    """Return whether calls are made inside a transformation of ``torch.func``."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/pyfunctorch.py
+    return _C._functorch.peek_interpreter_stack() is not None
+
+
+# ---- functions of torch that are replaced while regions are open
+
+# Module.load_state_dict has no hook that sees every module. Replacing the method for each region would empty
+# Python's method caches of every module class (measured: 7 microseconds a region with 2,000 classes). So the
+# record is replaced that it makes after writing each module, a dict entry.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
+_module_file: Any = sys.modules["torch.nn.modules.module"]
+LoadedKeys: Any = _module_file._IncompatibleKeys
+
+
+def replace_loaded_keys(replacement: Any) -> None:
+    """Replace what ``Module.load_state_dict`` makes after it has written a module's weights."""
+    _module_file._IncompatibleKeys = replacement
+
+
+def current_loaded_keys() -> Any:
+    return _module_file._IncompatibleKeys
+
+
+# torch.autograd.backward and torch.autograd.grad look this name up at each call, whoever imported the two.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/__init__.py
+_autograd: Any = torch.autograd
 
 
 def current_engine() -> Any:
-    """What ``torch.autograd.backward`` and ``torch.autograd.grad`` start autograd's engine with."""
+    """Return the function that starts autograd's engine."""
     return _autograd._engine_run_backward
 
 
 def replace_engine(replacement: Callable[..., Any]) -> None:
-    """Both look the name up at each call, whoever imported the two before."""
     _autograd._engine_run_backward = replacement
 
 
-def nesting() -> int:
-    """How many regions are open in this thread, those of ``torch.autocast`` too."""
-    depth: int = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth - 1
+# Checkpointing restores neither rules nor a region in float32 on a CPU, and has no hook for it.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_composable/checkpoint_activation.py
+COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
+
+
+def checkpoint_modules() -> list[Any]:
+    """Return the modules of torch that name what activation checkpointing is made of."""
+    names = ("torch.utils.checkpoint", COMPOSABLE_CHECKPOINT)
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+# ---- Dynamo and AOTAutograd
+
+# Marks on functions and code objects, since importing torch.compiler's decorators' own module, torch._dynamo,
+# takes seconds, and they put a wrapper around each call.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/dynamo/eval_frame.c
 
 
 def skipped_by_dynamo(function: _F) -> _F:
-    """Have ``torch.compile`` neither trace ``function`` nor compile it or what it calls.
+    """Keep ``torch.compile`` from tracing ``function`` and from compiling it or what it calls.
 
-    As ``torch.compiler.disable``, which would import the whole compiler and put a wrapper around each call.
+    As ``torch.compiler.disable``.
     """
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
     its: Any = function
     its._torchdynamo_disable = its._torchdynamo_disable_recursive = True
-    frames.set_code_exec_strategy(its.__code__, frames._FrameExecStrategy(skip, skip))
-    return function
+    return traced_only_inline(function)
 
 
 def traced_only_inline(function: _F) -> _F:
-    """Have ``torch.compile`` trace ``function`` inside others, but run it as it is where Python calls it."""
-    frames: Any = torch._C._dynamo.eval_frame
+    """Let ``torch.compile`` trace ``function`` inside others, but not compile it when Python calls it."""
+    frames = _C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 
 def constant_while_tracing(function: _F) -> _F:
-    """Have Dynamo call ``function`` while it traces and take the result for a constant.
+    """Have Dynamo call ``function`` while it traces and use the result as a constant.
 
-    As ``torch.compiler.assume_constant_result``, which would import the whole compiler.
+    As ``torch.compiler.assume_constant_result``.
     """
     its: Any = function
     its._dynamo_marked_constant = True
@@ -223,8 +262,9 @@ def constant_while_tracing(function: _F) -> _F:
 def keep_graphs_with_regions() -> None:
     """Have AOTAutograd keep on disk graphs that enter ``torch.autocast``, as it does with others.
 
-    Their keys hold the arguments (torch/_functorch/_aot_autograd/autograd_cache.py, ``check_node_safe``).
+    Their keys hold the arguments (``check_node_safe``):
     """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/_aot_autograd/autograd_cache.py
     config: Any = sys.modules.get("torch._inductor.config")
     for name in ("_enter_autocast", "_exit_autocast") if config is not None else ():
         config.unsafe_marked_cacheable_functions[f"torch.amp.autocast_mode.{name}"] = "narrowcast"
@@ -233,9 +273,10 @@ def keep_graphs_with_regions() -> None:
 def trace_backward_outside_of_regions() -> None:
     """Have ``torch.compile`` cast nothing in backward passes, as eager code whose backward is outside.
 
-    By default it casts there as in the forward: a product that a rule computes in fp32 would have gradients
-    in the region's format. Whoever set another behaviour keeps it.
+    By default it casts there as in the forward: a matmul that a rule computes in fp32 would have gradients in
+    the region's format. Another setting than the default is kept.
     """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/config.py
     from torch._functorch import config
 
     settings: Any = config
@@ -244,18 +285,26 @@ def trace_backward_outside_of_regions() -> None:
 
 
 def guard_hooks_of_modules() -> None:
-    """Have ``torch.compile`` notice hooks that a module gets later, which it does not look for by default.
+    """Have ``torch.compile`` guard the hooks of modules, which it does not by default.
 
     Graphs that it made before are made again; once in a process.
     """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/config.py
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.config.skip_nnmodule_hook_guards:
         dynamo.config.skip_nnmodule_hook_guards = False
         dynamo.reset_code_caches()
 
 
+# ---- containers
+
+
 def one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The children of a container that torch's pytree knows, and what makes another; None for all else."""
+    """Return the children of a container that torch's pytree knows, and a function that rebuilds it; or None.
+
+    ``torch.utils._pytree`` is what libraries register their containers with, under this name.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_pytree.py
     children, spec = _pytree.tree_flatten(value, is_leaf=lambda one: one is not value)
     if len(children) == 1 and children[0] is value:
         return None

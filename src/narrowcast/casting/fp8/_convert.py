@@ -82,23 +82,7 @@ def apply_fp8(
     warning. Layers on a GPU without fp8 instructions are left out with a warning, since bf16 is faster and
     more exact there.
 
-    Numbers. Input (..., in) and weight (out, in) are scaled so that their largest magnitude is 448, rounded
-    to ``OCP_E4M3``, and multiplied with sums in fp32 (on hardware in what its fp8 instructions sum in); in
-    backward likewise, gradients in ``OCP_E5M2`` (tensorwise, largest 57344) or ``OCP_E4M3`` (rowwise).
-    Inside a region the input is cast to the region's format first and the output is in that; outside, the
-    output is in the format of the input. The bias is added in the format of the output. The gradient of the
-    weight is rounded to the format of the output, as under autocast, and then cast to that of the weight.
-
-    - ``"fp8_tensorwise"``: one scale for a whole tensor.
-    - ``"fp8_rowwise"``: one for each row or column along which the product sums, rounded down to a power of
-      two, so that the largest magnitude is between 224 and 448.
-
-    Magnitudes below 2.2e-6 of the largest one under their scale become zero (E5M2: 1.3e-10; twice that where
-    scales are powers of two), larger ones are E4M3's subnormals below 3.5e-5 of it. Finite numbers do not
-    overflow, except that those above 0.94 of the largest fp32 number may be rounded up. The largest magnitude
-    is at least 1e-12: a tensor all below 2.2e-18 (E5M2: 1.3e-22) is multiplied as zero. A NaN or an infinity
-    makes **every** number of the product under its scale NaN: all of it tensorwise, its row or column
-    rowwise. A ``GradScaler`` sees it, but one infinity in one sample makes the output of its whole batch NaN.
+    The numbers are described in docs/fp8.md.
 
     Args:
         model: any module; the paths of rules leave out wrappers (DDP, ``torch.compile``).
