@@ -16,7 +16,7 @@ import torch
 
 from narrowcast.casting._module_hooks import Hook, Shared, hooks_on
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
-from narrowcast.casting._tree import Structure, all_paths, is_wrapper
+from narrowcast.casting._tree import Structure, all_paths, is_wrapper, rules_of
 from narrowcast.casting.fp8 import apply_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names
 from narrowcast.policy import (
@@ -27,7 +27,6 @@ from narrowcast.policy import (
     class_names,
     names_module,
     policy_name,
-    rules_for,
     with_fp32_weights,
 )
 
@@ -234,11 +233,8 @@ def _refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
 
 
 def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
-    """Return the rules for a module: for a shared one those for all its paths, since calls do not differ."""
-    if is_wrapper(module):
-        return ()
-    selected = {one for path in paths for one in rules_for(policy, path, class_names(type(module)))}
-    return tuple(one for one in policy.rules if one in selected and one.compute not in FP8_RECIPES)
+    """Return the rules that hooks carry out: for a shared module those for all its paths."""
+    return tuple(one for one in rules_of(policy, paths, module) if one.compute not in FP8_RECIPES)
 
 
 def _remove_stale_hooks(modules: list[_ModuleAtPaths], policy: Policy) -> None:

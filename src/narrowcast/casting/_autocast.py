@@ -421,27 +421,19 @@ def active_scopes() -> Mapping[str, Scope]:
     }
 
 
-def is_region_open_here() -> bool:
-    """Whether any region, of ours or of ``torch.autocast``, is open in this thread."""
-    return nesting() > 0
-
-
 class LastingRegion:
-    """A region of ``policy`` on some types of device, open in the calling thread until ``close()``.
+    """A region of ``policy`` on some device types, open in the calling thread until ``close()``.
 
     Args:
         policy: rules for operators only.
-        dtypes: type of device -> the region's format there.
-        cache_enabled: whether casts of weights are kept.
+        dtypes: device type -> the region's dtype there.
 
     Raises:
-        OrderError: another region is open in this thread, which would close in the wrong order.
+        OrderError: another region is open in this thread, which would be closed in the wrong order.
     """
 
-    def __init__(
-        self, policy: Policy, dtypes: Mapping[str, torch.dtype], *, cache_enabled: bool = True
-    ) -> None:
-        if is_region_open_here():
+    def __init__(self, policy: Policy, dtypes: Mapping[str, torch.dtype]) -> None:
+        if nesting() > 0:
             raise OrderError(
                 "expected no open region of autocast where one is to begin that lasts, got one: leave its "
                 "with statement first"
@@ -450,52 +442,39 @@ class LastingRegion:
         with ExitStack() as opened:
             for device, dtype in dtypes.items():
                 scope = root_scope(policy, device, dtype)
-                opened.enter_context(ScopedRegion(device, dtype, True, cache_enabled, scope=scope))
+                opened.enter_context(ScopedRegion(device, dtype, True, True, scope=scope))
             self._open_regions = list(thread.regions)
             self._regions = opened.pop_all()
-        with ExitStack() as watching:
-            watching.enter_context(_weight_casts.loading_watched())
-            watching.enter_context(backward_outside(policy))
-            self._watching = watching.pop_all()
+        self._watching = ExitStack()
+        self._watching.enter_context(_weight_casts.loading_watched())
+        self._watching.enter_context(backward_outside(policy))
         _weight_casts.watch_optimizers()
         self._depth = len(dtypes)
-        self.devices = tuple(dtypes)
 
-    def check_closable(self) -> None:
-        """Refuse where ``close`` would leave the thread in a wrong state.
+    def close(self) -> None:
+        """End the region; without effect the second time.
 
         Raises:
             OrderError: this is another thread, or a region was opened since and is still open.
         """
-        if not self._thread.is_alive():
+        if not self._depth:
             return
-        if threading.current_thread() is not self._thread:
+        if not self._thread.is_alive():
+            self._regions.pop_all()
+            _regions.discard_regions(self._open_regions)
+        elif threading.current_thread() is not self._thread:
             raise OrderError(
                 f"expected the thread that opened a lasting region to close it, {self._thread.name!r}, got "
                 f"{threading.current_thread().name!r}: close it there"
             )
-        if nesting() != self._depth:
+        elif nesting() != self._depth:
             raise OrderError(
                 "expected no region of autocast that was opened since, got one that is still open: leave its "
                 "with statement first"
             )
-
-    def close(self) -> None:
-        """End it; without effect the second time.
-
-        Raises:
-            OrderError: as ``check_closable``; it goes on then.
-        """
-        if not self._depth:
-            return
-        self.check_closable()
         self._depth = 0
         self._watching.close()
-        if self._thread.is_alive():
-            self._regions.close()
-        else:
-            self._regions.pop_all()
-            _regions.discard_regions(self._open_regions)
+        self._regions.close()
 
 
 class _Process:

@@ -15,18 +15,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.casting._apply import Applied
 from narrowcast.casting._operators import compute_dtype
-from narrowcast.casting._tree import all_paths
+from narrowcast.casting._tree import all_paths, scopes_by_path
 from narrowcast.casting._weight_casts import drop_casts
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
 from narrowcast.policy import (
     Policy,
     Scope,
-    class_names,
+    dtype_of,
     format_name,
     overloads_of,
     resolve,
     resolved,
-    rules_for,
     with_fp32_weights,
 )
 
@@ -256,16 +255,20 @@ def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, 
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
                 owners.setdefault(_storage(tensor), set()).add(id(module))
-    by_path = {path: module for paths, module in all_paths(model) for path in paths}
     chosen: dict[torch.nn.Parameter, torch.dtype] = {}
+    scopes: dict[str, dict[str, Scope]] = {}  # by device type and path
     for paths, module in all_paths(model):
         for name, parameter in module._parameters.items():
             if parameter is None or not _may_store(parameter) or len(owners[_storage(parameter)]) > 1:
                 continue
-            layer = _layer(module, parameter.device.type)
+            device_type = parameter.device.type
+            layer = _layer(module, device_type)
             if layer is None or (layer.names is not None and name not in layer.names):
                 continue
-            formats = {_format(policy, path, by_path, layer.ops, parameter.device.type) for path in paths}
+            if device_type not in scopes:
+                root = resolved(policy, device_type, format_name(resolve(policy, device_type))).root
+                scopes[device_type] = scopes_by_path(model, policy, root)
+            formats = {_format(scopes[device_type][path], layer.ops) for path in paths}
             low = formats.pop()
             if low is not None and not formats:
                 chosen[parameter] = low
@@ -288,23 +291,15 @@ def _storage(tensor: torch.Tensor) -> int:
     return -id(tensor)
 
 
-def _format(
-    policy: Policy, path: str, by_path: dict[str, torch.nn.Module], ops: Iterable[str], device_type: str
-) -> torch.dtype | None:
-    """The one low format in which ``ops`` compute in the module at ``path``; None if there is none."""
-    lower = resolve(policy, device_type)
-    scope: Scope = resolved(policy, device_type, format_name(lower)).root
-    parts = path.split(".") if path else []
-    for length in range(len(parts) + 1):
-        above = ".".join(parts[:length])
-        if above in by_path:
-            scope = scope.inside(rules_for(policy, above, class_names(type(by_path[above]))))
+def _format(scope: Scope, ops: Iterable[str]) -> torch.dtype | None:
+    """Return the one low format in which ``ops`` compute in ``scope``; None if there is none."""
+    lower = dtype_of(scope.resolved.lower)
     found = set()
     for op in (overload for name in ops for overload in overloads_of(name)):
         decision = scope.decide(op)
         compute = scope.resolved.native.get(op) if decision is None else decision.compute
         if compute is not None:  # an operator on no table is made of others, which are cast
-            found.add(compute_dtype(compute, lower, (), device_type))
+            found.add(compute_dtype(compute, lower, (), scope.resolved.device_type))
     only = found.pop() if len(found) == 1 else None
     return only if only in (torch.bfloat16, torch.float16) else None
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from narrowcast.casting._apply import CompiledHooks, applied_to, missed_rules, refuse_missed
-from narrowcast.casting._kernels import root_scope
+from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_hooks import device_types
 from narrowcast.casting._regions import regions
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
 from narrowcast.casting.fp8 import Fp8Handle, apply_fp8, is_fp8, restore_layer
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
-from narrowcast.policy import FP8_RECIPES, Policy, Scope, resolve, with_fp32_weights
+from narrowcast.policy import FP8_RECIPES, Policy, Scope, with_fp32_weights
 
 # The fp8 layers of models; what was compiled from each holds them.
 _fp8_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[_Fp8]] = weakref.WeakKeyDictionary()
@@ -140,8 +140,7 @@ def _regions_of(
 ) -> Iterator[tuple[str, torch.dtype, bool, Scope | None]]:
     for device in device_types(module, args, kwargs):
         check_device(device)
-        dtype = resolve(policy, device)
-        scope = None if policy.is_plain else root_scope(policy, device, dtype)
+        dtype, scope = region_of(policy, device)
         yield device, dtype, dtype != torch.float32 or scope is not None, scope
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowcast.casting import _regions
-from narrowcast.casting._kernels import root_scope
+from narrowcast.casting._kernels import region_of
 from narrowcast.casting._operators import CASTABLE, compute_dtype, depends_on_inputs
 from narrowcast.casting._scopes import autocast_state_of, scope_on, scopes_here, thread
 from narrowcast.casting._torch_internals import (
@@ -33,7 +33,7 @@ from narrowcast.casting._torch_internals import (
 from narrowcast.casting._tree import cast_where, tensors_inside
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.machine import check_device
-from narrowcast.policy import CASTS_TO, Policy, Rule, Scope, dtype_of, resolve
+from narrowcast.policy import CASTS_TO, Policy, Rule, Scope, dtype_of
 
 _EXPORTED = (
     "expected a model without a policy for torch.export, got one with hooks of nc.apply, which no program "
@@ -336,10 +336,8 @@ class Hook:
 
     def region_to_open(self, device: str) -> _Region | None:
         """Return the region of the policy on ``device``; None if it is open, or none is needed."""
-        policy = self.shared.policy
         check_device(device)
-        dtype = resolve(policy, device)
-        scope = None if policy.is_plain else root_scope(policy, device, dtype)
+        dtype, scope = region_of(self.policy, device)
         if (dtype != torch.float32 or scope is not None) and not _is_open(device, dtype, scope):
             return _Region(device, dtype, True, scope)
         if dtype == torch.float32 and scope is None and torch.is_autocast_enabled(device):

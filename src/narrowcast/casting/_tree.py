@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from narrowcast.casting._torch_internals import one_level
+from narrowcast.policy import Policy, Rule, Scope, class_names, rules_for
 
 # What DDP, DataParallel, torch.compile, FSDP and checkpoint wrappers call the module inside them.
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -219,3 +220,21 @@ class Structure:
     def holds(self) -> bool:
         """Return whether no module was added, replaced or taken away."""
         return self._children == self._as_they_were
+
+
+def scopes_by_path(model: torch.nn.Module, policy: Policy, root: Scope) -> dict[str, Scope]:
+    """Return the scope inside each module of ``model``, by every path to it."""
+    modules = {path: module for paths, module in all_paths(model) for path in paths}
+    scopes: dict[str, Scope] = {}
+    for path in sorted(modules, key=lambda one: one.count(".") + bool(one)):  # a parent before its children
+        around = scopes[path.rpartition(".")[0]] if path else root
+        scopes[path] = around.inside(rules_of(policy, (path,), modules[path]))
+    return scopes
+
+
+def rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
+    """Return the rules for a module at ``paths``, in the order of the policy; none for a wrapper."""
+    if is_wrapper(module):
+        return ()
+    selected = {one for path in paths for one in rules_for(policy, path, class_names(type(module)))}
+    return tuple(one for one in policy.rules if one in selected)

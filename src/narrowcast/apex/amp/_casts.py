@@ -365,7 +365,7 @@ class Handle:
         drop_casts()
 
     def _open_region(self) -> None:
-        self._region = LastingRegion(self._casts.policy, self._dtypes, cache_enabled=True)
+        self._region = LastingRegion(self._casts.policy, self._dtypes)
 
     def _close_region(self) -> None:
         if self._region is not None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from narrowcast.casting._tree import is_wrapper, modules_by_path
+from narrowcast.casting._tree import modules_by_path, scopes_by_path
 from narrowcast.casting._weight_casts import stacklevel_outside
 from narrowcast.errors import PolicyError, near_names
-from narrowcast.policy import FP8_RECIPES, Policy, Rule, Scope, as_policy, class_names, resolved, rules_for
+from narrowcast.policy import FP8_RECIPES, Policy, Rule, as_policy, class_names, names_module, resolved
 
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _MULTIPLE = 16
@@ -104,7 +103,7 @@ def apply_fp8(
     if not rules:
         return Fp8Handle({}, {})
     found = _sites(model, policy)
-    missed = {rule: why for rule in rules if (why := _why_missed(rule, found)) is not None}
+    missed = {rule: why for rule in rules if (why := _why_missed(rule, model)) is not None}
     if missed and strict:
         raise PolicyError(next(iter(missed.values())))
     from narrowcast.casting.fp8 import _linear  # imports torchao
@@ -158,19 +157,11 @@ def has_fp8(device: torch.device) -> bool:
 # ---- which layers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Site:
-    """A module in the model.
-
-    Attributes:
-        path: its first path there, without the names of wrappers.
-        rules: those for modules that select it or one around it.
-        winner: the rule that decides about ``linear`` when it is called here.
-    """
+class _Site(NamedTuple):
+    """A module at its first path in the model, and the rule that decides ``linear`` inside it."""
 
     path: str
     module: Any
-    rules: tuple[Rule, ...]
     winner: Rule | None
 
 
@@ -180,9 +171,6 @@ def _sites(model: torch.nn.Module, policy: Policy, *, with_fp8: bool = False) ->
     Raises:
         PolicyError: one is an fp8 layer already, unless ``with_fp8``.
     """
-    root = resolved(policy, "cpu", "bf16").root  # which rule wins does not depend on the device
-    scopes: dict[str, tuple[Scope, tuple[Rule, ...]]] = {}
-    found = []
     for path, module in modules_by_path(model):
         if is_fp8(module) and not with_fp8:
             if not vars(module)["fp8_use"].removed:
@@ -190,22 +178,23 @@ def _sites(model: torch.nn.Module, policy: Policy, *, with_fp8: bool = False) ->
                     f"{path!r} is an fp8 layer already: remove() the handle of its policy first"
                 )
             restore_layer(module)  # in a copy of the model whose policy was removed
-        around, rules = scopes[path.rpartition(".")[0]] if path else (root, ())
-        own = () if is_wrapper(module) else rules_for(policy, path, class_names(type(module)))
-        scope, rules = scopes[path] = around.inside(own), (*rules, *own)
-        found.append(_Site(path=path, module=module, rules=rules, winner=scope.rule_of("linear")))
-    return found
+    root = resolved(policy, "cpu", "bf16").root  # which rule wins does not depend on the device
+    scopes = scopes_by_path(model, policy, root)
+    return [_Site(path, module, scopes[path].rule_of("linear")) for path, module in modules_by_path(model)]
 
 
-def _why_missed(rule: Rule, found: list[_Site]) -> str | None:
+def _why_missed(rule: Rule, model: torch.nn.Module) -> str | None:
     """Explain that an fp8 rule selects no linear layer; None if it does."""
-    linears = [site for site in found if isinstance(site.module, torch.nn.Linear)]
-    if any(rule in site.rules or not rule.is_for_modules for site in linears):
+    modules = modules_by_path(model)
+    linears = [path for path, module in modules if isinstance(module, torch.nn.Linear)]
+    selected = [p for p, module in modules if names_module(rule, p, class_names(type(module)))]
+    inside = any(path == p or not p or path.startswith(f"{p}.") for path in linears for p in selected)
+    if inside or (linears and not rule.is_for_modules):
         return None
     if not linears:
         return f"expected a torch.nn.Linear for the rule {rule}, got a model without one"
     # "blocks.*.fc" for what is in every block
-    globs = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", site.path) for site in linears))
+    globs = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in linears))
     known = near_names(rule.module or "", globs[:_SHOWN_PATHS]).removesuffix(".")
     more = f" and {len(globs) - _SHOWN_PATHS} more" if len(globs) > _SHOWN_PATHS else ""
     return f"expected a torch.nn.Linear for the rule {rule}, got none in {rule.target}. {known}{more}."
