@@ -34,6 +34,18 @@ def numbers(trace):
     }
 
 
+def stages_of(scale, *, unscaled=True):
+    """Worked out by hand for one step of ``one_by_one``."""
+    before, after = (-0.5, 2.0), (-0.5 - X, 1.0)
+    return {
+        "forward": (before, (None, None)),
+        "backward": (before, (scale * X, scale)),
+        **({"unscale": (before, (X, 1.0))} if unscaled else {}),
+        "step": (after, (X, 1.0)),
+        "zeroed": (after, (None, None)),
+    }
+
+
 def scaled(model, x, optimizer, scaler, *, factor=1.0, unscale=False):
     with nc.observe.trace_step(model, optimizer, scaler=scaler) as trace:
         scaler.scale(factor * model(x)).backward()
@@ -52,12 +64,7 @@ def test_a_plain_step():
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert numbers(trace) == {
-        "forward": ((-0.5, 2.0), (None, None)),
-        "backward": ((-0.5, 2.0), (X, 1.0)),
-        "step": ((-0.5 - X, 1.0), (X, 1.0)),
-        "zeroed": ((-0.5 - X, 1.0), (None, None)),
-    }
+    assert numbers(trace) == stages_of(1.0, unscaled=False)
     assert (trace.skipped, trace.scale) == (False, None)
     assert (trace.inputs["input"].item(), trace.outputs["output"].item()) == (X, 2.0 - 0.5 * X)
     assert trace["backward"].gradients["weight"].item() == X
@@ -70,13 +77,7 @@ def test_a_scaled_step(scaler, unscale, fused):
     model, x = one_by_one()
     optimizer = torch.optim.SGD(model.parameters(), lr=1, fused=fused)
     trace = scaled(model, x, optimizer, scaler("cpu", init_scale=4096.0), unscale=unscale)
-    assert numbers(trace) == {
-        "forward": ((-0.5, 2.0), (None, None)),
-        "backward": ((-0.5, 2.0), (4096 * X, 4096.0)),
-        "unscale": ((-0.5, 2.0), (X, 1.0)),
-        "step": ((-0.5 - X, 1.0), (X, 1.0)),
-        "zeroed": ((-0.5 - X, 1.0), (None, None)),
-    }
+    assert numbers(trace) == stages_of(4096.0)
     assert (trace.skipped, trace.scale) == (False, 4096.0)
 
 
@@ -111,13 +112,7 @@ def test_a_stepper_brings_everything():
 
     trace = step(1.0)
     assert trace.outputs["output"].dtype == torch.float16
-    assert numbers(trace) == {
-        "forward": ((-0.5, 2.0), (None, None)),
-        "backward": ((-0.5, 2.0), (1024 * X, 1024.0)),
-        "unscale": ((-0.5, 2.0), (X, 1.0)),
-        "step": ((-0.5 - X, 1.0), (X, 1.0)),
-        "zeroed": ((-0.5 - X, 1.0), (None, None)),
-    }
+    assert numbers(trace) == stages_of(1024.0)
     assert (trace.skipped, trace.scale) == (False, 1024.0)
     skipped = step(math.inf)
     assert skipped.skipped
@@ -301,11 +296,8 @@ def test_the_table_is_80_columns_wide_and_tells_of_long_tensors():
 
 def test_sparse_gradients_are_shown_dense():
     model = nn.Embedding(4, 1, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with nc.observe.trace_step(model, optimizer) as trace:
+    with nc.observe.trace_step(model, torch.optim.SGD(model.parameters(), lr=1)) as trace:
         model(torch.tensor([2, 2])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
     assert trace["backward"].gradients["weight"].flatten().tolist() == [0.0, 0.0, 2.0, 0.0]
 
 

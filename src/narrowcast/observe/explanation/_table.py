@@ -18,8 +18,8 @@ Line = tuple[str, bool]
 """Text, and whether it is a heading."""
 
 WIDTH = 79
-IN_BACKWARD, IN_OPTIMIZER, OUTSIDE = "backward", "optimizer", "outside of modules"
-TABLE, UNLISTED, ASKED, NOTHING = "table", "unlisted", "asked", "-"
+OUTSIDE, NOTHING = "outside of modules", "-"
+_NOT_IN_MODULES = {"backward": "backward", "optimizer": "optimizer"}
 LAYER_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A number that is a part of a path, as the 3 of ``blocks.3.norm``."""
 # In a sentence, a number alone is not a part of a path.
@@ -27,7 +27,6 @@ _NUMBER_INSIDE = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 _SCHEMA = 1
 _PER_STEP = ("ops", "calls", "count", "casts", "cast_bytes", "moved_bytes", "duration_s")
 _SILENT = ("view", "no floats")
-_SUMS = ("calls", "casts", "cast_bytes", "duration_s")
 _MOST_ROWS = 60
 _UNITS = ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -137,21 +136,21 @@ class OpRow:
     computes: str
     outputs: str
     by: str
-    calls: float = 0
-    casts: float = 0
-    cast_bytes: float = 0
-    duration_s: float = 0.0
-    time_share: float | None = None
+    calls: float
+    casts: float
+    cast_bytes: float
+    duration_s: float
+    time_share: float | None
 
-    def same(self) -> tuple[str, ...]:
-        """Return what rows that are shown as one share."""
+    def shown(self) -> tuple[str, ...]:
+        """Return what rows share that are added up."""
         return self.op, self.inputs, self.computes, self.outputs, self.by
 
     def add(self, more: OpRow) -> None:
-        for name in _SUMS:
+        for name in ("calls", "casts", "cast_bytes", "duration_s"):
             setattr(self, name, getattr(self, name) + getattr(more, name))
-        if more.time_share is not None:
-            self.time_share = (self.time_share or 0.0) + more.time_share
+        if self.time_share is not None and more.time_share is not None:
+            self.time_share += more.time_share
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,7 +164,7 @@ class Group:
     """
 
     name: str
-    paths: int
+    paths: int = 1
     rows: list[OpRow] = field(default_factory=list)
 
 
@@ -174,32 +173,52 @@ def grouped(found: Mapping[str, Any], *, every: bool = False) -> list[Group]:
 
     Args:
         found: what ``explained`` returned.
-        every: each site alone, also those that compute nothing; else repeated layers together, and backward
-            and the optimizer as one group each.
+        every: each site alone, also those that compute nothing; else repeated layers together.
     """
     sites = [site for site in found["sites"] if every or site["kind"] not in _SILENT]
     several = has_several_models(found)
     rules = {rule: f"rule {number}" for number, rule in enumerate(rules_of(sites), start=1)}
     groups: dict[str, Group] = {}
     for site in sites:
-        name = _group_name(site, several=several, every=every)
-        group, row = groups.setdefault(name, Group(name=name, paths=1)), _row_of(site, rules)
-        same = [one for one in group.rows if one.same() == row.same() and not every]
-        if same:
-            same[0].add(row)
+        name = _NOT_IN_MODULES.get(site["phase"]) or place_name(site, several=several) or OUTSIDE
+        group, row = groups.setdefault(name, Group(name=name)), _row_of(site, rules)
+        alike = [one for one in group.rows if one.shown() == row.shown() and not every]
+        if alike:
+            alike[0].add(row)
         else:
             group.rows.append(row)
     if every:
         return list(groups.values())
-    alike: dict[Any, Group] = {}
+    layers: dict[Any, Group] = {}
     for group in groups.values():
-        pattern = LAYER_NUMBER.sub("*", group.name), tuple(row.same() for row in group.rows)
-        first = alike.setdefault(pattern, group)
+        pattern = LAYER_NUMBER.sub("*", group.name)
+        first = layers.setdefault((pattern, *(row.shown() for row in group.rows)), group)
         if first is not group:
-            first.name, first.paths = pattern[0], first.paths + 1
+            first.name, first.paths = pattern, first.paths + 1
             for row, more in zip(first.rows, group.rows, strict=True):
                 row.add(more)
-    return list(alike.values())
+    return list(layers.values())
+
+
+def _row_of(site: Mapping[str, Any], rules: Mapping[str, str]) -> OpRow:
+    if site["rule"] is not None:
+        by = rules[site["rule"]]
+    elif site["phase"] in _NOT_IN_MODULES:
+        by = NOTHING
+    elif site["listed"]:
+        by = "table"
+    elif site["because"].startswith("unlisted"):
+        by = "asked" if site["kind"] == "cast" else "unlisted"
+    else:
+        by = NOTHING
+    return OpRow(
+        op=" > ".join([*site["within"][-1:], site["op"]]),
+        inputs="+".join(site["inputs"]) or NOTHING,
+        computes="fp8" if (site["computes"] or "").startswith("fp8") else site["computes"] or "",
+        outputs="+".join(site["outputs"]) or NOTHING,
+        by=by,
+        **{name: site[name] for name in ("calls", "casts", "cast_bytes", "duration_s", "time_share")},
+    )
 
 
 def has_several_models(found: Mapping[str, Any]) -> bool:
@@ -216,35 +235,6 @@ def place_name(place: Mapping[str, Any], *, several: bool) -> str:
 def rules_of(sites: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the rules that decided about a site, in the order in which they did first."""
     return list(dict.fromkeys(site["rule"] for site in sites if site["rule"] is not None))
-
-
-def _group_name(site: Mapping[str, Any], *, several: bool, every: bool) -> str:
-    whole, phase = place_name(site, several=several), site["phase"]
-    if phase == "optimizer":
-        return IN_OPTIMIZER
-    if phase == "backward":
-        return IN_BACKWARD
-    return whole or OUTSIDE
-
-
-def _row_of(site: Mapping[str, Any], rules: Mapping[str, str]) -> OpRow:
-    by = TABLE if site["listed"] else UNLISTED
-    undecided = not site["listed"] and not site["because"].startswith(UNLISTED)
-    if site["rule"] is not None:
-        by = rules[site["rule"]]
-    elif undecided or site["phase"] in ("backward", "optimizer"):
-        by = NOTHING
-    elif site["kind"] == "cast" and not site["listed"]:
-        by = ASKED
-    return OpRow(
-        op=" > ".join([*site["within"][-1:], site["op"]]),
-        inputs="+".join(site["inputs"]) or NOTHING,
-        computes="fp8" if (site["computes"] or "").startswith("fp8") else site["computes"] or "",
-        outputs="+".join(site["outputs"]) or NOTHING,
-        by=by,
-        time_share=site["time_share"],
-        **{name: site[name] for name in _SUMS},
-    )
 
 
 # ---- lines
@@ -314,8 +304,9 @@ def round_trips_in_words(found: Mapping[str, Any]) -> list[str]:
 
     def called(place: Mapping[str, str]) -> str:
         name = place_name(place, several=several)
-        outside = {"backward": "in the backward", "optimizer": "in the optimizer"}
-        return f"{place['op']} {f'in {name}' if name else outside.get(place['phase'], OUTSIDE)}"
+        if place["phase"] in _NOT_IN_MODULES:
+            name = f"the {place['phase']}"
+        return f"{place['op']} {f'in {name}' if name else OUTSIDE}"
 
     alike: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for trip in found["round_trips"]:

@@ -1,15 +1,20 @@
 """Time and memory: of a block of code, and of the parts of a training step."""
 
 from narrowcast.observe.profiling._block import LiveTensorBytes, Profile, profile
-from narrowcast.observe.profiling._host_reads import HostReads, Reads, read_rows
 from narrowcast.observe.profiling._recorder import seconds_between, stamp
-from narrowcast.observe.profiling._steps import StepProfiler, is_product, same_size, summarize
+from narrowcast.observe.profiling._steps import (
+    HostReads,
+    StepProfiler,
+    is_product,
+    read_rows,
+    same_size,
+    summarize,
+)
 
 __all__ = [
     "HostReads",
     "LiveTensorBytes",
     "Profile",
-    "Reads",
     "StepProfiler",
     "is_product",
     "profile",
