@@ -253,34 +253,27 @@ def test_an_exception_inside_leaves_no_hook_and_the_paths_are_right_after_it():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("rule", "reason"),
-    [
-        (
-            nc.rule.op("mm", compute="fp16"),
-            "mm runs only inside linear, which is decided about as a whole: a rule for linear reaches it",
-        ),
-        (nc.rule.op("conv2d", compute="fp32"), "conv2d was not called"),
-        (nc.rule.module("no.*", compute="fp32"), "no module that was called is one that it names"),
-        (
-            nc.rule.module("haed", compute="fp32"),
-            'no module that was called is one that it names (did you mean "head"?)',
-        ),
-        (
-            nc.rule.module("head", op="softmax", compute="fp32"),
-            "softmax was called, but not in the modules that it names",
-        ),
-        (nc.rule.op("softmax.int", compute="bf16"), None),
-    ],
-)
-def test_rules_that_no_call_reached_and_why(rule, reason):
-    policy, model = plain("bf16", [rule]), Net()
-    region = plain("bf16", [] if rule.is_for_modules else [rule])
-    with OpTrace(policy) as trace:
+def test_rules_that_no_call_reached_and_why():
+    nowhere = "no module that was called is one that it names"
+    whole = "which is decided about as a whole: a rule for linear reaches it"
+    elsewhere = "was decided by a more specific rule, or is outside of its modules"
+    reasons = {
+        nc.rule.op("mm", compute="fp16"): f"mm runs only inside linear, {whole}",
+        nc.rule.op("conv2d", compute="fp32"): "conv2d was not called",
+        nc.rule.module("no.*", compute="fp32"): nowhere,
+        nc.rule.module("haed", compute="fp32"): f'{nowhere} (did you mean "head"?)',
+        nc.rule.module("head", op="softmax", compute="fp32"): f"each call of softmax {elsewhere}",
+    }
+    reached = nc.rule.op("softmax.int", compute="bf16")
+    with OpTrace(plain("bf16", [*reasons, reached])) as trace:
+        model = Net()
         trace.paths.add_model(model)
-        with nc.autocast("cpu", policy=region):
+        for_ops = [rule for rule in [*reasons, reached] if not rule.is_for_modules]
+        with nc.autocast("cpu", policy=plain("bf16", for_ops)):
             model(torch.randn(3, 16))
-    assert [found["reason"] for found in trace.unreached()] == ([] if reason is None else [reason])
+    assert {one["rule"]: one["reason"] for one in trace.unreached()} == {
+        str(rule): reason for rule, reason in reasons.items()
+    }
 
 
 def test_outside_of_a_region_only_what_ran_is_told():
@@ -333,7 +326,7 @@ def test_a_backward_inside_a_forward_is_backward():
 
 
 @pytest.mark.filterwarnings("ignore:fp8 is emulated:UserWarning")
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", pytest.param("fp8_rowwise", marks=pytest.mark.long)])
 def test_a_layer_in_fp8_is_one_matmul_by_its_rule(recipe):
     """What torchao takes it apart into, to find scales and to round, is nobody's operator."""
     model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 10)), torch.randn(16, 16)

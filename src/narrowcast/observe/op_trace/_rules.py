@@ -16,9 +16,6 @@ _MOST_MODULES = 500  # that a rule's name is compared with
 # Which of these a matmul becomes depends on its bias and its number of dimensions.
 _MATMULS = ("mm", "addmm", "matmul", "bmm", "baddbmm", "mv", "addmv")
 
-Named = list[tuple[str, tuple[str, ...]]]
-"""Path and names of the class of each module."""
-
 
 def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str:
     """Return ``" (did you mean "encoder.*"?)"`` for a rule that names no module, or ``""``.
@@ -46,7 +43,6 @@ class ReachedRules:
     def clear(self) -> None:
         self._reached: set[Rule] = set()
         self._called: set[str] = set()
-        self._decided_by: dict[str, Counter[str]] = {}
         self._around: dict[str, Counter[str]] = {}
 
     def saw(self, op: str, rule: Rule | None, below: Iterable[str]) -> None:
@@ -55,9 +51,7 @@ class ReachedRules:
         self._called |= names
         if rule is not None:
             self._reached.add(rule)
-            for name in names:
-                self._decided_by.setdefault(name, Counter())[str(rule)] += 1
-        for name in {each for leaf in below for each in (leaf, base_of(leaf))} - names:
+        for name in {each for inner in below for each in (inner, base_of(inner))} - names:
             self._around.setdefault(name, Counter())[op] += 1
 
     def of_fp8(self, path: str, layer: Any) -> Rule | None:
@@ -88,30 +82,27 @@ class ReachedRules:
             names_one = rule.is_for_modules and any(names_module(rule, *module) for module in named)
             # A rule for a whole module decides about its inputs, whatever is inside.
             whole_module = rule.op is None and rule.compute not in FP8_RECIPES and names_one
-            if rule not in self._reached and not whole_module:
-                reason, enclosing = self._why(rule, named, names_one=names_one)
-                found.append({"rule": str(rule), "reason": reason, "enclosing": enclosing})
+            if rule in self._reached or whole_module:
+                continue
+            if rule.is_for_modules and not names_one:
+                outer: list[str] = []
+                reason = f"no module that was called is one that it names{near_module(rule, named)}"
+            else:
+                reason, outer = self._why(rule)
+            found.append({"rule": str(rule), "reason": reason, "enclosing": outer})
         return found
 
-    def _why(self, rule: Rule, named: Named, *, names_one: bool) -> tuple[str, list[str]]:
-        if rule.is_for_modules and not names_one:
-            return f"no module that was called is one that it names{near_module(rule, named)}", []
+    def _why(self, rule: Rule) -> tuple[str, list[str]]:
         if rule.compute in FP8_RECIPES:
             return "no linear layer that was called multiplies in fp8 by it", []
         op = str(rule.op)
+        if op in self._called:
+            return f"each call of {op} was decided by a more specific rule, or is outside of its modules", []
         around = self._around.get(op, Counter())
         if not around and op in _MATMULS:
             around = sum((self._around.get(same, Counter()) for same in _MATMULS), Counter())
-        if around and op not in self._called:
-            outer = [name for name, _ in around.most_common(_MOST_NAMES)]
-            verb = "is" if len(outer) == 1 else "are"
-            whole = f"{' and '.join(outer)}, which {verb} decided about as a whole"
-            return f"{op} runs only inside {whole}: a rule for {base_of(outer[0])} reaches it", outer
-        others = self._decided_by.get(op)
-        if others and not rule.is_for_modules:
-            first = others.most_common(1)[0][0]
-            return f"each call of {op} was decided by a more specific rule: {first}", []
-        if op not in self._called:
+        outer = [name for name, _ in around.most_common(_MOST_NAMES)]
+        if not outer:
             return f"{op} was not called", []
-        where = "in the modules that it names" if rule.is_for_modules else "where this policy was in force"
-        return f"{op} was called, but not {where}", []
+        whole = f"{' and '.join(outer)}, which {'is' if len(outer) == 1 else 'are'} decided about as a whole"
+        return f"{op} runs only inside {whole}: a rule for {base_of(outer[0])} reaches it", outer
