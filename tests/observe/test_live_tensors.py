@@ -45,17 +45,6 @@ def both(train):
     return tensors, storages
 
 
-def test_blocks_count_from_when_they_are_made_until_they_are_freed():
-    with LiveTensorBytes() as tensors:
-        a = torch.empty(100 * KIB, dtype=torch.uint8)
-        b = torch.empty(50 * KIB, dtype=torch.uint8)
-        del a
-        c = torch.empty(20 * KIB, dtype=torch.uint8)
-        del c
-    assert tensors.peak_bytes == 150 * KIB
-    del b
-
-
 def test_what_was_there_before_is_left_out_and_so_is_its_end():
     a = torch.empty(KIB)
     with LiveTensorBytes() as tensors:

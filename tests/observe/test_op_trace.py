@@ -170,18 +170,6 @@ def test_paths_are_those_of_the_model_inside_wrappers():
     assert {site["root"] for site in sites(events, op="linear")} == {"Net"}
 
 
-def test_casts_by_a_rule_for_a_module_are_in_the_module():
-    model, x = Net(), torch.randn(3, 16)
-    policy = plain("bf16", [nc.rule.module("blocks.*.norm", compute="fp32", output="bf16")])
-    with OpTrace(policy) as trace, nc.apply(model, policy):
-        trace.paths.add_model(model)
-        model(x)
-    events = trace_events(trace.take(), trace.unreached(), {})
-    made = only(events, path="blocks.1.norm", kind="cast")
-    assert (made["inputs"], made["outputs"]) == (["fp32"], ["bf16"])
-    assert not of(events, "unreached")
-
-
 @pytest.mark.parametrize("root", [False, True])
 def test_the_casts_at_the_border_of_a_module_are_told_by_its_rule(root):
     """Also of the model itself, whose region has ended when what it returns is cast."""
