@@ -57,15 +57,9 @@ def test_a_gap_breaks_the_line_wherever_it_is():
     assert all(math.isfinite(value) for _, value in drawn.trend)
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 5e-324, 1e100])
-def test_ordinary_values_are_drawn(value):
-    assert drawable(value)
-    assert not drawable(value + 1e101)
-
-
-@pytest.mark.parametrize("value", [1e308, math.nan, math.inf, -math.inf])
-def test_values_beyond_a_plot_are_not_drawn(value):
-    assert not drawable(value)
+def test_values_beyond_a_plot_are_not_drawn():
+    assert all(map(drawable, [0.0, -0.0, 5e-324, 1e100]))
+    assert not any(map(drawable, [1e308, math.nan, math.inf, -math.inf, 1.1e100]))
 
 
 def test_the_trend_is_the_mean_of_each_hundredth():
@@ -115,22 +109,17 @@ def test_paths_break_at_gaps_and_show_lone_points():
 def test_bins_hold_all_but_the_far_ends():
     draw = random.Random(0)
     series = [[draw.uniform(1, 2) for _ in range(1000)], [draw.uniform(2, 3) for _ in range(500)]]
-    found = histogram(series, bins=20)
-    assert len(found.edges) == 21
-    assert not found.logarithmic
-    assert 0 < found.outside <= 0.03 * 1500 + 2
-    inside = [sum(shares) / 100 * len(values) for shares, values in zip(found.shares, series, strict=True)]
-    assert sum(inside) + found.outside == pytest.approx(1500)
+    edges, shares, outside = histogram(series, bins=20)
+    assert len(edges) == 21
+    assert 0 < outside <= 0.03 * 1500 + 2
+    inside = [sum(found) / 100 * len(values) for found, values in zip(shares, series, strict=True)]
+    assert sum(inside) + outside == pytest.approx(1500)
 
 
-@pytest.mark.parametrize(
-    ("series", "logarithmic"),
-    [([[1.0]], False), ([[1.0] * 9], False), ([[0.01, 10.0] * 50], True), ([[1e-11] * 3], False)],
-)
-def test_odd_series_have_bins_too(series, logarithmic):
-    found = histogram(series)
-    assert found.logarithmic is logarithmic
-    assert all(math.isfinite(value) for value in [*found.edges, *found.shares[0]])
+@pytest.mark.parametrize("series", [[[1.0]], [[1.0] * 9], [[0.01, 10.0] * 50], [[1e-11] * 3]])
+def test_odd_series_have_bins_too(series):
+    edges, shares, _ = histogram(series)
+    assert all(math.isfinite(value) for value in [*edges, *shares[0]])
 
 
 @pytest.mark.parametrize("series", [[], [[]], [[0.0, -1.0]], [[math.nan, math.inf, 1e200]], [[5e-324]]])

@@ -60,24 +60,19 @@ class Figure:
 
     Attributes:
         name: identifier of its element.
-        kind: ``"loss"``, ``"difference"``, ``"times"`` or ``"scale"``, which the template's captions go by.
-        x_label, y_label: of the axes.
+        kind: ``"loss"``, ``"difference"``, ``"times"`` or ``"scale"``: the template has words for each.
         x_ticks, y_ticks: text and position in percent.
         marks: in the order in which they are drawn.
         legend: CSS class and text of each entry.
-        height: in pixels.
         facts: numbers and names in its title and caption.
     """
 
     name: str
     kind: str
-    x_label: str
-    y_label: str
     x_ticks: _Ticks
     y_ticks: _Ticks
     marks: list[Mark]
     legend: list[tuple[str, str]]
-    height: int = 300
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -223,6 +218,15 @@ def loss_figures(runs: Sequence[TimedRun]) -> tuple[list[Figure], int]:
     return figures, max(0, len(sites) - _MOST_SITES)
 
 
+def _axes(
+    curves: Iterable[Curve], *, from_zero: bool = False, base: float | None = None
+) -> tuple[Axis, Axis]:
+    """Return the axes of curves over backward passes; ``from_zero``: the vertical one contains 0."""
+    points = [point for one in curves for point in one.points]
+    values = [value for _, value in points if value is not None and (base is None or value > 0)]
+    return Axis([0, *(at for at, _ in points)], margin=0), Axis([0] * from_zero + values, base=base)
+
+
 def _loss_figure(place: int, site: str, runs: Sequence[TimedRun], most: int) -> Figure:
     curves: list[tuple[TimedRun, Curve]] = []
     not_finite = []
@@ -236,8 +240,7 @@ def _loss_figure(place: int, site: str, runs: Sequence[TimedRun], most: int) -> 
             not_finite.append((run_name(run), len(drawn.gaps), len(losses), f"{drawn.gaps[0]:.0f}"))
     finite = [value for _, drawn in curves for _, value in drawn.points if value is not None]
     wide = bool(finite) and min(finite) > 0 and max(finite) > _WIDE_RANGE * min(finite)
-    x = Axis([0, *(at for _, drawn in curves for at, _ in drawn.points)], margin=0)
-    y = Axis(finite, base=10 if wide else None)
+    x, y = _axes((drawn for _, drawn in curves), base=10 if wide else None)
     marks: list[Mark] = []
     for run, drawn in curves:
         faint = " faint" if drawn.trend else ""
@@ -251,8 +254,6 @@ def _loss_figure(place: int, site: str, runs: Sequence[TimedRun], most: int) -> 
     return Figure(
         name=f"plot-loss-{place}",
         kind="loss",
-        x_label="backward pass",
-        y_label="loss",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         marks=marks,
@@ -279,22 +280,18 @@ def _difference_figure(place: int, site: str, runs: Sequence[TimedRun], most: in
         for key, lines in (("fp32", others), ("mixed", pairs))
         for title, under, over in lines
     ]
-    x = Axis([0, *(at for _, _, one in drawn for at, _ in one.points)], margin=0)
-    y = Axis([0, *(value for _, _, one in drawn for _, value in one.points if value is not None)])
-    marks = [
-        Mark(style=f"{key} thin", path=svg_path(one.points, x, y), title=title) for key, title, one in drawn
-    ]
+    x, y = _axes((one for _, _, one in drawn), from_zero=True)
     legend = [("fp32", "another seed in FP32")] if others else []
     return Figure(
         name=f"plot-difference-{place}",
         kind="difference",
-        x_label="backward pass",
-        y_label="difference of losses",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
-        marks=marks,
+        marks=[
+            Mark(style=f"{key} thin", path=svg_path(one.points, x, y), title=title)
+            for key, title, one in drawn
+        ],
         legend=[*legend, ("mixed", "mixed precision")],
-        height=260,
         facts={"site": site_name(site), "others": bool(others)},
     )
 
@@ -314,44 +311,31 @@ def _difference(under: _Losses, over: _Losses) -> tuple[list[float], list[float]
     return [at for (at, _), _ in both], [b - a for (_, a), (_, b) in both]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Histogram:
-    """Shares of values, in percent, in bins that several series have in common.
+def histogram(
+    series: Sequence[Sequence[float]], bins: int = _BINS
+) -> tuple[list[float], list[list[float]], int] | None:
+    """Count the series in common bins, without the fastest 0.5 % and the slowest 2.5 %.
 
-    Attributes:
-        edges: one more than bins.
-        shares: one list for each series.
-        outside: how many values lie outside all bins.
-        logarithmic: whether the bins are equally wide on a logarithmic axis.
+    Returns:
+        The edges of the bins, of each series the share of each bin in percent, and how many values lie
+        outside; None if there are no values.
     """
-
-    edges: list[float]
-    shares: list[list[float]]
-    outside: int
-    logarithmic: bool
-
-
-def histogram(series: Sequence[Sequence[float]], bins: int = _BINS) -> Histogram | None:
-    """Count the series in common bins, without the fastest 0.5 % and the slowest 2.5 %; None: no values."""
     pooled = sorted(v for values in series for v in values if _SMALLEST_BINNED < v <= _LARGEST_DRAWN)
     if not pooled:
         return None
     low, high = pooled[int(len(pooled) * 0.005)], pooled[min(len(pooled) - 1, int(len(pooled) * 0.975))]
-    logarithmic = high > _WIDE_RANGE * low
     if high <= low * 1.000001:
         low, high = low * 0.9, low * 1.1
-    to, back = (math.log, math.exp) if logarithmic else (float, float)
-    step = (to(high) - to(low)) / bins
+    step = (high - low) / bins
     shares, outside = [], 0
     for values in series:
         counts = [0] * bins
         inside = [value for value in values if low <= value <= high]
         outside += len(values) - len(inside)
         for value in inside:
-            counts[min(bins - 1, max(0, int((to(value) - to(low)) / step)))] += 1
+            counts[min(bins - 1, int((value - low) / step))] += 1
         shares.append([100 * found / max(1, len(values)) for found in counts])
-    edges = [back(to(low) + step * place) for place in range(bins + 1)]
-    return Histogram(edges=edges, shares=shares, outside=outside, logarithmic=logarithmic)
+    return [low + step * place for place in range(bins + 1)], shares, outside
 
 
 def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], what: str) -> Figure | None:
@@ -369,17 +353,13 @@ def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], wh
     found = histogram(list(present.values()))
     if found is None:
         return None
-    x = Axis(found.edges, base=10 if found.logarithmic else None, margin=0)
-    y = Axis([0, *(share for shares in found.shares for share in shares)])
-    bars = [
-        [(found.edges[0], 0.0), *zip(found.edges, [*shares, 0.0], strict=True)] for shares in found.shares
-    ]
+    edges, shares, outside = found
+    x, y = Axis(edges, margin=0), Axis([0, *(share for of_format in shares for share in of_format)])
+    bars = [[(edges[0], 0.0), *zip(edges, [*of_format, 0.0], strict=True)] for of_format in shares]
     medians = {key: milliseconds(statistics.median(values) / 1e3) for key, values in present.items()}
     return Figure(
         name="plot-times",
         kind="times",
-        x_label="milliseconds",
-        y_label=f"% of {what}",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         marks=[
@@ -387,10 +367,9 @@ def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], wh
             for key, points in zip(present, bars, strict=True)
         ],
         legend=[(key, f"{NAMES[key]}, median {median}") for key, median in medians.items()],
-        height=220,
         facts={
             "what": what,
-            "outside": found.outside,
+            "outside": outside,
             "medians": [(NAMES[key], medians[key], len(values)) for key, values in present.items()],
         },
     )
@@ -399,20 +378,16 @@ def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], wh
 def scale_figure(runs: Sequence[TimedRun]) -> Figure | None:
     """Draw the loss scale of mixed runs and the steps that they skipped; None: no scale, nothing skipped."""
     steps_of = [(run, run.capture.of("step")) for run in runs if run.format == "mixed"]
-    steps_of = [
-        (run, steps)
-        for run, steps in steps_of
-        if any(step["scale"] is not None or step["skipped"] for step in steps)
-    ][:_MOST_RUNS]
-    if not steps_of:
-        return None
     drawn = []
     for run, steps in steps_of:
-        scale = [math.nan if step["scale"] is None else step["scale"] for step in steps]
-        skipped = [place for place, step in enumerate(steps, start=1) if step["skipped"]]
-        drawn.append((run, curve(range(1, len(scale) + 1), scale), scale, skipped))
-    x = Axis([0, *(len(scale) for _, _, scale, _ in drawn)], margin=0)
-    y = Axis([v for _, one, _, _ in drawn for _, v in one.points if v is not None and v > 0], base=2)
+        if any(step["scale"] is not None or step["skipped"] for step in steps):
+            scale = [math.nan if step["scale"] is None else step["scale"] for step in steps]
+            skipped = [place for place, step in enumerate(steps, start=1) if step["skipped"]]
+            drawn.append((run, curve(range(1, len(scale) + 1), scale), scale, skipped))
+    drawn = drawn[:_MOST_RUNS]
+    if not drawn:
+        return None
+    x, y = _axes((one for _, one, _, _ in drawn), base=2)
     marks: list[Mark] = []
     for place, (run, one, scale, skipped) in enumerate(drawn):
         style = f"mixed dash-{place % 3}"
@@ -425,8 +400,6 @@ def scale_figure(runs: Sequence[TimedRun]) -> Figure | None:
     return Figure(
         name="plot-scale",
         kind="scale",
-        x_label="optimizer step",
-        y_label="loss scale",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         marks=marks,

@@ -274,13 +274,9 @@ def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _number(value: float | str | None) -> float | None:
-    return None if value is None else float(value)
-
-
 def _badness(parameter: Mapping[str, Any]) -> float:
-    value = _number(parameter["error_over_noise"])
-    return -1.0 if value is None else math.inf if math.isnan(value) else value
+    value = float(-1.0 if parameter["error_over_noise"] is None else parameter["error_over_noise"])
+    return math.inf if math.isnan(value) else value
 
 
 def _on_axis(parameter: Mapping[str, Any]) -> float | None:
@@ -291,8 +287,8 @@ def _on_axis(parameter: Mapping[str, Any]) -> float | None:
 
 
 def _is_lost(parameter: Mapping[str, Any], *, has_noise: bool) -> bool:
-    norms = (_number(parameter[key]) for key in ("error_norm", "noise_norm", "gradient_norm"))
-    error = parameter_error(*norms)
+    norms = (parameter[key] for key in ("error_norm", "noise_norm", "gradient_norm"))
+    error = parameter_error(*(None if norm is None else float(norm) for norm in norms))
     by_noise = has_noise and parameter["noise_norm"] is not None
     limit = parameter_limit(parameter["shape"], has_noise=by_noise)
     return error is not None and not error <= limit

@@ -119,47 +119,45 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     than three seeds are not enough to tell, nor are losses that are not finite in FP32 itself.
     """
     if not pairs:
-        return _cannot_tell(None, None, "no loss was seen in both formats")
+        return _verdict("cannot tell", "no loss was seen in both formats")
     differences = [mixed - fp32 for fp32, mixed in pairs]
     if any(not math.isfinite(fp32) for fp32, _ in pairs):
-        return _cannot_tell(None, None, "the loss is not finite in FP32 itself")
+        return _verdict("cannot tell", "the loss is not finite in FP32 itself")
     if not all(math.isfinite(mixed) for _, mixed in pairs):
-        return LossVerdict(
-            difference=None,
-            seed_spread=None,
-            verdict="fail",
-            reason="the loss is finite in FP32 and not in mixed precision",
-        )
+        return _verdict("fail", "the loss is finite in FP32 and not in mixed precision")
     difference = mean(differences)
     if not math.isfinite(difference):
-        return _cannot_tell(None, None, "the losses are too large to subtract")
+        return _verdict("cannot tell", "the losses are too large to subtract")
     if len(pairs) < 3:
         seeds = f"{len(pairs)} seed{'s' * (len(pairs) != 1)}"
-        return _cannot_tell(
-            difference, None, f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
-        )
+        reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
+        return _verdict("cannot tell", reason, difference)
     spread = _deviation([fp32 for fp32, _ in pairs])
-    return _against_spread(differences, difference, spread)
+    return _verdict(*_against_spread(differences, difference, spread), difference, spread)
 
 
-def _against_spread(differences: Sequence[float], difference: float, spread: float) -> LossVerdict:
-    count = len(differences)
+def _verdict(
+    verdict: str, reason: str, difference: float | None = None, spread: float | None = None
+) -> LossVerdict:
+    return LossVerdict(difference=difference, seed_spread=spread, verdict=verdict, reason=reason)
+
+
+def _against_spread(differences: Sequence[float], difference: float, spread: float) -> tuple[str, str]:
+    """Return the verdict and its reason."""
+    seeds = f"the spread between {len(differences)} seeds"
+    if difference == spread == 0.0:
+        return "pass", f"the same to the last digit for all {len(differences)} seeds"
     if abs(difference) <= spread:
-        share = abs(difference) / spread if spread else 0.0
-        reason = f"the difference is {share:.2f} of the spread between {count} seeds"
-        if spread == 0.0:
-            reason = f"the same to the last digit for all {count} seeds"
-        return LossVerdict(difference=difference, seed_spread=spread, verdict="pass", reason=reason)
+        return "pass", f"the difference is {abs(difference) / spread:.2f} of {seeds}"
     if spread == 0.0:
-        return _cannot_tell(difference, spread, "seeds change nothing in this script, so there is no spread")
+        return "cannot tell", "seeds change nothing in this script, so there is no spread"
     if difference < 0:
-        reason = f"lower than FP32's by {-difference / spread:.1f} times the spread between {count} seeds"
-        return LossVerdict(difference=difference, seed_spread=spread, verdict="pass", reason=reason)
-    error = _deviation(differences) / math.sqrt(count)
-    reason = f"higher than FP32's by {difference / spread:.1f} times the spread between {count} seeds"
-    if difference > _student_975(count - 1) * error:
-        return LossVerdict(difference=difference, seed_spread=spread, verdict="fail", reason=reason)
-    return _cannot_tell(difference, spread, f"{reason}, and the pairs differ too much: use more --repeats")
+        return "pass", f"lower than FP32's by {-difference / spread:.1f} times {seeds}"
+    error = _deviation(differences) / math.sqrt(len(differences))
+    reason = f"higher than FP32's by {difference / spread:.1f} times {seeds}"
+    if difference > _student_975(len(differences) - 1) * error:
+        return "fail", reason
+    return "cannot tell", f"{reason}, and the pairs differ too much: use more --repeats"
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -180,10 +178,6 @@ def _student_975(freedom: int) -> float:
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / n + second / n**2 + third / n**3
-
-
-def _cannot_tell(difference: float | None, spread: float | None, reason: str) -> LossVerdict:
-    return LossVerdict(difference=difference, seed_spread=spread, verdict="cannot tell", reason=reason)
 
 
 def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun], kind: str | None) -> list[str]:
