@@ -52,16 +52,11 @@ def test_a_folder_gives_the_table_and_the_page(folder, capsys):
     assert said.err == f"narrowcast: report: {folder / 'report.html'}\n"
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>")
-    assert page.endswith("</html>\n") or page.endswith("</html>")
     assert sorted(path.name for path in folder.glob("*.*")) == ["comparison.jsonl", "report.html"]
 
 
 def test_the_capture_itself_is_as_good_as_its_folder(folder, capsys, monkeypatch):
-    assert main(["report", str(folder / COMPARISON)]) == 0
-    from_file = capsys.readouterr().out
     monkeypatch.chdir(folder)
-    assert main(["report", "."]) == 0
-    assert capsys.readouterr().out == from_file
     assert main(["report", COMPARISON, "--output", "other.html"]) == 0
     assert capsys.readouterr().err == "narrowcast: report: other.html\n"
 
@@ -145,7 +140,7 @@ def test_wrong_use_is_two_and_one_line(tmp_path, capsys):
     assert "CAPTURE" in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_is_wrong_use(folder, capsys, monkeypatch):
+def test_a_page_that_cannot_be_written_is_wrong_use(folder, capsys):
     for output, why in (
         (folder / "nothing" / "page.html", "No such file or directory"),
         (folder / "comparison.jsonl" / "page.html", "Not a directory"),

@@ -101,20 +101,15 @@ def test_step_time_of_several_optimizers_is_an_iteration(tmp_path):
 
 
 def test_a_speedup_is_the_ratio_of_medians_over_all_runs(tmp_path):
-    fp32 = [
-        [None, *(0.020 + 0.0001 * n for n in range(30))],
-        [None, *(0.022 + 0.0001 * n for n in range(30))],
-    ]
-    mixed = [
-        [None, *(0.010 + 0.0002 * n for n in range(30))],
-        [None, *(0.011 + 0.0001 * n for n in range(30))],
-    ]
-    found = summed(tmp_path, seeds(*map(run, fp32)), seeds(*map(run, mixed)))
-    spreads = [median_of_runs([times[1 + 3 :] for times in side]) for side in (fp32, mixed)]
+    fp32, mixed = (
+        [[start + step * n for n in range(30)] for start, step in of_format]
+        for of_format in (((0.020, 0.0001), (0.022, 0.0001)), ((0.010, 0.0002), (0.011, 0.0001)))
+    )
+    found = summed(tmp_path, *(seeds(*(run([None, *times]) for times in side)) for side in (fp32, mixed)))
+    spreads = [median_of_runs([times[3:] for times in side]) for side in (fp32, mixed)]
     for side, spread in zip(("fp32", "mixed"), spreads, strict=True):
         assert found[side]["step_time_s_median"] == spread.median_s
         assert found[side]["step_time_s_interval"] == list(spread.interval_s)
-    assert found["fp32"]["step_time_s_median"] == statistics.median([*fp32[0][4:], *fp32[1][4:]])
     speed, (slowest, fastest) = found["ratio"]["speed"], found["ratio"]["speed_interval"]
     assert speed == spreads[0].median_s / spreads[1].median_s
     assert slowest == spreads[0].interval_s[0] / spreads[1].interval_s[1]
@@ -159,12 +154,8 @@ def test_peaks_are_maxima_and_the_wall_time_is_a_median(tmp_path):
         for tensor, resident, wall, steps in ((5, 70, 2.0, 8), (9, 60, 30.0, 9), (7, 80, 3.0, 9))
     ]
     found = summed(tmp_path, seeds(*many), seeds(*many))["fp32"]
-    assert [found[key] for key in ("peak_tensor_bytes", "peak_resident_bytes", "wall_s", "steps")] == [
-        9,
-        80,
-        3.0,
-        8,
-    ]
+    assert (found["peak_tensor_bytes"], found["peak_resident_bytes"]) == (9, 80)
+    assert (found["wall_s"], found["steps"]) == (3.0, 8)
 
 
 def memory(format_, peak, reason=None):
@@ -253,15 +244,9 @@ def test_the_verdict_on_several_losses_is_that_of_the_worst(tmp_path):
     assert found["loss"]["sites"]["good.py:1"]["verdict"] == "pass"
 
 
-def test_a_failure_outweighs_what_nobody_can_tell(tmp_path):
+def test_a_failure_outweighs_what_cannot_be_told(tmp_path):
     untold = made_captures.certificate(verdict="cannot tell")
-    found = summed(tmp_path / "a", losses_of(1.0, 2.0, 3.0), losses_of(5.0, 6.0, 7.5), untold)
-    assert found["verdict"] == "fail"
-    one_site = losses_of(1.0, 2.0), losses_of(5.0, "nan")
-    assert summed(tmp_path / "b", *one_site, untold)["verdict"] == "fail"
-    fp32 = [(seed, run([], [1.0]) + run([], [1.0], site="b.py:1")[2:]) for seed in range(2)]
-    mixed = [(seed, run([], [1.0]) + run([], ["nan"], site="b.py:1")[2:]) for seed in range(2)]
-    assert summed(tmp_path / "c", fp32, mixed)["loss"]["verdict"] == "fail", "the other site is untold"
+    assert summed(tmp_path, losses_of(1.0, 2.0, 3.0), losses_of(5.0, 6.0, 7.5), untold)["verdict"] == "fail"
 
 
 @pytest.mark.parametrize("verdict", ["pass", "fail", "cannot tell"])
@@ -326,8 +311,6 @@ def test_many_skipped_steps_are_doubted(tmp_path, skipped, doubted):
         # The first tenth is warm-up, and of the 40 left a tenth may be slow, or quick.
         ([0.01] * 40 + [1.0] * 4, None),
         ([0.01] * 39 + [1.0] * 5, "100-fold"),
-        ([0.01] * 4 + [0.01] * 4 + [1.0] * 36, None),
-        ([0.01] * 4 + [0.01] * 5 + [1.0] * 35, "100-fold"),
         # Of nine times, percentiles say nothing.
         ([0.001, 0.06] * 4, None),
     ],
@@ -343,10 +326,10 @@ def test_times_that_vary_much_within_a_run_are_doubted(tmp_path, kind, times, sa
 
 @pytest.mark.parametrize(
     ("other", "doubted"),
-    [([1.0, 2.0], False), ([1.0, 2.0000001], True), ([1.0], True), (["nan", 2.0], True)],
+    [([1.0, "nan"], False), ([1.0000001, "nan"], True), ([1.0], True), (["nan", "nan"], True)],
 )
 def test_fp32_runs_of_one_seed_that_differ_are_doubted(tmp_path, other, doubted):
-    events = {"fp32-0": run([], [1.0, 2.0]), "fp32-1": run([], other), "mixed-0": run([], [3.0, 4.0])}
+    events = {"fp32-0": run([], [1.0, "nan"]), "fp32-1": run([], other), "mixed-0": run([], [3.0, 4.0])}
     folder = made_captures.comparison(tmp_path, events)
     path = folder / "comparison.jsonl"
     assert summary(read_comparison(folder))["notes"] == [], "of other seeds other losses are no wonder"
@@ -355,13 +338,6 @@ def test_fp32_runs_of_one_seed_that_differ_are_doubted(tmp_path, other, doubted)
     assert [note.startswith("two FP32 runs with the same seed had different losses") for note in notes] == (
         [True] * doubted
     )
-
-
-def test_nan_repeats_itself(tmp_path):
-    folder = made_captures.comparison(tmp_path, {f"fp32-{n}": run([], [1.0, "nan"]) for n in (0, 1)})
-    path = folder / "comparison.jsonl"
-    path.write_text(path.read_text().replace('"seed": 1', '"seed": 0'))
-    assert summary(read_comparison(folder))["notes"] == []
 
 
 def test_notes_come_once_and_before_doubts(tmp_path):
