@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError
@@ -26,16 +27,15 @@ DTYPES = [
 
 def same(one, other):
     """Alike to the bit: types, signs of zero, tensors with their dtypes and order of dimensions."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-        return alike and bytes_of(one) == bytes_of(other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return repr(one) == repr(other)
+    (values, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(map(same_value, values, others))
+
+
+def same_value(one, other):
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and repr(one) == repr(other)
+    alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    return alike and bytes_of(one) == bytes_of(other)
 
 
 def bytes_of(tensor):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from checkpoint_launches import launched
+from torch.utils._pytree import tree_flatten
 
 CASES = [
     "loop fp32", "loop bf16", "loop fp16", "torch fp16", "fused fp16", "fused bf16",
@@ -31,24 +32,15 @@ def others(tmp_path_factory):
     return resumed(tmp_path_factory, [case for case in CASES if case not in FEW])
 
 
-def differences(one, other, place=""):
-    """Where two nestings of plain values and tensors differ in any bit."""
-    if type(one) is not type(other) or (isinstance(one, list | tuple) and len(one) != len(other)):
-        return [f"{place}: {type(one).__name__} and {type(other).__name__}"]
-    if isinstance(one, dict):
-        if list(one) != list(other):
-            return [f"{place}: {list(one)} and {list(other)}"]
-        return [found for key in one for found in differences(one[key], other[key], f"{place}/{key}")]
-    if isinstance(one, list | tuple):
-        pairs = enumerate(zip(one, other, strict=True))
-        return [found for i, (a, b) in pairs for found in differences(a, b, f"{place}/{i}")]
-    same = _same_bits(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
-    return [] if same else [f"{place}: {one} and {other}"]
-
-
-def _same_bits(one, other):
-    bits = [t.contiguous().flatten().view(torch.uint8) for t in (one, other)]
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*bits)
+def assert_same_bits(one, other):
+    (values, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    assert form == other_form
+    for a, b in zip(values, others, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
+        else:
+            assert repr(a) == repr(b)
 
 
 @pytest.mark.parametrize("case", FEW)
@@ -66,7 +58,7 @@ def check_bits(folder, case):
     whole, resumed = (
         torch.load(folder / f"{case}.{name}.pt", weights_only=True) for name in ("whole", "resumed")
     )
-    assert differences(whole, resumed) == []
+    assert_same_bits(whole, resumed)
     assert whole["epoch"] >= 2, "the data was gone through more than once"
     weights = [value for value in whole["model"].values() if value.is_floating_point()]
     assert all(value.isfinite().all() for value in weights)

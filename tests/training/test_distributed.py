@@ -24,22 +24,26 @@ EXACT = 1000 * 2.0**-53  # fewer than a thousand roundings of fp64 one after the
 REGION = {"fp32": CLIPPING, "bf16": 7 * 2.0**-8, "fp16": 7 * 2.0**-11}
 
 
-class Few(int):
-    """That many processes, which run a few of the scenarios."""
+class World(int):
+    """A number of processes that run these scenarios in one launch, or all."""
+
+    def __new__(cls, count, *scenarios):
+        world = super().__new__(cls, count)
+        world.scenarios = scenarios
+        return world
 
 
-FEW = [
-    "skip: ddp, loss", "skip: fsdp2, loss", "uneven flush", "left alone", "resume", "together",
-]  # fmt: skip
-SIZES = [pytest.param(2, marks=pytest.mark.long, id="2"), pytest.param(4, marks=pytest.mark.long, id="4")]
+FEW = World(2, "skip: ddp, loss", "skip: fsdp2, loss", "uneven flush", "left alone", "resume", "together")
+CUDA = World(1, "cuda")
+SIZES = [pytest.param(World(count), marks=pytest.mark.long, id=str(count)) for count in (2, 4)]
 long_sizes = pytest.mark.parametrize("world", SIZES, indirect=True)
-every_size = pytest.mark.parametrize("world", [pytest.param(Few(2), id="few"), *SIZES], indirect=True)
+every_size = pytest.mark.parametrize("world", [pytest.param(FEW, id="few"), *SIZES], indirect=True)
 
 
 @pytest.fixture(scope="session")
 def world(request):
     """A number of processes that have run."""
-    launch(request.param, isinstance(request.param, Few))
+    launch(request.param, request.param.scenarios)
     return request.param
 
 
@@ -54,8 +58,8 @@ def torchrun(script, *arguments, processes):
 
 
 @functools.cache
-def launch(world, few):
-    code, out, err = torchrun("ranks.py", *(FEW if few else ()), processes=world)
+def launch(world, scenarios):
+    code, out, err = torchrun("ranks.py", *scenarios, processes=world)
     facts = {line["scenario"]: line["ranks"] for line in lines_of(out)}
     return facts, f"exit code {code}\n{err[-6000:]}"
 
@@ -66,7 +70,7 @@ def lines_of(out):
 
 def ranks_of(world, scenario):
     """The facts of each rank."""
-    facts, ending = launch(world, isinstance(world, Few))
+    facts, ending = launch(world, world.scenarios)
     assert scenario in facts, f"the launch ended before {scenario!r} was done: {ending}"
     assert len(facts[scenario]) == world
     return facts[scenario]
@@ -210,22 +214,22 @@ def test_a_step_takes_one_collective_a_group_and_none_without(world):
 
 @long_sizes
 def test_flush_steps_on_the_mean_of_what_there_is(world):
-    for case, ranks in cases_of(world, "flush"):
-        assert_copies(case, ranks)
-        for facts in ranks:
-            assert facts["off_by"] < EXACT, case
-            assert facts["complete"] == [True, True, True], case
-            assert facts["never_moved"], case
-            assert not facts["empty"], case
+    check_flush(world, "flush")
 
 
 @every_size
 def test_flush_averages_over_uneven_ranks(world):
-    ranks = ranks_of(world, "uneven flush")
-    assert_copies("uneven flush", ranks)
-    for facts in ranks:
-        assert facts["off_by"] < EXACT
-        assert facts["complete"]
+    check_flush(world, "uneven flush")
+
+
+def check_flush(world, scenario):
+    for case, ranks in cases_of(world, scenario):
+        assert_copies(case, ranks)
+        for facts in ranks:
+            assert facts["off_by"] < EXACT, case
+            assert facts["complete"] == [True] * 4, case
+            assert facts["never_moved"], case
+            assert not facts["empty"], case
 
 
 @every_size
@@ -275,8 +279,8 @@ def test_optimizers_skip_together_on_all_ranks(world):
 
 @every_size
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
-    facts, ending = launch(world, isinstance(world, Few))
-    assert len(facts) == (len(FEW) if isinstance(world, Few) else 19), ending
+    facts, ending = launch(world, world.scenarios)
+    assert len(facts) == (len(world.scenarios) or 19), ending
     assert ending.startswith("exit code 0\n"), ending
 
 
@@ -295,12 +299,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_an_error(kind, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.gpu
-def test_agreement_on_a_gpu_waits_for_nothing():
-    code, out, err = torchrun("ranks_cuda.py", processes=1)
-    assert code == 0, err[-3000:]
-    found = lines_of(out)
-    assert [facts["kind"] for facts in found] == ["ddp", "fsdp2", "plain"]
-    for facts in found:
-        assert facts["skipped"] == [False, True, False]
-        assert facts["unchanged"] == [False, True, False]
-        assert facts["scale"] == 512.0
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "plain"])
+def test_agreement_on_a_gpu_waits_for_nothing(kind):
+    """In one process; the fused optimizer unscales and clips."""
+    check_skip(kind, "loss on cuda", CUDA)

@@ -29,11 +29,15 @@ def main():
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     # A rank that waits for one that has gone another way ends here, before the launch's own limit.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    wanted = sys.argv[1:] or list(SCENARIOS)
+    scenarios = SCENARIOS
+    if sys.argv[1:] == ["cuda"]:
+        torch.cuda.set_device(0)
+        scenarios = ranks_skips.ON_CUDA
+    dist.init_process_group("gloo" if scenarios is SCENARIOS else "nccl", timeout=timedelta(seconds=60))
+    wanted = sys.argv[1:] if scenarios is SCENARIOS and sys.argv[1:] else list(scenarios)
     for name in wanted:
         print(f"rank {dist.get_rank()}: {name}", file=sys.stderr, flush=True)
-        facts = SCENARIOS[name]()
+        facts = scenarios[name]()
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, facts)
         if dist.get_rank() == 0:

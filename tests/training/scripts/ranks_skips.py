@@ -1,5 +1,6 @@
 """An infinity on one rank only: in its loss, or in its gradients after the backward pass."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -47,8 +48,19 @@ def state_values(model, optimizer):
     return values([*model.parameters(), *kept])
 
 
-def by_hand(kind, where, way, dtype):
-    model = Tiny()
+@contextlib.contextmanager
+def no_waiting(device):
+    """On CUDA: an error if the host waits for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def by_hand(kind, where, way, dtype, device="cpu"):
+    model = Tiny().to(device)
     run = wrapped(kind, model)
     fused = way.startswith("fused")
     optimizer = make_optimizer("fused AdamW" if fused else "SGD", model.named_parameters())
@@ -57,8 +69,8 @@ def by_hand(kind, where, way, dtype):
     scaler = nc.GradScaler(init_scale=768.0 if fused else 1024.0, process_group=group)
     results, scales, before, after = [], [scaler.get_scale()], [], []
     for number, (x, y) in enumerate(batches_for(kind, 3)):
-        with nc.autocast("cpu", dtype):
-            loss = mse_loss(run(x), y)
+        with nc.autocast(device, dtype):
+            loss = mse_loss(run(x.to(device)), y.to(device))
         planted = number == BAD_STEP and is_last()
         if planted and where == "loss":
             loss = loss * math.inf
@@ -68,14 +80,15 @@ def by_hand(kind, where, way, dtype):
             local(model.up.weight.grad)[0, 0] = math.inf
         if number == BAD_STEP:
             before = state_values(model, optimizer)
-        if way.startswith("unscale_"):
-            scaler.unscale_(optimizer)
-        if way.endswith("clip"):
-            scaler.clip_grad_norm_(optimizer, 0.5)
-        if way == "clamp":
-            scaler.clip_grad_value_(optimizer, 0.1)
-        results.append(scaler.step(optimizer))
-        scaler.update()
+        with no_waiting(device):
+            if way.startswith("unscale_"):
+                scaler.unscale_(optimizer)
+            if way.endswith("clip"):
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            if way == "clamp":
+                scaler.clip_grad_value_(optimizer, 0.1)
+            results.append(scaler.step(optimizer))
+            scaler.update()
         scales.append(scaler.get_scale())
         if number == BAD_STEP:
             after = state_values(model, optimizer)
@@ -117,8 +130,15 @@ def every_skip(kind, where):
     return facts
 
 
+def on_cuda(kind):
+    """One process with nccl: what the ranks agree on waits for no device."""
+    return {"fused and clip": by_hand(kind, "loss", "fused and clip", torch.float16, "cuda")}
+
+
+KINDS = ("ddp", "fsdp2", "plain")
+ON_CUDA = {f"skip: {kind}, loss on cuda": functools.partial(on_cuda, kind) for kind in KINDS}
 SCENARIOS = {
     f"skip: {kind}, {where}": functools.partial(every_skip, kind, where)
-    for kind in ("ddp", "fsdp2", "plain")
+    for kind in KINDS
     for where in ("loss", "grad")
 }

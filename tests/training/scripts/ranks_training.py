@@ -95,35 +95,38 @@ class Branches(torch.nn.Module):
         return out
 
 
-def flushed(buckets, filled):
-    """A whole window of 4, one with ``filled`` micro-batches, and a whole one that comes after."""
-    world = dist.get_world_size()
-    counts = (4, filled, 4)
-    data = batches(sum(counts), torch.float64)
+def flushed(buckets, left):
+    """Two whole accumulations of 4, one with ``left[rank]`` micro-batches that is flushed, and a whole one.
+
+    After two, DDP has arranged its buckets, and no forward pass waits for ranks that have none left.
+    """
+    world, mine = dist.get_world_size(), dist.get_rank()
+    data = batches(12 + max(left), torch.float64)
     model, alone = Branches(), Branches()
     alone.load_state_dict(model.state_dict())
     start = values(model.parameters())
     sgd, other = (torch.optim.SGD(m.parameters(), 0.05) for m in (model, alone))
     run = DistributedDataParallel(model, find_unused_parameters=True, **BUCKETS[buckets])
     stepper = nc.Stepper(run, sgd, "fp32", accumulate=4)
-    facts, at = {"complete": []}, 0
-    for count in counts:
-        window = data[at : at + count]
-        at += count
-        for index, (x, y) in enumerate(window):
-            extra = count == 4 or (index == 0 and dist.get_rank() == 1)
+
+    def loss_of(net, x, y, rank, index, *, whole):
+        extra = whole or (index == 0 and rank == 1)
+        return mse_loss(net(part(x, rank, world), rank, extra=extra), part(y, rank, world))
+
+    facts = {"complete": []}
+    for counts in ([4] * world, [4] * world, left, [4] * world):
+        whole, window, data = min(counts) == 4, data[: max(counts)], data[max(counts) :]
+        for index, (x, y) in enumerate(window[: counts[mine]]):
             with stepper.autocast():
-                loss = mse_loss(run(part(x), dist.get_rank(), extra=extra), part(y))
+                loss = loss_of(run, x, y, mine, index, whole=whole)
             result = stepper.step(loss)
-        if count < 4:
+        if not whole:
             result = stepper.flush()
         facts["complete"].append(result.complete)
         other.zero_grad()
-        for index, (x, y) in enumerate(window):
-            for rank in range(world):
-                extra = count == 4 or (index == 0 and rank == 1)
-                out = alone(part(x, rank, world), rank, extra=extra)
-                (mse_loss(out, part(y, rank, world)) / (world * count)).backward()
+        for rank, count in enumerate(counts):
+            for index, (x, y) in enumerate(window[:count]):
+                (loss_of(alone, x, y, rank, index, whole=whole) / sum(counts)).backward()
         other.step()
     return facts | {
         "off_by": off_by(model.parameters(), values(alone.parameters()), start),
@@ -134,36 +137,15 @@ def flushed(buckets, filled):
 
 
 def flush():
+    world = dist.get_world_size()
     cases = itertools.product(("default", "bucket views"), (1, 2, 3))
-    return {f"{buckets}, {filled} of 4": flushed(buckets, filled) for buckets, filled in cases}
+    return {f"{buckets}, {count} of 4": flushed(buckets, [count] * world) for buckets, count in cases}
 
 
 def uneven_flush():
-    """After two whole windows ranks have different numbers of micro-batches left, and the last rank none.
-
-    In the first forward pass after it has reduced once DDP itself waits for all ranks.
-    """
+    """Ranks have different numbers of micro-batches left, and the last rank none."""
     world = dist.get_world_size()
-    counts = [2 - min(rank, 2) if rank < world - 1 else 0 for rank in range(world)]
-    model, alone = Tiny(torch.float64), Tiny(torch.float64)
-    start, data = values(model.parameters()), batches(10, torch.float64)
-    run = DistributedDataParallel(model)
-    optimizer, other = (torch.optim.SGD(m.parameters(), 0.05) for m in (model, alone))
-    stepper = nc.Stepper(run, optimizer, "fp32", accumulate=4)
-    train(stepper, run, data[: 8 + counts[dist.get_rank()]])
-    result = stepper.flush()
-    for begin, rows_of in ((0, [4] * world), (4, [4] * world), (8, counts)):
-        other.zero_grad()
-        for rank, count in enumerate(rows_of):
-            for x, y in data[begin : begin + count]:
-                loss = mse_loss(alone(part(x, rank, world)), part(y, rank, world))
-                (loss / sum(rows_of)).backward()
-        other.step()
-    return {
-        "off_by": off_by(model.parameters(), values(alone.parameters()), start),
-        "complete": result.complete,
-        "digest": digest(model.parameters()),
-    }
+    return {"uneven": flushed("default", [*(max(2 - rank, 0) for rank in range(world - 1)), 0])}
 
 
 def left_alone():
