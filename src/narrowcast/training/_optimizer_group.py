@@ -312,50 +312,42 @@ def check_loss(loss: Any, group: OptimizerGroup) -> None:
 
 # ---- one Stepper for each scaler, and no steps by hand
 
-_Owners = list[tuple[weakref.ref[Any], weakref.ref[OptimizerGroup]]]
-_OWNERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Owners] = weakref.WeakKeyDictionary()
-_STEPPER_OF: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_GROUPS: weakref.WeakSet[OptimizerGroup] = weakref.WeakSet()
+"""Those of every Stepper that exists."""
 
 
-def claim(group: OptimizerGroup, stepper: Any) -> RemovableHandle:
-    """Reserve a group's scaler and optimizers for ``stepper`` as long as it exists.
+def claim(group: OptimizerGroup) -> list[RemovableHandle]:
+    """Reserve the scaler of a group, watch its optimizers, and let its schedulers move.
 
     Returns:
-        The handle of the scaler's listener, which moves the schedulers.
+        The handles of the hooks, for ``release``.
 
     Raises:
-        SettingError: the scaler belongs to another Stepper, or to another group of this one.
+        SettingError: the scaler belongs to another group, of this Stepper or another.
     """
-    other = _STEPPER_OF.get(group.scaler)
-    if other is not None and other() is not None:
+    if any(other.scaler is group.scaler for other in _GROUPS):
         raise SettingError(
             "this GradScaler is another Stepper's, or another named optimizer's: make one for each, or "
             "delete the other Stepper first (del stepper)"
         )
-    _STEPPER_OF[group.scaler] = weakref.ref(stepper)
-    for optimizer in group.optimizers:
-        if optimizer not in _OWNERS:
-            _OWNERS[optimizer] = []
-            optimizer.register_step_pre_hook(_refuse_by_hand)
-        _OWNERS[optimizer].append((weakref.ref(stepper), weakref.ref(group)))
-    return group.scaler.on_step(group.move_schedulers)
+    _GROUPS.add(group)
+    hooks = [optimizer.register_step_pre_hook(_refuse_by_hand) for optimizer in group.optimizers]
+    return [*hooks, group.scaler.on_step(group.move_schedulers)]
 
 
-def release(groups: list[OptimizerGroup], listeners: list[RemovableHandle]) -> None:
+def release(groups: list[OptimizerGroup], handles: list[RemovableHandle]) -> None:
     """A Stepper was deleted: discard its unfinished gradients, which are scaled."""
-    for group, listener in zip(groups, listeners, strict=True):
-        listener.remove()
+    for handle in handles:
+        handle.remove()
+    for group in groups:
+        _GROUPS.discard(group)
         if group.filled:
             group.zero()
 
 
 def _refuse_by_hand(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    owners = [
-        group
-        for stepper, reference in _OWNERS.get(optimizer, ())
-        if stepper() is not None and (group := reference()) is not None
-    ]
-    if not owners or any(group.stepping for group in owners):
+    owners = [group for group in _GROUPS if optimizer in group.optimizers]
+    if any(group.stepping for group in owners):
         return
     # torch.distributed.checkpoint steps at a rate of 0 to create the state that it is about to load:
     # torch/distributed/checkpoint/state_dict.py, _init_optim_state

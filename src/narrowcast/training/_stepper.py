@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from narrowcast.casting import region_in
 from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
@@ -104,8 +105,10 @@ class Stepper:
                 "use accumulate=1, or one Stepper for each"
             )
         groups = list(self._groups.values())
-        listeners = [claim(group, self) for group in groups]
-        weakref.finalize(self, release, groups, listeners).atexit = False
+        handles: list[RemovableHandle] = []
+        weakref.finalize(self, release, groups, handles).atexit = False
+        for group in groups:
+            handles += claim(group)
         rules = place_rules(model, self._policy)
         if rules is not None:
             weakref.finalize(self, rules.remove).atexit = False
@@ -163,7 +166,7 @@ class Stepper:
         if callable(loss) and not isinstance(loss, torch.Tensor):
             return self._step_by_function(group, name, loss)
         check_loss(loss, group)
-        return self._counted(group, self._backward(group, loss))
+        return self._backward(group, loss)
 
     def flush(self, name: str | None = None) -> StepResult:
         """Step on an unfinished accumulation, as at the end of an epoch: on the mean of its micro-batches.
@@ -174,7 +177,7 @@ class Stepper:
         """
         self._check_outside("flush", "stepper.flush()")
         groups = [self._group(name)] if name is not None else list(self._groups.values())
-        result = _incomplete(groups[0].scaler)
+        result = _incomplete(groups[0])
         for group in groups:
             filled = float(group.filled)
             if self._synchronization.ddp and group.leaves_unreduced:
@@ -182,7 +185,7 @@ class Stepper:
                 if filled:
                     self._synchronization.reduce_now()
             if filled:
-                result = self._counted(group, self._finish(group, functools.partial(group.step, filled)))
+                result = self._finish(group, functools.partial(group.step, filled))
         return result
 
     def grad(
@@ -195,7 +198,8 @@ class Stepper:
         A gradient that overflows is infinite here, and the step that uses it is skipped. ``options`` are
         those of ``torch.autograd.grad``.
         """
-        factor = self._group(name).scaler.factor_on(_device_of(outputs))
+        first = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        factor = self._group(name).scaler.factor_on(first.device)
         gradients = torch.autograd.grad(_times(outputs, factor), inputs, create_graph=create_graph, **options)
         inverse = factor.reciprocal()
         return tuple(None if g is None else _times(g, inverse) for g in gradients)
@@ -256,8 +260,7 @@ class Stepper:
             found = sorted(map(repr, saved if isinstance(saved, Mapping) else state or ()))
             raise SettingError(
                 f"expected what stepper.state_dict() returned for optimizers {sorted(names)} ('' without a "
-                f"name), got one with {', '.join(found) or 'nothing'}; states of a loop are loaded by their "
-                "owners: optimizer.load_state_dict, stepper.scaler.load_state_dict"
+                f"name), got one with {', '.join(found) or 'nothing'}"
             )
         for key, group in self._groups.items():
             group.load_state_dict(saved[key or ""])
@@ -329,8 +332,8 @@ class Stepper:
             raise SettingError(f"expected name=... of the optimizer that steps: {', '.join(names)}")
         raise SettingError(f"no optimizer is called {name!r}. {near_names(name, names)}")
 
-    def _backward(self, group: OptimizerGroup, loss: torch.Tensor) -> StepResult | None:
-        """Run the backward pass, and step after the last micro-batch; None before it."""
+    def _backward(self, group: OptimizerGroup, loss: torch.Tensor) -> StepResult:
+        """Run the backward pass, and step after the last micro-batch."""
         alone = len(self._groups) == 1
         ddp = bool(self._synchronization.ddp)
         try:
@@ -350,7 +353,7 @@ class Stepper:
             raise
         finally:
             self._synchronization.after_backward()
-        return self._finish(group, group.step) if group.filled >= group.accumulate else None
+        return self._finish(group, group.step) if group.filled >= group.accumulate else _incomplete(group)
 
     def _finish(self, group: OptimizerGroup, step: Callable[[], StepResult]) -> StepResult:
         """End the accumulation with ``step``, whether it is taken, skipped or raises."""
@@ -363,11 +366,6 @@ class Stepper:
         finally:
             group.zero()
             self._end_accumulation()
-        return result
-
-    def _counted(self, group: OptimizerGroup, result: StepResult | None) -> StepResult:
-        if result is None:
-            return _incomplete(group.scaler)
         self.steps += 1
         return result
 
@@ -386,32 +384,23 @@ class Stepper:
         if group.needs_closure:
             if group.accumulate > 1 or len(group.optimizers) > 1:
                 raise SettingError("an optimizer with a closure needs accumulate=1 and no other beside it")
-            return self._counted(group, self._finish(group, lambda: group.step_with_closure(evaluate)))
+            return self._finish(group, lambda: group.step_with_closure(evaluate))
         random = random_states()
         while True:
             loss = evaluate()
             check_loss(loss, group)
             finite = bool(loss.detach().isfinite())  # otherwise no scale can help
+            steps = self.steps
             result = self._backward(group, loss)
-            if result is None or not (finite and _lower_scale_may_help(group, result)):
-                return self._counted(group, result)
+            retries = finite and group.accumulate == 1 and result.skipped
+            if not retries or group.scaler.get_scale() >= result.scale:
+                return result
+            self.steps = steps
             set_random_states(random)
 
 
-def _lower_scale_may_help(group: OptimizerGroup, result: StepResult) -> bool:
-    if group.accumulate > 1 or not result.skipped:
-        return False
-    return group.scaler.get_scale() < result.scale
-
-
-def _incomplete(scaler: GradScaler) -> StepResult:
-    return StepResult(found_inf=False, scale=scaler.factor(), complete=False)
-
-
-def _device_of(outputs: Any) -> torch.device:
-    while not isinstance(outputs, torch.Tensor):
-        outputs = next(iter(outputs.values() if isinstance(outputs, Mapping) else outputs))
-    return outputs.device
+def _incomplete(group: OptimizerGroup) -> StepResult:
+    return StepResult(found_inf=False, scale=group.scaler.factor(), complete=False)
 
 
 def _times(outputs: Any, factor: torch.Tensor) -> Any:
