@@ -285,19 +285,6 @@ def test_every_scenario_is_done_and_the_launch_ends_well(world):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["ddp", "plain"])
-def test_a_rank_that_is_killed_ends_the_others_with_an_error(kind, tmp_path):
-    code, _, err = torchrun("killed.py", kind, tmp_path, processes=2)
-    assert code != 0
-    survivor = tmp_path / "survivor.json"
-    assert survivor.exists(), f"the survivor was killed before it noticed:\n{err[-3000:]}"
-    facts = json.loads(survivor.read_text())
-    assert (facts["step"], facts["steps"]) == (3, 3)
-    assert "peer" in facts["error"]
-    assert "SIGKILL" in err
-
-
-@pytest.mark.long
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "plain"])
 def test_agreement_on_a_gpu_waits_for_nothing(kind):

@@ -80,30 +80,15 @@ def test_resuming_is_bit_exact(policy):
 
     again, _, resumed = make(policy)
     train(again, resumed, 1, seed=9)  # whatever it did before
+    with resumed.autocast():
+        loss = again(torch.ones(4, 1, 8, 8)).square().mean()
+    assert not resumed.step(loss).complete, "loading discards it"
     again.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["stepper"])
     assert resumed.steps == 4
     train(again, resumed, 4, seed=2, overflow_at=(5,))
     assert_same(again.state_dict(), model.state_dict())
     assert_same(resumed.state_dict(), stepper.state_dict())
-
-
-def test_loading_discards_an_unfinished_accumulation():
-    model, _, stepper = make("bf16")
-    train(model, stepper, 2, seed=1)
-    saved = copy.deepcopy({"model": model.state_dict(), "stepper": stepper.state_dict()})
-    train(model, stepper, 1, seed=2)
-    expected = copy.deepcopy(model.state_dict())
-
-    again, _, resumed = make("bf16")
-    with resumed.autocast():
-        loss = again(torch.ones(4, 1, 8, 8)).square().mean()
-    assert not resumed.step(loss).complete
-    again.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["stepper"])
-    assert_same(again.state_dict(), saved["model"])
-    train(again, resumed, 1, seed=2)
-    assert_same(again.state_dict(), expected)
 
 
 @pytest.mark.parametrize(("saved", "into"), [("bf16", "fp16"), ("fp16", "bf16")])

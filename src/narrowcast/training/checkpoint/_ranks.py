@@ -245,23 +245,20 @@ def read(path: Path, ranks: Ranks) -> Saved:
     """
     body = ranks.agreed(lambda: _read_marker(path))
     data = path / body["data"]
-    lost = [name for name in body["files"] if not (data / name).is_file()]
 
-    def check() -> None:
+    def load() -> tuple[dict[str, Any], dict[str, Any] | None]:
+        lost = [name for name in body["files"] if not (data / name).is_file()]
         if lost:
             raise damaged(path, f"{', '.join(lost)} missing from {data}")
         for name, found in _sums(data, sorted(body["files"]), ranks).items():
             if found != body["files"][name]:
                 raise damaged(path, f"{name} is {found}, and was {body['files'][name]} (bytes, SHA-256)")
-
-    def trees() -> tuple[dict[str, Any], dict[str, Any] | None]:
         common = _file.read(data / "rank_0.pt")
         if ranks.rank == 0:
             return common, common
         return common, _file.read(data / f"rank_{ranks.rank}.pt") if ranks.rank < body["ranks"] else None
 
-    ranks.agreed(check)
-    common, own = ranks.agreed(trees)
+    common, own = ranks.agreed(load)
     return Saved(common, own, body["ranks"], body["differing"], data)
 
 
