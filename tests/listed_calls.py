@@ -1,4 +1,6 @@
-"""A call of every function on apex's lists, of small tensors in a given format."""
+"""A call of every function on apex's lists, with small tensors."""
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,20 @@ def tensor(*shape, dtype, low=0.25, high=0.75):
     generator = torch.Generator().manual_seed(1)
     values = torch.rand(shape, generator=generator) * (high - low) + low
     return values.to(dtype).requires_grad_()
+
+
+def prepared(make, *dtypes):
+    """Return a function and its arguments, the floating ones in ``dtypes``, the last of them for the rest."""
+    function, arguments = make(partial(tensor, dtype=torch.float32))
+    position, cast = 0, []
+    for one in arguments:
+        if isinstance(one, torch.Tensor) and one.is_floating_point():
+            needs_gradient = one.requires_grad
+            dtype = dtypes[min(position, len(dtypes) - 1)]
+            one = one.detach().to(dtype).requires_grad_(needs_gradient)  # noqa: PLW2901
+            position += 1
+        cast.append(one)
+    return function, cast
 
 
 def _convolution(dims, transposed=False):

@@ -1,14 +1,11 @@
 """O1: the type of the result of every function on apex's lists, and of functions on no list."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
 from o1 import begin
 
-import listed_calls
-from listed_calls import FUNCTIONAL, TENSOR, TORCH
+from listed_calls import FUNCTIONAL, TENSOR, TORCH, prepared
 from narrowcast.apex import amp
 from narrowcast.apex.amp import lists
 from narrowcast.errors import AmpError
@@ -46,20 +43,15 @@ def half(half_of_module):
 
 
 def call(module, name, *dtypes):
-    """The result of the call, and the gradients' types of its first arguments, given in ``dtypes``."""
-    made = CALLS[module][1][name](partial(listed_calls.tensor, dtype=torch.float32))
-    function, arguments = made
-    tensors = [one for one in arguments if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    for position, one in enumerate(tensors):
-        dtype = dtypes[min(position, len(dtypes) - 1)]
-        cast = one.detach().to(dtype).requires_grad_(one.requires_grad and not name.startswith("__i"))
-        arguments = [cast if other is one else other for other in arguments]
+    """The result of the call; gradients have the types of what they are gradients of."""
+    function, arguments = prepared(CALLS[module][1][name], *dtypes)
+    if name.startswith("__i"):  # writes to its first argument
+        arguments = [one.detach() for one in arguments]
     result = function(*arguments)
     if isinstance(result, torch.Tensor) and result.requires_grad:
         result.float().sum().backward()
-        for one in arguments:
-            if isinstance(one, torch.Tensor) and one.grad is not None:
-                assert one.grad.dtype == one.dtype
+        given = [one for one in arguments if isinstance(one, torch.Tensor) and one.grad is not None]
+        assert all(one.grad.dtype == one.dtype for one in given)
     return result
 
 

@@ -98,24 +98,6 @@ def test_sgd_follows_apexs_formula(momentum, dampening, nesterov):
     assert_close(params, expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "torchs"),
-    [
-        (lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1), torch.optim.AdamW),
-        (lambda p: FusedAdam(p, lr=0.1, adam_w_mode=False), torch.optim.Adam),
-        (lambda p: FusedSGD(p, lr=0.1, momentum=0.9), torch.optim.SGD),
-    ],
-)
-def test_they_are_torchs_fused_optimizers(make, torchs):
-    ours = parameters(torch.float32)
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    group = {k: v for k, v in make(ours).param_groups[0].items() if k not in ("params", "fused")}
-    group.pop("decoupled_weight_decay", None)
-    run(make(ours), ours)
-    run(torchs(theirs, fused=True, **group), theirs)
-    assert all(map(torch.equal, ours, theirs))
-
-
 def test_a_state_that_apex_saved_goes_on():
     """apex keeps the steps in the group, and none of torch's own settings."""
     params = parameters()

@@ -39,16 +39,16 @@ def test_the_table(level):
 
 
 def test_the_signature_is_apexs():
-    parameters = inspect.signature(amp.initialize).parameters
-    theirs = {
-        "models": inspect.Parameter.empty, "optimizers": None, "enabled": True, "opt_level": "O1",
-        "cast_model_type": None, "patch_torch_functions": None, "keep_batchnorm_fp32": None,
-        "master_weights": None, "loss_scale": None, "cast_model_outputs": None, "num_losses": 1,
-        "verbosity": 1, "min_loss_scale": None, "max_loss_scale": 2.0**24,
-    }  # fmt: skip
-    positional = {n: p.default for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
-    assert positional == theirs
-    assert list(positional) == list(theirs)
+    # https://nvidia.github.io/apex/amp.html
+    theirs = """models optimizers enabled=True opt_level='O1' cast_model_type patch_torch_functions
+        keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses=1 verbosity=1
+        min_loss_scale max_loss_scale=16777216.0"""
+    found = inspect.signature(amp.initialize).parameters.values()
+    positional = [one for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
+    defaults = [f"={one.default!r}" if one.default not in (None, one.empty) else "" for one in positional]
+    assert [
+        f"{one.name}{default}" for one, default in zip(positional, defaults, strict=True)
+    ] == theirs.split()
     names = """initialize state_dict load_state_dict scale_loss disable_casts master_params half_function
         float_function promote_function register_half_function register_float_function
         register_promote_function init _amp_state lists"""

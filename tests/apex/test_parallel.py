@@ -1,17 +1,26 @@
-"""apex's data parallelism and synchronized batch norm, on two processes of gloo."""
+"""apex's data parallelism and synchronized batch norm, in two processes of gloo."""
+
+import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from two_ranks import found_by_two_ranks
 
+import child_processes
 from narrowcast.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
 from narrowcast.errors import SettingError, UnsupportedError
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    """What each of two processes found."""
-    return found_by_two_ranks("ranks.py", tmp_path_factory.mktemp("ranks"))
+    """What each of two processes found, which meet through a file."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    script = Path(__file__).parent / "scripts" / "ranks.py"
+    started = [child_processes.start([sys.executable, "-W", "error", script, n, store]) for n in range(2)]
+    ended = [child_processes.end(process) for process in started]
+    assert [one.returncode for one in ended] == [0, 0], "\n".join(one.stderr for one in ended)
+    return [json.loads(one.stdout.splitlines()[-1]) for one in ended]
 
 
 def own_gradients(rank):

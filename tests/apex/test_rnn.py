@@ -36,24 +36,23 @@ def close(results, expected, half):
         torch.testing.assert_close(result.float(), wanted.float(), atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("given", ["float32", "half"])
 @pytest.mark.parametrize("kind", ["RNNCell", "RNNCell relu", "GRUCell", "LSTMCell"])
-def test_cells(kind, given, half):
+def test_cells(kind, half):
     options = {"nonlinearity": "relu"} if "relu" in kind else {}
     model = getattr(torch.nn, kind.split()[0])(SIZES["inputs"], SIZES["hidden"], **options)
     inputs = [torch.randn(SIZES["batch"], SIZES["inputs"]) for _ in range(SIZES["steps"])]
 
     def run(dtype):
-        state, outputs = None, []
+        states = [None]
         for x in inputs:
-            state = model(x.to(dtype), state)
-            outputs.append(state)
-        return outputs
+            states.append(model(x.to(dtype), states[-1]))
+        return states[1:]
 
-    results = run(half if given == "half" else torch.float32)
     with amp.disable_casts():
         expected = run(torch.float32)
-    close(results, expected, half)
+    for given in (torch.float32, half):
+        results = run(given)
+        close(results, expected, half)
     sum(one.float().sum() for one in tensors(results)).backward()
     assert {one.grad.dtype for one in model.parameters()} == {torch.float32}
 
@@ -68,24 +67,17 @@ def test_layers(kind, packed, bidirectional, half):
     x = torch.randn(SIZES["steps"], SIZES["batch"], SIZES["inputs"], requires_grad=True)
 
     def run():
-        given = pack_padded_sequence(x, [5, 3]) if packed else x
-        output, state = model(given)
-        return (pad_packed_sequence(output)[0] if packed else output), state
+        output, state = model(pack_padded_sequence(x, [5, 3]) if packed else x)
+        return tensors(((pad_packed_sequence(output)[0] if packed else output), state))
 
-    output, state = run()
     with amp.disable_casts():
         expected = run()
-        (expected_gradient,) = torch.autograd.grad(sum(one.sum() for one in tensors(expected)), x)
-    close((output, state), expected, half)
-    sum(one.float().sum() for one in tensors((output, state))).backward()
-    assert {one.grad.dtype for one in model.parameters()} == {torch.float32}
-    assert x.grad.dtype == torch.float32
+        (expected_gradient,) = torch.autograd.grad(sum(one.sum() for one in expected), x)
+    results = run()
+    close(results, expected, half)
+    with torch.no_grad():
+        assert {one.dtype for one in run()} == {half}
+    sum(one.float().sum() for one in results).backward()
+    assert {one.grad.dtype for one in (x, *model.parameters())} == {torch.float32}
     # Backward goes through 5 steps and 2 layers, each with its rounding of numbers below 4.
     torch.testing.assert_close(x.grad, expected_gradient, atol=2 * 5 * 4 * 4 * torch.finfo(half).eps, rtol=0)
-
-
-def test_evaluation(half):
-    model = torch.nn.LSTM(3, 4)
-    with torch.no_grad():
-        output, state = model(torch.randn(5, 2, 3))
-    assert {one.dtype for one in tensors((output, state))} == {half}

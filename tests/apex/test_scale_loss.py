@@ -1,11 +1,10 @@
 """One loss and one optimizer: gradients after each block, skipped steps, and what is refused."""
 
-import copy
 import gc
 import importlib
 import math
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -40,28 +39,18 @@ def backward(model, optimizer, bad=None, **options):
             model.weight.grad[0, 0] = bad
 
 
-def raises(_):
-    raise KeyError
-
-
 def gradient(optimizer):
     (parameter,) = amp.master_params(optimizer)
     return parameter.grad
 
 
-def values(model, optimizer):
-    """Parameters and optimizer state, copied."""
+def numbers(model, optimizer):
+    """Parameters and optimizer state, as lists."""
     (parameter,) = amp.master_params(optimizer)
-    state = copy.deepcopy(dict(optimizer.state.get(parameter, {})))
-    return model.weight.detach().clone(), parameter.detach().clone(), state
-
-
-def same(before, after):
-    assert torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1])
-    assert before[2].keys() == after[2].keys()
-    for key, value in before[2].items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(after[2][key]))
+    state = {
+        key: torch.as_tensor(value).tolist() for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    return model.weight.tolist(), parameter.tolist(), state
 
 
 LEVELS = pytest.mark.parametrize(
@@ -128,11 +117,11 @@ def test_a_step_that_is_left_out_touches_nothing(level, settings, bad, capsys):
         backward(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    before, called = values(model, optimizer), []
+    before, called = numbers(model, optimizer), []
     optimizer.register_step_pre_hook(lambda *_: called.append(1))
     backward(model, optimizer, bad=bad)
     assert optimizer.step() is None
-    same(before, values(model, optimizer))
+    assert numbers(model, optimizer) == before
     assert not called
     said = capsys.readouterr().err.splitlines()
     assert said == ["Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"]
@@ -140,7 +129,7 @@ def test_a_step_that_is_left_out_touches_nothing(level, settings, bad, capsys):
     backward(model, optimizer)
     optimizer.step()
     assert called == [1]
-    assert not torch.equal(before[0], model.weight)
+    assert numbers(model, optimizer) != before
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -148,17 +137,17 @@ def test_a_step_that_is_left_out_touches_nothing(level, settings, bad, capsys):
 def test_a_static_scale_checks_too(level, scale, capsys):
     model, optimizer = start(level, loss_scale=scale)
     amp._amp_state.verbosity = 1
-    before = values(model, optimizer)
+    before = numbers(model, optimizer)
     backward(model, optimizer, bad=math.inf)
     optimizer.step()
-    same(before, values(model, optimizer))
+    assert numbers(model, optimizer) == before
     assert f"Skipping step, loss scaler 0 stays at {scale}" in capsys.readouterr().err
     assert amp._amp_state.loss_scalers[0].loss_scale() == scale
     optimizer.zero_grad()
     backward(model, optimizer)
     assert torch.equal(gradient(optimizer).float(), X)
     optimizer.step()
-    assert not torch.equal(before[0], model.weight)
+    assert numbers(model, optimizer) != before
 
 
 @LEVELS
@@ -167,18 +156,16 @@ def test_an_exception_in_the_block_brings_the_gradients_back(level, settings, de
     model, optimizer = start(level, **settings)
 
     def interrupted():
-        weight = model.weight.register_post_accumulate_grad_hook(raises)
-        with pytest.raises(KeyError), amp.scale_loss(loss_of(model), optimizer) as scaled:
+        with suppress(KeyError), amp.scale_loss(loss_of(model), optimizer) as scaled:
             scaled.backward()
-        weight.remove()
+            raise KeyError
 
     interrupted()
     assert gradient(optimizer) is None
     assert model.weight.grad is None
     backward(model, optimizer)
-    before = gradient(optimizer).clone()
     interrupted()
-    assert torch.equal(gradient(optimizer), before)
+    assert torch.equal(gradient(optimizer).float(), X)
     backward(model, optimizer, delay_unscale=delayed)
     if delayed:
         backward(model, optimizer)
@@ -328,19 +315,19 @@ def test_another_loss_that_goes_backward_in_the_block_is_refused(level, delayed)
 @LEVELS
 @pytest.mark.parametrize("how", ["model", "optimizer"])
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("delayed", [False, True])
-def test_gradients_may_be_cleared_in_a_block(level, settings, how, to_none, delayed):
+def test_gradients_may_be_cleared_in_a_block(level, settings, how, to_none):
     model, optimizer = start(level, **settings)
-    named = {"model": model, "optimizer": optimizer}
-    backward(model, optimizer, delay_unscale=True)
-    with amp.scale_loss(loss_of(model), optimizer, delay_unscale=delayed):
-        named[how].zero_grad(set_to_none=to_none)
-    backward(model, optimizer)
-    assert torch.equal(gradient(optimizer).float(), X)
-    with amp.scale_loss(loss_of(model), optimizer) as scaled:
-        optimizer.zero_grad(set_to_none=to_none)
-        scaled.backward()
-    assert torch.equal(gradient(optimizer).float(), X)
+    for delayed in (False, True):
+        backward(model, optimizer, delay_unscale=True)
+        with amp.scale_loss(loss_of(model), optimizer, delay_unscale=delayed):
+            {"model": model, "optimizer": optimizer}[how].zero_grad(set_to_none=to_none)
+        backward(model, optimizer)
+        assert torch.equal(gradient(optimizer).float(), X)
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            optimizer.zero_grad(set_to_none=to_none)
+            scaled.backward()
+        assert torch.equal(gradient(optimizer).float(), X)
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -481,11 +468,11 @@ def test_a_scaler_cannot_step_an_optimizer_with_masters(make, unscale):
 def test_schedulers_go_on_without_warnings(before):
     model = torch.nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if before:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     if not before:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    if before:
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     for bad in (math.inf, None):
         backward(model, optimizer, bad=bad)
         optimizer.step()

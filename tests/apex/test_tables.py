@@ -1,13 +1,10 @@
 """The rules that the lists become on each device, beside PyTorch's own table of it."""
 
-from functools import partial
-
 import pytest
 import torch
 
-import listed_calls
 import narrowcast as nc
-from listed_calls import FUNCTIONAL, TENSOR, TORCH
+from listed_calls import FUNCTIONAL, TENSOR, TORCH, prepared
 from narrowcast.apex.amp import _rules, lists
 from narrowcast.apex.amp._rules import plan
 from narrowcast.policy import overloads_of
@@ -65,10 +62,9 @@ def by_cudas_table(request):
 
 
 def result(name, *dtypes):
-    function, arguments = CALLS[name](partial(listed_calls.tensor, dtype=torch.float32))
-    floating = [one for one in arguments if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    cast = {id(one): one.detach().to(dtypes[min(i, len(dtypes) - 1)]) for i, one in enumerate(floating)}
-    return function(*(cast.get(id(one), one) for one in arguments)).dtype
+    function, arguments = prepared(CALLS[name], *dtypes)
+    with torch.no_grad():  # in-place forms write to their first argument
+        return function(*arguments).dtype
 
 
 @pytest.mark.parametrize("name", IN_HALF)

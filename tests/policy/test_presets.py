@@ -1,13 +1,11 @@
 """Presets: their names, their meaning on a device, and the errors for wrong names."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.nn import functional
 
 import narrowcast as nc
-from listed_calls import FUNCTIONAL, TORCH, tensor
+from listed_calls import FUNCTIONAL, TORCH, prepared
 from narrowcast.apex.amp.lists import functional_overrides, torch_overrides
 from narrowcast.attach import Attachment
 from narrowcast.errors import PolicyError
@@ -166,32 +164,31 @@ FP32_NAMES = {*functional_overrides.FP32_FUNCS, *torch_overrides.FP32_FUNCS} - N
 HALF_NAMES = {*functional_overrides.FP16_FUNCS, *torch_overrides.FP16_FUNCS}
 
 
-def call(name, *dtypes):
-    """Call a listed function with its floating tensors in ``dtypes``, the last one for all that follow."""
-    function, arguments = CALLS[name](partial(tensor, dtype=FP32))
-    floating = [one for one in arguments if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    cast = {id(one): one.detach() for one in floating}
-    for position, one in enumerate(floating):
-        for dtype in dtypes[min(position, len(dtypes) - 1)]:  # one cast after the other
-            cast[id(one)] = cast[id(one)].to(dtype)
-    return function(*(cast.get(id(one), one) for one in arguments))
+def is_floating(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def call(name, *dtypes, widened=False):
+    """Call a listed function with its floating tensors in ``dtypes``, widened to float32 on request."""
+    function, arguments = prepared(CALLS[name], *dtypes)
+    return function(*(one.float() if widened and is_floating(one) else one for one in arguments))
 
 
 @pytest.mark.parametrize("name", sorted(FP32_NAMES))
 def test_o1_has_apexs_fp32_functions(name):
     with nc.autocast("cpu", policy=in_bf16("O1")):
-        ours = call(name, [BF16])
+        ours = call(name, BF16)
     assert ours.dtype == FP32
     # What apex does: the function as it is, on inputs that were cast to fp32. Sums differ in their order.
     # multilabel_soft_margin_loss subtracts its target from 1 before it is in fp32.
     close = 2**-8 if name == "multilabel_soft_margin_loss" else 1e-6
-    assert torch.allclose(ours, call(name, [BF16, FP32]), rtol=close, atol=close, equal_nan=True)
+    assert torch.allclose(ours, call(name, BF16, widened=True), rtol=close, atol=close, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", sorted(HALF_NAMES))
 def test_o1_has_apexs_half_functions(name):
     with nc.autocast("cpu", policy=in_bf16("O1")):
-        assert call(name, [FP32]).dtype == BF16
+        assert call(name, FP32).dtype == BF16
 
 
 @pytest.mark.parametrize(
@@ -226,8 +223,8 @@ def test_what_is_on_no_list_stays_in_its_format(name):
 )
 def test_o1_promotes_as_apex_does(name):
     with nc.autocast("cpu", policy=in_bf16("O1")):
-        assert call(name, [BF16], [FP32]).dtype == call(name, [FP32], [BF16]).dtype == FP32
-        assert call(name, [BF16]).dtype == BF16
+        assert call(name, BF16, FP32).dtype == call(name, FP32, BF16).dtype == FP32
+        assert call(name, BF16).dtype == BF16
 
 
 def test_o1_refuses_what_apex_bans():

@@ -129,7 +129,8 @@ ASKED_BY_SCALERS = "_step_supports_amp_scaling"
 
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step takes the scaler as ``grad_scaler``, a contract that torch deprecates."""
-    if is_torchs_own(optimizer) or not takes_grad_scale(optimizer):
+    # First the attribute: of an optimizer that weights.hold holds it may raise.
+    if not takes_grad_scale(optimizer) or is_torchs_own(optimizer):
         return False
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 

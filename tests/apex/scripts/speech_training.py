@@ -15,7 +15,7 @@ from apex import amp
 amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 
-TOKENS, WIDTH, BINS = 12, 16, 6
+TOKENS, WIDTH, BINS, SEED = 12, 16, 6, 1234
 
 
 class Synthesizer(nn.Module):
@@ -60,13 +60,13 @@ def batch_to_device(batch, device):
     return (tokens, frames), (frames, gate)
 
 
-def batches(args):
+def batches():
     """The same utterances in every run."""
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator().manual_seed(SEED)
     sounds = torch.randn(TOKENS, BINS, generator=generator)
     while True:
-        tokens = torch.randint(TOKENS, (args.batch_size, 8), generator=generator)
-        gate = torch.zeros(args.batch_size, 8)
+        tokens = torch.randint(TOKENS, (4, 8), generator=generator)
+        gate = torch.zeros(4, 8)
         gate[:, -1] = 1.0
         yield tokens, sounds[tokens], gate
 
@@ -102,11 +102,6 @@ def parse_args():
     parser.add_argument("--amp", action="store_true", help="mixed precision")
     parser.add_argument("--distributed", action="store_true", help="started by torchrun")
     parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--weight-decay", type=float, default=1e-6)
-    parser.add_argument("--grad-clip-thresh", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--save", help="write a checkpoint at the end")
     parser.add_argument("--resume", help="go on from a checkpoint")
     return parser.parse_args()
@@ -114,7 +109,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    torch.manual_seed(args.seed)
+    torch.manual_seed(SEED)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     distributed_run = args.distributed
     if distributed_run:
@@ -125,7 +120,7 @@ def main():
     if not args.amp and distributed_run:
         model = DDP(model)
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-6)
 
     if args.amp:
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
@@ -135,7 +130,7 @@ def main():
     criterion = SpeechLoss()
     first = load_checkpoint(model, optimizer, args.amp, args.resume) if args.resume else 0
     model.train()
-    for iteration, batch in zip(range(args.iterations), batches(args)):
+    for iteration, batch in zip(range(args.iterations), batches()):
         if iteration < first:
             continue
         model.zero_grad()
@@ -152,10 +147,10 @@ def main():
         if args.amp:
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
-            grad_norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.grad_clip_thresh)
+            grad_norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         else:
             loss.backward()
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip_thresh)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
         optimizer.step()
         print(f"iteration {iteration} loss {reduced_loss.hex()} norm {grad_norm.item().hex()}")
