@@ -116,14 +116,6 @@ def test_what_the_run_wrote_itself_may_be_read(seen, way):
     assert seen["own"][way] == 0
 
 
-def test_the_whole_script_is_ended(runs):
-    (runs.work / "kept").write_text("x")
-    text = "print('before', flush=True)\nopen('kept')\nprint('never')"
-    ended = runs.run(text, earlier={str(runs.work / "kept"): "the first run"})
-    assert (ended.code, ended.lines, ended.stderr) == (READ_OF_AN_EARLIER_RUN, ["before"], "")
-    assert ended.files.read == (str(runs.work / "kept"), "the first run")
-
-
 HARMLESS = {
     "a file that is gone": "os.remove('kept')\ntry: open('kept')\nexcept OSError: pass",
     "to append": "open('kept', 'a').write('x')",
@@ -196,13 +188,17 @@ def test_children_by_fork_spawn_and_loaders_are_seen(runs):
     assert {"loader-0", "loader-1", "fork", "spawn", "forkserver", "os.fork"} <= names
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_a_child_that_reads_an_earlier_runs_file_is_told_of(runs, start):
+@pytest.mark.parametrize("start", ["", "fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_a_process_that_reads_an_earlier_runs_file_is_logged(runs, start):
+    """The script itself is ended, or the child that reads."""
     text = f"""
         import multiprocessing
         def work():
             open("kept").read()
         if __name__ == "__main__":
+            print("before", flush=True)
+            if not "{start}":
+                work()
             child = multiprocessing.get_context("{start}").Process(target=work)
             child.start()
             child.join()
@@ -210,29 +206,9 @@ def test_a_child_that_reads_an_earlier_runs_file_is_told_of(runs, start):
         """
     (runs.work / "kept").write_text("x")
     ended = runs.run(text, earlier={str(runs.work / "kept"): "it"})
-    assert ended.lines == [str(READ_OF_AN_EARLIER_RUN)]
+    code = READ_OF_AN_EARLIER_RUN
+    assert (ended.code, ended.lines) == ((0, ["before", str(code)]) if start else (code, ["before"]))
     assert ended.files.read == (str(runs.work / "kept"), "it")
-
-
-def test_a_child_may_read_what_its_parent_wrote_after_starting_it(runs):
-    text = """
-        import multiprocessing
-        def work(event):
-            event.wait()
-            print(open("kept").read(), flush=True)
-        context = multiprocessing.get_context("fork")
-        event = context.Event()
-        child = context.Process(target=work, args=(event,))
-        child.start()
-        with open("kept", "w") as file:
-            file.write("new")
-        event.set()
-        child.join()
-        print(child.exitcode)
-        """
-    (runs.work / "kept").write_text("old")
-    ended = runs.run(text, earlier={str(runs.work / "kept"): "it"})
-    assert (ended.code, ended.lines) == (0, ["new", "0"])
 
 
 def test_a_log_is_read_as_far_as_it_goes(tmp_path):

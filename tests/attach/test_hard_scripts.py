@@ -129,16 +129,25 @@ def test_a_function_that_sees_scaled_gradients_is_named_once():
     assert not notes_of(attached)[:-1]
 
 
-def test_torch_func_in_fp16_says_that_it_is_not_scaled():
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_torch_func_is_not_scaled_and_fp16_is_told(policy):
     model, (x, y) = network(), data()
     parameters = {k: v.detach() for k, v in model.named_parameters()}
 
-    def loss(values):
-        return F.mse_loss(torch.func.functional_call(model, values, (x,)), y)
+    def loss(values, a, b):
+        return F.mse_loss(torch.func.functional_call(model, values, (a,)), b)
 
-    with Attachment("fp16", Static(scale=2.0**8)) as attached:
-        torch.func.grad(loss)(parameters)
-    assert any("torch.func differentiates without the loss scale" in note for note in attached.recorder.notes)
+    def per_sample():
+        derive = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+        return derive(parameters, x[:, None], y[:, None])
+
+    expected = per_sample()
+    with Attachment(policy) as attached:
+        found = per_sample()
+    for key in expected:
+        assert (found[key] - expected[key]).norm() / expected[key].norm() < 7 * 2.0**-8
+    said = [n for n in attached.recorder.notes if "torch.func differentiates without the loss scale" in n]
+    assert len(said) == (policy == "fp16")
 
 
 def _hook(module, grad_input, grad_output):

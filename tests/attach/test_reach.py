@@ -249,24 +249,6 @@ def test_a_function_that_runs_a_pass_inside_its_backward():
     assert_near(train("fp16", Static(scale=2.0**10)), train("fp32"))
 
 
-def test_func_grad_and_vmap_are_left_alone():
-    model, (x, y) = network(), data()
-    parameters = {k: v.detach() for k, v in model.named_parameters()}
-
-    def loss(values, a, b):
-        return F.mse_loss(torch.func.functional_call(model, values, (a,)), b)
-
-    def per_sample():
-        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(
-            parameters, x[:, None], y[:, None]
-        )
-
-    expected = per_sample()
-    with Attachment("bf16"):
-        found = per_sample()
-    assert_near(list(found.values()), list(expected.values()), 7 * 2.0**-8)
-
-
 # ---- what is refused, and what is left to the script
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,13 +44,6 @@ class Leaf:
     before: tuple[int, torch.Tensor | None] | None = None
 
 
-@dataclass(slots=True)
-class _Unread:
-    backward: int
-    leaves: list[Leaf]
-    flags: NonfiniteFlags = field(repr=False)
-
-
 class Leaves:
     """Every leaf that a scaled backward reached, found by walking its graph.
 
@@ -63,7 +56,7 @@ class Leaves:
         self._recorder = recorder
         self.factors: dict[int, float] = {}
         self._by_id: dict[int, Leaf] = {}
-        self._unread: list[_Unread] = []
+        self._unread: list[tuple[int, list[Leaf], NonfiniteFlags]] = []  # with the number of the backward
         self._an_optimizer_steps = False
         self._lock = threading.RLock()
 
@@ -164,7 +157,7 @@ class Leaves:
                 holding.append(leaf)
                 gradients.append(tensor.grad)
                 leaf.checked = (weakref.ref(tensor.grad), tensor.grad._version)
-        unread = _Unread(backward, holding, nonfinite_flags(gradients))
+        unread = (backward, holding, nonfinite_flags(gradients))
         with self._lock:
             self._unread.append(unread)
             if len(self._unread) >= _READ_EVERY:
@@ -195,12 +188,12 @@ class Leaves:
                 leaf = self._hooked(parameter)
                 leaf.owned, leaf.before = True, None
 
-    def stepped(self, parameters: Iterable[torch.Tensor], *, skipped: bool) -> None:
-        """Record that an optimizer stepped on these gradients, or skipped them; they are still there."""
+    def skipped(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record that an optimizer skipped its step on these gradients, which are still there."""
         for parameter in parameters:
             leaf = self.find(parameter)
             if leaf is not None and leaf.overflow:
-                leaf.skipped = skipped
+                leaf.skipped = True
 
     def zeroed(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
         """Record that gradients of these parameters, up to those of ``backward``, became zero or None."""
@@ -214,10 +207,10 @@ class Leaves:
     def _read(self) -> None:
         with self._lock:
             unread, self._unread = self._unread, []
-            for batch in unread:
-                for leaf, flag in zip(batch.leaves, batch.flags.read(), strict=True):
-                    if flag and batch.backward >= leaf.clean_since:
-                        leaf.overflow = batch.backward
+            for backward, leaves, flags in unread:
+                for leaf, flag in zip(leaves, flags.read(), strict=True):
+                    if flag and backward >= leaf.clean_since:
+                        leaf.overflow = backward
             self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
 
     def remove_hooks(self) -> None:

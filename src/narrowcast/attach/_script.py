@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from itertools import pairwise
@@ -262,7 +262,7 @@ def run_script(script: Script) -> None:
         raise
     except BaseException:
         # Set only now, so that the script sees Python's own hook and may set another.
-        sys.excepthook = without_our_frames(sys.excepthook, run_script.__code__)
+        sys.excepthook = _without_our_frames(sys.excepthook)
         raise
 
 
@@ -274,18 +274,13 @@ def _set_first_path(first: str | None) -> None:
 # ---- tracebacks
 
 
-def without_our_frames(show: Callable[..., Any], starts: types.CodeType) -> Callable[..., Any]:
-    """Return an ``excepthook`` that calls ``show`` with a traceback that begins at the script's first line.
-
-    Args:
-        show: the hook that was in force.
-        starts: the code object that started the script: its frame and those before it are left out.
-    """
+def _without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an ``excepthook`` that shows tracebacks from the script's first line on, by ``show``."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
         chain, one = list[BaseException](), error
         while one is not None and one not in chain:
-            _trim(one, starts)
+            _trim(one)
             chain.append(one)
             one = one.__cause__ or one.__context__  # type: ignore[assignment]
         return show(kind, error, error.__traceback__)
@@ -293,10 +288,13 @@ def without_our_frames(show: Callable[..., Any], starts: types.CodeType) -> Call
     return excepthook
 
 
-def _trim(error: BaseException, starts: types.CodeType) -> None:
+def _trim(error: BaseException) -> None:
     """Remove narrowcast's frames from a traceback, unless narrowcast raised the error by mistake."""
-    frames = list(_frames(error.__traceback__))
-    begun = next((n for n, t in enumerate(frames) if t.tb_frame.f_code is starts), -1)
+    frames, trace = list[types.TracebackType](), error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    begun = next((n for n, t in enumerate(frames) if t.tb_frame.f_code is run_script.__code__), -1)
     frames = frames[begun + 1 :]
     ours = [t.tb_frame.f_code.co_filename.startswith(_OUR_FOLDER) for t in frames]
     if not (frames and ours[-1]) or isinstance(error, NarrowcastError | TypeError):
@@ -304,9 +302,3 @@ def _trim(error: BaseException, starts: types.CodeType) -> None:
     for this, following in pairwise([*frames, None]):
         this.tb_next = following  # type: ignore[union-attr]
     error.__traceback__ = frames[0] if frames else None
-
-
-def _frames(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next

@@ -212,7 +212,7 @@ class Steps:
 
     def _skip(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
         self._saw_step(optimizer, skipped=True)
-        self._leaves.stepped(_parameters(optimizer), skipped=True)
+        self._leaves.skipped(_parameters(optimizer))
         self._scale.after_step(overflow=True)
         since = self._skips.skipped(optimizer, self._recorder.steps + self._recorder.skipped_steps)
         if since is not None:

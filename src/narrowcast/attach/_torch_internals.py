@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses; tests/attach/test_torch_internals.py checks each one."""
+"""Private names of torch that this package uses; ``tests/attach`` fails when one moves."""
 
 from __future__ import annotations
 
