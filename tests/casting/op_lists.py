@@ -53,21 +53,19 @@ def entries(kind, names):
     ]
 
 
-def cast(value, dtype):
+def cast(value, dtype, only=None):
+    """All floating tensors in a value, or those of the formats ``only``, in another format."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        wanted = value.dtype in only if only else value.is_floating_point()
+        return value.to(dtype) if wanted else value
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return type(value)(cast(part, dtype) for part in value)
+        return type(value)(cast(part, dtype, only) for part in value)
     return value
 
 
 def halves_as(value, dtype):
     """The lists carry bf16 inputs; fp16 regions take the same numbers in fp16."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype in (BF16, FP16) else value
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return type(value)(halves_as(part, dtype) for part in value)
-    return value
+    return cast(value, dtype, only=(BF16, FP16))
 
 
 def variants(op, module):

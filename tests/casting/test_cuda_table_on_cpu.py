@@ -4,6 +4,7 @@ The oracle is the call outside of regions, of inputs cast by hand as CUDA's tabl
 a GPU does is held by ``tests/policy`` against the dispatcher and by the GPU tests of ``test_torch_op_lists``.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -37,8 +38,20 @@ NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 NOT_HERE = {"cudnn_convolution", "cudnn_convolution_transpose", "einsum"}
 
 
+@functools.cache
+def policy_of(compute, *rules):
+    """Kept while this file's tests run: to install its kernels for each of them takes long."""
+    return nc.Policy(compute=NAMES[compute], tables="cuda", rules=rules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_policy_stays():
+    yield
+    policy_of.cache_clear()
+
+
 def region(compute, *rules):
-    return nc.autocast("cpu", policy=nc.Policy(compute=NAMES[compute], tables="cuda", rules=rules))
+    return nc.autocast("cpu", policy=policy_of(compute, *rules))
 
 
 def shipped(names):
@@ -46,21 +59,14 @@ def shipped(names):
 
 
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated:UserWarning")
-@pytest.mark.parametrize("compute", [BF16, FP16])
-@pytest.mark.parametrize(("name", "position"), shipped(CUDA_LISTS))
-def test_the_lists_that_torch_ships_for_cuda(name, position, compute):
-    op, args, *rest = getattr(lists_of(AutocastTestLists, "cpu"), name)[position]
-    rest = [] if name.endswith("fp16") else rest
-    module, run_as = MODULES[name.split("_")[0]], CUDA_LISTS[name] or compute
-    check((op, halves_as(args, compute), *rest), module, [lambda: region(compute)], run_as=run_as)
-
-
 @pytest.mark.filterwarnings("ignore:(?s)Using torch.cross without:UserWarning")
 @pytest.mark.parametrize("compute", [BF16, FP16])
-@pytest.mark.parametrize(("name", "position"), shipped(["torch_need_autocast_promote"]))
-def test_promotion(name, position, compute):
-    op, args = getattr(lists_of(AutocastTestLists, "cpu"), name)[position][:2]
-    check((op, halves_as(args, compute)), torch, [lambda: region(compute)], run_as=FP32)
+@pytest.mark.parametrize(("name", "position"), shipped([*CUDA_LISTS, "torch_need_autocast_promote"]))
+def test_the_lists_that_torch_ships_for_cuda(name, position, compute):
+    op, args, *rest = getattr(lists_of(AutocastTestLists, "cpu"), name)[position]
+    rest = [] if name not in CUDA_LISTS or name.endswith("fp16") else rest
+    module, run_as = MODULES[name.split("_")[0]], CUDA_LISTS.get(name, FP32) or compute
+    check((op, halves_as(args, compute), *rest), module, [lambda: region(compute)], run_as=run_as)
 
 
 def other_calls():
@@ -68,7 +74,6 @@ def other_calls():
     torch.manual_seed(0)
     x, y, image, heads = torch.randn(8, 8), torch.rand(8, 8), torch.randn(1, 2, 8, 8), torch.randn(1, 2, 4, 8)
     line, box, ones = image[0], torch.randn(1, 2, 4, 4, 4), torch.ones(8)
-    classes, labels = torch.arange(8), torch.randint(0, 8, (8, 8))
     c = torch._C._nn
     return {
         "_upsample_bicubic2d_aa": lambda t: c._upsample_bicubic2d_aa(t(image), [16, 16], False),
@@ -83,9 +88,7 @@ def other_calls():
         "upsample_nearest2d": lambda t: c.upsample_nearest2d(t(image), [16, 16]),
         "upsample_nearest3d": lambda t: c.upsample_nearest3d(t(box), [8, 8, 8]),
         "upsample_trilinear3d": lambda t: c.upsample_trilinear3d(t(box), [8, 8, 8], False),
-        "cdist": lambda t: torch.cdist(t(x), t(y)),
         "einsum": lambda t: torch.einsum("ij,kj->ik", t(x), t(y)),
-        "linalg_vecdot": lambda t: torch.linalg.vecdot(t(x), t(y)),
         "scaled_dot_product_attention": lambda t: F.scaled_dot_product_attention(*map(t, [heads] * 3)),
         "native_layer_norm": lambda t: torch.native_layer_norm(t(x), [8], t(ones), None, 1e-5)[0],
         "pow.Scalar": lambda t: torch.pow(2.0, t(x)),
@@ -93,31 +96,9 @@ def other_calls():
         "nuclear_norm": lambda t: torch.ops.aten.nuclear_norm.default(t(x)),
         "nuclear_norm.dim": lambda t: torch.ops.aten.nuclear_norm.dim(t(x), [0, 1]),
         "huber_loss": lambda t: F.huber_loss(t(x), t(y)),
-        "smooth_l1_loss": lambda t: F.smooth_l1_loss(t(x), t(y)),
-        "l1_loss": lambda t: F.l1_loss(t(x), t(y)),
-        "mse_loss": lambda t: F.mse_loss(t(x), t(y)),
-        "kl_div": lambda t: F.kl_div(t(y).log(), t(y), reduction="sum"),
-        "binary_cross_entropy_with_logits": lambda t: F.binary_cross_entropy_with_logits(t(x), t(y)),
-        "poisson_nll_loss": lambda t: F.poisson_nll_loss(t(x), t(y)),
-        "nll_loss": lambda t: F.nll_loss(t(x), classes),
         "nll_loss2d": lambda t: F.nll_loss(t(image), torch.zeros(1, 8, 8, dtype=torch.int64)),
-        "multi_margin_loss": lambda t: F.multi_margin_loss(t(x), classes),
-        "multilabel_margin_loss": lambda t: F.multilabel_margin_loss(t(x), labels),
-        "soft_margin_loss": lambda t: F.soft_margin_loss(t(x), t(y)),
-        "hinge_embedding_loss": lambda t: F.hinge_embedding_loss(t(x), t(ones)),
-        "margin_ranking_loss": lambda t: F.margin_ranking_loss(t(x), t(y), t(ones + x * 0)),
-        "cosine_embedding_loss": lambda t: F.cosine_embedding_loss(t(x), t(y), t(ones)),
-        "triplet_margin_loss": lambda t: F.triplet_margin_loss(t(x), t(y), t(x + 1)),
-        "softplus": lambda t: F.softplus(t(x)),
         "layer_norm": lambda t: F.layer_norm(t(x), (8,), t(ones)),
-        "rms_norm": lambda t: F.rms_norm(t(x), (8,)),
-        "group_norm": lambda t: F.group_norm(t(image), 2),
-        "cosine_similarity": lambda t: F.cosine_similarity(t(x), t(y)),
-        "prelu": lambda t: F.prelu(t(x), t(torch.tensor([0.25]))),
         "linear": lambda t: F.linear(t(x), t(y)),
-        "bmm": lambda t: torch.bmm(t(line), t(line)),
-        "addmm": lambda t: torch.addmm(t(x), t(x), t(y)),
-        "conv2d": lambda t: F.conv2d(t(image), t(ones[:2].view(1, 2, 1, 1))),
     }  # fmt: skip
 
 
@@ -130,8 +111,7 @@ def test_an_operator_of_the_table(name, compute, given):
     expected = call(lambda tensor: tensor.to(given).to(run_as))
     with region(compute):
         ours = call(lambda tensor: tensor.to(given))
-    assert ours.dtype == expected.dtype
-    assert torch.equal(ours, expected)
+    assert same(ours, expected)
 
 
 # ---- operators that take a dtype
@@ -174,7 +154,7 @@ def test_a_dtype_that_the_caller_gave_counts(name, wanted):
     with region(BF16):
         ours = SETTING[name](X.half(), dtype=wanted)
     assert ours.dtype == wanted
-    assert torch.equal(ours, SETTING[name](X.half(), dtype=wanted))
+    assert same(ours, SETTING[name](X.half(), dtype=wanted))
 
 
 @pytest.mark.parametrize("given", [torch.float64, torch.int64, torch.complex64])
@@ -182,8 +162,7 @@ def test_a_dtype_that_the_caller_gave_counts(name, wanted):
 def test_a_dtype_is_set_for_what_may_be_cast_alone(name, given):
     with region(BF16):
         ours = SETTING[name](X.to(given))
-    assert ours.dtype == SETTING[name](X.to(given)).dtype
-    assert torch.equal(ours, SETTING[name](X.to(given)))
+    assert same(ours, SETTING[name](X.to(given)))
 
 
 def test_a_dtype_by_position():
@@ -196,39 +175,32 @@ def test_a_dtype_by_position():
 
 @pytest.mark.parametrize("given", [FP16, BF16, FP32])
 def test_norm_by_its_overload_with_a_dtype(given):
-    calls = {
-        "norm.Scalar": (lambda t: torch.ops.aten.norm.Scalar(t, 2), lambda t: t.float().norm(2)),
-        "norm.Scalar, default": (torch.ops.aten.norm.Scalar, lambda t: t.float().norm(2)),
-        "norm.ScalarOpt_dim": (
-            lambda t: torch.ops.aten.norm.ScalarOpt_dim(t, 2, [0], True),
-            lambda t: t.float().norm(2, 0, keepdim=True),
-        ),
-        "norm.ScalarOpt_dim, default": (
-            lambda t: torch.ops.aten.norm.ScalarOpt_dim(t, None, [0]),
-            lambda t: t.float().norm(2, 0),
-        ),
-        "Tensor.norm": (lambda t: t.norm(), lambda t: t.float().norm()),
-        "torch.norm": (lambda t: torch.norm(t, dim=0), lambda t: torch.norm(t.float(), dim=0)),
-    }
-    for name, (call, by_hand) in calls.items():
+    aten = torch.ops.aten
+    calls = [
+        (lambda t: aten.norm.Scalar(t, 2), lambda t: t.norm(2)),
+        (aten.norm.Scalar, lambda t: t.norm(2)),
+        (lambda t: aten.norm.ScalarOpt_dim(t, 2, [0], True), lambda t: t.norm(2, 0, keepdim=True)),
+        (lambda t: aten.norm.ScalarOpt_dim(t, None, [0]), lambda t: t.norm(2, 0)),
+        (torch.norm, torch.norm),
+        (lambda t: torch.norm(t, dim=0), lambda t: torch.norm(t, dim=0)),
+    ]
+    for call, by_hand in calls:
         with region(BF16):
             ours = call(X.to(given))
-        assert ours.dtype == FP32, name
-        assert torch.equal(ours, by_hand(X.to(given))), name
+        assert same(ours, by_hand(X.to(given).float()))
     with region(BF16):
-        assert torch.ops.aten.norm.Scalar(X.double(), 2).dtype == torch.float64
+        assert aten.norm.Scalar(X.double(), 2).dtype == torch.float64
 
 
 # ---- what is refused, and what CUDA's table does not have
 
 
 def test_binary_cross_entropy_is_refused_with_two_ways_out():
-    with region(FP16), pytest.raises(UnsupportedError) as raised:
+    with (
+        region(FP16),
+        pytest.raises(UnsupportedError, match="use binary_cross_entropy_with_logits"),
+    ):
         F.binary_cross_entropy(X.sigmoid(), X.sigmoid())
-    assert str(raised.value) == (
-        "binary_cross_entropy was called, which is refused here (PyTorch's table for cuda); use "
-        'binary_cross_entropy_with_logits, or a rule: nc.rule.op("binary_cross_entropy", compute="fp32")'
-    )
     with region(FP16, nc.rule.op("binary_cross_entropy", compute="fp32")):
         assert F.binary_cross_entropy(X.half().sigmoid(), X.sigmoid()).dtype == FP32
     with region(FP16):

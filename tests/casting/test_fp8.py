@@ -336,8 +336,9 @@ from narrowcast.casting.fp8._convert import apply_fp8
 apply_fp8(torch.nn.Linear(16, 16), "bf16")
 assert "torchao" not in sys.modules
 sys.modules["torchao"] = None
+rule = nc.rule.op("linear", compute="fp8_rowwise")
 try:
-    apply_fp8(torch.nn.Linear(16, 16), nc.Policy(rules=(nc.rule.op("linear", compute="fp8_rowwise"),)))
+    apply_fp8(torch.nn.Linear(16, 16), nc.Policy(compute="bf16", rules=(rule,)))
 except nc.errors.MissingModuleError as error:
     assert isinstance(error, ImportError)
     assert "pip install 'narrowcast[fp8]'" in str(error)

@@ -123,6 +123,7 @@ def test_the_keys_of_torch_func():
     """)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_what_is_being_traced():
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -135,13 +136,7 @@ def test_what_is_being_traced():
     assert seen == [True] * 3
     assert not internals.is_proxy_tracing()
     assert not internals.is_tracing()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torch_jit_traces():
-    seen = []
-    torch.jit.trace(lambda x: seen.append(internals.is_tracing()) or x * 2, X)
-    assert seen[0]
+    torch.jit.trace(lambda x: x * 2 if internals.is_tracing() else 1 / 0, X, check_trace=False)
 
 
 def test_checkpoints_are_made_of_these_names():
@@ -233,12 +228,6 @@ torch._functorch.config.backward_pass_autocast = [{"device_type": "cpu"}]
 internals.trace_backward_outside_of_regions()
 assert torch._functorch.config.backward_pass_autocast == [{"device_type": "cpu"}]
 """
-    done = finished([sys.executable, "-c", script])
-    assert done.returncode == 0, done.stderr
-
-
-def test_casting_does_not_import_the_compiler():
-    script = "import sys, narrowcast as nc; nc.autocast; nc.apply; assert 'torch._dynamo' not in sys.modules"
     done = finished([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
 
