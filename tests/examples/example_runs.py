@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import json
 import os
 import runpy
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import sklearn.datasets  # noqa: F401 - it sets variables of the environment as it is imported
 import torch
+from torch.utils._pytree import tree_flatten_with_path
 
 from child_processes import finished
 
@@ -73,15 +73,6 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-def doctor(script: str, *options: str, folder: Path) -> dict[str, Any]:
-    """What ``narrowcast doctor --json`` finds in ``examples/SCRIPT``, which runs in FP32 and in bf16."""
-    first = [sys.executable, "-m", "narrowcast", "doctor", "--budget-s", "0.3", "--policy", "bf16", "--json"]
-    environment = {"NARROWCAST_CACHE_DIR": str(folder / "cache")}
-    done = _ended([*first, str(EXAMPLES / script), *options], folder, environment)
-    assert done.returncode == 0, done.stderr  # it notes that so short a budget leaves rates unmeasured
-    return json.loads(done.stdout)
-
-
 def load(script: str) -> ModuleType:
     """Import ``examples/SCRIPT`` without running its main(); the modules beside it are its own alone."""
     path = EXAMPLES / script
@@ -117,19 +108,12 @@ def refused(script: str, *options: str) -> str:
     return lines[-1].partition(": error: ")[2]
 
 
-def assert_same(a: Any, b: Any, where: str = "") -> None:
+def assert_same(a: Any, b: Any) -> None:
     """Nested values and tensors, to the bit."""
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert list(a) == list(b), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}/{index}")
-    else:
-        assert a == b, where
+    first, second = tree_flatten_with_path(a)[0], tree_flatten_with_path(b)[0]
+    assert [where for where, _ in first] == [where for where, _ in second]
+    for (where, x), (_, y) in zip(first, second, strict=True):
+        assert type(x) is type(y), where
+        if isinstance(x, torch.Tensor):
+            assert x.dtype == y.dtype, where
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, where

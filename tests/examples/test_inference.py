@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-import torch
 from example_runs import load, run, succeeded
 from matplotlib.image import imread
 
@@ -12,11 +10,6 @@ LINE = re.compile(
     r"(FP32|bf16|autocast bf16|baked bf16) +(\d+\.\d\d) ms +(\d+\.\d) MiB  "
     r"(loss|largest error) (\d\.\d{4}) *(.*)"
 )
-
-
-@pytest.fixture(scope="module")
-def example():
-    return load("inference.py")
 
 
 def test_it_measures_and_draws(tmp_path):
@@ -43,19 +36,8 @@ def test_it_measures_and_draws(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a folder"]
 
 
-def test_what_is_no_gain_is_said(example):
+def test_what_is_no_gain_is_said():
+    example = load("inference.py")
     assert example.verdict(1.74) == "1.74 times as fast"
     assert example.verdict(1.04) == "no gain on this machine (1.04)"
     assert example.verdict(0.5) == "no gain on this machine (0.50)"
-
-
-def test_the_target_has_four_levels(example):
-    inputs, target = example.task(32, "cpu")
-    assert inputs.shape == (1, 2, 32, 32)
-    assert target.shape == (1, 1, 32, 32)
-    assert torch.equal(target.unique() * 3, torch.arange(4.0))
-
-
-def test_default_sizes_are_the_full_ones_on_cuda_only(example):
-    assert example.parse_arguments(["--device", "cuda"]).size == 512
-    assert example.parse_arguments(["--device", "cpu"]).size == 48

@@ -20,16 +20,6 @@ def printed(tmp_path_factory):
     return {row[1]: (float(row[2]), row[3], int(row[4]), float(row[5])) for row in rows if row}
 
 
-def test_every_training_is_there(printed):
-    assert list(printed) == [
-        "FP32",
-        "fp16, no scale",
-        "fp16, scale 1.2e+18",
-        "fp16, dynamic scale",
-        "fp16, by a Stepper",
-    ]
-
-
 def test_without_a_scale_gradients_vanish(printed):
     left, zeros, skipped, scale = printed["fp16, no scale"]
     assert float(zeros) > 0.9
@@ -38,8 +28,7 @@ def test_without_a_scale_gradients_vanish(printed):
 
 
 def test_too_large_a_scale_skips_every_step(printed):
-    left, zeros, skipped, scale = printed["fp16, scale 1.2e+18"]
-    assert (left, zeros, skipped, scale) == (1.0, "-", 60, 1.15e18)
+    assert printed["fp16, scale 1.2e+18"] == (1.0, "-", 60, 1.15e18)
 
 
 def test_the_dynamic_scale_learns_as_fp32(printed):

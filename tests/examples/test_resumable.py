@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from example_runs import assert_same, doctor, load, run, succeeded
+from example_runs import assert_same, load, run, succeeded
 
 import narrowcast as nc
 from narrowcast.apex import amp
@@ -16,18 +16,12 @@ from narrowcast.observe.profiling import HostReads, read_rows
 
 OWN = [
     ("--amp", "none"),
-    ("--amp", "torch", "--format", "bf16"),
-    ("--amp", "torch", "--format", "fp16"),
-    ("--amp", "narrowcast", "--format", "bf16"),
-    ("--amp", "narrowcast", "--format", "fp16"),
+    *(("--amp", amp, "--format", kind) for amp in ("torch", "narrowcast") for kind in ("bf16", "fp16")),
 ]
 WITH_MASTERS = [
-    ("--amp", "narrowcast", "--format", "bf16", "--master-weights"),
-    ("--amp", "narrowcast", "--format", "fp16", "--master-weights"),
-    ("--amp", "apex", "--format", "bf16"),
-    ("--amp", "apex", "--format", "fp16"),
-    ("--amp", "apex", "--format", "bf16", "--master-weights"),
-    ("--amp", "apex", "--format", "fp16", "--master-weights"),
+    ("--amp", amp, "--format", kind, *masters)
+    for amp, *masters in [("narrowcast", "--master-weights"), ("apex",), ("apex", "--master-weights")]
+    for kind in ("bf16", "fp16")
 ]
 
 
@@ -146,18 +140,6 @@ def test_a_resumed_run_goes_on_to_the_bit(example, module, way, tmp_path):
 
 @pytest.mark.long
 @both
-def test_a_new_process_goes_on_to_the_bit(example, module, tmp_path):
-    whole, parts, way = tmp_path / "whole", tmp_path / "parts", OWN[4]
-    example.train(module, whole, *way, *example.options(example.whole))
-    example.train(module, parts, *way, *example.options(example.half))
-    lines = example.run_there(parts, 1, *way, *example.options(example.whole), "--resume")
-    assert f"amp narrowcast, steps {example.half + 1} to {example.whole}, " in lines[0]
-    assert example.log_of(parts) == example.log_of(whole)
-    assert_same(example.states(module, parts, 1, *way), example.states(module, whole, 1, *way))
-
-
-@pytest.mark.long
-@both
 def test_two_ranks_go_on_to_the_bit(example, module, tmp_path):
     """Each with random numbers of its own."""
     whole, parts, way = tmp_path / "whole", tmp_path / "parts", example.two_ranks
@@ -219,18 +201,6 @@ def test_a_segment_with_its_memory_is_the_end_of_a_longer_one(example, module):
     torch.testing.assert_close(second, whole[:, 8:], rtol=0, atol=1e-12)
     torch.testing.assert_close(kept, remembered, rtol=0, atol=1e-12)
     assert not torch.allclose(model(characters[:, 8:], nothing)[0], second, atol=1e-3)
-
-
-@pytest.mark.long
-@both
-def test_doctor_sees_no_line_that_reads_back_in_every_step(example, tmp_path):
-    options = ("--log-every", "5", "--steps", "60", "--amp", "none")
-    found = doctor(example.main, *example.small, *options, folder=tmp_path)
-    assert found["problem"] is None
-    reads = found["mixed"]["reads"]
-    assert reads["steps"] == 10
-    assert reads["sites"], "the line of the log is read"
-    assert all(site["count"] <= 2 for site in reads["sites"]), reads["sites"]
 
 
 @pytest.mark.parametrize(
