@@ -1,9 +1,9 @@
-"""Two models, two losses and two optimizers under mixed precision, in two spellings, beside fp32.
+"""Two models and two optimizers under mixed precision, in two spellings, beside fp32.
 
-Both losses reach both models. Each is scaled and goes backward; then each optimizer steps on its own model's
-gradients. Where those of one are not finite, it can skip alone ("each for itself"), or both can skip so that
-the models stay in step ("together"). In the fifth step an overflow is planted in the second model's gradients
-only.
+Two losses reach both models. Their mean is scaled and goes backward; then each optimizer steps on its own
+model's gradients. Where those of one are not finite, it can skip alone ("each for itself"), or both can skip
+so that the models stay in step ("together"). In the fifth step an overflow is planted in the second model's
+gradients only.
 
 Run it:
 
@@ -53,9 +53,9 @@ def make_models(width: int, seed: int, device: torch.device) -> nn.ModuleDict:
 
 
 def make_optimizers(models: nn.ModuleDict) -> dict[str, torch.optim.Optimizer]:
-    # The loss curves more, the more units are added up in an output; two losses curve twice as much.
+    # The loss curves more, the more units are added up in an output.
     return {
-        name: torch.optim.SGD(model.parameters(), 3.2 / model[0].out_features)
+        name: torch.optim.SGD(model.parameters(), 6.4 / model[0].out_features)
         for name, model in models.items()
     }
 
@@ -72,21 +72,18 @@ def make_batches(steps: int, batch_size: int, seed: int, device: torch.device) -
     return batches
 
 
-def losses_of(models: nn.ModuleDict, batch: Batch, *, overflow: bool = False) -> dict[str, torch.Tensor]:
-    """One loss wants the sum of the two outputs right, the other their difference."""
+def loss_of(models: nn.ModuleDict, batch: Batch, *, overflow: bool = False) -> torch.Tensor:
+    """One half wants the sum of the two outputs right, the other their difference."""
     x, for_sum, for_difference = batch
     first, second = models["first"](x), models["second"](x)
     if overflow:
         second.register_hook(lambda gradient: gradient * math.inf)
-    return {
-        "sum": F.mse_loss(first + second, for_sum),
-        "difference": F.mse_loss(first - second, for_difference),
-    }
+    return (F.mse_loss(first + second, for_sum) + F.mse_loss(first - second, for_difference)) / 2
 
 
 def finished(spelling: str, models: nn.ModuleDict, batch: Batch, skipped: dict[str, list[int]]) -> Run:
     with torch.no_grad():
-        loss = sum(losses_of(models, batch).values()).item()
+        loss = loss_of(models, batch).item()
     return Run(spelling, loss, weights_of(models), skipped)
 
 
@@ -98,11 +95,10 @@ def weights_of(models: nn.ModuleDict) -> torch.Tensor:
 def train_fp32(models: nn.ModuleDict, batches: Sequence[Batch], left_out: dict[str, list[int]]) -> Run:
     optimizers = make_optimizers(models)
     for number, batch in enumerate(batches, 1):
-        losses = losses_of(models, batch)
+        loss = loss_of(models, batch)
         for optimizer in optimizers.values():
             optimizer.zero_grad()
-        losses["sum"].backward(retain_graph=True)
-        losses["difference"].backward()
+        loss.backward()
         for name, optimizer in optimizers.items():
             if number not in left_out[name]:
                 optimizer.step()
@@ -121,9 +117,8 @@ def train_drop_in(
         for optimizer in optimizers.values():
             optimizer.zero_grad()
         with nc.autocast(device_type, policy=policy):
-            losses = losses_of(models, batch, overflow=number == overflow_at)
-        scaler.scale(losses["sum"]).backward(retain_graph=True)  # the losses share the graphs of both models
-        scaler.scale(losses["difference"]).backward()
+            loss = loss_of(models, batch, overflow=number == overflow_at)
+        scaler.scale(loss).backward()
         if together:
             results = scaler.step_together(optimizers.values())
         else:
@@ -143,8 +138,8 @@ def train_stepper_together(
     skipped: list[int] = []
     for number, batch in enumerate(batches, 1):
         with stepper.autocast():
-            losses = losses_of(models, batch, overflow=number == overflow_at)
-        if stepper.step(losses).skipped:
+            loss = loss_of(models, batch, overflow=number == overflow_at)
+        if stepper.step(loss).skipped:
             skipped.append(number)
     return finished("nc.Stepper", models, batches[-1], dict.fromkeys(MODELS, skipped))
 
@@ -157,7 +152,7 @@ def train_stepper_each(models: nn.ModuleDict, batches: Sequence[Batch], policy: 
         losses = {}
         for name in MODELS:  # both from the weights before the step
             with stepper.autocast(name):
-                losses[name] = losses_of(models, batch, overflow=number == overflow_at)
+                losses[name] = loss_of(models, batch, overflow=number == overflow_at)
         for name in MODELS:
             if stepper.step(losses[name], name=name).skipped:
                 skipped[name].append(number)
