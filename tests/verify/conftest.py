@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from narrowcast.verify.compare import _runs
+from narrowcast.verify.compare import ComparisonSettings, _runs, compare
 from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
 
 
@@ -38,6 +38,18 @@ def runs(tmp_path, script_of):
         return ScriptRuns(settings, loss_scale=loss_scale)
 
     return make
+
+
+@pytest.fixture
+def compared(script_of, tmp_path):
+    """Compare the runs of a script, into the folder ``kept``."""
+
+    def run(text, *arguments, policy="bf16", progress=lambda _: None, **more):
+        target = (script_of(text), *arguments)
+        settings = ComparisonSettings(target=target, policy=policy, folder=tmp_path / "kept", **more)
+        return compare(settings, progress=progress)
+
+    return run
 
 
 @pytest.fixture(autouse=True)

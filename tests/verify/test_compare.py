@@ -8,21 +8,9 @@ from training_scripts import X, trains
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.observe.capture import read_comparison
 from narrowcast.report import summary
-from narrowcast.verify.compare import ComparisonSettings, compare, stays_in_fp32
+from narrowcast.verify.compare import stays_in_fp32
 from narrowcast.verify.compare._comparison import by_turns
 from narrowcast.verify.compare._runs import RunSettings
-
-
-@pytest.fixture
-def compared(script_of, tmp_path):
-    """Compare the runs of a script, into the folder ``kept``."""
-
-    def run(text, *arguments, policy="bf16", progress=lambda _: None, **more):
-        target = (script_of(text), *arguments)
-        settings = ComparisonSettings(target=target, policy=policy, folder=tmp_path / "kept", **more)
-        return compare(settings, progress=progress)
-
-    return run
 
 
 def write_settings(folder):

@@ -1,27 +1,19 @@
 """``compare`` on a GPU: the allocator's peaks, events for forward times, the same certificate."""
 
-import textwrap
-
 import pytest
+from training_scripts import trains
 
 from narrowcast.report import summary
-from narrowcast.verify.compare import ComparisonSettings, compare
 
 pytestmark = pytest.mark.gpu
 
-TRAINS = """
-    import torch
-    from torch import nn
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 512)).cuda()
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3, fused=True)
-    for step in range(20):
-        x = torch.randn(4096, 512, device="cuda")
-        loss = nn.functional.mse_loss(net(x), x.sin())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-"""
+TRAINS = trains(
+    "nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 512)).cuda()",
+    'x = torch.randn(4096, 512, device="cuda")',
+    "loss = nn.functional.mse_loss(net(x), x.sin())",
+    steps=20,
+    optimizer="torch.optim.AdamW(net.parameters(), 1e-3, fused=True)",
+)
 COMPUTES = """
     import torch
     net = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)).cuda()
@@ -31,20 +23,9 @@ COMPUTES = """
 """
 
 
-@pytest.fixture
-def compared(tmp_path):
-    def run(text, policy):
-        script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(text), encoding="utf-8")
-        settings = ComparisonSettings(target=(str(script),), policy=policy, folder=tmp_path / policy)
-        return summary(compare(settings))
-
-    return run
-
-
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_a_training_on_a_gpu(policy, compared):
-    found = compared(TRAINS, policy)
+    found = summary(compared(TRAINS, policy=policy))
     assert found["certificate"]["verdict"] == "pass", found["certificate"]["reason"]
     # No run of its own: the allocator tells it of every run.
     assert 0 < found["mixed"]["peak_tensor_bytes"] < found["fp32"]["peak_tensor_bytes"]
@@ -52,6 +33,6 @@ def test_a_training_on_a_gpu(policy, compared):
 
 
 def test_a_script_that_computes_on_a_gpu_is_timed_by_events(compared):
-    found = compared(COMPUTES, "bf16")
+    found = summary(compared(COMPUTES))
     assert (found["kind"], found["output"]["verdict"]) == ("inference", "pass")
     assert 0 < found["mixed"]["forward_time_s_median"] < 1

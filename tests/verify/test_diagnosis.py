@@ -126,10 +126,6 @@ PROBLEMS = {
         TRAINS.format(wide=16, many="range(4)"),
         "the script ended after 4 optimizer steps, and 15 are needed: let it run longer",
     ),
-    "once": (
-        TRAINS.format(wide=16, many="range(1)"),
-        "the script ended after 1 optimizer step, and 15 are needed: let it run longer",
-    ),
     "nothing": (
         "print(torch.ones(3))\n",
         "the script called no module with parameters and took no optimizer step: nothing to profile",

@@ -220,9 +220,7 @@ class _Passes:
         if not self._model.training:
             notes.append("The model is in evaluation mode: dropout and batch norm are as in evaluation.")
         if self._held_narrow:
-            notes.append(
-                "The weights are held in a narrow format: compared is with the same weights cast to FP32."
-            )
+            notes.append("The weights are in a 16-bit format: FP32 computes with the same weights, cast.")
         elif self._policy.is_plain and all(dtype == torch.float32 for dtype in self._formats.values()):
             notes.append("The policy computes in FP32 here, so both sides are FP32.")
         return " ".join(notes) or None

@@ -23,7 +23,7 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     everything that is drawn later. The order in which a tensor is filled follows its strides, which may
     differ between formats too, so every draw fills contiguous memory, which is then copied. Samples, masks
     and the state of the generator are then the same in fp32, bf16 and fp16. fp64 and integer tensors are
-    drawn as ever. Gradients are those of the op itself.
+    drawn as usual. Gradients are those of the op itself.
 
     Casts round to nearest even, except that a uniform number never reaches the open end of its interval.
     Samples beyond 65504 are infinite in fp16.
@@ -163,7 +163,7 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     of the weights changes only 1 % of such a gradient (measured); sums without rounding change 100 % of it,
     and 1e-5 of a meaningful gradient.
 
-    Ops that return views, write in place, draw random numbers or have no float64 kernel run as ever; running
+    Ops that return views, write in place, draw random numbers or have no float64 kernel run as usual; running
     statistics of a normalization are not updated. Slow: for one step, not for training.
     """
 

@@ -39,38 +39,15 @@ ROUNDING_SIZE = 0.01
 # Relative error where both batches are the same: about ten roundoffs of bf16, what is left of them after a
 # dozen layers; a direction within 3 degrees of FP32's. Without noise to compare with, a gradient that
 # shrinks as training converges makes it larger (the full-batch network of examples/quantized_sine.py in
-# bf16: 0.011 at the start, 0.062 after 20 steps, 0.31 after 60), so from here to PARAMETER_LIMIT it tells
-# nothing.
+# bf16: 0.011 at the start, 0.062 after 20 steps, 0.31 after 60), so from here to PARAMETER_LIMIT the verdict
+# is "cannot tell".
 SAME_BATCH_LIMIT = 0.05
-# Change of an FP32 gradient, where the last bit of the weights moves and each op rounds once only, from which
-# on the gradient is rounding noise. Measured in the models above and in that of examples/quantized_sine.py:
-# 8e-6 at most for any other gradient, 0.54 at least for the bias of a convolution before a batch norm, whose
-# exact gradient is zero. (With moved weights alone 0.14, and less for larger pictures.)
+# An FP32 gradient is rounding noise if it changes by this share or more when the last bit of the weights
+# changes and each op rounds only once. Measured in the models above and in that of quantized_sine.py: 8e-6 at
+# most for any other gradient, 0.54 at least for the bias of a convolution before a batch norm, whose exact
+# gradient is zero. (With changed weights alone 0.14, and less for larger pictures.)
 ROUNDING_SHARE = 0.1
 _NAMES = 3
-
-
-def verdict_on(
-    parameters: Sequence[ParameterResult],
-    totals: Totals,
-    by_noise: Totals | None,
-    without: Totals,
-    *,
-    cannot_tell: str | None,
-    rounding_unknown: str | None,
-) -> tuple[str, str]:
-    """Return the verdict and its reason in full sentences, given totals of all judged parameters, of those
-    with a second batch (None: there are none) and of those without.
-    """
-    found = _void(parameters, cannot_tell)
-    if found is None:
-        single = _by_parameter(parameters, has_noise=by_noise is not None and not by_noise.no_noise)
-        of_all = _by_total(totals, by_noise, without)
-        found = single or of_all
-        if single is not None and rounding_unknown is not None:
-            found = of_all if of_all[0] == FAIL else (CANNOT_TELL, f"{single[1]} {rounding_unknown}")
-    verdict, reason = found
-    return verdict, " ".join([reason, *_notes(parameters, without if by_noise is not None else None)])
 
 
 def _void(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> tuple[str, str] | None:
@@ -213,8 +190,8 @@ def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> lis
         )
     if names := _because(parameters, _ROUNDING_NOISE):
         notes.append(
-            "Not judged, since in FP32 itself it is rounding noise: the gradient of "
-            f"{len(names)} {every} ({_listed(names)})."
+            f"Not judged: {len(names)} {every}, whose gradient is rounding noise in FP32 itself "
+            f"({_listed(names)})."
         )
     names = _because(parameters, _NO_GRADIENT, _ZERO_GRADIENT, _ZERO_FP32)
     if names and any(p.judged for p in parameters):
@@ -284,17 +261,18 @@ class CertificateSums:
                 was not, a single parameter cannot fail: its gradient may be rounding noise.
         """
         parameters, judged = tuple(self._parameters), self._judged
-        totals = Totals.of(judged)
+        totals, without = Totals.of(judged), Totals.of(sums for sums in judged if sums[1] is None)
         with_noise = [sums for sums in judged if sums[1] is not None]
         by_noise = Totals.of(with_noise) if with_noise else None
-        verdict, reason = verdict_on(
-            parameters,
-            totals,
-            by_noise,
-            Totals.of(sums for sums in judged if sums[1] is None),
-            cannot_tell=cannot_tell,
-            rounding_unknown=rounding_unknown,
-        )
+        found = _void(parameters, cannot_tell)
+        if found is None:
+            single = _by_parameter(parameters, has_noise=by_noise is not None and not by_noise.no_noise)
+            of_all = _by_total(totals, by_noise, without)
+            found = single or of_all
+            if single is not None and rounding_unknown is not None:
+                found = of_all if of_all[0] == FAIL else (CANNOT_TELL, f"{single[1]} {rounding_unknown}")
+        verdict, reason = found
+        notes = [*_notes(parameters, None if by_noise is None else without), *([note] if note else [])]
         return Certificate(
             policy=policy,
             format=format,
@@ -305,7 +283,7 @@ class CertificateSums:
             cosine=totals.cosine,
             parameters=parameters,
             verdict=verdict,
-            reason=reason if note is None else f"{reason} {note}",
+            reason=" ".join([reason, *notes]),
         )
 
 
