@@ -14,23 +14,27 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that this thread works for; NO_GRAPH_TASK outside of one.
 
 Each pass of the autograd engine has its own number, nested ones too, in every thread that works for it.
-torch offers no public name: torch/csrc/autograd/engine.cpp, ``get_current_graph_task_id``.
+torch offers no public name.
 """
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_trace.py
 is_jit_tracing: Callable[[], bool] = vars(torch.jit)["is_tracing"]
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Return whether ``torch.func`` is differentiating ``tensor``; such a tensor has no data to read."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/functorch/init.cpp
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
     """Call ``tensor.register_hook`` on a leaf so that the hook runs before those that it already has.
 
-    The engine calls a leaf's hooks in the order of ``_backward_hooks`` (torch/csrc/autograd/python_hook.cpp).
+    The engine calls a leaf's hooks in the order of ``_backward_hooks``, and ``register_hook`` cannot prepend.
     Handles of the reordered hooks keep working, since they go by key.
     """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_hook.cpp
     handle: RemovableHandle = torch.Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
     hooks = tensor._backward_hooks
     assert hooks is not None

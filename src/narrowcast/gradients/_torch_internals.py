@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-__all__ = ["OptState"]
+__all__ = [
+    "OptState"
+]  # of torch's GradScaler: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
 
+# The class of these nodes has no public name: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/functions/accumulate_grad.h
 ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -23,8 +26,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def untraced(method: Method) -> Method:
     """Decorate a method that ``torch.compile`` calls without tracing it.
 
-    Loads the compiler at the first call, as torch's own optimizers do (torch/optim/optimizer.py).
+    Loads the compiler at the first call, as torch's own optimizers do; ``torch.compiler.disable`` at once.
     """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
     hidden: Method = vars(torch)["_disable_dynamo"](method)
     return hidden
 
@@ -50,8 +54,10 @@ def leaf_of(node: Any) -> torch.Tensor | None:
 def multiply_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply tensors of one device and dtype by ``factor`` in place, as ``torch.amp.GradScaler`` unscales.
 
-    Sets ``found_inf`` to 1 if one of them held a NaN or an infinity before.
+    Sets ``found_inf`` to 1 if one of them held a NaN or an infinity before. One kernel; only the scaler of
+    torch has a public name for it.
     """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
 
@@ -64,11 +70,14 @@ def move_as_torch(
     growth_interval: int,
 ) -> None:
     """Update a scale by the rule of ``torch.amp.GradScaler``, in place and on the device."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
     torch._amp_update_scale_(scale, good_steps, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float, *, wide: bool = False) -> list[torch.Tensor]:
     """Return the norm of each dense tensor, accumulated in fp32 (fp64 for fp64, or ``wide``); 0 if empty."""
+    # One kernel for all, as torch.nn.utils.get_total_norm calls:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/clip_grad.py
     dtype = torch.float64 if wide or tensors[0].dtype == torch.float64 else torch.float32
     if order == math.inf and any(tensor.numel() == 0 for tensor in tensors):
         # torch raises for the largest magnitude of an empty tensor, which a rank may hold.
@@ -85,18 +94,21 @@ def all_gather(gathered: torch.Tensor, row: torch.Tensor, group: Any) -> None:
 
 
 def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors of one device in place."""
+    """Multiply tensors of one device in place, in few kernels."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/clip_grad.py
     torch._foreach_mul_(list(tensors), factor)
 
 
 def clamp(tensors: Sequence[torch.Tensor], low: float, high: float) -> None:
-    """Clamp tensors of one device in place; NaN stays NaN."""
+    """Clamp tensors of one device in place, in few kernels; NaN stays NaN."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/clip_grad.py
     torch._foreach_clamp_min_(list(tensors), low)
     torch._foreach_clamp_max_(list(tensors), high)
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Copy dense tensors of one dtype side by side into one dimension."""
+    """Copy dense tensors of one dtype side by side into one dimension, in one kernel."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_utils.py
     flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return flat
 
@@ -116,6 +128,7 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     """Group tensors by device and dtype, with the position of each."""
     if _only_a_cpu_here() and len(set(map(_DTYPE, tensors))) == 1:  # half of the time of the general way
         return [(tensors[0].device, tensors[0].dtype, range(len(tensors)), tensors)]
+    # torch.utils._foreach_utils calls it too: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
     group: Any = torch._C._group_tensors_by_device_and_dtype
     grouped = group([tensors], False)
     if len(grouped) > 1:
@@ -124,7 +137,8 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
 
 
 ASKED_BY_SCALERS = "_step_supports_amp_scaling"
-"""The attribute of an optimizer that a scaler's step reads first (torch/amp/grad_scaler.py)."""
+"""The attribute of an optimizer that a scaler's step reads first; torch has no public name for it."""
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
 
 
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
@@ -158,4 +172,5 @@ def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep schedulers from warning that the optimizer has not stepped, after a skipped first step."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py
     optimizer._opt_called = True  # type: ignore[attr-defined]

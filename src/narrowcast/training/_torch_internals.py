@@ -14,13 +14,15 @@ _SOONEST = 2**64 - 1
 """Of the nodes that are ready, autograd runs the one with the largest number; leaves have this number."""
 _CAST = "ToCopyBackward0"
 # Batch and instance norms; torch has no public name for modules with running statistics.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/batchnorm.py
 NORM_WITH_STATISTICS = torch.nn.modules.batchnorm._NormBase
 
 
 def run_casts_of_leaves_soon(nodes: Iterable[Any]) -> None:
     """Let the backward of each cast of a leaf among ``nodes`` run as soon as its gradient is ready.
 
-    Source: torch/csrc/autograd/engine.cpp, ``CompareNodeTaskTime``.
+    Autograd has no public priority of nodes (``CompareNodeTaskTime``):
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
     """
     for node in nodes:
         if node.name() == _CAST and len(node.next_functions) == 1:
@@ -29,6 +31,7 @@ def run_casts_of_leaves_soon(nodes: Iterable[Any]) -> None:
                 node._set_sequence_nr(_SOONEST)
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/metadata.py
 _METADATA_NAMES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -56,7 +59,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata_of_tensors(file: IO[bytes]) -> Any:
     """Read the metadata that ``torch.distributed.checkpoint`` pickles, without running other code.
 
-    torch's ``FileSystemReader.read_metadata`` unpickles without restrictions.
+    torch's ``FileSystemReader.read_metadata`` unpickles without restrictions:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/filesystem.py
 
     Raises:
         pickle.UnpicklingError: it names anything else.

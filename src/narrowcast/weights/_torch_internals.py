@@ -9,30 +9,37 @@ from typing import Any
 import torch
 
 untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = vars(torch)["_disable_dynamo"]
-"""Decorate a function that ``torch.compile`` calls without tracing it (torch/optim/optimizer.py)."""
+"""Decorate a function that ``torch.compile`` calls without tracing it as torch's optimizers do."""
+# torch.compiler.disable loads the compiler at once: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
 
+# torch offers hooks before and after a step, and no way to call the step without them.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py
 _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target, in few kernels, rounded to nearest even if it is narrower."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/asgd.py
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 def add_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Add each source to its target, in the target's dtype."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py
     if targets:
         torch._foreach_add_(list(targets), list(sources))
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return a count that every in-place write increases; writes through ``.data`` do not."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/variable.h
     return tensor._version
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor itself, where ``to_local`` returns a view; else the tensor."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/_api.py
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -52,6 +59,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
 def is_hook_table(attribute: str) -> bool:
     """Return whether this attribute of an optimizer holds its hooks."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py
     return attribute.startswith("_optimizer_") and attribute.endswith("_hooks")
 
 
