@@ -20,7 +20,7 @@ BUDGETS = {
     "_files": 85,  # the one atomic write, of which there were seven
     "formats": 600,
     "machine": 1_200,
-    "policy": 1_610,  # to become 1,550
+    "policy": 1_551,
     "scaling": 600,
     "casting": 4_640,  # to become 4,400
     "gradients": 2_360,  # to become 2,300: a link beside each private name of torch
@@ -30,8 +30,8 @@ BUDGETS = {
     "attach": 2_713,  # to become 2,600
     "verify": 3_335,  # to become 2,900
     "integrations": 0,
-    "apex": 3_100,  # to become 2,900
-    "migrate": 3_540,  # to become 3,400
+    "apex": 2_900,
+    "migrate": 3_400,
     "report": 2_800,  # to become 2,700
     "cli": 1_050,
     "__init__": 113,

@@ -151,7 +151,7 @@ def test_each_run_reports_what_provides_apex(runs):
             assert not any(line.startswith("narrowcast") for line in found.said), (script, way, options)
             continue
         first = "parallel" if script == "speech_training" else "amp"
-        assert found.said[0] == f"narrowcast: answering for apex: apex.{first} is narrowcast.apex.{first}"
+        assert found.said[0] == f"narrowcast: apex.{first} is provided by narrowcast.apex.{first}"
         mixed = options not in ((), "fp32")
         assert [line[:4] for line in found.said[1:]] == ["amp:"] * mixed, (script, options, found.said)
 
@@ -172,4 +172,4 @@ def test_two_ranks_under_torchrun_train_one_model(tmp_path):
     assert len(ranks) == 2
     assert_same_numbers(*ranks)
     assert len(ranks[0].losses) == 4
-    assert ["narrowcast: answering for apex" in text for text in said] == [True, False]
+    assert ["is provided by narrowcast" in text for text in said] == [True, False]

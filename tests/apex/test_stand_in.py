@@ -11,7 +11,7 @@ from narrowcast.apex.__main__ import main
 from narrowcast.apex._stand_in import _INSTEAD, OFFERED
 
 OURS = (sys.executable, "-m", "narrowcast.apex")
-ANSWERING = "narrowcast: answering for apex: apex.amp is narrowcast.apex.amp\n"
+PROVIDED = "narrowcast: apex.amp is provided by narrowcast.apex.amp\n"
 
 LOOK = """\
 import json, sys, threading
@@ -172,7 +172,7 @@ def test_a_script_runs_and_ends_as_under_plain_python(ended, name, code):
 def test_every_name_that_scripts_import_is_provided(ended):
     found = ended["names"]
     assert found.returncode == 0, found.stderr
-    assert found.stderr == ANSWERING
+    assert found.stderr == PROVIDED
     known = "apex.amp, apex.optimizers and apex.parallel"
     lines = found.stdout.splitlines()
     names = [
@@ -180,16 +180,16 @@ def test_every_name_that_scripts_import_is_provided(ended):
         "fp16_utils", "multi_tensor_apply", "fp16_utils", "_fused", "amp.nonsense",
     ]  # fmt: skip
     for line, name in zip(lines, names, strict=True):
-        assert line.startswith(f"narrowcast answers for {known}, not for apex.{name}"), line
+        assert line.startswith(f"narrowcast provides {known}, but not apex.{name}"), line
     assert lines[0].endswith(". In place of it: " + _INSTEAD["apex.normalization"])
     assert lines[5].endswith(". In place of it: " + _INSTEAD["apex.transformer"])
-    assert lines[-1].endswith("not for apex.amp.nonsense")
+    assert lines[-1].endswith("but not apex.amp.nonsense")
 
 
 def test_spawned_processes_and_loaders_find_apex_too(ended):
     found = ended["spawns"]
     assert found.returncode == 0, found.stderr
-    assert found.stderr == ANSWERING
+    assert found.stderr == PROVIDED
     name = "narrowcast.apex.amp"
     assert found.stdout == f"{[name]} {[name] * 2}\n"
 
@@ -198,8 +198,8 @@ def test_an_installed_apex_keeps_what_it_has(ended):
     found = ended["without amp"]
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[0] == "True apex.own narrowcast.apex.amp"
-    assert "not for apex.contrib" in found.stdout.splitlines()[1]
-    assert found.stderr == ANSWERING
+    assert "but not apex.contrib" in found.stdout.splitlines()[1]
+    assert found.stderr == PROVIDED
 
 
 def test_an_apex_with_an_amp_of_its_own_runs_and_is_named(ended):
@@ -207,7 +207,7 @@ def test_an_apex_with_an_amp_of_its_own_runs_and_is_named(ended):
     assert found.returncode == 0, found.stderr
     path = found.stdout.strip()
     assert path.endswith("whole/apex/amp.py")
-    assert found.stderr == (f"narrowcast: apex with its own amp is installed, and is what runs: {path}\n")
+    assert found.stderr == (f"narrowcast: apex with its own amp is installed and runs: {path}\n")
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,7 @@ def test_an_apex_with_an_amp_of_its_own_runs_and_is_named(ended):
         (["--level", "O1", "train.py"], "unknown option --level: python -m narrowcast.apex"),
         (["missing.py"], "cannot run missing.py: No such file or directory"),
         (["-m", "no_such_module"], "cannot run module no_such_module: no module of that name was found"),
-        (
-            ["train.ipynb"],
-            "train.ipynb is a notebook, and only scripts run unmodified: in a notebook import amp by "
-            "`from narrowcast.apex import amp`, or write its cells to a script",
-        ),
+        (["train.ipynb"], "train.ipynb is a notebook, and only scripts can be run unmodified"),
     ],
 )
 def test_wrong_use_is_one_line_and_2(words, message, capsys, monkeypatch):

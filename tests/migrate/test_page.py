@@ -66,7 +66,7 @@ def test_what_narrowcast_has_instead_can_be_called(call):
 
 
 def test_what_is_not_answered_for_stands_on_the_page_with_what_is_there_instead():
-    (table,) = re.findall(r"^Not answered for is.*?(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
+    (table,) = re.findall(r"^Not provided is.*?(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\| (.*`.*) \| (.*) \|$", table, re.MULTILINE)
     named = " ".join(left for left, _ in rows)
     assert all(f"`{name}`" in named for name in _INSTEAD)
@@ -81,7 +81,7 @@ def test_every_name_of_apex_on_the_page_is_there():
 
     for name in set(re.findall(r"`?amp\.([a-z]\w+)", PAGE)) - {"autocast", "is_enabled"}:
         assert hasattr(amp, name) or hasattr(torch.amp, name), name
-    answered = re.sub(r"^Not answered for is.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+    answered = re.sub(r"^Not provided is.*?(?=^## )", "", PAGE, flags=re.MULTILINE | re.DOTALL)
     for name in re.findall(r"apex\.parallel\.(\w+)", answered):
         assert hasattr(parallel, name)
     for name in re.findall(r"\b(Fused\w+)", answered):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from narrowcast.apex._stand_in import OFFERED, install, say_on_first_rank
+from narrowcast.apex._stand_in import OFFERED, install
 from narrowcast.errors import NarrowcastError
 
 _WRONG_USE = 2
@@ -36,12 +36,6 @@ def main(words: Sequence[str]) -> int:
     if not rest or (rest[0].startswith("-") and rest[0] != "-"):
         unknown = f"unknown option {rest[0]}" if rest else "expected a script"
         return _wrong_use(f"{unknown}: {_USAGE}")
-    if not module and rest[0].endswith(".ipynb"):
-        return _wrong_use(
-            f"{rest[0]} is a notebook, and only scripts run unmodified: in a notebook import amp by "
-            "`from narrowcast.apex import amp`, or write its cells to a script "
-            f"(jupyter nbconvert --to script {rest[0]})"
-        )
     try:
         # Imported here, so that --help works without torch.
         from narrowcast.attach import Script, run_script
@@ -51,7 +45,7 @@ def main(words: Sequence[str]) -> int:
         script = (Script.from_module if module else Script.from_path)(rest[0], rest[1:])
     except NarrowcastError as error:
         return _wrong_use(str(error))
-    install(say_on_first_rank)
+    install(announces=True)
     run_script(script)
     return 0
 

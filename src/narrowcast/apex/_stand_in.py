@@ -48,8 +48,8 @@ class _ApexFinder(MetaPathFinder):
     time under apex's name.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+    def __init__(self, *, announces: bool) -> None:
+        self.announces = announces
         self._apex_is_installed: bool | None = None
         self._is_asked = False
 
@@ -72,7 +72,7 @@ class _ApexFinder(MetaPathFinder):
                 self._apex_is_installed = found is not None
             if found is not None:
                 if fullname == "apex.amp":
-                    self.say(f"apex with its own amp is installed, and is what runs: {found.origin}")
+                    self._announce(f"apex with its own amp is installed and runs: {found.origin}")
                 return found
         ours = _our_name(fullname)
         if ours is None:
@@ -92,10 +92,15 @@ class _ApexFinder(MetaPathFinder):
         return None
 
     def provides(self, name: str) -> None:
-        """Say once which module is provided, when the first one below ``apex`` is imported."""
+        """Announce the first module below ``apex`` that is imported."""
         if self._is_asked and name != "apex" and _is_public(name):
-            say, self.say = self.say, lambda _: None
-            say(f"answering for apex: {name} is narrowcast.{name}")
+            self._announce(f"{name} is provided by narrowcast.{name}")
+
+    def _announce(self, text: str) -> None:
+        """Write one line to standard error, once and on rank 0 only."""
+        if self.announces and os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"narrowcast: {text}\n")
+        self.announces = False
 
 
 class _AliasLoader(Loader):
@@ -142,7 +147,7 @@ def refusal(fullname: str) -> str:
     prefixes = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
     instead = next((_INSTEAD[prefix] for prefix in prefixes if prefix in _INSTEAD), None)
     also = f". In place of it: {instead}" if instead else ""
-    return f"narrowcast answers for {', '.join(OFFERED[:-1])} and {OFFERED[-1]}, not for {fullname}{also}"
+    return f"narrowcast provides {', '.join(OFFERED[:-1])} and {OFFERED[-1]}, but not {fullname}{also}"
 
 
 class _InstallInChild:
@@ -152,25 +157,18 @@ class _InstallInChild:
         return install, ()
 
 
-def install(say: Callable[[str], None] = lambda _: None) -> None:
+def install(*, announces: bool = False) -> None:
     """Provide ``apex``, or what an installed apex lacks, from now on, also in spawned processes.
 
-    Args:
-        say: called with one sentence for the user when the script first imports apex.
+    ``announces``: whether the first import of apex writes one line for the user.
     """
     if any(isinstance(finder, _ApexFinder) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _ApexFinder(say))
+    sys.meta_path.insert(0, _ApexFinder(announces=announces))
     prepare: Any = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(*args: Any, **kwargs: Any) -> dict[str, Any]:
         # multiprocessing ignores unknown keys, but unpickles them, which calls `install`.
-        return {"narrowcast answers for apex": _InstallInChild(), **prepare(*args, **kwargs)}
+        return {"narrowcast provides apex": _InstallInChild(), **prepare(*args, **kwargs)}
 
     multiprocessing.spawn.get_preparation_data = get_preparation_data
-
-
-def say_on_first_rank(text: str) -> None:
-    """Write one line to standard error, on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"narrowcast: {text}\n")

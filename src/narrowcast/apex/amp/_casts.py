@@ -154,7 +154,8 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, WIDEST)
 
 
-_registered: dict[Target, str] = {}
+registered: dict[Target, str] = {}
+"""Function -> kind; empty again after ``amp.shutdown``."""
 
 
 def _register(module: Any, name: str, kind: str) -> None:
@@ -167,31 +168,20 @@ def _register(module: Any, name: str, kind: str) -> None:
             f"{name!r} was registered after amp.initialize, which has made its casts: register it before, or "
             "decorate it with amp.half_function, amp.float_function or amp.promote_function"
         )
-    _registered[module, name] = kind
+    registered[module, name] = kind
 
 
-def forget_registered() -> None:
-    """Undo every registration."""
-    _registered.clear()
-
-
-def _registered_operators() -> dict[Key, str]:
-    """Return the registered functions that stand for operators of PyTorch, with their kinds."""
-    names = {id(module): name for name, module in MODULES.items()}
-    return {
-        (names[id(module)], name): kind
-        for (module, name), kind in _registered.items()
-        if _is_operator(module, name)
-    }
-
-
-def _registered_functions() -> dict[Target, WholeCast]:
-    """Return the other registered functions."""
-    return {target: WholeCast(kind) for target, kind in _registered.items() if not _is_operator(*target)}
-
-
-def _is_operator(module: Any, name: str) -> bool:
-    return any(module is one for one in MODULES.values()) and is_known(name)
+def _registered_casts() -> tuple[dict[Key, str], dict[Target, WholeCast]]:
+    """Return the registered functions that stand for operators of PyTorch, and all others."""
+    operators: dict[Key, str] = {}
+    functions: dict[Target, WholeCast] = {}
+    for (module, name), kind in registered.items():
+        of_torch = next((word for word, one in MODULES.items() if one is module), None)
+        if of_torch is not None and is_known(name):
+            operators[of_torch, name] = kind
+        else:
+            functions[module, name] = WholeCast(kind)
+    return operators, functions
 
 
 # ---- calls with casts
@@ -300,8 +290,9 @@ _active: list[Handle] = []
 def start_casts(models: list[torch.nn.Module], half: torch.dtype) -> Handle:
     """Cast by the lists in calls of the models, and in this thread outside of them."""
     devices = _device_types(models)
-    policy, whole = plan(format_name(half), devices, _registered_operators())
-    handle = Handle(Casts(policy, half, {**whole, **_registered_functions()}), devices)
+    operators, functions = _registered_casts()
+    policy, whole = plan(format_name(half), devices, operators)
+    handle = Handle(Casts(policy, half, {**whole, **functions}), devices)
     handle.start(models)
     return handle
 

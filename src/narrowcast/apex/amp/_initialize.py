@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from narrowcast.apex.amp._amp_state import _amp_state, maybe_print
-from narrowcast.apex.amp._casts import Handle, forget_registered, start_casts
+from narrowcast.apex.amp._casts import Handle, registered, start_casts
 from narrowcast.apex.amp._levels import DISABLED, Properties, properties
 from narrowcast.apex.amp._models import CastModel, check_models
 from narrowcast.apex.amp._optimizers import optimizer_of, prepare_optimizers
@@ -101,7 +101,7 @@ def initialize(
     check_models(model_list)
     scalers = loss_scalers_for(wanted, num_losses, min_loss_scale, max_loss_scale)
     _start(model_list, optimizer_list, wanted, scalers)
-    _tell(wanted)
+    _report(wanted)
     return _as_given(models, optimizers)
 
 
@@ -115,7 +115,7 @@ def shutdown() -> None:
     while _in_force:
         _in_force[-1]()
         _in_force.pop()
-    forget_registered()
+    registered.clear()
     _amp_state.reset()
 
 
@@ -160,16 +160,14 @@ def _models(given: Any) -> list[torch.nn.Module]:
 
 
 def _optimizers(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    return given if isinstance(given, list) else [given]
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def _as_given(models: Any, optimizers: Any) -> Any:
     return models if optimizers is None else (models, optimizers)
 
 
-def _tell(wanted: Properties) -> None:
+def _report(wanted: Properties) -> None:
     weights = "as they are" if wanted.cast_model_type is None else _word(wanted.cast_model_type)
     lists = f"{_word(wanted.half_type)} or float32 by the lists"
     functions = lists if wanted.patch_torch_functions else "as they come"

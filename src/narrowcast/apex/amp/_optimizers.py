@@ -95,15 +95,13 @@ class PreparedOptimizer:
 
     def refresh(self, originals: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Make masters for half parameters that have none, where the level has masters."""
+        gradients = self.gradients
         if not self.properties.master_weights:
             return
-        if self.gradients.masters is None:
-            if not any(
-                p.dtype in LOW_DTYPES for group in self.optimizer.param_groups for p in group["params"]
-            ):
-                return
-            self.gradients.masters = Masters(hold(self.optimizer, originals=originals))
-        self.gradients.masters.refresh()
+        if gradients.masters is None and any(p.dtype in LOW_DTYPES for p in gradients.leaves):
+            gradients.masters = Masters(hold(self.optimizer, originals=originals))
+        if gradients.masters is not None:
+            gradients.masters.refresh()
 
     def check_that_models_have_its_parameters(self) -> None:
         """Refuse parameters that were replaced in the models since ``initialize``; check once."""
@@ -124,7 +122,7 @@ class PreparedOptimizer:
             return {}
         self._active = False
         active.discard(self)
-        values = self._without_masters()
+        values = self._take_masters_away()
         for name, (ours, instance) in self._replaced.items():
             if vars(self.optimizer).get(name) == ours:
                 delattr(self.optimizer, name)
@@ -133,7 +131,7 @@ class PreparedOptimizer:
         delattr(self.optimizer, _STASH)
         return values
 
-    def _without_masters(self) -> dict[torch.Tensor, torch.Tensor]:
+    def _take_masters_away(self) -> dict[torch.Tensor, torch.Tensor]:
         masters = self.gradients.masters
         if masters is None:
             return {}
@@ -179,7 +177,12 @@ class PreparedOptimizer:
                 "step(), or use narrowcast.GradScaler, whose step takes closures"
             )
         if self.skip is not None:
-            return self._skip()
+            maybe_print(self.skip)
+            self.skip = None
+            # model.zero_grad(), which many scripts call, does not clear them.
+            self.gradients.drop_masters_gradients()
+            mark_as_stepped(self.optimizer)
+            return None
         if self.gradients.scaled_by is not None:
             raise AmpError(
                 f"{self._name}.step() came while gradients are scaled by {self.gradients.scaled_by:g}, left "
@@ -189,14 +192,6 @@ class PreparedOptimizer:
         self.gradients.check_own()
         with self.gradients.low_gradients_hidden():
             return inner(*args, **kwargs)
-
-    def _skip(self) -> None:
-        assert self.skip is not None
-        maybe_print(self.skip)
-        self.skip = None
-        # model.zero_grad(), which many scripts call, does not clear them.
-        self.gradients.drop_masters_gradients()
-        mark_as_stepped(self.optimizer)
 
     @property
     def _name(self) -> str:
@@ -265,13 +260,6 @@ class _LowGradient(NamedTuple):
     gradient: torch.Tensor
     version: int
 
-    def was_replaced(self) -> torch.Tensor:
-        """Return whether the weight has another gradient now, with other bits; 0-dim, bool."""
-        found = self.low.grad
-        assert found is not None
-        # Compared as integers, because NaN is not equal to itself.
-        return (found.detach().view(torch.int16) != self.gradient.detach().view(torch.int16)).any()
-
 
 class Accumulation:
     """The gradients of one optimizer from block to block.
@@ -331,13 +319,12 @@ class Accumulation:
 
     def written_since(self, before: Versions) -> list[torch.Tensor]:
         """Return the gradients that are new, or were written to, since ``before``."""
-        return [
-            gradient
-            for parameter, (gradient, version) in self.versions().items()
-            if parameter not in before
-            or before[parameter][0] is not gradient
-            or before[parameter][1] != version
-        ]
+        found = []
+        for parameter, (gradient, version) in self.versions().items():
+            kept, kept_version = before.get(parameter, (None, 0))
+            if kept is not gradient or kept_version != version:
+                found.append(gradient)
+        return found
 
     def check_own(self) -> None:
         """Refuse gradients from a block that did not name the optimizer, unless they were cleared since."""
@@ -423,7 +410,7 @@ class Accumulation:
 
     def _follow_the_script(self) -> None:
         """Clear the gradients of masters if those of their weights were cleared or replaced since."""
-        same, others = [], []
+        same, others, differ = [], [], []
         for one in self._low:
             found = one.low.grad
             if found is one.gradient:
@@ -434,15 +421,16 @@ class Accumulation:
             elif found is None or (found.shape, found.dtype) != (one.gradient.shape, one.gradient.dtype):
                 one.master.grad = None
             else:
-                others.append(one)
-        # DDP replaces gradients by equal ones when it rebuilds its buckets. To compare waits for the device.
-        flags = torch.stack([one.was_replaced() for one in others]).tolist() if others else ()
-        for one, was_replaced in zip(others, flags, strict=True):
-            found = one.low.grad
-            if was_replaced or found is None:
+                # DDP replaces gradients by equal ones when it rebuilds its buckets. Compared as integers,
+                # because NaN is not equal to itself.
+                differ.append((_bits(found) != _bits(one.gradient)).any())
+                others.append(one._replace(gradient=found, version=version_of(found)))
+        # Waits for the device.
+        for one, was_replaced in zip(others, torch.stack(differ).tolist() if differ else (), strict=True):
+            if was_replaced:
                 one.master.grad = None
             else:
-                same.append(one._replace(gradient=found, version=version_of(found)))
+                same.append(one)
         self._low = same
 
     def drop_masters_gradients(self) -> None:
@@ -463,6 +451,10 @@ class Accumulation:
         """The parameters that backward passes give gradients to: half weights in place of their masters."""
         low_of: dict[torch.Tensor, torch.Tensor] = {master: low for low, master in self._pairs}
         return [low_of.get(parameter, parameter) for parameter in self._parameters]
+
+
+def _bits(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.detach().view(torch.int16)
 
 
 def any_not_zero(gradients: Iterable[torch.Tensor]) -> bool:

@@ -129,7 +129,6 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
                 "the gradient: leave weight_decay at 0 and multiply the parameters by 1 - lr * weight_decay "
                 "before each step, which is the same"
             )
-        self.materialize_master_grads = materialize_master_grads
         super().__init__(
             params,
             set_grad_none=set_grad_none,

@@ -118,8 +118,7 @@ def convert_syncbn_model(
             "torch's SyncBatchNorm synchronizes on CUDA and devices like it, and this machine has none: "
             "leave out convert_syncbn_model here, and each rank normalizes by its own batches"
         )
-    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-    converted: nn.Module = convert(module, process_group)
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
     return converted
 
 
