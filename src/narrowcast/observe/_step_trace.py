@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from narrowcast.casting import tensors_inside
 from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import StepResult
 from narrowcast.observe._torch_internals import at_the_end_of_backward, graph_task_id
@@ -49,7 +50,7 @@ class StepTrace:
     """One training step, recorded by ``trace_step``, which has an example.
 
     Attributes:
-        inputs: what the model was last called with, and ``outputs``, what it returned: copies by name.
+        inputs: copies of the tensors that the model was last called with; ``outputs``: that it returned.
         skipped: whether the step was skipped; None if no optimizer stepped in the block.
         scale: the loss scale of the gradients; None without a scaler.
     """
@@ -117,11 +118,10 @@ class StepTrace:
     # ---- hooks
 
     def _before_forward(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [*_tensors_in([*args], "input"), *(t for k, v in kwargs.items() for t in _tensors_in(v, k))]
-        self.inputs = {name: _copied(tensor) for name, tensor in given}
+        self.inputs = _copies("input", (args, kwargs))
 
     def _after_forward(self, _: torch.nn.Module, __: Any, output: Any) -> None:
-        self.outputs = {name: _copied(tensor) for name, tensor in _tensors_in(output, "output")}
+        self.outputs = _copies("output", output)
 
     def _accumulated(self, _: torch.Tensor) -> None:
         if self._awaited_task != graph_task_id():
@@ -307,16 +307,11 @@ def _parameters_by_name(
     return named
 
 
-def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in nested lists, tuples and mappings, named by its place."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors_in(item, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensors_in(item, name if len(value) == 1 else f"{name}.{index}")
+def _copies(name: str, value: Any) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors in a nested value, numbered if there are several."""
+    tensors = tensors_inside(value)
+    names = [name] if len(tensors) == 1 else [f"{name}.{number}" for number in range(len(tensors))]
+    return dict(zip(names, map(_copied, tensors), strict=True))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
