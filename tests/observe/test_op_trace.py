@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from counted_casts import CountedCasts
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
@@ -34,22 +34,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class Casts(TorchDispatchMode):
-    """The outside oracle: each cast between floating formats that torch makes, with the bytes moved."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point():
-            source = args[0]
-            if source.dtype != result.dtype:
-                self.seen.append(source.numel() * (source.itemsize + result.itemsize))
-        return result
 
 
 def watched(policy, compute, *models):
@@ -122,14 +106,14 @@ def test_casts_and_their_bytes_are_those_without_us(policy):
     def twice():
         return model(x) + model(x)
 
-    with Casts() as casts:
+    with CountedCasts() as casts:
         with nc.autocast("cpu", policy=policy):
             out = twice()
         out.float().sum().backward()
     model.zero_grad()
     events = watched(policy, twice, model)
     (totals,) = of(events, "watched")
-    assert (totals["casts"], totals["cast_bytes"]) == (len(casts.seen), sum(casts.seen))
+    assert (totals["casts"], totals["cast_bytes"]) == (casts.count, casts.bytes)
     assert sum(site["casts"] for site in sites(events)) == totals["casts"]
     assert sum(site["cast_bytes"] for site in sites(events)) == totals["cast_bytes"]
 

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from counted_casts import CountedCasts
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from narrowcast.attach import call_site
 from narrowcast.errors import UnsupportedError
@@ -218,22 +218,6 @@ def test_no_step_is_an_error():
 
 
 # ---- a known network
-
-
-class CountedCasts(TorchDispatchMode):
-    """Casts as torch's dispatcher hands them on, with their bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        floats = {torch.float32, torch.bfloat16, torch.float16}
-        if func is torch.ops.aten._to_copy.default and {args[0].dtype, result.dtype} <= floats:
-            self.count += args[0].dtype != result.dtype
-            self.bytes += args[0].nbytes + result.nbytes
-        return result
 
 
 def trainer():

@@ -29,7 +29,7 @@ _WIDEST = (torch.float64, torch.complex128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastCounts:
-    """What a cast to a format makes of the numbers of a histogram, as counts.
+    """Counts what a cast to a format does to the numbers of a histogram.
 
         counts = histogram.cast_to(nc.formats.FLOAT16, scale=1024)
         print(counts.flushed_share, counts)
@@ -68,22 +68,22 @@ class CastCounts:
 
     @property
     def flushed_share(self) -> float | None:
-        """Of finite non-zero numbers, those that became zero."""
+        """Share of the finite non-zero numbers that became zero."""
         return self._share(self.flushed)
 
     @property
     def subnormal_share(self) -> float | None:
-        """Of finite non-zero numbers, those that became subnormal."""
+        """Share of the finite non-zero numbers that became subnormal."""
         return self._share(self.subnormal)
 
     @property
     def normal_share(self) -> float | None:
-        """Of finite non-zero numbers, those that became normal."""
+        """Share of the finite non-zero numbers that became normal."""
         return self._share(self.normal)
 
     @property
     def overflowed_share(self) -> float | None:
-        """Of finite non-zero numbers, those that overflowed."""
+        """Share of the finite non-zero numbers that overflowed."""
         return self._share(self.overflowed)
 
     def _share(self, count: int) -> float | None:
@@ -153,10 +153,10 @@ class ExponentHistogram:
             counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
 
     def clear(self) -> None:
-        """Forget every number."""
+        """Set every count to zero."""
         self._counts.clear()
 
-    # ---- reading, which waits for the devices
+    # ---- reading: waits for the devices
 
     def _read(self) -> Counter[int]:
         """Return the counts of bins that are not empty, in rising order."""
@@ -168,22 +168,22 @@ class ExponentHistogram:
 
     @property
     def total(self) -> int:
-        """All numbers that were added, NaN included."""
+        """How many numbers were added, NaN included."""
         return self._read().total()
 
     @property
     def zeros(self) -> int:
-        """Zeros of either sign."""
+        """How many zeros of either sign."""
         return self._read()[_ZERO]
 
     @property
     def infinities(self) -> int:
-        """Infinities of either sign."""
+        """How many infinities of either sign."""
         return self._read()[_INFINITE]
 
     @property
     def nans(self) -> int:
-        """NaNs."""
+        """How many NaNs."""
         return self._read()[_NAN]
 
     @property
@@ -197,7 +197,7 @@ class ExponentHistogram:
         return found
 
     def cast_to(self, format: Format, *, scale: float = 1.0) -> CastCounts:
-        """Return what multiplying by ``scale`` and casting to ``format`` would make of the numbers, exact.
+        """Count what the numbers become when multiplied by ``scale`` and cast to ``format``; exact.
 
         Raises:
             SettingError: ``format`` is not one of ``nc.formats``.
@@ -277,7 +277,7 @@ def _ends(index: int) -> tuple[float, float]:
 
 
 def _outcome(format: Format, index: int, shift: int) -> str:
-    """Return what becomes of the numbers of a bin: rounding keeps order, so that its ends decide."""
+    """Return the outcome of the numbers of a bin. Rounding is monotonic, so its two ends decide."""
     first, last = (_what_is(format, round_to(format, math.ldexp(end, shift))) for end in _ends(index))
     assert first == last, f"{format.name} changes its outcome within a bin"
     return first

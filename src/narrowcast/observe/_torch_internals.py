@@ -10,26 +10,27 @@ import torch
 from torch._C._autograd import _profiler_enabled
 
 NO_GRAPH_TASK = -1
-graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""Number of the backward that this thread is in, or ``NO_GRAPH_TASK``; torch has no public name for it."""
+# No public name tells a backward pass from the forward:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that this thread is in, or ``NO_GRAPH_TASK``."""
 
+# DistributedDataParallel and FSDP use it as well:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_engine.cpp
 at_the_end_of_backward: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
-"""Inside a backward pass: call this when it has ended, and after what was asked for earlier."""
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_engine.cpp
-
+"""Inside a backward pass: call a function when the pass has ended, after those that were queued earlier."""
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @contextmanager
 def without_markers_on_stderr() -> Iterator[None]:
-    """Around the start of a profiler: torch 2.13's writes two lines to stderr each time it runs, else.
+    """Keep the profiler of torch 2.13 from writing two lines to stderr each time that it starts.
 
-    The library below it reads the environment as it first starts; 6 is above each of its levels. A level of
-    the user's own is left to them.
+    Kineto (libkineto/src/init.cpp) reads its level from the environment when it starts first; 6 is above
+    each of its levels. A level that the user has set stays.
     """
     if _LOG_LEVEL in os.environ:
         yield
@@ -42,6 +43,6 @@ def without_markers_on_stderr() -> Iterator[None]:
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler records what this thread does."""
+    """Return whether a profiler records this thread."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
     return bool(_profiler_enabled())

@@ -62,8 +62,7 @@ Event = dict[str, Any]
 
 
 class Number(float):
-    """A float, in JSON also the text ``"nan"``, ``"inf"`` or ``"-inf"``, since JSON has no numbers for
-    them."""
+    """A float; in JSON the text ``"nan"``, ``"inf"`` and ``"-inf"`` are floats too."""
 
 
 _LARGEST = 2**63 - 1

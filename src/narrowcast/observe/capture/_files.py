@@ -300,10 +300,7 @@ def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None 
 
 
 def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
-    """Delete the captures and outputs that an earlier run left in ``folder``, so that results are never
-    mixed.
-
-    What the script itself wrote stays.
+    """Delete the captures and outputs of an earlier run in ``folder``; files of the script stay.
 
     Args:
         folder: of a run that is about to start.

@@ -52,7 +52,7 @@ class _Thread(threading.local):
 
 
 class ModulePaths:
-    """Knows the place of each call while it is entered.
+    """Tracks which module each thread is in, between entering and leaving it.
 
     Args:
         fp8_returned: called with the place, the module, its arguments and its output when a linear layer
@@ -230,7 +230,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given: list[torch.Tensor],
         made: list[torch.Tensor],
     ) -> None:
-        """Note a cast, and whether it returns to the format that an earlier cast came from."""
+        """Record a cast, and whether it undoes an earlier one."""
         if func._schema.is_mutable:
             with self._lock:
                 for tensor in given:
@@ -270,7 +270,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _name_of(func: Any) -> str | None:
-    """Return ``"aten::add.Tensor"``; None if it does not work on tensors, as a mark of the profiler."""
+    """Return ``"aten::add.Tensor"``; None if it does not work on tensors."""
     name: str = func.name()
     schema = func._schema
     on_tensors = any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))

@@ -34,7 +34,7 @@ def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str
 
 
 class ReachedRules:
-    """Counts which rules decided about a call, and explains why the others did not."""
+    """Records which rules decided about a call, and says why the others did not."""
 
     def __init__(self, policy: Policy) -> None:
         self._rules = policy.rules

@@ -164,7 +164,7 @@ class OpTrace:
         device_type: on which regions are watched.
 
     Attributes:
-        paths: add each model to it before the model is called, and tell it of optimizer steps.
+        paths: add each model before it is called; set ``in_optimizer`` while an optimizer steps.
         rules: which were reached.
     """
 
@@ -202,7 +202,7 @@ class OpTrace:
         """Return the rules that no call reached; see ``ReachedRules.unreached``."""
         return self.rules.unreached(self.paths.called_modules())
 
-    # ---- as it happens
+    # ---- callbacks
 
     def _saw_operation(self, operation: Operation) -> None:
         self._thread.pending.append(operation)

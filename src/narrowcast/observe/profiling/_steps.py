@@ -379,7 +379,7 @@ def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]
 
 
 def same_size(kind: str, shape: Sequence[int]) -> tuple[str, Shape]:
-    """Return what products of one size share: the three matmuls of a linear layer permute its sizes."""
+    """Return a key for products of one size; the three matmuls of a linear layer permute its sizes."""
     if kind == "matmul":
         return kind, tuple(sorted(shape))
     if kind == "batched matmul":
