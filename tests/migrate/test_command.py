@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from child_processes import finished
 from narrowcast.cli import main
+from narrowcast.migrate import Settings, diff_of, migrate_file
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
@@ -53,6 +55,15 @@ def test_a_diff_by_default_without_torch(folder):
         "rule             changed  left alone\ndeprecated-amp         1           0\n1 file, 1 to change\n"
     )
     assert (folder / "train.py").read_text() == OLD
+
+
+def test_a_diff_in_color_has_the_same_lines(folder):
+    (folder / "train.py").write_text("import os\n" + OLD)
+    outcome = migrate_file(folder / "train.py", Settings())
+    colored = diff_of(outcome, color=True)
+    assert re.sub(r"\x1b\[\d*m", "", colored) == diff_of(outcome)
+    assert "\n import os\n" in colored
+    assert "\n\x1b[31m-scaler" in colored
 
 
 def test_write_then_nothing_is_left_to_do(folder, narrowcast):
