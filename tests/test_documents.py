@@ -14,7 +14,7 @@ import torch
 import typer
 
 import narrowcast as nc
-from child_processes import finished
+from child_processes import finished, output_of
 from narrowcast.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -90,22 +90,13 @@ def test_the_readmes_example_runs(tmp_path, fork_server):
 @pytest.mark.long
 def test_the_readmes_commands_run_its_example(tmp_path):
     (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
-    commands = [
-        line.split("#")[0].split()
-        for block in blocks(ROOT / "README.md", "sh")
-        for line in block.splitlines()
-        if line.startswith("narrowcast ")
-    ]
-    assert [c[1] for c in commands] == ["run", "compare", "doctor"]
-    for _, verb, *rest in commands:
-        options = ["--budget-s", "1"] if verb == "doctor" else ["--run-dir", str(tmp_path / verb)]
-        done = finished(
-            [sys.executable, "-m", "narrowcast", verb, *options, *rest],
-            cwd=tmp_path,
-            env=os.environ | {"NARROWCAST_CACHE_DIR": str(tmp_path / "cache")},
-        )
-        assert done.returncode == 0, done.stderr
-        assert ("bf16" if verb == "doctor" else "loss 0.") in done.stdout
+    commands = commands_of(ROOT / "README.md")
+    assert [command.split()[1] for command in commands] == ["run", "compare", "doctor"]
+    for command in commands:
+        program, verb, *rest = command.split()
+        folder = [] if verb == "doctor" else ["--run-dir", str(tmp_path / verb)]
+        said = run_command(shlex.join([program, verb, *folder, *rest]), tmp_path)
+        assert ("bf16" if verb == "doctor" else "loss 0.") in said
     assert (tmp_path / "compare" / "report.html").is_file()
 
 
@@ -182,32 +173,33 @@ def test_a_wrong_command_is_found_out():
         test_commands_are_commands("a document", "narrowcast compare --repaets 3 train.py")
 
 
+def run_command(command, folder):
+    """Run a command of a page in a folder, and return what it prints."""
+    program, *words = shlex.split(command)
+    if words[0] == "doctor":
+        words[1:1] = ["--budget-s", "1"]
+    module = {"torchrun": "torch.distributed.run"}.get(program, program)
+    own = {
+        "NARROWCAST_CACHE_DIR": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PET_STANDALONE": "1",  # torchrun takes a free port then, whoever else uses its usual one
+    }
+    return output_of([sys.executable, "-m", module, *words], cwd=folder, env=os.environ | own)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("document", "command", "says"),
     [
-        pytest.param(
-            "docs/several-gpus.md",
-            "torchrun --nproc-per-node 2 train_ddp.py",
-            "4 steps on 2 ranks, loss 0.",
-            marks=pytest.mark.long,
-        ),
-        pytest.param("docs/index.md", "narrowcast run train.py", "loss 0.0", marks=pytest.mark.long),
+        ("docs/several-gpus.md", "torchrun --nproc-per-node 2 train_ddp.py", "4 steps on 2 ranks, loss 0."),
+        ("docs/index.md", "narrowcast run train.py", "loss 0.0"),
     ],
 )
 def test_what_a_page_shows_runs_by_its_command(document, command, says, tmp_path):
     assert (document, command) in COMMANDS
     for name, text in files(ROOT / document).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    program, *words = command.split()
-    module = {"torchrun": "torch.distributed.run"}.get(program, program)
-    own = {
-        "NARROWCAST_CACHE_DIR": str(tmp_path / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "PET_STANDALONE": "1",  # torchrun takes a free port then, whoever else uses its usual one
-    }
-    done = finished([sys.executable, "-m", module, *words], cwd=tmp_path, env=os.environ | own)
-    assert done.returncode == 0, done.stderr
-    assert says in done.stdout
+    assert says in run_command(command, tmp_path)
 
 
 def commands_of(page):
@@ -231,14 +223,7 @@ def test_commands_of_a_page_run_one_after_the_other(page, tmp_path):
     if "narrowcast report out" in commands:
         commands.insert(0, "narrowcast run --policy bf16 --run-dir out train.py")
     for command in commands:
-        _, verb, *words = shlex.split(command)
-        budget = ["--budget-s", "1"] if verb == "doctor" else []
-        done = finished(
-            [sys.executable, "-m", "narrowcast", verb, *budget, *words],
-            cwd=tmp_path,
-            env=os.environ | {"NARROWCAST_CACHE_DIR": str(tmp_path / "cache")},
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        run_command(command, tmp_path)
 
 
 TOML_BLOCKS = {

@@ -16,15 +16,16 @@ def replace_with(path, content=b"new"):
         file.write(content)
 
 
-def test_content_is_replaced_at_the_end_of_the_block(tmp_path):
-    path = tmp_path / "file"
+@pytest.mark.parametrize("name", ["file", "日" * 80])
+def test_content_is_replaced_at_the_end_of_the_block(tmp_path, name):
+    path = tmp_path / name
     path.write_bytes(b"old")
     with replacing(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["file"]
+    assert os.listdir(tmp_path) == [name]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -52,11 +53,6 @@ def test_links_and_permissions_stay(tmp_path):
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
-def test_a_long_name_in_any_script(tmp_path):
-    replace_with(tmp_path / ("日" * 80))
-    assert os.listdir(tmp_path) == ["日" * 80]
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path):

@@ -6,13 +6,12 @@ region of that policy, and in one of torch.autocast beside it.
 
 import json
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from casting_cases import BF16, FP16, in_threads, rules
+from casting_cases import BF16, FP16, rules
 from op_lists import check_cpu_entry, cpu_entries, same
 from torch import nn
 
@@ -136,59 +135,8 @@ def test_composites(beside, name):
             assert same(seeded(composites()[name]).detach(), natively[name])
 
 
-@pytest.mark.parametrize("name", composites())
-def test_composites_while_another_thread_has_rules_for_them(beside, name):
-    """The same operators, ruled there and not here, at once."""
-    policy = rules(*(nc.rule.op(op, compute="fp32") for op in RULED))
-    inside, done = threading.Event(), threading.Event()
-
-    def there():
-        with nc.autocast("cpu", policy=policy):
-            inside.set()
-            done.wait(60)
-
-    def here():
-        assert inside.wait(60)
-        try:
-            with torch.autocast("cpu", BF16):
-                assert same(seeded(composites()[name]).detach(), beside[0][name])
-        finally:
-            done.set()
-
-    in_threads(there, here)
-
-
 RULED = (
     *("einsum", "lstm", "gru", "linear", "matmul", "mm", "addmm", "bmm", "softmax", "log_softmax"),
     *("layer_norm", "native_layer_norm", "instance_norm", "batch_norm", "cross_entropy_loss"),
     *("cosine_similarity", "scaled_dot_product_attention", "pairwise_distance", "bilinear", "tensordot"),
 )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", ["einsum", "lstm", "layer_norm", "cross_entropy", "multi_head_attention_forward", "interpolate"]
-)
-def test_composites_compiled(policies, name):
-    """The region outside of the compiled function."""
-    function = composites()[name]
-    found = []
-    for region in (lambda: torch.autocast("cpu", BF16), lambda: region_in(policies[BF16], "cpu", BF16)):
-        torch._dynamo.reset()
-        with region():
-            found.append(seeded(torch.compile(function, backend="aot_eager")))
-    assert same(*found)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
-def test_one_composite_through_inductor(policies):
-    x, norm, lin = torch.randn(4, 8), nn.LayerNorm(8), nn.Linear(8, 8)
-    found = []
-    for region in (torch.autocast("cpu", BF16), region_in(policies[BF16], "cpu", BF16)):
-        torch._dynamo.reset()
-        with region:
-            function = torch.compile(lambda x: torch.einsum("ij,kj->ik", F.softmax(lin(norm(x)), -1), x))
-            found.append(function(x))
-    assert same(*found)
-    assert found[0].dtype == BF16

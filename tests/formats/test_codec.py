@@ -98,13 +98,8 @@ def test_numbers_that_the_format_lacks_are_refused(format):
 
 
 def test_what_a_refusal_says():
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(SettingError, match=r"-0.0 cannot be .* round_to\(E4M3FNUZ, -0.0\)"):
         encode(E4M3FNUZ, -0.0)
-    assert (
-        str(caught.value)
-        == "-0.0 cannot be represented in E4M3FNUZ: round it first with round_to(E4M3FNUZ, -0.0)"
-    )
     for code in (-1, 256):
-        with pytest.raises(SettingError) as caught:
+        with pytest.raises(SettingError, match=f"expected a OCP_E4M3 code from 0 to 255, got {code}"):
             decode(OCP_E4M3, code)
-        assert str(caught.value) == f"expected a OCP_E4M3 code from 0 to 255, got {code}"

@@ -49,6 +49,7 @@ def test_the_package_has_exactly_these_names():
     functions = {"decode", "encode", "round_to", "torch_dtype"}
     assert set(formats.__all__) == constants | functions | {"Format", "RoundingMode"}
     assert len(formats.__all__) == len(set(formats.__all__))
+    assert all(getattr(formats, format.name) is format for format in FORMATS)
 
 
 def test_importing_the_package_does_not_import_torch():
@@ -62,11 +63,6 @@ def test_examples_in_docstrings_hold(function):
     results = [runner.run(example) for example in finder.find(function)]
     assert sum(result.attempted for result in results) > 0
     assert sum(result.failed for result in results) == 0
-
-
-@pytest.mark.parametrize("format", FORMATS, ids=attrgetter("name"))
-def test_a_format_is_called_by_its_own_name(format):
-    assert getattr(formats, format.name) is format
 
 
 def test_every_field_of_the_record_can_be_another():
@@ -93,44 +89,26 @@ def test_a_record_is_frozen_slotted_and_keyword_only():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "match"),
     [
         ({"name": ""}, "name must describe the format, got ''"),
         ({"standard": ""}, "standard must describe the format, got ''"),
         ({"exponent_bits": 1}, "FLOAT16: exponent_bits must be an integer, 2 or more, got 1"),
         ({"significand_bits": 0}, "FLOAT16: significand_bits must be an integer, 1 or more, got 0"),
         ({"bias": 7.5}, "FLOAT16: bias must be an integer, 0 or more, got 7.5"),
-        (
-            {"specials": "ieee"},
-            "FLOAT16: specials must be one of Specials.IEEE, Specials.NAN_ALL_ONES, "
-            "Specials.NAN_NEGATIVE_ZERO, got 'ieee'",
-        ),
-        (
-            {"storage_bits": 15},
-            "FLOAT16: the fields need 1 + 5 + 10 bits, more than storage_bits = 15: "
-            "set storage_bits to at least 16",
-        ),
-        (
-            {"storage_bits": 64, "significand_bits": 52},
-            "FLOAT16: numbers from 2**-66 to 2**15 with 52 significand bits are not all exact in a "
-            "Python float (2**-1073 to 2**1022, 51 bits): use fewer bits or another bias",
-        ),
+        ({"specials": "ieee"}, "FLOAT16: specials must be one of Specials.IEEE, .*, got 'ieee'"),
+        ({"storage_bits": 15}, "more than storage_bits = 15: set storage_bits to at least 16"),
+        ({"storage_bits": 64, "significand_bits": 52}, "with 52 significand bits are not all exact"),
         (
             {"storage_bits": 32, "exponent_bits": 11, "bias": 1023},
-            "FLOAT16: numbers from 2**-1032 to 2**1023 with 10 significand bits are not all exact in a "
-            "Python float (2**-1073 to 2**1022, 51 bits): use fewer bits or another bias",
+            r"2\*\*-1032 to 2\*\*1023 .* not all exact",
         ),
-        (
-            {"bias": 1065},
-            "FLOAT16: numbers from 2**-1074 to 2**-1035 with 10 significand bits are not all exact in a "
-            "Python float (2**-1073 to 2**1022, 51 bits): use fewer bits or another bias",
-        ),
+        ({"bias": 1065}, r"from 2\*\*-1074 to 2\*\*-1035 .* not all exact"),
     ],
 )
-def test_a_record_that_cannot_be_is_refused(change, message):
-    with pytest.raises(SettingError) as caught:
+def test_a_record_that_cannot_be_is_refused(change, match):
+    with pytest.raises(SettingError, match=match):
         dataclasses.replace(FLOAT16, **change)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("format", STORED, ids=attrgetter("name"))
@@ -216,28 +194,18 @@ def test_dtypes_map_one_to_one(format):
 
 
 def test_dtypes_are_the_ones_meant():
-    assert [torch_dtype(format) for format in STORED] == [
-        torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    ]  # fmt: skip
+    small = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+    assert [torch_dtype(one) for one in STORED] == [torch.float32, torch.bfloat16, torch.float16, *small]
 
 
 def test_a_format_without_a_dtype_is_refused():
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(SettingError, match="no torch dtype stores TF32: use one of FLOAT32, BFLOAT16"):
         torch_dtype(TF32)
-    assert str(caught.value) == (
-        "no torch dtype stores TF32: use one of "
-        "FLOAT32, BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ"
-    )
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.int32, torch.complex64, torch.float8_e8m0fnu, "float16"]
 )
 def test_a_dtype_without_a_record_is_refused(dtype):
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(SettingError, match=f"has no format for {dtype}: use one of torch.float32, torch.bfl"):
         from_torch_dtype(dtype)
-    assert str(caught.value) == (
-        f"narrowcast.formats has no format for {dtype}: use one of torch.float32, torch.bfloat16, "
-        "torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz"
-    )

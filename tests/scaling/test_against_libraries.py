@@ -199,24 +199,16 @@ def test_any_sequence_of_steps(rule, scale, window, hysteresis, events):
 )
 def test_factors_that_round(growth, backoff, window, hysteresis, scale, events):
     """apex in double precision, Megatron in float32; min_scale is met from above."""
-    apex = Dynamic(
-        scale=scale,
-        growth_factor=growth,
-        backoff_factor=backoff,
-        growth_interval=window,
-        rule="apex",
-        hysteresis=hysteresis,
-    )
+    common = {"scale": scale, "growth_interval": window, "hysteresis": hysteresis}
+    apex = Dynamic(rule="apex", growth_factor=growth, backoff_factor=backoff, **common)
     kernel = ApexKernel(scale, window, hysteresis, growth, backoff)
     there = Megatron(scale, window, hysteresis, growth, backoff, min_scale=scale * 0.7)
     megatron = Dynamic(
-        scale=scale,
+        rule="megatron",
         growth_factor=float(numpy.float32(growth)),
         backoff_factor=float(numpy.float32(backoff)),
-        growth_interval=window,
-        rule="megatron",
-        hysteresis=hysteresis,
         min_scale=float(numpy.float32(scale * 0.7)),
+        **common,
     )
     for overflow in events:
         kernel.step(overflow)

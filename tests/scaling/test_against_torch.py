@@ -52,18 +52,13 @@ class Torch:
 @settings(max_examples=200, deadline=None)
 @given(
     scale=SCALES,
-    growth_factor=GROWTH,
-    backoff_factor=BACKOFF,
-    growth_interval=st.integers(1, 4),
+    given_settings=st.fixed_dictionaries(
+        {"growth_factor": GROWTH, "backoff_factor": BACKOFF, "growth_interval": st.integers(1, 4)}
+    ),
     events=st.lists(st.booleans(), max_size=40),
 )
-def test_any_sequence_of_steps(scale, growth_factor, backoff_factor, growth_interval, events):
-    ours = Dynamic(
-        scale=scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
+def test_any_sequence_of_steps(scale, given_settings, events):
+    ours = Dynamic(scale=scale, **given_settings)
     theirs = Torch(ours)
     for overflow in events:
         ours = ours.after_step(overflow=overflow)
@@ -71,38 +66,6 @@ def test_any_sequence_of_steps(scale, growth_factor, backoff_factor, growth_inte
         assert as_float32(ours.scale) == float(theirs.scale)
         assert ours.good_steps == int(theirs.tracker)
         assert SMALLEST <= ours.scale <= LARGEST
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    scale=st.integers(-20, 20).map(lambda power: 3.0 * 2.0**power),
-    growth_factor=st.sampled_from([2.0, 1.7]),
-    backoff_factor=st.sampled_from([0.5, 0.3]),
-    growth_interval=st.integers(1, 4),
-    events=st.lists(st.booleans(), max_size=25),
-)
-def test_the_whole_scaler_of_torch(scale, growth_factor, backoff_factor, growth_interval, events):
-    """``GradScaler`` on the CPU, with gradients that are finite or not."""
-    given_settings = {
-        "growth_factor": growth_factor,
-        "backoff_factor": backoff_factor,
-        "growth_interval": growth_interval,
-    }
-    ours = Dynamic(scale=scale, **given_settings)
-    theirs = torch.amp.GradScaler("cpu", init_scale=scale, **given_settings)
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    for overflow in events:
-        optimizer.zero_grad()
-        weight = torch.tensor([1.0, math.inf if overflow else 2.0])
-        theirs.scale((parameter * weight).sum()).backward()
-        before = parameter.detach().clone()
-        theirs.step(optimizer)
-        theirs.update()
-        assert torch.equal(parameter, before) == overflow
-        ours = ours.after_step(overflow=overflow)
-        assert as_float32(ours.scale) == theirs.get_scale()
-        assert ours.good_steps == theirs._get_growth_tracker()
 
 
 def test_it_starts_as_torch_starts():

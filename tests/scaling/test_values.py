@@ -36,17 +36,11 @@ def test_every_field_survives_every_journey(kind):
     value = kind(**changed)
     for field in dataclasses.fields(kind):
         assert field.default is dataclasses.MISSING or changed[field.name] != field.default
-    by_fields = kind(**dataclasses.asdict(value))
     names = {"Off": Off, "Static": Static, "Dynamic": Dynamic}
-    journeys = [
-        copy.copy(value),
-        copy.deepcopy(value),
-        pickle.loads(pickle.dumps(value)),
-        dataclasses.replace(value),
-        by_fields,
-        eval(repr(value), names),
-    ]
-    for arrived in journeys:
+    journeys = [copy.copy, copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v)), dataclasses.replace]
+    journeys += [lambda v: kind(**dataclasses.asdict(v)), lambda v: eval(repr(v), names)]
+    for journey in journeys:
+        arrived = journey(value)
         assert arrived == value
         assert hash(arrived) == hash(value)
         assert repr(arrived) == repr(value)
@@ -128,29 +122,27 @@ def test_the_ends_of_the_range_are_in_it(scale):
     assert Dynamic(scale=scale).scale == scale
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("dynamic", Dynamic()),
-        (" Dynamic ", Dynamic()),
-        ("off", Off()),
-        ("OFF", Off()),
-        ("1024", Static(scale=1024.0)),
-        ("2e3", Static(scale=2000.0)),
-        (".5", Static(scale=0.5)),
-    ],
-)
-def test_words_of_a_command_line(text, expected):
-    assert parse(text) == expected
+WORDS = {
+    "dynamic": Dynamic(),
+    " Dynamic ": Dynamic(),
+    "OFF": Off(),
+    "1024": Static(scale=1024.0),
+    "2e3": Static(scale=2000.0),
+    ".5": Static(scale=0.5),
+}
+OTHER_WORDS = "'dynamic', 'off' or a positive number such as 1024, got"
+REFUSED = [
+    *[(text, OTHER_WORDS) for text in ("", "on", "dynamic 2", "1,024", "2**16", "0x10")],
+    *[(text, RANGE) for text in ("0", "-1", "inf", "nan", "1e-40", "1e39")],
+]
 
 
-@pytest.mark.parametrize("text", ["", "on", "dynamic 2", "1,024", "2**16", "0x10"])
-def test_other_words_are_refused(text):
-    with pytest.raises(ScaleError, match="'dynamic', 'off' or a positive number such as 1024, got"):
-        parse(text)
+@pytest.mark.parametrize("text", WORDS)
+def test_words_of_a_command_line(text):
+    assert parse(text) == WORDS[text]
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "1e-40", "1e39"])
-def test_numbers_out_of_range_are_refused(text):
-    with pytest.raises(ScaleError, match=RANGE):
+@pytest.mark.parametrize(("text", "match"), REFUSED)
+def test_other_words_and_numbers_out_of_range_are_refused(text, match):
+    with pytest.raises(ScaleError, match=match):
         parse(text)
