@@ -2,7 +2,6 @@
 
 from narrowcast.observe.explanation._table import (
     LAYER_NUMBER,
-    Group,
     bytes_text,
     count_text,
     explained,
@@ -19,7 +18,6 @@ from narrowcast.observe.explanation._table import (
 
 __all__ = [
     "LAYER_NUMBER",
-    "Group",
     "bytes_text",
     "count_text",
     "explained",

@@ -57,17 +57,17 @@ class ReachedRules:
     def of_fp8(self, path: str, layer: Any) -> Rule | None:
         """Return the rule by which ``layer`` at ``path`` multiplies in fp8, and count it as reached."""
         names = class_names(type(layer))
+        # As everywhere: an operator in modules, modules, operators; among equals the later.
         candidates = [
-            rule
-            for rule in self._rules
+            (rule.is_for_modules, rule.op is not None, at)
+            for at, rule in enumerate(self._rules)
             if rule.compute == layer.fp8_recipe
             and (not rule.is_for_modules or names_module(rule, path, names))
         ]
-        # As everywhere: an operator in modules, modules, operators; among equals the later.
-        order = {rule: (rule.is_for_modules, rule.op is not None, at) for at, rule in enumerate(candidates)}
-        found = max(candidates, key=order.__getitem__, default=None)
-        if found is not None:
-            self._reached.add(found)
+        if not candidates:
+            return None
+        found = self._rules[max(candidates)[-1]]
+        self._reached.add(found)
         return found
 
     def unreached(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> list[dict[str, Any]]:
