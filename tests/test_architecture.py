@@ -21,7 +21,7 @@ BUDGETS = {
     "formats": 600,
     "machine": 1_200,
     "policy": 1_551,
-    "scaling": 600,
+    "scaling": 460,
     "casting": 4_640,  # to become 4,400
     "gradients": 2_360,  # to become 2,300: a link beside each private name of torch
     "weights": 1_540,  # to become 1,450

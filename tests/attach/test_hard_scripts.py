@@ -45,7 +45,7 @@ def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
     lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, fused=True),
     torch.optim.RAdam,
 ], ids=["SGD", "AdamW fused", "RAdam"])  # fmt: skip
-def test_an_optimizer_whose_scheduler_took_hold_of_its_step_before(make):
+def test_a_scheduler_wrapped_the_step_before(make):
     model = network()
     optimizer = make(model.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -64,7 +64,7 @@ def test_an_optimizer_whose_scheduler_took_hold_of_its_step_before(make):
     assert all_finite(optimizer)
 
 
-def test_a_closure_whose_optimizer_was_taken_hold_of_before_is_refused():
+def test_a_closure_of_a_step_wrapped_before_is_refused():
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -74,7 +74,7 @@ def test_a_closure_whose_optimizer_was_taken_hold_of_before_is_refused():
             optimizer.step(lambda: None)
 
 
-def test_an_overflow_that_reached_parameters_by_hand_is_an_error_also_later():
+def test_an_overflow_applied_by_hand_is_an_error_also_later():
     """After an optimizer has stepped, updates by hand are fine until one of them used an overflow."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -95,7 +95,7 @@ def test_an_overflow_that_reached_parameters_by_hand_is_an_error_also_later():
             by_hand(1.0)
 
 
-def test_an_embedding_that_renormalises_itself_is_no_update_by_hand():
+def test_embedding_max_norm_is_no_update_by_hand():
     table = nn.Embedding(20, 12, max_norm=1.0)
     head, (_, y) = network(), data()
     words = torch.arange(64) % 20
@@ -154,7 +154,7 @@ def _hook(module, grad_input, grad_output):
     return None
 
 
-def test_a_model_with_hooks_is_pickled_and_copied_with_its_own_hooks():
+def test_a_model_is_pickled_and_copied_with_its_own_hooks():
     model = network()
     with Attachment("fp16"):
         model[0].register_full_backward_hook(_hook)
@@ -202,7 +202,7 @@ def test_a_compiled_training_step(compiled, policy):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_a_transformer_encoder_with_a_padding_mask_in_evaluation(policy):
+def test_a_transformer_encoder_with_a_mask_in_evaluation(policy):
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
     x, padding = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
@@ -217,7 +217,7 @@ def test_a_transformer_encoder_with_a_padding_mask_in_evaluation(policy):
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
-def test_a_script_that_uses_autocast_later_is_told_from_where_on():
+def test_a_script_that_uses_autocast_later_is_noted():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Attachment("bf16") as attached:

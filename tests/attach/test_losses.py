@@ -37,7 +37,7 @@ def test_the_value_is_that_of_the_loss_bit_for_bit(policy, writer):
     assert [loss["backward"] for loss in losses] == [1, 2, 3]
 
 
-def test_a_loss_that_is_changed_in_place_afterwards_keeps_its_value(writer):
+def test_a_loss_changed_in_place_afterwards_keeps_its_value(writer):
     weight = torch.full((1,), 3.0, requires_grad=True)
     with Attachment("bf16", writer=writer):
         value = (weight * 2).sum()
@@ -165,7 +165,7 @@ def test_values_on_a_device_are_read_once_a_second(writer):
     assert [forward["duration_s"] for forward in events(writer, "forward")] == [0.5] * 40
 
 
-def test_what_is_kept_does_not_grow_with_the_number_of_backwards(writer):
+def test_memory_does_not_grow_with_the_backwards(writer):
     weight = torch.ones(1, requires_grad=True)
     with Attachment("fp16", writer=writer) as attached:
         for _ in range(3000):

@@ -118,7 +118,7 @@ def test_the_scale_moves_as_that_of_torch_does():
 
 
 @pytest.mark.parametrize("hide", ["clamp", "nan_to_num", "clip_grad_value_", "clip_grad_norm_"])
-def test_an_overflow_that_the_script_clamps_away_is_still_skipped(hide):
+def test_an_overflow_that_is_clamped_away_is_still_skipped(hide):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
@@ -179,7 +179,7 @@ def test_two_optimizers_move_the_scale_once_a_backward(factors, steps, scale):
     lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
     lambda p: torch.optim.Adam(p, 1e-3),
 ], ids=["LBFGS strong_wolfe", "LBFGS", "SGD", "Adam"])  # fmt: skip
-def test_a_closure_whose_gradients_overflow_is_evaluated_again_at_a_lower_scale(make):
+def test_an_overflowing_closure_is_evaluated_at_a_lower_scale(make):
     model = network()
     optimizer = make(model.parameters())
     x, y = data()
@@ -249,7 +249,7 @@ def test_an_overflow_is_seen_before_it_is_clamped(where):
     assert attached.facts["skipped_steps"] == 1
 
 
-def test_gradients_that_the_script_itself_made_infinite_reach_no_parameter():
+def test_gradients_made_infinite_by_the_script_are_skipped():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
@@ -308,7 +308,7 @@ def test_skips_count_towards_collapse_only_in_a_row():
     assert (attached.facts["skipped_steps"], attached.facts["final_scale"]) == (57, 2.0**8)  # a fixed scale
 
 
-def test_an_optimizer_may_hold_frozen_parameters_and_one_may_thaw():
+def test_frozen_parameters_in_an_optimizer_may_thaw():
     model = network()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -64,7 +64,7 @@ def test_rules_for_operators_and_modules():
 
 
 @pytest.mark.parametrize("part_first", [True, False])
-def test_paths_are_those_in_the_largest_module_that_the_script_calls(part_first):
+def test_paths_start_at_the_largest_module_that_is_called(part_first):
     model = nn.Sequential(Classifier(), nn.Linear(4, 4))
     inner = model[0]
     with Attachment(policy(rule.module("0.head", compute="fp32"))):

@@ -205,7 +205,7 @@ def test_gradients_inside_the_graph_are_true_and_accumulate(way):
     assert_near(kept("fp16", Static(scale=2.0**12)), kept("fp32"))
 
 
-def test_autograd_grad_returns_true_gradients_also_where_the_scale_overflows():
+def test_autograd_grad_is_true_also_where_the_scale_overflows():
     def slopes(*attach_as):
         model, (x, y) = network(), data()
         with Attachment(*attach_as):
@@ -327,7 +327,7 @@ def test_a_script_that_uses_autocast_is_left_to_it(region):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_script_with_a_grad_scaler_is_left_to_it_unless_it_is_off(enabled):
+def test_a_script_with_an_enabled_grad_scaler_is_left_alone(enabled):
     model, (x, y) = network(), data()
     with Attachment("bf16") as attached:
         scaler = torch.amp.GradScaler("cpu", enabled=enabled)
@@ -370,7 +370,7 @@ def test_backward_from_a_gradient_edge_is_refused_in_fp16():
             torch.autograd.backward(edge)
 
 
-def test_a_script_that_raises_on_nonfinite_gradients_meets_overflows():
+def test_error_if_nonfinite_meets_overflows():
     model, (x, y) = network(), data()
     with Attachment("fp16", Static(scale=SCALE)):
         (F.mse_loss(model(x), y) * 1e6).backward()

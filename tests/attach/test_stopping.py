@@ -247,7 +247,7 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("how", UNSEEN)
-def test_a_script_without_an_optimizer_is_ended_after_backwards_or_calls(runs, how):
+def test_without_an_optimizer_backwards_or_calls_count(runs, how):
     without = TRAINING.replace("optimizer = torch.optim.SGD(model.parameters(), 0.01)", "optimizer = None")
     ended = runs.run(script(without, UNSEEN[how]), stop_after=5)
     assert (ended.code, ended.stderr) == (0, "")

@@ -18,7 +18,7 @@ def test_a_prehook_of_the_root_runs_before_hooks_of_leaves():
     assert order == ["root", "leaf"]
 
 
-def test_a_hook_registered_first_runs_first_and_handles_keep_working():
+def test_a_hook_registered_first_runs_first():
     leaf, order = torch.ones(1, requires_grad=True), []
     early = leaf.register_hook(lambda g: order.append("early"))
     leaf.register_hook(lambda g: order.append("late"))
@@ -44,7 +44,7 @@ def test_torch_wraps_steps_where_it_did():
     assert isinstance(vars(torch.optim.Optimizer)["profile_hook_step"], staticmethod)
 
 
-def test_module_calls_and_backward_go_by_the_names_that_are_replaced(monkeypatch):
+def test_module_calls_and_backward_go_by_replaced_names(monkeypatch):
     calls = []
     original = torch.autograd.backward
     monkeypatch.setattr(

@@ -150,7 +150,7 @@ def test_a_closure_is_evaluated_once_with_gradients_enabled(make, policy):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_an_overflow_held_back_lowers_a_dynamic_scale_until_gradients_are_finite():
+def test_an_overflow_held_back_lowers_the_scale():
     model, watcher = network(), Noting(hold_from=0)
     optimizer = torch.optim.Adam(model.parameters())
     scales = []
@@ -225,7 +225,7 @@ def test_another_scale_by_the_same_rule():
         assert attached.loss_scale == 2.0**4
 
 
-def test_names_of_parameters_are_unique_also_when_modules_are_gone():
+def test_parameter_names_are_unique_when_modules_are_gone():
     class Linear(nn.Linear):
         """Another class of that name."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import multiprocessing
 import multiprocessing.process
@@ -10,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -279,16 +280,10 @@ def _entered(attachment: Attachment) -> Iterator[None]:
 _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
 
 
-@dataclass(frozen=True, slots=True)
-class _AttachedTarget:
-    """Target of a started process: its own target, under an attachment again."""
-
-    target: Callable[..., Any]
-    settings: tuple[Any, ...]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _attach_process(*self.settings):
-            return self.target(*args, **kwargs)
+def _call_attached(settings: tuple[Any, ...], target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the target of a started process under an attachment again."""
+    with _attach_process(*settings):
+        return target(*args, **kwargs)
 
 
 class _Processes:
@@ -308,7 +303,7 @@ class _Processes:
 
     def _start(self, original: Callable[..., None], process: Any) -> None:
         target = getattr(process, "_target", None)
-        wrapped = isinstance(target, _AttachedTarget)
+        wrapped = getattr(target, "func", None) is _call_attached
         left_alone = self._recorder.left_alone is not None
         library = (getattr(target, "__module__", None) or "").startswith(_OF_LIBRARIES)
         if left_alone or wrapped or library or _start_method(process) == "fork":
@@ -321,7 +316,7 @@ class _Processes:
             original(process)
             return
         settings = (*self._settings, watch_in_force(), next(self._numbers))
-        process._target = _AttachedTarget(target, settings)
+        process._target = functools.partial(_call_attached, settings, target)
         try:
             original(process)
         finally:

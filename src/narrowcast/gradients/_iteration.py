@@ -186,7 +186,7 @@ class Iteration:
         elif check is None:
             check = self._unscaled_check(state, optimizer)
         assert check is not None
-        self._obey_flags(state, check)
+        self._use_written_flags(state, check)
         if not check.any_checked and not (
             _torch_internals.takes_grad_scale(optimizer) and not self._gradients(optimizer).values
         ):
@@ -196,7 +196,7 @@ class Iteration:
         check.refuse_changes()
         return check
 
-    def _obey_flags(self, state: State, check: GradientCheck) -> None:
+    def _use_written_flags(self, state: State, check: GradientCheck) -> None:
         """Use flags that a script wrote into torch's own entries, as torch does."""
         flags = list(state["found_inf_per_device"].values())
         if flags and not (len(flags) == 1 and flags[0] is check.found_inf):
