@@ -34,16 +34,14 @@ from narrowcast.report._figures import (
 )
 from narrowcast.report._files import Found, Pictures, find_capture, pictures
 from narrowcast.report._render import html_page
-from narrowcast.report._statistics import forward_times_s, step_times_s
+from narrowcast.report._statistics import times_s
 from narrowcast.report._summary import final_losses, summary
 from narrowcast.report._table import NAMES, checks, rows, which_is_faster
 from narrowcast.report._text import number, shortened, signed, site_name
 
 PAGE = "report.html"
 
-_LONGEST_NOTE = 2_000
 _LONGEST_FACT = 400
-_MOST_NOTES = 40
 _MOST_FACTS = 60
 _MOST_LINES = 60
 _MOST_PARAMETERS = 200
@@ -58,7 +56,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
     """
     found, start, runs = summary(comparison), comparison.own.start, comparison.runs
     losses, more_sites = loss_figures(runs)
-    judged, times_s = checks(found), _times_s(runs, found["kind"])
+    judged, times = checks(found), [times_s(run.capture, found["kind"]) for run in runs]
     what = "forward calls" if found["kind"] == "inference" else "steps"
     return html_page(
         "comparison.html",
@@ -77,18 +75,18 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         cut=[run_name(run) for run in runs if run.capture.end is None],
         losses=losses,
         more_sites=more_sites,
-        figures={"times": time_figure(runs, times_s, what), "scale": scale_figure(runs)},
+        figures={"times": time_figure(runs, times, what), "scale": scale_figure(runs)},
         by_seed=_by_seed(runs),
         parameters=_parameters(found["certificate"]) if found["certificate"] else None,
         panel=explain_panel(comparison.folder),
-        pictures=_pairs(comparison),
+        pictures=_pictures(comparison),
         facts=_facts([run.capture for run in runs]),
         runs=[
-            (run, run.capture.totals(), statistics.median(times) if times else None)
-            for run, times in list(zip(runs, times_s, strict=True))[:_MOST_LINES]
+            (run, run.capture.totals(), statistics.median(of_run) if of_run else None)
+            for run, of_run in list(zip(runs, times, strict=True))[:_MOST_LINES]
         ],
         more_runs=max(0, len(runs) - _MOST_LINES),
-        notes=_notes(found["notes"]),
+        notes=found["notes"],
     )
 
 
@@ -104,12 +102,12 @@ def run_page(capture: Capture, folder: Path) -> str:
     run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
     panel = explain_panel(folder)
     verb = "run" if panel is None else "explain"
-    trains = bool(capture.of("step") or capture.of("loss"))
+    kind = "training" if capture.of("step") or capture.of("loss") else "inference"
     # Losses and times of the few, slowed steps that explain watches mean nothing.
     shown = [run] if panel is None else []
     losses, more_sites = loss_figures(shown)
-    times_s = _times_s(shown, "training" if trains else "inference")
-    times = time_figure(shown, times_s, "steps" if trains else "forward calls")
+    what = "steps" if kind == "training" else "forward calls"
+    times = time_figure(shown, [times_s(one.capture, kind) for one in shown], what)
     return html_page(
         "run.html",
         title=_script(capture.start["argv"]),
@@ -126,7 +124,7 @@ def run_page(capture: Capture, folder: Path) -> str:
         panel=panel,
         pictures=pictures([("the run", folder)], folder),
         facts=_facts([capture]),
-        notes=_notes([note["text"] for note in capture.of("note")]),
+        notes=[note["text"] for note in capture.of("note")],
     )
 
 
@@ -175,18 +173,6 @@ def _command(verb: str, start: Mapping[str, Any]) -> str:
     return shortened(f"narrowcast {verb} {shlex.join([*known, *start['argv']][:200])}", _LONGEST_FACT)
 
 
-def _notes(notes: Sequence[str]) -> list[str]:
-    shown = [shortened(note, _LONGEST_NOTE) for note in notes[:_MOST_NOTES]]
-    more = len(notes) - len(shown)
-    return shown + ([f"and {more} more notes, in the capture"] if more else [])
-
-
-def _times_s(runs: Sequence[TimedRun], kind: str | None) -> list[list[float]]:
-    if kind == "inference":
-        return [forward_times_s(run.capture.of("forward")) for run in runs]
-    return [step_times_s(run.capture.of("step")) for run in runs]
-
-
 def _by_seed(runs: Sequence[TimedRun]) -> list[tuple[str, ...]]:
     """Final losses of each seed: call site, seed, FP32, mixed, difference."""
     fp32, mixed = (final_losses([run for run in runs if run.format == key]) for key in NAMES)
@@ -200,19 +186,12 @@ def _by_seed(runs: Sequence[TimedRun]) -> list[tuple[str, ...]]:
     return lines[:_MOST_LINES]
 
 
-def _pairs(comparison: ComparisonCapture) -> Pictures:
-    """Pictures of the first run of each format, of one seed where both formats ran it."""
-    events = comparison.own.of("run")
-    first = {side: [event for event in events if event["format"] == side] for side in NAMES}
-    seeds = {event["seed"] for event in first["fp32"]} & {event["seed"] for event in first["mixed"]}
-    chosen = []
-    for side, name in NAMES.items():
-        same = [event for event in first[side] if event["seed"] == min(seeds, default=event["seed"])]
-        chosen += [
-            (f"{name}, seed {event['seed']}", (comparison.folder / event["capture"]).parent)
-            for event in same[:1]
-        ]
-    return pictures(chosen, comparison.folder)
+def _pictures(comparison: ComparisonCapture) -> Pictures:
+    """Read the pictures of the first run of each format, which have the same seed."""
+    first = {event["format"]: event for event in reversed(comparison.own.of("run"))}
+    chosen = [(name, first[side]) for side, name in NAMES.items() if side in first]
+    folders = [(f"{name}, seed {run['seed']}", Path(run["capture"]).parent) for name, run in chosen]
+    return pictures([(name, comparison.folder / path) for name, path in folders], comparison.folder)
 
 
 def _facts(captures: Sequence[Capture]) -> list[tuple[str, str]]:

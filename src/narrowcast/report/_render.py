@@ -16,22 +16,12 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# The formats of numbers that templates use.
+# Templates may use every public function of _text, and the formats of numbers that explain has.
 _FILTERS = {
-    name: getattr(module, name)
-    for module, names in (
-        (explanation, ("bytes_text", "count_text", "percent")),
-        (
-            _text,
-            (
-                *("bold", "bold_red", "decibels", "duration", "gibibytes", "mebibytes", "milliseconds"),
-                *("number", "percent_change", "plural", "printable", "ratio", "seconds", "short"),
-                *("shortened", "two_digits", "when", "wrapped"),
-            ),
-        ),
-    )
-    for name in names
-}
+    name: function
+    for name, function in vars(_text).items()
+    if getattr(function, "__module__", "") == _text.__name__ and not name.startswith("_")
+} | {name: getattr(explanation, name) for name in ("bytes_text", "count_text", "percent")}
 
 
 def html_page(template: str, **values: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.observe.capture import TimedRun
+from narrowcast.observe.capture import Capture, TimedRun
 
 WARM_UP_SHARE = 0.1
 """Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen."""
@@ -50,6 +50,13 @@ def step_times_s(steps: Sequence[Mapping[str, Any]]) -> list[float]:
 def forward_times_s(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
     """Durations of the outermost calls in a run's ``forward`` events, warm-up left out."""
     return without_warm_up([forward["duration_s"] for forward in forwards])
+
+
+def times_s(capture: Capture, kind: str | None) -> list[float]:
+    """Durations of steps, or for the kind ``"inference"`` of forward calls, warm-up left out."""
+    if kind == "inference":
+        return forward_times_s(capture.of("forward"))
+    return step_times_s(capture.of("step"))
 
 
 def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
@@ -204,10 +211,7 @@ def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun], kind: str | None
 
 
 def _unevenness(run: TimedRun, kind: str | None) -> float:
-    inference = kind == "inference"
-    capture = run.capture
-    times = forward_times_s(capture.of("forward")) if inference else step_times_s(capture.of("step"))
-    ordered = sorted(times)
+    ordered = sorted(times_s(run.capture, kind))
     if len(ordered) < 10:
         return 1.0
     tenth = len(ordered) // 10
