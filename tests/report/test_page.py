@@ -1,7 +1,6 @@
 """Pages as text: what they contain, what they escape, how large they are."""
 
 import json
-import random
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -202,23 +201,6 @@ def test_numbers_at_the_ends_of_floats_are_shown(tmp_path, value):
     paths = [a["d"] for a in page.all("path")]
     assert paths
     assert not any(re.search("nan|inf|e", path) for path in paths)
-
-
-@pytest.mark.long
-def test_long_runs_are_thinned(tmp_path):
-    """Eighteen curves of four thousand losses each."""
-    draw = random.Random(0)
-    runs = {}
-    for seed in range(3):
-        for format_ in ("fp32", "mixed"):
-            events = [made_captures.start(seed=seed)]
-            for backward in range(1, 12_001):
-                site = f"train.py:{backward % 3}"
-                loss = {"event": "loss", "time_s": backward / 100, "backward": backward, "site": site}
-                events.append(loss | {"value": draw.random()})
-            runs[f"{format_}-{seed}"] = events
-    text = comparison_page(read_comparison(made_captures.comparison(tmp_path, runs)))
-    assert len(text.encode()) < 1_000_000
 
 
 def test_a_page_of_one_run(tmp_path):
