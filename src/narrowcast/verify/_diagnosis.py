@@ -78,8 +78,10 @@ def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
         return problem
     if result is None:
         return "the run was ended before anything was measured"
-    if complete or result["problem"] is not None:
-        return None if complete else str(result["problem"])
+    if result["problem"] is not None:
+        return str(result["problem"])
+    if complete:
+        return None
     seen, s = result["seen"], "s" * (result["seen"] > 1)
     if not seen:
         return "the script called no module with parameters and took no optimizer step: nothing to profile"
@@ -95,7 +97,7 @@ def _profile(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
-    """Compare the two profiles, and hold them against the machine's rates.
+    """Compare the two profiles with each other and with the machine's rates.
 
     Times of products come from profiled steps, ``speedup`` from steps that ran as they are.
 
@@ -105,8 +107,8 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
         take the most time in FP32, each with its ``share`` there, ``speedup`` in this script and
         ``machine_speedup`` of the nearest size that was measured on this machine (``machine_shape``);
         ``machine_speedup`` over all sizes, weighted by time, null unless known for half of it;
-        ``limit_here`` and ``limit_machine``, how much faster a step gets when products alone get faster by
-        either; ``machine_best``, ``speed`` and ``shape`` of the matrix product that gains most here, or null.
+        ``limit_here`` and ``limit_machine``, how much faster a step gets if only products get faster by
+        either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains most here, or null.
     """
     fp32, mixed = found["fp32"], found["mixed"]
     mixed_s = {same_size(row["kind"], row["shape"]): row["each_s"] for row in mixed["products"]}
