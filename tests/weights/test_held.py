@@ -319,19 +319,6 @@ def test_writes_through_data_before_the_first_step_count(dtype):
     assert torch.equal(after[20:], kept[20:])
 
 
-def test_an_embedding_that_renormalizes_itself_is_respected(dtype):
-    embedding = torch.nn.Embedding(6, 8, max_norm=0.5)
-    lower(embedding, dtype)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.0)
-    hold(optimizer, "masters")
-    embedding(torch.tensor([1, 2])).float().sum().backward()
-    expected = embedding.weight.detach().clone()
-    optimizer.step()
-    assert torch.equal(embedding.weight, expected)
-    assert embedding.weight[1].float().norm() < 0.51
-    assert embedding.weight[3].float().norm() > 0.51
-
-
 # ---- steps that do not happen, or not to the end
 
 

@@ -181,7 +181,8 @@ class HeldWeights:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        self._zero_grad_of_instance = vars(optimizer).get("zero_grad")
+        self._own_zero_grad = optimizer.zero_grad
+        self._zero_grad_was_replaced = "zero_grad" in vars(optimizer)
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
         optimizer.holds_low_weights = True  # type: ignore[attr-defined]
         # copy, deepcopy and pickle ask for it. A copy has no hooks: it would update the working parameters
@@ -300,8 +301,8 @@ class HeldWeights:
             hook.remove()
         if vars(self.optimizer).get("zero_grad") == self._zero_grad:
             del self.optimizer.zero_grad
-            if self._zero_grad_of_instance is not None:
-                self.optimizer.zero_grad = self._zero_grad_of_instance  # type: ignore[method-assign]
+            if self._zero_grad_was_replaced:
+                self.optimizer.zero_grad = self._own_zero_grad  # type: ignore[method-assign]
         del self.optimizer.holds_low_weights  # type: ignore[attr-defined]
         remove_guard(self.optimizer)
         del self.optimizer.__getstate__
@@ -431,10 +432,7 @@ class HeldWeights:
 
     @untraced
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        if self._zero_grad_of_instance is not None:
-            self._zero_grad_of_instance(set_to_none)
-        else:
-            type(self.optimizer).zero_grad(self.optimizer, set_to_none)
+        self._own_zero_grad(set_to_none)
         clear(self._pairs, set_to_none=set_to_none)
 
 

@@ -7,7 +7,6 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from narrowcast.weights._torch_internals import (
     is_outermost_step,
     local,
     step_without_hooks,
+    tensors_in,
     untraced,
 )
-from narrowcast.weights._update_methods import tensors_in, widened
+from narrowcast.weights._update_methods import widened
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -127,12 +127,7 @@ class UpdateMeter:
     def __enter__(self) -> UpdateMeter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def remove(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter
 
 untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = vars(torch)["_disable_dynamo"]
 """Decorate a function that ``torch.compile`` calls without tracing it as torch's optimizers do."""
@@ -35,6 +36,11 @@ def version_of(tensor: torch.Tensor) -> int:
     """Return a count that every in-place write increases; writes through ``.data`` do not."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/variable.h
     return tensor._version
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in nested containers; torch/utils/_pytree.py."""
+    return (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

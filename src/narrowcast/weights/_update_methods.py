@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,18 +234,6 @@ def _mismatch(expected: str, came: str) -> SettingError:
 
 # Counts and coefficients that torch's optimizers keep as tensors of a dtype of their own.
 _SCALARS = {"step", "mu_product", "eta", "mu"}
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
