@@ -1,4 +1,4 @@
-"""Gradients of low parameters on their way to the working parameters and back; scalers must wait for them."""
+"""Move gradients between low and working parameters, and keep scalers from stepping before that."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def require_dense(pairs: Sequence[Pair]) -> None:
             )
 
 
-def take(pairs: Sequence[Pair], *, lend: bool) -> None:
+def take(pairs: Sequence[Pair], *, restores: bool) -> None:
     """Add each low gradient to the working gradient, in float32, and remove it from the low parameter.
 
-    With ``lend`` the low gradient is put back after the step, where torch leaves it too, unless gradients
+    With ``restores`` the low gradient is put back after the step, where torch leaves it too, unless gradients
     were added up.
     """
     require_dense(pairs)
@@ -35,33 +35,33 @@ def take(pairs: Sequence[Pair], *, lend: bool) -> None:
     for pair in pairs:
         gradient = pair.low.grad
         if gradient is None:
-            if not lend:
-                pair.lent = None
+            if not restores:
+                pair.low_grad = None
             continue
         if pair.working.grad is None:
             pair.working.grad = gradient.detach().to(torch.float32, copy=True)
-            pair.lent = gradient if lend else None
+            pair.low_grad = gradient if restores else None
         else:
             sums.append(local(pair.working.grad))
             terms.append(local(gradient.detach()))
-            pair.lent = None
+            pair.low_grad = None
         pair.low.grad = None
     add_all(sums, terms)
 
 
-def give_back(pairs: Sequence[Pair]) -> None:
-    """Put lent gradients back."""
+def restore_low(pairs: Sequence[Pair]) -> None:
+    """Put the gradients that the step took back on the low parameters."""
     for pair in pairs:
-        if pair.lent is not None:
+        if pair.low_grad is not None:
             pair.working.grad = None
             if pair.low.grad is None:
-                pair.low.grad = pair.lent
-            pair.lent = None
+                pair.low.grad = pair.low_grad
+            pair.low_grad = None
 
 
-def spend(pairs: Sequence[Pair]) -> None:
-    """Put lent gradients back after a step and drop the others."""
-    give_back(pairs)
+def end_step(pairs: Sequence[Pair]) -> None:
+    """Put gradients back after a step, and drop those of the working parameters."""
+    restore_low(pairs)
     for pair in pairs:
         pair.working.grad = None
 
@@ -69,7 +69,7 @@ def spend(pairs: Sequence[Pair]) -> None:
 def clear(pairs: Sequence[Pair], *, set_to_none: bool) -> None:
     """Zero or drop the low gradients, as ``Optimizer.zero_grad`` does."""
     for pair in pairs:
-        pair.lent = None
+        pair.low_grad = None
         gradient = pair.low.grad
         if gradient is None:
             continue
@@ -81,9 +81,9 @@ def clear(pairs: Sequence[Pair], *, set_to_none: bool) -> None:
             gradient.requires_grad_(False).zero_()
 
 
-def untake(pairs: Sequence[Pair]) -> None:
+def move_back(pairs: Sequence[Pair]) -> None:
     """Put every gradient back on its low parameter, rounded to nearest."""
-    give_back(pairs)
+    restore_low(pairs)
     for pair in pairs:
         if pair.working.grad is not None:
             low_gradient = pair.working.grad.to(pair.low.dtype)

@@ -11,13 +11,13 @@ import torch
 from narrowcast.errors import SettingError, UnsupportedError, near_names
 from narrowcast.weights._gradients import (
     clear,
-    give_back,
+    end_step,
     guard_against_scalers,
+    move_back,
     remove_guard,
     require_dense,
-    spend,
+    restore_low,
     take,
-    untake,
 )
 from narrowcast.weights._lower import LOW_DTYPES
 from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, untraced, version_of
@@ -213,7 +213,7 @@ class HeldWeights:
             UnsupportedError: a gradient is sparse. Nothing was taken.
         """
         self._hold_new({})
-        take(self._pairs, lend=False)
+        take(self._pairs, restores=False)
 
     def full_values(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the float32 value of each low parameter: the master, low plus residual, or low."""
@@ -291,7 +291,7 @@ class HeldWeights:
             return
         with torch.no_grad():
             self._finish_interrupted()
-            untake(self._pairs)
+            move_back(self._pairs)
         low_of = {pair.working: pair.low for pair in self._pairs}
         for group in self.optimizer.param_groups:
             group["params"][:] = [low_of.get(parameter, parameter) for parameter in group["params"]]
@@ -391,7 +391,7 @@ class HeldWeights:
         require_dense(self._pairs)
         with torch.no_grad():
             self._open()
-            take(self._pairs, lend=True)
+            take(self._pairs, restores=True)
         # torch hands the optimizer itself as the first argument.
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._evaluated(kwargs["closure"])}
@@ -403,11 +403,11 @@ class HeldWeights:
         def evaluate() -> Any:
             with torch.no_grad():
                 self._write()
-                give_back(self._pairs)
+                restore_low(self._pairs)
             loss = closure()
             with torch.no_grad():
                 self._open()
-                take(self._pairs, lend=True)
+                take(self._pairs, restores=True)
             return loss
 
         return evaluate
@@ -426,7 +426,7 @@ class HeldWeights:
         with torch.no_grad():
             finish = [watcher() for watcher in self.watchers]
             self._close()
-            spend(self._pairs)
+            end_step(self._pairs)
             for finished in finish:
                 finished()
 

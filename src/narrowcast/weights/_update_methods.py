@@ -28,7 +28,7 @@ class Pair:
     Attributes:
         low, working: the two.
         kept: the Kahan residual, of the low dtype.
-        lent: the gradient of the low parameter while a step uses it.
+        low_grad: the gradient that a step took from the low parameter and puts back at its end.
         seen: the version of the low parameter when it last agreed with what is kept; None: unknown.
         opened: whether the working parameter holds the value, from the start of a step to its end.
     """
@@ -36,7 +36,7 @@ class Pair:
     low: torch.Tensor
     working: torch.nn.Parameter
     kept: torch.Tensor | None = None
-    lent: torch.Tensor | None = None
+    low_grad: torch.Tensor | None = None
     seen: int | None = None
     opened: bool = False
 
