@@ -1,8 +1,8 @@
-"""Making a policy true: regions in which ops run in other formats, and casts of what modules hand on.
+"""Carry out a policy: regions in which operators run in other formats, and casts of modules' outputs.
 
 ``autocast``, ``custom_fwd`` and ``custom_bwd`` take the arguments of ``torch.autocast`` and ``torch.amp``;
-``apply`` has a model open its region itself, rules for modules included; ``compile`` is ``torch.compile`` of
-that; ``cast_floating`` casts the tensors inside any nesting of containers.
+``apply`` attaches hooks with which a model opens its region itself, rules for modules included; ``compile``
+is ``torch.compile`` of that; ``cast_floating`` casts the tensors inside any nesting of containers.
 """
 
 from narrowcast.casting._apply import Applied, applied_to, apply

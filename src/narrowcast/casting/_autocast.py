@@ -30,7 +30,7 @@ from narrowcast.policy import FP8_RECIPES, Policy, Rule, Scope, as_policy, resol
 _F = TypeVar("_F", bound=Callable[..., Any])
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# The devices that torch has an autocast table for; which of them a build knows is asked when one is named.
+# The devices that torch has an autocast table for, for suggestions in errors.
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,8 +42,9 @@ class autocast:  # noqa: N801 (torch's spelling)
     function that calls itself too, and by several threads at once. Regions of different formats may be nested
     in any order around shared layers, and run in several threads. A step of an optimizer or
     ``load_state_dict`` inside a region takes effect at once. ``torch.is_autocast_enabled``,
-    ``torch.get_autocast_dtype`` and ``torch.is_autocast_cache_enabled`` answer for the region, and as before
-    once it is left, by an exception too. ``backward`` belongs after the region: inside it warns, once.
+    ``torch.get_autocast_dtype`` and ``torch.is_autocast_cache_enabled`` describe the region, and after it,
+    also after an exception, return what they did before. ``backward`` belongs after the region: inside it
+    warns, once.
 
     Args:
         device_type: type of device whose ops are cast, as ``"cuda"`` or ``"cpu"``.
@@ -74,7 +75,7 @@ class autocast:  # noqa: N801 (torch's spelling)
     _warns = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """In code that is traced, what its tracer can follow; nothing new otherwise."""
+        """Return a region that a tracer can follow, in code that is traced."""
         if torch.compiler.is_compiling():
             kwargs = {name: value for name, value in kwargs.items() if name not in ("scope", "warns")}
             return _traced(*_checked(*args, **kwargs), kwargs.get("policy"))
@@ -119,7 +120,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         return self
 
     def _inner_scope(self) -> Scope | None:
-        """Where the calls inside are made from; None: no rules are in force there."""
+        """Return the scope of calls inside; None: no rules are in force there."""
         policy = self._policy
         if policy is None:
             return scope_on(self.device)
@@ -169,7 +170,7 @@ def _decorate(region: autocast, func: Callable[_P, _R]) -> Callable[_P, _R]:
         with region._again() if torch.compiler.is_compiling() else region:
             return func(*args, **kwargs)
 
-    # What torch.jit.script says when it meets one; the name is torch's.
+    # The error of torch.jit.script, under torch's own name.
     decorate_autocast.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
     return decorate_autocast
 
@@ -182,7 +183,7 @@ def _checked(
     *,
     policy: Policy | str | None = None,
 ) -> tuple[str, torch.dtype, bool, bool]:
-    """What was asked for, with every default looked up; an error where it cannot be."""
+    """Return the arguments with their defaults; raise if they are invalid."""
     check_device(device_type, enabled=enabled)
     if policy is not None:
         _check_one_format(dtype, policy)
@@ -207,7 +208,7 @@ def _check_one_format(dtype: torch.dtype | None, policy: Policy | str) -> None:
 
 
 def check_device(device_type: Any, *, enabled: bool) -> None:
-    """Refuse what is no device, a device that torch cannot autocast, and, if ``enabled``, missing CUDA."""
+    """Refuse devices that torch does not know or cannot autocast, and, if ``enabled``, missing CUDA."""
     if not isinstance(device_type, str):
         raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
     if device_type == "cpu":
@@ -249,10 +250,7 @@ def _check_dtype(device_type: str, dtype: Any) -> None:
 
 
 class ScopedRegion(autocast):
-    """A region of which the place is known, for code that opens it for others.
-
-    A backward pass inside it is no mistake, unless it ``warns``.
-    """
+    """A region with a given scope. A backward pass inside it does not warn, unless ``warns``."""
 
     def __init__(
         self,
@@ -273,9 +271,9 @@ class ScopedRegion(autocast):
 
 
 def region_in(policy: Policy, device_type: str, dtype: torch.dtype, *, warns: bool = False) -> ScopedRegion:
-    """A region of ``policy`` in ``dtype`` for code that saw to its rules for modules itself.
+    """Return a region of ``policy`` in ``dtype``, for callers that attach rules for modules themselves.
 
-    In fp32 it is off, unless there are rules.
+    In fp32 it is disabled, unless there are rules.
     """
     scope = None if policy.is_plain else root_scope(policy, device_type, dtype)
     enabled = dtype != torch.float32 or scope is not None
@@ -415,7 +413,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 
 
 def active_scopes() -> Mapping[str, Scope]:
-    """Type of device -> the place of this thread's calls, where a policy with rules casts there now."""
+    """Return device type -> the scope of this thread's calls, where autocast is enabled."""
     return {
         device: scope for device, scope in _scopes.scopes_here().items() if torch.is_autocast_enabled(device)
     }
@@ -489,7 +487,7 @@ _process = _Process()
 
 @contextmanager
 def backward_outside(policy: Policy) -> Iterator[None]:
-    """While this is open, backward passes begun in a region of ``policy`` cast nothing, in any thread."""
+    """Meanwhile, backward passes that begin in a region of ``policy`` cast nothing, in any thread."""
     with _process.lock:
         _process.rules.append(policy.rules)
         if _process.ours is None:
@@ -501,25 +499,25 @@ def backward_outside(policy: Policy) -> Iterator[None]:
         with _process.lock:
             _process.rules.remove(policy.rules)
             if not _process.rules:
-                # Whoever replaced it since goes on calling ours, which hands everything on.
+                # A later replacement goes on calling ours, which then only calls the original.
                 if current_engine() is _process.ours:
                     replace_engine(_process.ours.__wrapped__)
                 _process.ours = None
 
 
 def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
-    """The start of autograd's engine with autocast off for the thread, which the engine's threads follow."""
+    """Wrap the start of autograd's engine: autocast is off for the thread and for the engine's threads."""
 
     @skipped_by_dynamo
     def run(*args: Any, **kwargs: Any) -> Any:
         if not any(scope.resolved.rules in _process.rules for scope in _scopes.scopes_here().values()):
             return below(*args, **kwargs)
-        drop_casts()  # so that the pass frees each as it goes
+        drop_casts()  # so that the backward pass frees each cast when it is done with it
         try:
             with without_autocast():
                 return below(*args, **kwargs)
         finally:
-            drop_casts()  # of what was computed again meanwhile
+            drop_casts()  # those of recomputed forwards
 
     run.__wrapped__ = below  # type: ignore[attr-defined]
     return run

@@ -206,7 +206,7 @@ class Baked:
 
 @dataclass(frozen=True)
 class _Layer:
-    """How a type of layer uses its parameters.
+    """How a class of layers uses its parameters.
 
     Attributes:
         names: the parameters that only these operators read; None: all.
@@ -237,7 +237,7 @@ _TRANSFORMERS_CONV1D = _Layer(("weight", "bias"), ("addmm",))
 
 
 def _layer(module: torch.nn.Module, device_type: str) -> _Layer | None:
-    """How ``module`` uses its parameters; None if it is of no known type or overrides ``forward``."""
+    """Return how ``module`` uses its parameters; None if its class is unknown or overrides ``forward``."""
     kind = type(module)
     if f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D":
         return _TRANSFORMERS_CONV1D
@@ -249,7 +249,7 @@ def _layer(module: torch.nn.Module, device_type: str) -> _Layer | None:
 
 
 def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, torch.dtype]:
-    """The parameters to store, and the low format of each."""
+    """Return the parameters to store, with the low format of each."""
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -308,10 +308,10 @@ def _format(scope: Scope, ops: Iterable[str]) -> torch.dtype | None:
 
 
 class _StoredWeight:
-    """A parameter whose memory is in ``dtype``.
+    """A parameter that is stored in ``dtype``.
 
-    The ``Parameter`` stays the same object, for optimizers and hooks. Its low values count: ``kept``, the
-    fp32 values or None, is valid as long as it rounds to them, bit for bit.
+    The ``Parameter`` stays the same object, for optimizers and hooks. Its low values are authoritative:
+    ``kept``, the fp32 values or None, is valid as long as it rounds to them, bit for bit.
     """
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype, keep: bool) -> None:
@@ -333,13 +333,13 @@ class _StoredWeight:
             return stored.to(torch.float32)
 
     def widen(self) -> None:
-        """Let the parameter hold its fp32 values."""
+        """Store the fp32 values in the parameter."""
         full = self.full()
         with _apart_from_autograd():
             self.parameter.data = full
 
     def narrow(self) -> None:
-        """Let the parameter, which was widened, hold low values again."""
+        """Store low values in the parameter again, after ``widen``."""
         with _apart_from_autograd():
             self.kept = self.parameter.data
             self.parameter.data = self.kept.to(self.dtype)
@@ -353,7 +353,7 @@ def _apart_from_autograd() -> Iterator[None]:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the bit; NaN equals any NaN."""
+    """Return whether two tensors have equal bits; any NaN equals any NaN."""
     if a.shape != b.shape:
         return False
     integers = _INTEGERS[a.element_size()]
@@ -361,7 +361,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((same | (a.isnan() & b.isnan())).all())
 
 
-# ---- hooks of modules, which know the stored weights by their names in the module
+# ---- hooks of modules
 
 
 def _give_fp32(

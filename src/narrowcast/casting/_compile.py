@@ -26,7 +26,7 @@ from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
 from narrowcast.policy import FP8_RECIPES, Policy, Scope, with_fp32_weights
 
-# The fp8 layers of models; what was compiled from each holds them.
+# The fp8 layers of models, referenced by what was compiled from each.
 _fp8_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[_Fp8]] = weakref.WeakKeyDictionary()
 
 

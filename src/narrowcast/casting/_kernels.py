@@ -174,7 +174,7 @@ def release(device_type: str, ops: tuple[str, ...]) -> None:
     with _lock:
         users = _libraries[device_type].users
         users.subtract(ops)
-        users += Counter()  # without those that nobody needs
+        users += Counter()  # drops those that no policy needs
     once_none_is_open(_remove_unneeded)
 
 

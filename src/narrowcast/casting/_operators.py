@@ -1,9 +1,8 @@
-"""What a kernel of ours does with a call of an operator.
+"""Carry out the decisions about operators.
 
-An action is prepared once for each place and operator. It casts the eligible tensors among the arguments
+An action is prepared once for each scope and operator. It casts the eligible tensors among the arguments
 (fp16, bf16 and fp32, on the region's device), in lists too, and calls the operator with autocast off, as the
-kernels of PyTorch's own table do. Casts are recorded by autograd. Where no rule is in force, a kernel does
-what PyTorch's own table does.
+kernels of PyTorch's own table do. Casts are recorded by autograd.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ from narrowcast.policy import (
 
 
 def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    """What PyTorch does with an operator that autocast has no kernel for; to be called with a keyset first.
+    """Return what PyTorch does with an operator without a kernel of autocast; takes a keyset first.
 
-    It goes on to what comes after autocast, and what it calls itself is cast as usual: a composite is made of
-    such calls, and so are kernels like that of a sparse product. Arithmetic calls nothing; it goes on with
-    autocast off instead, since a redispatch takes no numbers for tensors.
+    It redispatches below autocast, and calls inside are cast as usual: composites make such calls, and so do
+    kernels like that of a sparse matmul. Arithmetic calls nothing; it runs with autocast off instead, since a
+    redispatch takes no numbers for tensors.
     """
     if takes_numbers_for_tensors(op):
         off, call = without_key(device_type), call_of(op)
@@ -77,7 +76,7 @@ def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
 
 
 def plain_call(op: Any) -> Callable[..., Any]:
-    """What ``op(...)`` of an ``OpOverload`` comes down to, with as few steps in Python as can be."""
+    """Return what ``op(...)`` of an ``OpOverload`` calls, with as few steps in Python as possible."""
     call = call_of(op)
     if takes_numbers_for_tensors(op) or not may_get_numbers(op):
         return call
@@ -88,13 +87,13 @@ def plain_call(op: Any) -> Callable[..., Any]:
 
 
 def may_get_numbers(op: Any) -> bool:
-    """Whether C++ calls ``op`` with a number that it made a tensor of, and Python is given the number."""
+    """Return whether C++ wraps a number as a tensor for ``op``, of which Python is given the number."""
     kinds = [str(argument.type) for argument in op._schema.arguments]
     return torch.Tag.pointwise in op.tags and kinds.count("Tensor") > 1
 
 
 def tensors_for_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` of ``op`` with a tensor of no dimension for each number that stands for one."""
+    """Return ``args`` of ``op`` with a 0-dim tensor for each number where it takes a tensor."""
     positions = [at for at, one in enumerate(op._schema.arguments[: len(args)]) if str(one.type) == "Tensor"]
     if all(isinstance(args[at], torch.Tensor) for at in positions):
         return args
@@ -104,7 +103,7 @@ def tensors_for_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Tensor:
-    """A tensor that decides as little about the format of a result as the number would."""
+    """Return a tensor that affects type promotion no more than the number would."""
     exact = torch.tensor(number, dtype=_EXACT[type(number)])
     if any(_rank(one.dtype) >= _rank(exact.dtype) for one in beside):
         if any(one.dim() for one in beside):
@@ -120,12 +119,12 @@ _EXACT = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: tor
 
 
 def _rank(dtype: torch.dtype) -> int:
-    """Where ``dtype`` stands among bool, integers, floating and complex formats."""
+    """Return the category of ``dtype`` in type promotion: bool, integer, floating, complex."""
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype is not torch.bool)
 
 
 Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""What a kernel calls: with its keyset, and the arguments of the operator."""
+"""Called by a kernel with its keyset, and the arguments of the operator."""
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 _APPENDED = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
@@ -135,7 +134,7 @@ _APPENDED = {
 
 
 def action_for(name: str, decision: Decision, scope: Scope) -> Action:
-    """What the kernel of operator ``name`` calls with its arguments where ``decision`` was made."""
+    """Return the action of ``decision`` about the operator ``name`` in ``scope``."""
     op, device = operator(name), scope.resolved.device_type
     if decision.compute == UNLISTED:
         go_on = below_autocast(op, device)
@@ -152,7 +151,7 @@ def action_for(name: str, decision: Decision, scope: Scope) -> Action:
 
 
 def native_action(name: str, kind: str, device: str) -> Action:
-    """What PyTorch's own kernel of operator ``name`` does, which is of ``kind`` on its table."""
+    """Return the action of PyTorch's own kernel for ``name``, which is of ``kind`` on its table."""
     op = operator(name)
     if kind == FP32_SET_DTYPE:
         return _setting_dtype(op, device)
@@ -162,7 +161,7 @@ def native_action(name: str, kind: str, device: str) -> Action:
 
 
 def is_eligible(tensor: torch.Tensor, device: str) -> bool:
-    """Whether autocast may cast ``tensor`` at all."""
+    """Return whether autocast may cast ``tensor``."""
     if tensor.dtype not in CASTABLE:
         return False
     # The attribute takes a fifth of the time of asking for the device.
@@ -170,7 +169,7 @@ def is_eligible(tensor: torch.Tensor, device: str) -> bool:
 
 
 def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An eligible ``tensor`` in ``dtype``; the cast of a weight is kept for its next use."""
+    """Return an eligible ``tensor`` in ``dtype``; the cast of a weight is kept for its next use."""
     if isinstance(tensor, torch.nn.Parameter) and tensor.dtype is torch.float32 and is_cacheable(tensor):
         return cast_weight(tensor, dtype)
     return tensor.to(dtype)
@@ -190,7 +189,7 @@ def _running(op: Any, device: str, casts: Callable[[Any, Any], tuple[Any, Any]] 
         return run_as_is
 
     def run(_keyset: Any, args: Any, kwargs: Any) -> Any:
-        with off():  # around the casts too, which nothing is to decide about or to watch
+        with off():  # around the casts too, so that no kernel decides about them or reports them
             args, kwargs = casts(args, kwargs)
             return call(*args, **kwargs)
 
@@ -251,7 +250,7 @@ def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
 
 
 def widest(tensors: Iterable[torch.Tensor], device: str) -> torch.dtype | None:
-    """The format to which eligible ``tensors`` promote; None: there is none."""
+    """Return the dtype to which eligible ``tensors`` promote, or None."""
     found = None
     for tensor in tensors:
         if is_eligible(tensor, device):
@@ -260,7 +259,7 @@ def widest(tensors: Iterable[torch.Tensor], device: str) -> torch.dtype | None:
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results of an operator, in lists too."""
+    """Return the tensors among arguments or results of an operator, in lists too."""
     found: list[torch.Tensor] = []
     for value in values if isinstance(values, list | tuple) else (values,):
         if isinstance(value, torch.Tensor):
@@ -313,7 +312,7 @@ def _setting_dtype(op: Any, device: str) -> Action:
 
 
 def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
-    """Hand a call of ``op`` on to its overload that takes a ``dtype``, in fp32."""
+    """Call the overload of ``op`` that takes a ``dtype`` instead, in fp32."""
     plain, appended = _running(op, device, None), _running(with_dtype, device, None)
     takes = [argument.name for argument in op._schema.arguments]
 
@@ -329,7 +328,7 @@ def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
 
 
 _CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
-# Others, as those of fp8, PyTorch's kernels cast as they do these.
+# PyTorch's kernels cast others, as those of fp8, like these.
 _FORMATS = frozenset({
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -337,7 +336,7 @@ _FORMATS = frozenset({
 
 
 def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
-    """The kernel that is on the autocast key now, to be called with a keyset first; None: there is none."""
+    """Return the kernel that is on the autocast key now, called with a keyset first, or None."""
     key = autocast_key(device_type)
     if not has_kernel(qualified(op), key):
         return None
@@ -360,9 +359,9 @@ def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
 
 
 def without_autocast_cache(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A fetched kernel that neither reads nor writes PyTorch's cache, whose lock others may hold.
+    """Wrap a fetched kernel so that it does not use PyTorch's cache, whose lock another thread may hold.
 
-    Tracers, of which there is one at a time, keep it: a weight is cast once in what they record.
+    Tracers, of which there is one at a time, use the cache: a weight is cast once in what they record.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Enter and leave the autocast state of torch, and restore it where a forward pass is computed again.
+"""Enter and leave the autocast state of torch, and restore it when a forward pass is recomputed.
 
-torch keeps casts of weights in one cache for the whole process, whose key is the weight alone. Two rules keep
-a cast of one format out of a region of another. Inside a thread, the cache is dropped whenever the format in
-force changes. Between threads, a region may use the cache only while no other thread has a region that uses
-it for another format; otherwise it runs with the cache off, casts its weights at each use, and is right.
-A region in float32 neither reads nor writes the cache, since only casts of fp32 weights are kept there.
-Regions that torch.autocast itself opened in other threads are not seen.
+torch keeps weight casts in one cache for the whole process, whose key is the weight alone. Two rules keep a
+cast of one dtype out of a region of another. Within a thread, the cache is dropped whenever the dtype
+changes. Between threads, a region uses the cache only while no other thread has a region that uses it for
+another dtype; otherwise it runs with the cache off and casts its weights at each use. A region in float32
+neither reads nor writes the cache, since only casts of fp32 weights are kept there. Regions that
+``torch.autocast`` opened in other threads are not detected.
 
-Activation checkpointing restores PyTorch's own autocast state, but neither rules nor a region in float32 on a
-CPU. So while such a region is open, a function that is checkpointed is bound to the state of that moment.
+Activation checkpointing restores PyTorch's own autocast state, but neither rules nor a region in float32 on
+a CPU. So while such a region is open, functions that are checkpointed are bound to the current state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from narrowcast.policy import Scope
 
 
 class _Process:
-    """What the regions of all threads share; read and written with the lock held."""
+    """State shared by the regions of all threads; read and written with the lock held."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -78,7 +78,7 @@ class _Process:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Do what waits for the end of every region, if that has come."""
+        """Run the work that waits until no region is open, if none is."""
         if self.regions == 0:
             work, self.afterwards = self.afterwards, None
             if work is not None:
@@ -120,7 +120,7 @@ def enter(
     warns: bool = False,
     caller: int | None = None,
 ) -> None:
-    """Open a region in this thread; ``leave(owner)`` closes it. See ``OpenRegion`` for the arguments."""
+    """Open a region in this thread, which ``leave(owner)`` closes. ``OpenRegion`` describes the arguments."""
     regions = thread.regions
     if regions and regions[-1].caller is not None:
         close_abandoned()
@@ -143,23 +143,23 @@ def enter(
 
 @contextmanager
 def traced_region(
-    device: str, dtype: torch.dtype, enabled: bool, place_state: Sequence[tuple[str, torch.dtype]] = ()
+    device: str, dtype: torch.dtype, enabled: bool, scope_state: Sequence[tuple[str, torch.dtype]] = ()
 ) -> Iterator[None]:
-    """A region in code that Dynamo traces; ``place_state`` is the place in it, as ``state_of`` gives it.
+    """Open a region in code that Dynamo traces; ``scope_state`` is its scope, from ``autocast_state_of``.
 
-    Dynamo follows ``torch.autocast``, inside checkpoints and custom functions too, but neither locks nor
-    stacks of a thread. ``torch.autocast`` would disable a region in float32 on a CPU, so one of another
-    format is opened, in which the format is then set to float32. The cache of weight casts is off: no cast of
-    another region can be met in it.
+    Dynamo traces ``torch.autocast``, inside checkpoints and custom functions too, but neither locks nor
+    stacks of a thread. ``torch.autocast`` would disable a region in float32 on a CPU, so one of another dtype
+    is opened, and the dtype is then set to float32. The cache of weight casts is off, so that it returns no
+    cast of another region.
     """
     half = torch.float16 if dtype == torch.float32 else dtype
     with torch.autocast(device, half, enabled, False):
         if dtype != half:
             torch.set_autocast_dtype(device, dtype)
-        if not place_state:
+        if not scope_state:
             yield
             return
-        first, last = place_state[0], place_state[-1]
+        first, last = scope_state[0], scope_state[-1]
         with torch.autocast(*first, enabled=False), torch.autocast(*last, enabled=False):
             yield
 
@@ -222,13 +222,13 @@ def _restore(region: OpenRegion) -> None:
 
 
 def discard_regions(regions: list[OpenRegion]) -> None:
-    """Forget regions that were left open by a thread that has ended, and its state with it."""
+    """Discard regions that a thread left open when it ended, and its state with it."""
     for region in reversed(regions):
         _process.close(region, drop=True)
 
 
 def close_abandoned() -> None:
-    """Close the innermost regions of this thread whose callers have ended without leaving them.
+    """Close the innermost regions of this thread whose callers ended without leaving them.
 
     PyTorch calls the hooks of a module after an ``Exception``, but not after a ``KeyboardInterrupt``.
     """
@@ -238,7 +238,7 @@ def close_abandoned() -> None:
 
 
 def is_running(caller: int) -> bool:
-    """Whether this thread is in the call of a function whose frame has that ``id``."""
+    """Return whether this thread is in the function call whose frame has that ``id``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame) != caller:
         frame = frame.f_back
@@ -246,7 +246,7 @@ def is_running(caller: int) -> bool:
 
 
 def _remove_below(region: OpenRegion, above: list[OpenRegion]) -> None:
-    """Close a region under others, which are to restore later what it would have restored."""
+    """Close a region under others, which will restore what it would have restored."""
     above[0].cache_before = region.cache_before
     heirs = [other for other in above if other.device == region.device]
     if heirs:
@@ -263,9 +263,9 @@ def _remove_below(region: OpenRegion, above: list[OpenRegion]) -> None:
 
 
 def once_none_is_open(work: Callable[[], object]) -> None:
-    """Call ``work`` now, or as the last region that is open in any thread closes.
+    """Call ``work`` now, or when the last open region of any thread closes.
 
-    Without the lock: garbage may be collected, and call this, while this thread holds it.
+    Takes no lock: garbage collection may call this while this thread holds it.
     """
     _process.afterwards = work
     _process.catch_up()
@@ -276,16 +276,16 @@ def once_none_is_open(work: Callable[[], object]) -> None:
 
 @runtime_checkable
 class Owner(Protocol):
-    """Who opened a region and may say that it cannot be opened again."""
+    """The owner of a region that may refuse to open it again."""
 
     def check_recomputation(self) -> None: ...
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` in the autocast state of this moment, whenever and in whatever thread it is called.
+    """Return ``function`` bound to the current autocast state, for later calls in any thread.
 
     Raises:
-        OrderError: in a call, where a model was computed in it by hooks that are gone.
+        OrderError: in a call, if hooks that computed a model in that state were removed.
     """
     owners = [region.owner for region in thread.regions if isinstance(region.owner, Owner)]
     cache = torch.is_autocast_cache_enabled()
@@ -309,7 +309,7 @@ def _bound_where_needed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Checkpoints:
-    """What stands in modules of torch for parts of checkpointing while a region is open that it loses."""
+    """Replacements for parts of torch's checkpointing while a region is open that it does not restore."""
 
     def __init__(self) -> None:
         self._composable: bool | None = None
@@ -317,7 +317,7 @@ class _Checkpoints:
         self._replacements: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def bind(self) -> None:
-        """Bind what is checkpointed from now on."""
+        """Bind functions that are checkpointed from now on."""
         composable = _torch_internals.COMPOSABLE_CHECKPOINT in sys.modules
         if composable is not self._composable:  # made once, since regions open often
             self._composable = composable
@@ -328,7 +328,7 @@ class _Checkpoints:
                 if hasattr(module, name)
             ]
         for names, name, original, ours in self._replacements:
-            if names[name] is original:  # else somebody else has replaced it since
+            if names[name] is original:  # otherwise another library has replaced it since
                 names[name] = ours
 
     def unbind(self) -> None:
@@ -341,7 +341,7 @@ _checkpoints = _Checkpoints()
 
 
 class _BindingFunction:
-    """Stands for ``CheckpointFunction``, of which ``checkpoint`` calls ``apply`` alone."""
+    """Replaces ``CheckpointFunction``, of which ``checkpoint`` calls only ``apply``."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -362,7 +362,7 @@ def _binding_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _quiet_kwargs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``checkpoint`` brings back itself; not a region in float32, of which it would warn on a CPU."""
+    """Leave a region in float32 out of what ``checkpoint`` restores, since it would warn on a CPU."""
 
     @functools.wraps(original)
     def kwargs_of_regions(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What is in force in a thread: its open regions, and the place in a model that its calls are made from.
+"""The state of a thread: its open regions, and the scope that its calls are made in.
 
-The place is kept in torch's own autocast state, which ``torch.compile`` guards and traces. No tensor is ever
-on an IPU, so while rules are in force for the CPU, the autocast format of IPUs stands for the place, and
-autocast is on for them: another place is another state, for which Dynamo makes another graph. Where there are
-more places than formats, a second such device type is used as well. Caches of graphs on disk have that state
-in their keys, and beside it the list of what each format stands for in this process.
+The scope is kept in torch's own autocast state, which ``torch.compile`` guards and traces. No tensor is ever
+on an IPU, so while rules are in force for the CPU, the autocast dtype of IPUs stands for the scope, and
+autocast is on for them: another scope is another state, for which Dynamo makes another graph. If there are
+more scopes than dtypes, a second such device type is used as well. The keys of graph caches on disk contain
+that state, and the list of what each dtype stands for in this process.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from narrowcast.casting._torch_internals import trace_backward_outside_of_region
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import Rule, Scope, dtype_of
 
-# The device types whose formats stand for places on another one: for the first places, and for those beyond.
+# The device types whose dtypes stand for the scopes of another one: for the first scopes, and for the others.
 _STATE_DEVICES = {"cpu": ("ipu", "maia"), "cuda": ("hpu", "mtia")}
 _OTHER_STATE_DEVICES = ("xla", "hpu")
 _NEUTRAL = torch.float16
-# Not those in which a program may have opened a region for such a device.
+# Without those in which a program may have opened a region for such a device.
 _FORMATS = tuple(
     sorted(
         {one for one in vars(torch).values() if isinstance(one, torch.dtype)} - {_NEUTRAL, torch.bfloat16},
@@ -32,27 +32,27 @@ _FORMATS = tuple(
 )
 _lock = threading.Lock()
 _Mark = tuple[torch.dtype, torch.dtype | None]
-# By device type and identity of a place, its mark; by device type and mark, the places (of equal policies).
+# By device type and identity of a scope, its mark; by device type and mark, the scopes (of equal policies).
 _marks: dict[tuple[str, str], _Mark] = {}
 _by_mark: dict[tuple[str, torch.dtype, torch.dtype | None], list[weakref.ref[Scope]]] = {}
 
 
 class _Process:
-    device_types: tuple[str, ...] = ()  # those for which there was a place
-    beyond = False  # whether the second device type of a pair is used at all
+    device_types: tuple[str, ...] = ()  # those that had a scope
+    beyond = False  # whether the second device type of a pair is used
 
 
 class OpenRegion:
     """One entered region, and the state that leaving it restores.
 
     Attributes:
-        owner: who opened it and is to leave it.
-        warns: whether a backward pass inside is worth a warning.
-        propagates: whether checkpoints have to restore it, since PyTorch does not.
-        caller: the ``id`` of the frame with which the region ends, where nobody may be there to leave it.
-        place: which rules are in force inside; held here, since the autocast state holds no reference.
-        caching: whether casts of weights are kept.
-        moved: whether the place inside is another than outside.
+        owner: the object that opened it and will leave it.
+        warns: whether a backward pass inside it warns.
+        propagates: whether checkpoints must restore it, since PyTorch does not.
+        caller: the ``id`` of the frame with which the region ends if its owner does not leave it, or None.
+        scope: the rules inside; referenced here, since the autocast state holds no reference.
+        caching: whether weight casts are kept.
+        moved: whether the scope inside differs from that outside.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class OpenRegion:
 
 
 class _Thread(threading.local):
-    """What a thread knows.
+    """State of a thread.
 
     Attributes:
         regions: its open regions, outermost first.
@@ -98,12 +98,12 @@ thread = _Thread()
 
 
 def rule_that_casts() -> Rule | None:
-    """Return the rule for a module whose inputs or outputs this thread is casting; None: there is none."""
+    """Return the rule for the module whose inputs or outputs this thread is casting, or None."""
     return thread.casting_rule
 
 
 def scope_on(device_type: str) -> Scope | None:
-    """Return the place of this thread's calls on ``device_type``; None: no rule is in force."""
+    """Return the scope of this thread's calls on ``device_type``; None: no rule is in force."""
     carrier, beyond = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
     second = torch.get_autocast_dtype(beyond) if _process.beyond else None
     if second not in _FORMATS:
@@ -116,20 +116,20 @@ def scope_on(device_type: str) -> Scope | None:
 
 
 def scopes_here() -> dict[str, Scope]:
-    """Return the places of this thread's calls by type of device."""
+    """Return the scopes of this thread's calls by device type."""
     found = {device: scope_on(device) for device in _process.device_types}
     return {device: scope for device, scope in found.items() if scope is not None}
 
 
 def set_scope(scope: Scope | None, device_type: str) -> None:
-    """Make ``place`` that of this thread's calls from now on; None: no rule is in force."""
+    """Set the scope of this thread's calls; None: no rule is in force."""
     for carrier, dtype in autocast_state_of(scope, device_type):
         torch.set_autocast_dtype(carrier, dtype)
         torch.set_autocast_enabled(carrier, dtype != _NEUTRAL)
 
 
 def autocast_state_of(scope: Scope | None, device_type: str) -> list[tuple[str, torch.dtype]]:
-    """Return the device types whose autocast formats stand for ``place``, with these formats."""
+    """Return the device types whose autocast dtypes stand for ``scope``, with these dtypes."""
     mark = (_NEUTRAL, None) if scope is None else mark_of(scope)
     carriers = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
     if not _process.beyond:
@@ -138,7 +138,7 @@ def autocast_state_of(scope: Scope | None, device_type: str) -> list[tuple[str, 
 
 
 def mark_of(scope: Scope) -> _Mark:
-    """Return the formats that stand for ``place``.
+    """Return the dtypes that stand for ``scope``.
 
     Raises:
         UnsupportedError: the process has used up all of them.
@@ -156,7 +156,7 @@ def _choose_mark(scope: Scope) -> _Mark:
             lap, at = divmod(before, len(_FORMATS))
             if lap > len(_FORMATS):
                 raise UnsupportedError(
-                    f"expected fewer than {before} places of policies with rules in one process, since "
+                    f"expected fewer than {before} scopes of policies with rules in one process, since "
                     "torch.compile can tell no more of them apart: make each policy once"
                 )
             if device_type not in _process.device_types:
@@ -172,7 +172,7 @@ def _choose_mark(scope: Scope) -> _Mark:
 
 
 def _tag_caches() -> None:
-    """Put what the marks stand for into the key of every compiled graph that is kept on disk."""
+    """Add what the marks stand for to the key of every compiled graph that is kept on disk."""
     settings = torch.compiler.config
     ours = hashlib.sha256(repr(sorted(_marks.items())).encode()).hexdigest()[:16]
     kept = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
@@ -180,9 +180,9 @@ def _tag_caches() -> None:
 
 
 def lower_dtype(scope: Scope) -> torch.dtype:
-    """Return the dtype of ``"lower"`` at ``place``: inside a module with a rule the policy's format.
+    """Return the dtype of ``"lower"`` in ``scope``: inside a module with a rule the policy's format.
 
-    Elsewhere the region's: one of ``torch.autocast`` that was opened inside ours may have another format.
+    Elsewhere that of the region, since one of ``torch.autocast`` inside ours may have another.
     """
     if scope.rule is not None:
         return dtype_of(scope.resolved.lower)
@@ -190,6 +190,6 @@ def lower_dtype(scope: Scope) -> torch.dtype:
 
 
 def region_dtype(device_type: str) -> torch.dtype:
-    """Return the format in which an operator on PyTorch's list of narrow ones computes here."""
+    """Return the dtype in which operators on PyTorch's list of low-precision ones compute here."""
     scope = scope_on(device_type)
     return torch.get_autocast_dtype(device_type) if scope is None else lower_dtype(scope)

@@ -1,10 +1,9 @@
-"""Seeing every operator at the level where autocast decides about it.
+"""Watch every operator where autocast decides about it.
 
-While somebody watches, all operators that leave their arguments alone have a kernel on the autocast key, on
-top of what is there: it calls what would have been called and tells what happened. Composites are seen, and
-what they are made of where they are taken apart. What runs inside an operator that was cast as a whole is not
-seen: autocast is off there. What the kernel of any other operator calls is seen where it is cast, as the
-product inside a sparse one.
+While a watcher is active, all operators that do not write to their arguments have a kernel on the autocast
+key, on top of the existing one: it calls that one and reports the call. Composites are reported, and so are
+their parts if they are decomposed. Calls inside an operator that was cast as a whole are not: autocast is off
+there. Calls that other kernels make are reported where they are cast, as the matmul inside a sparse one.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from narrowcast.policy import (
     operator,
 )
 
-# A cast of a Parameter is told to be no Parameter by these, which Python's Tensor relies on.
+# Python's Tensor relies on these to make a plain tensor of a Parameter.
 _LEFT_ALONE = frozenset({"detach", "alias", "lift", "lift_fresh", "_make_dual", "_fw_primal"})
 
 
@@ -48,7 +47,7 @@ class OpCall:
         because: the same in words.
         listed: whether a rule or a table decides about it.
         composite: whether it was taken apart, so that what it is made of follows as calls of its own.
-        began, ended: what the clock said, by default seconds.
+        began, ended: times by the clock, by default in seconds.
         enclosing: the operators that it was called in, outermost first.
     """
 
@@ -138,7 +137,7 @@ class _Watch:
         return device_type == self._device_type and op in self.kernels
 
     def _below(self, op: str) -> Callable[..., Any]:
-        """What a call would reach without this watcher; in Python by itself, as ``own_kernel`` says."""
+        """Return what a call would reach without this watcher; see ``own_kernel``."""
         others = [one for one in _kernels.overlays if isinstance(one, _Watch) and one is not self]
         beneath = [one.kernels[op] for one in others if one.watches(self._device_type, op)]
         if beneath:
@@ -155,7 +154,7 @@ class _Watch:
         self.kernels.clear()
 
     def _watched(self, op: str, below: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the kernel of ``op``; PyTorch may call it after ``end``, as ``own_kernel`` says."""
+        """Return the kernel of ``op``; PyTorch may call it after ``end``, see ``own_kernel``."""
         device_type, listener, clock = self._device_type, self._listener, self._clock
         kind = native_table(device_type).get(op)
         composite = has_kernel(qualified(op), "CompositeImplicitAutograd")

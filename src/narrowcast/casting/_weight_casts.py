@@ -1,14 +1,14 @@
-"""Casts of weights: kept until the outermost region of the thread ends, and dropped when weights are written.
+"""Weight casts: kept until the outermost region of the thread ends, and dropped when weights are written.
 
-PyTorch keeps those of its own kernels by weight alone, until the outermost region ends. With the training
-loop inside the region, the optimizer would write the weights, and the model would go on computing with the
-old casts. So a step of any optimizer, ``Module.load_state_dict`` and a backward pass inside a region drop the
-casts; the backward pass for code that writes weights outside of a step, as SAM and updates by hand, or
-between the calls of a closure, as LBFGS. Other writes inside a region (an average of weights that is copied
-in, say) are not seen: call ``nc.drop_casts()`` after them.
+PyTorch keeps the casts of its own kernels by weight alone, until the outermost region ends. With the training
+loop inside the region, the optimizer would write the weights, and the model would compute with the old casts.
+So a step of any optimizer, ``Module.load_state_dict`` and a backward pass inside a region drop the casts; the
+backward pass for code that writes weights outside of a step, as SAM and updates by hand, or between the calls
+of a closure, as LBFGS. Other writes inside a region (for example an average of weights that is copied in) are
+not detected: call ``nc.drop_casts()`` after them.
 
-Kernels of ours keep casts by thread, weight, format and whether gradients are recorded. A cast whose weight
-was written since is not used, but for writes through ``.data``, which leave no trace.
+Kernels of ours keep casts by thread, weight, dtype and whether gradients are recorded. A cast is not used if
+its weight was written since, except through ``.data``, which leaves no trace.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _process = _Process()
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``weight`` in ``dtype``: the cast of it that is there, or a new one that is kept."""
+    """Return ``weight`` in ``dtype``: the kept cast, or a new one that is kept from now on."""
     if _here.generation != _process.generation:
         _here.casts.clear()
         _here.generation = _process.generation
@@ -67,13 +67,13 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return found[2]
     cast = weight.to(dtype)
     if type(cast) is not torch.Tensor:
-        return cast  # of a mode in which tensors are not what they seem, as fake ones
+        return cast  # a fake tensor, or one of another mode
     _here.casts[key] = (weakref.ref(weight), weight._version, cast)
     return cast
 
 
 def is_cacheable(tensor: torch.nn.Parameter) -> bool:
-    """Return whether a cast of ``tensor``, a parameter, may be used again: it can be told to be old."""
+    """Return whether a cast of ``tensor``, a parameter, may be kept: a later write would be detected."""
     return (
         tensor.is_leaf
         and bool(thread.regions)
@@ -121,7 +121,7 @@ def stop_watching_writes() -> None:
     """Called when the last such region closes."""
     _watch_loading(-1)
     ours = _process.our_backward
-    # Whoever replaced it since goes on calling ours, which outside a region hands everything on.
+    # A later replacement goes on calling ours, which outside of regions only calls the original.
     if ours is not None and _autograd.backward is ours:
         _autograd.backward = ours.__wrapped__
     _process.our_backward = None
