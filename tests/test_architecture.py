@@ -20,9 +20,9 @@ BUDGETS = {
     "_files": 85,  # the one atomic write, of which there were seven
     "formats": 600,
     "machine": 1_200,
-    "policy": 1_551,
+    "policy": 1_585,
     "scaling": 460,
-    "casting": 4_640,  # to become 4,400
+    "casting": 4_625,  # to become 4,400
     "gradients": 2_360,  # to become 2,300: a link beside each private name of torch
     "weights": 1_540,  # to become 1,450
     "training": 2_515,  # to become 2,300
@@ -30,7 +30,7 @@ BUDGETS = {
     "attach": 2_713,  # to become 2,600
     "verify": 3_254,  # to become 2,900
     "integrations": 0,
-    "apex": 2_900,
+    "apex": 2_901,
     "migrate": 3_400,
     "report": 2_770,  # to become 2,700
     "cli": 1_050,
