@@ -153,27 +153,6 @@ def test_what_is_made_parses_keeps_other_lines_and_is_stable(text, target):
         assert outcome.text.count("\n") == outcome.text.count("\r\n")
 
 
-@EXAMPLES
-@given(programs(), st.sampled_from(["torch", "narrowcast"]))
-def test_apex_goes_wholly_or_stays_wholly(text, target):
-    names = apex_uses(text)
-    after = apex_uses(migrate_text(text, Settings(target=target)).text)
-    assert after in ([], names if target == "torch" else [])
-
-
 def kept_lines(text):
     """The marked lines; one in a region has moved to the right."""
     return [line.lstrip(" \t") for line in text.splitlines() if line.lstrip().startswith(KEPT)]
-
-
-def apex_uses(text):
-    """The calls of apex in a program, by what is called."""
-    tree = ast.parse(text)
-    roots = {"amp", "mixed", "apex"} & {
-        alias.asname or alias.name.partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom) and "narrowcast" not in ast.unparse(node)
-        for alias in node.names
-    }
-    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return sorted(call for call in calls if call.partition(".")[0] in roots)

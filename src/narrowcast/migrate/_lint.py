@@ -1,7 +1,7 @@
-"""Find mistakes in hand-written mixed precision, by what follows what in one function.
+"""Find mistakes in hand-written mixed precision from the order of calls in one function.
 
-A mistake is reported where it holds whichever way a condition goes. Where a call of this file, another
-function that gets the scaler, or a branch decides, nothing is reported.
+A mistake is reported only if it holds for every branch. Nothing is reported if it depends on a function of
+this file, or on another function that gets the scaler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TELLING = re.compile(r"GradScaler|autocast|unscale_|\.scale\(")
 _OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
 _SCALER = re.compile(r"scaler$", re.IGNORECASE)
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
-# What is not linear in the gradient: it means something else for a scaled one.
+# Not linear in the gradient, so wrong for a scaled one.
 _MEASURES = ("norm", "vector_norm", "get_total_norm", "clamp", "clamp_", "pow")
 _REGIONS = ("torch.autocast", "torch.amp.autocast", "narrowcast.autocast")
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -43,12 +43,12 @@ class Rule:
     Attributes:
         name: in kebab case; a comment on the line switches it off by this name.
         reason: why it is a mistake.
-        mended: what to write, with ``{scaler}``, ``{optimizer}`` and ``{code}``, the text of the statement.
+        correction: what to write; ``{code}`` is the text of the statement.
     """
 
     name: str
     reason: str
-    mended: str
+    correction: str
 
 
 RULES = {
@@ -58,36 +58,36 @@ RULES = {
             name="clip-before-unscale",
             reason="the gradients are still multiplied by the loss scale, so that a limit on their norm "
             "or value clips nearly every step to almost nothing",
-            mended="on the line before: {scaler}.unscale_({optimizer})",
+            correction="on the line before: {scaler}.unscale_({optimizer})",
         ),
         Rule(
             name="grad-before-unscale",
             reason="the gradient is still multiplied by the loss scale, and so is what is computed from it",
-            mended="on a line before: {scaler}.unscale_({optimizer})",
+            correction="on a line before: {scaler}.unscale_({optimizer})",
         ),
         Rule(
             name="step-without-scaler",
             reason="the loss was scaled and the optimizer steps by itself: nothing checks for infinities, "
             "and gradients that were not unscaled are too large by the loss scale",
-            mended="{scaler}.step({optimizer})",
+            correction="{scaler}.step({optimizer})",
         ),
         Rule(
             name="update-missing",
             reason="the scale is never updated: it cannot back off where gradients overflow, and torch "
             "raises at the next step",
-            mended="on a line after the last step: {scaler}.update()",
+            correction="on a line after the last step: {scaler}.update()",
         ),
         Rule(
             name="update-between-steps",
             reason="the scale is updated between two steps of one backward pass: the gradients of the second "
             "were scaled with the old scale and are unscaled with the new one",
-            mended="{scaler}.update() once, after the last step",
+            correction="{scaler}.update() once, after the last step",
         ),
         Rule(
             name="backward-in-region",
             reason="the backward pass runs inside the autocast region, where its own operators may be cast "
             "once more",
-            mended="{code} behind the region, with the indentation of its with",
+            correction="{code} behind the region, with the indentation of its with",
         ),
     )
 }
@@ -104,7 +104,7 @@ def lint(source: Source, settings: Settings) -> Changes:
     for rule, node, message in mistakes(source):
         begin, end = source.lines(node)
         if not any(_is_ignored(rule, line) for line in source.text[begin:end].splitlines()):
-            changes.tell(source.start(node), rule, message, fixed=False)
+            changes.report(source.start(node), rule, message, fixed=False)
     return changes
 
 
@@ -115,7 +115,7 @@ def mistakes(source: Source) -> list[Mistake]:
     scan = _Scan(source)
     first: dict[tuple[int, str], Mistake] = {}
     for rule, node, scaler, code in sorted(scan.found(), key=lambda one: source.start(one[1])):
-        told = RULES[rule].mended.format(scaler=scaler, optimizer=scan.optimizer_after(node), code=code)
+        told = RULES[rule].correction.format(scaler=scaler, optimizer=scan.optimizer_after(node), code=code)
         first.setdefault((node.lineno, rule), (rule, node, f"{RULES[rule].reason}; write {told}"))
     return list(first.values())
 
@@ -137,7 +137,7 @@ Found = tuple[str, ast.expr, str, str]
 
 @dataclass(slots=True)
 class _State:
-    """What is certain about the gradients at one point of a function.
+    """Known state of the gradients at one point of a function.
 
     Attributes:
         scaled: the scaler of the last scaled backward pass since the last step; None if that is not certain.
@@ -154,7 +154,7 @@ class _State:
     updated: ast.expr | None = None
 
     def forget(self) -> None:
-        """Set all to what is not certain."""
+        """Set everything to unknown."""
         self.scaled, self.mixed, self.unscaled, self.stepped, self.updated = None, True, True, False, None
 
 
@@ -227,7 +227,7 @@ class _Scan:
         return bool(_OPTIMIZER.search(code)) and "sched" not in code.lower()
 
     def optimizer_after(self, node: ast.AST) -> str:
-        """Return the optimizer that steps next after ``node``, for the mended line."""
+        """Return the optimizer that steps next after ``node``, for the corrected line."""
         if method_of(node) == "step" and self._scaler_of(node, "step") is None:
             return self.source.code(receiver_of(node))  # type: ignore[arg-type]
         begin = self.source.start(node)
@@ -236,7 +236,7 @@ class _Scan:
                 return self.source.code(call.args[0])
         return "optimizer"
 
-    # What follows what
+    # Order of calls
 
     def _visit(self, suite: list[ast.stmt], state: _State) -> None:
         """Follow the statements of a suite, changing ``state``."""
@@ -328,7 +328,7 @@ class _Scan:
         given = [self.source.code(one) for one in [*call.args, *(one.value for one in call.keywords)]]
         return any(one in self._scalers for one in given)
 
-    # What shows by where it stands
+    # Mistakes that the position shows
 
     def _updates_missing(self) -> Iterator[Found]:
         """Report scalers of this file that step, and that nothing updates by any name."""

@@ -52,7 +52,7 @@ def deprecated_names(source: Source, settings: Settings) -> Changes:
                 f"{reference.full} is deprecated, and what should replace it here is not clear: write "
                 f"torch.amp.{attribute or 'autocast'} with the device by hand"
             )
-            changes.tell(source.start(reference.node), DEPRECATED, told, fixed=False)
+            changes.report(source.start(reference.node), DEPRECATED, told, fixed=False)
         if problems and uses[0][0].name != "torch":
             continue  # the name is imported once: all of its uses move, or none
         changes.add(wanted)
@@ -73,7 +73,7 @@ def _report_unused(source: Source, changes: Changes) -> None:
         why = "not used here" if only else "bound to something else too"
         if one.name == "*":
             why = "a star import does not show which of its names are used: import them by name"
-        changes.tell(
+        changes.report(
             source.start(one.statement), DEPRECATED, f"{one.full} is deprecated, and {why}", fixed=False
         )
 
@@ -117,7 +117,7 @@ def _rewrite(source: Source, changes: Changes, reference: Reference, device: str
     if whole:
         changes.replace(source.span(node), f"torch.amp.{name}")
     told = f"torch.{device}.amp.{name} is deprecated: torch.amp.{name} with {device!r}"
-    changes.tell(source.start(node), DEPRECATED, told, fixed=True)
+    changes.report(source.start(node), DEPRECATED, told, fixed=True)
     return True
 
 
@@ -207,7 +207,7 @@ def to_narrowcast(source: Source, settings: Settings) -> Changes:
             name = f"{here}.{_NEW[reference.full]}"
             changes.replace(source.span(reference.node), name)
             told = f"{reference.full} as {name}, which takes the same arguments"
-            changes.tell(source.start(reference.node), TO_NARROWCAST, told, fixed=True)
+            changes.report(source.start(reference.node), TO_NARROWCAST, told, fixed=True)
     if changes.edits:
         home = dict.fromkeys((*_NEW, "torch.amp"), GONE)
         move_imports(source, changes, moved - kept, home.get)

@@ -23,21 +23,12 @@ _PREFIX = re.compile(
 )
 # Python name -> the dispatcher's name, for suggestions.
 _MEANT = {
-    "cross_entropy": "cross_entropy_loss",
-    "grid_sample": "grid_sampler",
-    "logsigmoid": "log_sigmoid",
-    "multi_head_attention_forward": "scaled_dot_product_attention",
-    "sdpa": "scaled_dot_product_attention",
-    "softmin": "softmax",
-    "vecdot": "linalg_vecdot",
-    "BatchNorm2d": "batch_norm",
-    "Conv2d": "conv2d",
-    "CrossEntropyLoss": "cross_entropy_loss",
-    "GroupNorm": "group_norm",
-    "LayerNorm": "layer_norm",
-    "Linear": "linear",
-    "RMSNorm": "rms_norm",
-    "Softmax": "softmax",
+    **dict.fromkeys(("cross_entropy", "CrossEntropyLoss"), "cross_entropy_loss"),
+    **dict.fromkeys(("sdpa", "multi_head_attention_forward"), "scaled_dot_product_attention"),
+    **dict.fromkeys(("softmin", "Softmax"), "softmax"),
+    **{"grid_sample": "grid_sampler", "logsigmoid": "log_sigmoid", "vecdot": "linalg_vecdot"},
+    **{"BatchNorm2d": "batch_norm", "GroupNorm": "group_norm", "LayerNorm": "layer_norm"},
+    **{"RMSNorm": "rms_norm", "Conv2d": "conv2d", "Linear": "linear"},
 }
 
 

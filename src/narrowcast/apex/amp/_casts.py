@@ -154,8 +154,7 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, WIDEST)
 
 
-registered: dict[Target, str] = {}
-"""Function -> kind; empty again after ``amp.shutdown``."""
+registered: dict[Target, str] = {}  # emptied by amp.shutdown
 
 
 def _register(module: Any, name: str, kind: str) -> None:

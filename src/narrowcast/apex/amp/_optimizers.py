@@ -140,7 +140,7 @@ class PreparedOptimizer:
         values = {low: masters.full_value(low) for low, _ in masters.pairs}
         for low, value in values.items():
             low.grad = None
-            # In float32 before the state goes back to it, which would be rounded to half otherwise.
+            # Before the state returns to it: torch casts state to the format of its weight.
             low.data = value
         masters.held.remove()
         masters.forget()

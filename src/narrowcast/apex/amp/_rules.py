@@ -62,7 +62,7 @@ Target = tuple[Any, str]
 
 # ---- operators
 
-# What a name calls, where it is not the operator of its own name.
+# Operators of names that no operator has.
 _CALLED = {
     "cross_entropy": "cross_entropy_loss",
     "grid_sample": "grid_sampler",

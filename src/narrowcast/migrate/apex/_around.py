@@ -22,10 +22,10 @@ _DDP_NOTE = (
 )
 _SYNCBN = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
 _SYNCBN_NOTE = "torch's SyncBatchNorm: in a process group it needs CUDA when it trains"
-_FINDS_ITSELF = "leave this line out once, and the scale finds itself again"
+_FINDS_ITSELF = "leave this line out once, and the scale adapts again"
 _OF_APEX: dict[Target, str] = {
-    "torch": f"one that apex saved does not load into it: {_FINDS_ITSELF}",
-    "narrowcast": "one that apex saved does not load into it: make it once with "
+    "torch": f"a state that apex saved does not load: {_FINDS_ITSELF}",
+    "narrowcast": "a state that apex saved does not load: make the scaler once with "
     f"loss_scale=nc.scaling.from_state(state)[0], or {_FINDS_ITSELF}",
 }
 

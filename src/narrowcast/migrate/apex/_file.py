@@ -54,8 +54,8 @@ _LACKING = (
 _BY_HAND = 'keep the weights in fp32 and use a GradScaler, or nc.Stepper(model, optimizer, "O2")'
 _OF_TRAINING = {f"apex.amp.{name}" for name in ("state_dict", "load_state_dict", "master_params")}
 _IN_ONE = (
-    "an overflow in the gradients of one of these optimizers leaves out its step alone, where apex left out "
-    "those of all; nc.GradScaler.step_together does as apex"
+    "an overflow in the gradients of one of these optimizers skips only its own step, where apex skipped the "
+    "steps of all; nc.GradScaler.step_together does as apex"
 )
 _GRAD_SCALER = re.compile(r"(torch|narrowcast)\.((cuda\.|cpu\.)?amp\.)?(grad_scaler\.)?GradScaler$")
 _NATIVE = (
@@ -91,7 +91,7 @@ def apex(source: Source, settings: Settings) -> Changes:
         _keep_with_narrowcast(source, left)
     kept = bool(left.edits)
     for at, reason in dict.fromkeys(plan.refused):
-        left.tell(at, RULE, f"kept, with narrowcast.apex: {reason}" if kept else reason, fixed=kept)
+        left.report(at, RULE, f"kept, with narrowcast.apex: {reason}" if kept else reason, fixed=kept)
     return left
 
 
@@ -132,7 +132,7 @@ def _why(full: str) -> str:
     if full.startswith("apex.amp.") and name in _UNKNOWN:
         return f"amp.{name} has no equivalent: {_UNKNOWN[name]}"
     if full == "apex.amp":
-        return "apex.amp itself is handed on or compared: call its functions, and ask for nothing else"
+        return "apex.amp itself is passed on or compared: only call its functions"
     if full in _INSTEAD:
         return f"{full} stays: write {_INSTEAD[full]} first"
     advice = f": {_BY_HAND}" if full.startswith("apex.fp16_utils.") else ""
@@ -217,7 +217,7 @@ def _move_imports(plan: Plan, homes: dict[str, str]) -> None:
     moved = {one.name for one in ours}
     for one in ours:
         if PurePath(source.path).name == "__init__.py" or one.name in source.exported:
-            plan.refuse(one.statement, "what is imported here from apex may be imported from this file")
+            plan.refuse(one.statement, "other files may import this name of apex from here")
         elif one.full.endswith(".*"):
             plan.refuse(one.statement, "a star import of apex: import what is used by name, or remove it")
         elif not source.names.is_only(one.name):
@@ -255,7 +255,8 @@ def _remove_tries(plan: Plan) -> None:
             clears = isinstance(one, ast.Assign) and is_constant(one.value, None)
             if not isinstance(one, harmless) and not calls and not clears:
                 plan.refuse(
-                    node, "this asks whether apex is there: import it plainly, and set the flag to True"
+                    node,
+                    "this checks for apex: import it without try, and set the flag to True",
                 )
         if all(id(one) in gone for one in node.body) and not node.orelse and not node.finalbody:
             plan.gone = [one for one in plan.gone if one not in node.body]
@@ -295,9 +296,9 @@ def _keep_with_narrowcast(source: Source, changes: Changes) -> None:
             continue
         for name in dict.fromkeys(name for names in missing.values() for name in names):
             message = f"narrowcast.apex has no {name.removeprefix('apex.')}: this still asks for apex itself"
-            changes.tell(source.start(statement), RULE, f"{message} (see docs/from-apex.md)", fixed=False)
+            changes.report(source.start(statement), RULE, f"{message} (see docs/from-apex.md)", fixed=False)
         if moved:
-            changes.tell(source.start(statement), RULE, "imported from narrowcast.apex instead", fixed=True)
+            changes.report(source.start(statement), RULE, "imported from narrowcast.apex instead", fixed=True)
 
 
 def _missing(full: str, bound: str, lacking: Mapping[str, list[str]]) -> list[str]:

@@ -98,7 +98,7 @@ class Gradients:
             if name in run.optimizers and in_loop:
                 by_suite.setdefault(id(run.suite), []).append(run)
         for runs in by_suite.values():
-            # After the last run of a suite comes the first again.
+            # The first run of a suite follows its last one, because the suite is in a loop.
             for last, run in zip([runs[-1], *runs], runs, strict=False):
                 if not self._is_cleared(last, run, name):
                     self.plan.refuse(run.steps[-1], _NOT_CLEARED.format(name=name))

@@ -66,7 +66,7 @@ class Plan:
 
     def note(self, node: ast.AST, message: str) -> None:
         """Report what changed."""
-        self.changes.tell(self.source.start(node), RULE, message, fixed=True)
+        self.changes.report(self.source.start(node), RULE, message, fixed=True)
 
     def references(self, *names: str) -> list[Reference]:
         """Return the uses of these names of apex that are not yet rewritten."""

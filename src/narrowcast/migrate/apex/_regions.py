@@ -66,7 +66,7 @@ class Regions:
                     return
 
     def _is_forward(self, statement: ast.stmt, losses: set[str]) -> bool:
-        """Return whether a statement calls a model, or hands one to a function that computes the loss."""
+        """Return whether a statement calls a model, or passes one to a function that computes the loss."""
         if self.plan.calls_model(statement):
             return True
         return bool(self._stores(statement) & losses) and any(

@@ -324,7 +324,7 @@ class Training:
                 self.plan.refuse(call, _PLAIN)
 
     def _check_steps(self) -> None:
-        """Refuse steps of the same optimizers elsewhere, and a ``step`` that is handed on."""
+        """Refuse steps of the same optimizers elsewhere, and a ``step`` that is passed on."""
         known = {id(step) for run in self.runs for step in run.steps}
         names = {name for run in self.runs for name in run.optimizers}
         names |= {self.source.code(one) for block in self.blocks for one in block.call.args[1:2]}
@@ -334,7 +334,7 @@ class Training:
             if self.source.code(node.value) in names:
                 call = self.source.parents[node]
                 if not isinstance(call, ast.Call) or call.func is not node:
-                    self.plan.refuse(node, "the step of an optimizer is handed on here: call it in the loop")
+                    self.plan.refuse(node, "the step of an optimizer is passed on here: call it in the loop")
                 elif id(call) not in known and not self.in_plain_branch(call):
                     self.plan.refuse(call, "a step that follows no block of amp.scale_loss in its suite")
 

@@ -82,7 +82,7 @@ class Changes:
         """Put ``text`` before the character ``at``."""
         self.edits.append(Edit(at, at, text))
 
-    def tell(self, at: int, rule: str, message: str, *, fixed: bool) -> None:
+    def report(self, at: int, rule: str, message: str, *, fixed: bool) -> None:
         """Add a finding about the character ``at``."""
         self.found.append((at, rule, message, fixed))
 
