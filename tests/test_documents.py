@@ -270,11 +270,15 @@ def test_make_examples_runs_an_example_and_says_which_failed(tmp_path, capsys):
     assert gallery["main"](["sine"]) == 2
 
 
-def test_files_that_documents_point_at_exist():
+def test_files_and_make_targets_that_documents_name_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
-        prose = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        text = path.read_text(encoding="utf-8")
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", prose):
             assert (path.parent / target).exists(), f"{path.name} points at {target}"
+        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+        assert named <= targets, f"{path.name}: {named - targets}"
 
 
 @pytest.mark.parametrize("page", ["deviations", "from-apex"])
@@ -284,10 +288,3 @@ def test_every_difference_names_a_test_that_exists(page):
     assert len(rows) > 15
     for file, name in rows:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
-
-
-def test_make_targets_that_documents_name_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
-        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", path.read_text(encoding="utf-8"), re.MULTILINE))
-        assert named <= targets, f"{path.name}: {named - targets}"

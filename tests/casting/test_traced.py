@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from casting_cases import BF16, FP16, FP32
+from casting_cases import BF16, FP16, FP32, Calls
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
@@ -170,14 +170,12 @@ def test_inductor(layer, x, monkeypatch):
     assert torch.allclose(single, explicit(layer, half, FP32), rtol=1e-5, atol=1e-5)
 
 
-class Model(nn.Module):
-    def __init__(self, autocast, dtype):
-        super().__init__()
-        self.layer, self.autocast, self.dtype = nn.Linear(8, 8), autocast, dtype
-
+def with_region(autocast, dtype):
     def forward(self, x):
-        with self.autocast("cpu", self.dtype):
+        with autocast("cpu", dtype):
             return self.layer(x)
+
+    return Calls(forward, layer=nn.Linear(8, 8))
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
@@ -185,7 +183,7 @@ class Model(nn.Module):
 def test_an_exported_program_keeps_the_region(x, strict):
     graphs = []
     for autocast in (torch.autocast, nc.autocast):
-        model = Model(autocast, BF16)
+        model = with_region(autocast, BF16)
         program = torch.export.export(model, (x,), strict=strict)
         assert torch.equal(program.module()(x), explicit(model.layer, x, BF16))
         assert program.run_decompositions().module()(x).dtype == BF16
@@ -195,4 +193,4 @@ def test_an_exported_program_keeps_the_region(x, strict):
 
 def test_an_exported_float32_region_is_refused(x):
     with pytest.raises(UnsupportedError, match="expected a region in float16 or bfloat16"):
-        torch.export.export(Model(nc.autocast, FP32), (x,), strict=False)
+        torch.export.export(with_region(nc.autocast, FP32), (x,), strict=False)

@@ -18,8 +18,7 @@ ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 TWO_LAYERS = 2 * 13
 ROUNDINGS = {
     "typical.py": TWO_LAYERS,
-    "clipping.py": 2
-    * TWO_LAYERS,  # the norm by which a gradient is divided is off by as much as the gradient
+    "clipping.py": 2 * TWO_LAYERS,  # the norm, by which a gradient is divided, is off by as much
     "accumulation.py": TWO_LAYERS + 4,  # and each micro-batch's gradient is rounded by itself
     "gradient_penalty.py": 2 * TWO_LAYERS,  # the penalty goes backward through the backward pass
     "several_models.py": TWO_LAYERS,
