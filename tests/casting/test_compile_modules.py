@@ -285,10 +285,10 @@ def test_shared_modules_have_the_rules_of_all_their_paths(inside, given):
 def test_regions_in_modules_with_rules(region, given):
     def forward(self, x):
         with torch.autocast("cpu", **region):
-            x = self.linear(x)
-        return x @ x.mT
+            x = self.linear(x if given else x.float())
+        return x @ x.mT if given else x + self.after(x)
 
-    model = nn.Sequential(linear(), Calls(forward, linear=linear()))
+    model = nn.Sequential(linear(), Calls(forward, linear=linear(), after=linear()))
     ruled = [rule("1", **given), rule("0", compute="fp32", output="fp32")] if given else []
     assert_as_eager(model, rules(*ruled))
 
