@@ -290,7 +290,8 @@ def test_regions_in_modules_with_rules(region, given):
 
     model = nn.Sequential(linear(), Calls(forward, linear=linear(), after=linear()))
     ruled = [rule("1", **given), rule("0", compute="fp32", output="fp32")] if given else []
-    assert_as_eager(model, rules(*ruled))
+    # Without rules torch's setting backward_pass_autocast holds: backward computes in the region's format.
+    assert_as_eager(model, rules(*ruled), shown=None if given else 1)
 
 
 @pytest.mark.parametrize(
