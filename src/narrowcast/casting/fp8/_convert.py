@@ -108,14 +108,14 @@ def apply_fp8(
         raise PolicyError(next(iter(missed.values())))
     from narrowcast.casting.fp8 import _linear  # imports torchao
 
-    selected = [(site, recipe) for site in found if (recipe := _recipe(site)) is not None]
+    selected = [(site, rule) for site in found if (rule := _fp8_rule(site)) is not None]
     reasons = {site.path: _why_not(site.module) for site, _ in selected}
     handle = Fp8Handle({path: why for path, why in reasons.items() if why is not None}, missed)
-    chosen = [(site, recipe) for site, recipe in selected if reasons[site.path] is None]
+    chosen = [(site, rule) for site, rule in selected if reasons[site.path] is None]
     _warn([site.module for site, _ in chosen], handle.left_out)  # first: a warning may be an error
-    for site, recipe in chosen:
-        handle.layers.append(_linear.convert_layer(site.module, recipe, handle.use))
-        handle.converted[site.path] = recipe
+    for site, rule in chosen:
+        handle.layers.append(_linear.convert_layer(site.module, rule, handle.use))
+        handle.converted[site.path] = rule.compute
     return handle
 
 
@@ -124,7 +124,7 @@ def unconverted(model: torch.nn.Module, policy: Policy) -> dict[str, str | None]
 
     The value is why a layer cannot, or None if it could.
     """
-    found = [site for site in _sites(model, policy, with_fp8=True) if _recipe(site) is not None]
+    found = [site for site in _sites(model, policy, with_fp8=True) if _fp8_rule(site) is not None]
     return {site.path: _why_not(site.module) for site in found if not is_fp8(site.module)}
 
 
@@ -200,17 +200,17 @@ def _why_missed(rule: Rule, model: torch.nn.Module) -> str | None:
     return f"expected a torch.nn.Linear for the rule {rule}, got none in {rule.target}. {known}{more}."
 
 
-def _recipe(site: _Site) -> str | None:
-    """Return the fp8 recipe of the rule that wins at ``site``, or None."""
+def _fp8_rule(site: _Site) -> Rule | None:
+    """Return the rule that wins at ``site`` if it has an fp8 recipe, or None."""
     rule = site.winner
     if rule is None or rule.compute not in FP8_RECIPES:
         return None
     if isinstance(site.module, torch.nn.Linear):
-        return rule.compute
+        return rule
     # A module with matrices of its own, as MultiheadAttention, is expected to follow a module rule.
     matrices = [p for p in site.module.parameters(recurse=False) if p.dim() > 1 and p.is_floating_point()]
     is_meant = rule.op is None or isinstance(site.module, torch.nn.MultiheadAttention)
-    return rule.compute if matrices and is_meant else None
+    return rule if matrices and is_meant else None
 
 
 def _why_not(module: torch.nn.Module) -> str | None:

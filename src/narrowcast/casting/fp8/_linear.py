@@ -17,6 +17,7 @@ import torch
 from narrowcast.casting._scopes import region_dtype
 from narrowcast.casting.fp8._convert import CASTABLE, Fp8Use, has_fp8
 from narrowcast.errors import MissingModuleError, UnsupportedError
+from narrowcast.policy import Rule
 
 _INSTALL = "pip install 'narrowcast[fp8]'"
 
@@ -65,11 +66,13 @@ class Fp8Linear(torch.nn.Linear):
     ``torch.nn.utils.parametrize``. It is copied, pickled and moved between devices like any module.
 
     Attributes:
+        fp8_rule: the rule that converted it.
         fp8_recipe: ``"fp8_tensorwise"`` or ``"fp8_rowwise"``.
         fp8_emulated: whether fp8 numbers are multiplied in fp32, where the device has no instructions.
         fp8_use: shared with the other layers of its model.
     """
 
+    fp8_rule: Rule
     fp8_recipe: str
     fp8_emulated: bool
     fp8_use: Fp8Use
@@ -121,9 +124,9 @@ class Fp8Linear(torch.nn.Linear):
         return super().extra_repr() + what
 
 
-def convert_layer(module: torch.nn.Linear, recipe: str, use: Fp8Use) -> Fp8Linear:
+def convert_layer(module: torch.nn.Linear, rule: Rule, use: Fp8Use) -> Fp8Linear:
     """Make ``module`` an ``Fp8Linear``: the same object, which is returned."""
-    module.fp8_recipe, module.fp8_use = recipe, use  # type: ignore[assignment]
+    vars(module).update(fp8_rule=rule, fp8_recipe=rule.compute, fp8_use=use)
     module.__class__ = Fp8Linear
     assert isinstance(module, Fp8Linear)
     module._choose_instructions()
