@@ -227,13 +227,6 @@ def test_the_table_of_another_device():
     assert on_cuda.kernels() == ()
 
 
-def test_words_for_what_pytorch_does():
-    found = resolved(Policy(compute="fp16"), "cpu", "fp16")
-    assert found.why_native("linear") == "PyTorch's table for cpu: fp16"
-    assert found.why_native("mse_loss") == "PyTorch's table for cpu: fp32"
-    assert found.why_native("relu") == "unlisted: in the formats that come"
-
-
 # ---- fp8
 
 

@@ -21,7 +21,7 @@ from narrowcast.casting._scopes import rule_that_casts
 from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path, tensors_inside
 from narrowcast.casting._watching import ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
-from narrowcast.casting.fp8 import is_fp8, unconverted
+from narrowcast.casting.fp8 import is_fp8
 
 __all__ = [
     "Applied",
@@ -44,6 +44,5 @@ __all__ = [
     "region_in",
     "rule_that_casts",
     "tensors_inside",
-    "unconverted",
     "watch_ops",
 ]

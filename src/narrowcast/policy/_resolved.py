@@ -17,7 +17,6 @@ from narrowcast.policy._ops import (
     FP32,
     FP32_APPEND_DTYPE,
     FP32_SET_DTYPE,
-    LOWER,
     ONE_DEVICE_ONLY,
     native_table,
     overloads_of,
@@ -210,20 +209,6 @@ class ResolvedPolicy:
             # A module rule applies to every operator that is cast.
             found |= dict.fromkeys(self.table)
         return tuple(found)
-
-    def computes(self, op: str) -> str:
-        """Return a format, or another word for ``compute``, for ``op`` outside of modules with a rule."""
-        decision = self.root.decide(op)
-        kind = self.native.get(op, UNLISTED) if decision is None else decision.compute
-        return {LOWER: self.lower, UNLISTED: "as-is"}.get(kind, kind).partition(" ")[0]  # "fp32 by ..."
-
-    def why_native(self, op: str) -> str:
-        """Explain what PyTorch does with ``op`` if ``decide`` returns None."""
-        kind = self.native.get(op)
-        if kind is None:
-            return "unlisted: in the formats that come"
-        word = self.lower if kind == LOWER else kind
-        return f"PyTorch's table for {self.device_type}: {word}"
 
 
 def rules_for(policy: Policy, path: str, names: tuple[str, ...]) -> tuple[Rule, ...]:

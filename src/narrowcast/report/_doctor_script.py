@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ _SHORT = {"batched matmul": "bmm", "convolution": "conv", "recurrent layer": "re
 _MUCH, _MUCH_CASTING, _MUCH_PYTHON, _SMALL_SHARE = 0.15, 0.08, 0.25, 0.05
 _BUSY = 0.8
 _AS_FAST = 1.1
-_MUCH_FASTER = 1.5
+_MUCH_SMALLER = 8
 _MUCH_LONGER = 1.5
 _TENSOR_CORES = 8
 _MOST_CHANGES = 4
@@ -66,9 +67,7 @@ def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _size(row: dict[str, Any]) -> tuple[str, ...]:
-    machine = ""
-    if row["machine_speedup"] is not None:
-        machine = f"{ratio(row['machine_speedup'])} at {'x'.join(map(str, row['machine_shape']))}"
+    machine = "" if row["machine_speedup"] is None else ratio(row["machine_speedup"])
     name = f"{printable(_shape_text(row))} ({count_text(row['count'])})"
     return name, percent(row["share"]), ratio(row["speedup"]), machine
 
@@ -144,10 +143,9 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     if here is None or best is None or best["speed"] < _AS_FAST or not found["together"]["sizes"]:
         return
     largest = found["together"]["sizes"][0]
-    near = largest["machine_speedup"]
-    # Convolutions have rates of their own; if the nearest size gains nearly as much, size is not the reason.
+    # Convolutions have rates of their own.
     of_matrices = largest["kind"] in ("matmul", "batched matmul")
-    small = of_matrices and (near is None or near * _MUCH_FASTER < best["speed"])
+    small = of_matrices and math.prod(largest["shape"]) * _MUCH_SMALLER < best["shape"][0] ** 3
     if small and (here < _AS_FAST or here < best["speed"] / 2):
         # First, if it is why the format loses.
         weight = found["mixed"]["shares"]["products"] + (here < 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ from narrowcast.verify.compare._runs import PROFILE, ScriptRuns, ScriptSettings,
 
 _SCHEMA = 1
 _SIZES = 6
-# Between two sizes that are measured lies less than this many times the work, and beyond the largest rates
-# hardly change; anything else is not near.
-_NEAR = 64
-_KINDS = {"matmul": "matmul", "batched matmul": "matmul", "convolution": "convolution"}
+_MEASURED = ("matmul", "convolution")
 
 
 def diagnose(
@@ -105,37 +101,36 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
         ``speedup`` of a step; ``products_share`` of the FP32 step; ``products_speedup`` in this script, of
         the products in FP32 by the same in the mixed format, casts not counted; ``sizes``, the products that
         take the most time in FP32, each with its ``share`` there, ``speedup`` in this script and
-        ``machine_speedup`` of the nearest size that was measured on this machine (``machine_shape``);
-        ``machine_speedup`` over all sizes, weighted by time, null unless known for half of it;
+        ``machine_speedup`` in the machine's rates, null if none is of this size; ``machine_speedup`` over
+        all sizes, weighted by time, null unless known for half of it;
         ``limit_here`` and ``limit_machine``, how much faster a step gets if only products get faster by
         either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains most here, or null.
     """
     fp32, mixed = found["fp32"], found["mixed"]
     mixed_s = {same_size(row["kind"], row["shape"]): row["each_s"] for row in mixed["products"]}
     on_device = [device for device in rates["devices"] if device["device_type"] == found["device"]]
-    rows = [row for device in on_device for row in device["rows"]]
+    speeds = _speeds(found["format"], [row for device in on_device for row in device["rows"]])
     sizes, total_s, known_s, faster_s, same_s, same_mixed_s = [], 0.0, 0.0, 0.0, 0.0, 0.0
     for row in fp32["products"]:
-        mixed_each = mixed_s.get(same_size(row["kind"], row["shape"]))
-        machine = nearest_rate(row, found["format"], rows)
+        size = same_size(row["kind"], row["shape"])
+        mixed_each, machine = mixed_s.get(size), speeds.get(size)
         all_s = row["each_s"] * row["count"]
         total_s += all_s
         if mixed_each:
             same_s, same_mixed_s = same_s + all_s, same_mixed_s + mixed_each * row["count"]
         if machine is not None:
-            known_s, faster_s = known_s + all_s, faster_s + all_s / machine["speed"]
+            known_s, faster_s = known_s + all_s, faster_s + all_s / machine
         sizes.append(
             {name: row[name] for name in ("kind", "shape", "count", "share", "each_s")}
             | {
                 "speedup": row["each_s"] / mixed_each if mixed_each else None,
-                "machine_speedup": None if machine is None else machine["speed"],
-                "machine_shape": None if machine is None else machine["shape"],
+                "machine_speedup": machine,
             }
         )
     share = fp32["shares"]["products"]
     here = same_s / same_mixed_s if same_mixed_s else None
     machine_all = known_s / faster_s if known_s > total_s / 2 else None
-    best = max(_speeds("matmul", found["format"], rows), key=lambda rate: float(rate["speed"]), default=None)
+    best = max(((speed, shape) for (kind, shape), speed in speeds.items() if kind == "matmul"), default=None)
     return {
         "speedup": fp32["plain_step_s"] / mixed["plain_step_s"],
         "products_share": share,
@@ -143,7 +138,7 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
         "machine_speedup": machine_all,
         "limit_here": None if here is None else most_speedup(share, here),
         "limit_machine": None if machine_all is None else most_speedup(share, machine_all),
-        "machine_best": best and {name: best[name] for name in ("speed", "shape")},
+        "machine_best": best and {"speed": best[0], "shape": list(best[1][:2])},
         "sizes": sizes[:_SIZES],
         "sizes_left_out": max(0, len(sizes) - _SIZES),
     }
@@ -154,43 +149,15 @@ def most_speedup(share: float, ratio: float) -> float:
     return 1.0 / (1.0 - share + share / ratio)
 
 
-def nearest_rate(row: dict[str, Any], format_: str, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the speed against FP32 of the nearest measured size, by the number of multiplications.
-
-    Returns:
-        ``speed`` and ``shape``; None for kinds that are not measured, or if nothing near was.
-    """
-    candidates = _speeds(_KINDS.get(row["kind"]), format_, rows)
-    if not candidates or not row["shape"]:
-        return None
-    mine = math.log(max(1, _multiplications(row["kind"], row["shape"])))
-    best = min(candidates, key=lambda rate: abs(rate["log_work"] - mine))
-    apart = mine - best["log_work"]
-    is_near = abs(apart) <= math.log(_NEAR) or (apart > 0 and best["size"] == "large")
-    return {name: best[name] for name in ("speed", "shape")} if is_near else None
-
-
-def _speeds(kind: str | None, format_: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "speed": rate["speed_against_fp32"],
-            "shape": rate["shape"],
-            "size": rate["size"],
-            "log_work": math.log(_multiplications(rate["kind"], _operands(rate["kind"], rate["shape"]))),
-        }
+def _speeds(format_: str, rows: list[dict[str, Any]]) -> dict[Any, float]:
+    """Return the speed against FP32 at each size that was measured, by the size as a profile has it."""
+    return {
+        same_size(rate["kind"], _operands(rate["kind"], rate["shape"])): rate["speed_against_fp32"]
         for rate in rows
-        if rate["kind"] == kind and rate["format"] == format_ and rate["speed_against_fp32"] is not None
-    ]
+        if rate["kind"] in _MEASURED and rate["format"] == format_ and rate["speed_against_fp32"] is not None
+    }
 
 
 def _operands(kind: str, shape: list[int]) -> list[int]:
     """Return the shape of a measured size as a profile has it: square matrices, kernels of 3 x 3."""
     return [*shape, shape[1], shape[1], 3, 3] if kind == "convolution" else shape[:1] * 3
-
-
-def _multiplications(kind: str, shape: list[int]) -> int:
-    """Count those of one product; of a convolution as if its output were as large as its input."""
-    if kind == "convolution":
-        half = len(shape) // 2
-        return shape[0] * math.prod(shape[2:half]) * math.prod(shape[half:])
-    return math.prod(shape)
