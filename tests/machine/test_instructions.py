@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from child_processes import output_of
 from narrowcast.errors import DeviceError, UnsupportedError
 from narrowcast.machine import (
     Choice,
+    arithmetic_settings,
     best_format,
     check_device,
     is_native,
@@ -179,20 +179,22 @@ def test_versions_can_be_written_as_json():
     assert found["processor"]
 
 
-def test_settings_are_read_whichever_api_set_them():
+def write_settings(words):
+    torch.set_float32_matmul_precision("high")
+    found = [arithmetic_settings()]
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    found.append(arithmetic_settings())
+    torch.backends.fp32_precision = "tf32"
+    sys.stdout.write(json.dumps([*found, arithmetic_settings()]))
+
+
+def test_settings_are_read_whichever_api_set_them(fork_server, tmp_path):
     """torch's older names raise once a script used the newer ones, for as long as the process lives."""
-    program = """
-import json, torch
-from narrowcast.machine import arithmetic_settings
-torch.set_float32_matmul_precision("high")
-print(json.dumps(arithmetic_settings()))
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-print(json.dumps(arithmetic_settings()))
-torch.backends.fp32_precision = "tf32"
-print(json.dumps(arithmetic_settings()))
-"""
-    found = [json.loads(line) for line in output_of([sys.executable, "-c", program]).splitlines()]
+    here = Path(__file__).parent
+    ended = fork_server.run("test_instructions:write_settings", [], folder=tmp_path, cwd=here)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
     precisions = [one["float32_matmul_precision"] for one in found]
     assert precisions[:2] == ["high", "cuda tf32, mkldnn bf16"]
     assert [one["cuda_matmul_allow_tf32"] for one in found] == [True, True, True]

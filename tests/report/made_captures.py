@@ -3,8 +3,6 @@
 import json
 import math
 import random
-import struct
-import zlib
 from pathlib import Path
 
 from narrowcast.observe.capture import SCHEMA
@@ -61,24 +59,15 @@ def training(
             value *= 1 + 0.004 * draw.gauss(0, 1) * mixed
             if diverges is not None and step >= diverges:
                 value = "nan" if step > diverges else "inf"
-            events.append(
-                {"event": "loss", "time_s": now, "backward": backward, "site": site, "value": value}
-            )
+            loss = {"event": "loss", "time_s": now, "backward": backward, "site": site, "value": value}
+            events.append(loss)
         skip = scale is not None and mixed and (step < 5 or step in (120, 121) or step % 97 == 0)
         skipped += skip
         if scale is not None and mixed:
             scale = scale / 2 if skip else scale * 2 if step % 60 == 0 else scale
-        events.append(
-            {
-                "event": "step",
-                "time_s": now,
-                "interval_s": None if step == 1 else lasts,
-                "optimizer": 0,
-                "skipped": skip,
-                "scale": scale if mixed else None,
-                "backward": backward,
-            }
-        )
+        times = {"time_s": now, "interval_s": None if step == 1 else lasts, "backward": backward}
+        settings = {"optimizer": 0, "skipped": skip, "scale": scale if mixed else None}
+        events.append({"event": "step", **times, **settings})
     peak = (5.4 if mixed else 8.1) * 2**30
     ended = end(
         wall_s=now + 2,
@@ -152,16 +141,8 @@ def comparison(folder, events_of_runs, *own, finished=True, **started):
     for name, events in events_of_runs.items():
         write_lines(folder / name / "capture.jsonl", *events)
         format_, _, seed = name.partition("-")
-        runs.append(
-            {
-                "event": "run",
-                "name": name,
-                "format": format_,
-                "seed": int(seed),
-                "capture": f"{name}/capture.jsonl",
-                "last_line": "test accuracy 0.981",
-            }
-        )
+        event = {"event": "run", "name": name, "format": format_, "seed": int(seed)}
+        runs.append(event | {"capture": f"{name}/capture.jsonl", "last_line": "test accuracy 0.981"})
     lines = [start("compare", **started), *runs, *own]
     write_lines(folder / "comparison.jsonl", *lines, *([{"event": "finished", "wall_s": 251.7}] * finished))
     return folder
@@ -179,8 +160,8 @@ def both(seeds, make, **settings):
 def trained(folder, **settings):
     folder = comparison(folder, both(range(3), training, **settings), certificate())
     for run in ("fp32-0", "mixed-0"):
-        picture(folder / run / "samples.png", shade=40 if run == "fp32-0" else 60)
-        picture(folder / run / "plots" / "attention.png", shade=120)
+        picture(folder / run / "samples.svg", shade=40 if run == "fp32-0" else 60)
+        picture(folder / run / "plots" / "attention.svg", shade=120)
     return folder
 
 
@@ -255,37 +236,28 @@ def hostile(folder):
 def one_run(folder, **settings):
     """What ``narrowcast run`` leaves: a capture, and what the script saved."""
     write_lines(Path(folder) / "capture.jsonl", *training(0, mixed=True, **settings))
-    picture(Path(folder) / "samples.png", shade=90)
+    picture(Path(folder) / "samples.svg", shade=90)
     return Path(folder)
 
 
 def picture(path, *, shade=80, size=48):
-    """A PNG with a gradient of grey in it."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    rows = b"".join(b"\0" + bytes((shade + 3 * x + 2 * y) % 256 for x in range(size)) for y in range(size))
-    header = struct.pack(">IIBBBBB", size, size, 8, 0, 0, 0, 0)
+    """A grey square."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(rows))
-        + chunk(b"IEND", b"")
-    )
+    square = f"<rect width='{size}' height='{size}' fill='rgb({shade},{shade},{shade})'/>"
+    path.write_text(f"<svg xmlns='http://www.w3.org/2000/svg' width='{size}' height='{size}'>{square}</svg>")
     return path
 
 
 def site(path, op, inputs, computes, outputs, **changed):
     """Calls of one operator, as ``narrowcast explain`` tells of them."""
     return {
-        "event": "site",
-        "root": "Net" if path is not None else "",
-        "path": path or "",
-        "phase": "forward",
-        "op": op,
-        "within": [],
+        **{
+            "event": "site",
+            "root": "Net" if path is not None else "",
+            "path": path or "",
+            "phase": "forward",
+        },
+        **{"op": op, "within": [], "calls": 2, "casts": 0, "cast_bytes": 0, "duration_s": 0.002},
         "kind": "product" if op in ("linear", "mm", "bmm") else "other",
         "inputs": inputs.split("+") if inputs else [],
         "computes": computes,
@@ -293,10 +265,6 @@ def site(path, op, inputs, computes, outputs, **changed):
         "because": "PyTorch's table for cuda" if computes else "unlisted: in the formats that come",
         "rule": None,
         "listed": computes is not None,
-        "calls": 2,
-        "casts": 0,
-        "cast_bytes": 0,
-        "duration_s": 0.002,
         **changed,
     }
 

@@ -192,12 +192,6 @@ def test_the_table_of_other_comparisons(given, first, expected):
     assert all(line == line.rstrip() for line in table.splitlines())
 
 
-def test_without_noise_the_relative_error_is_said():
-    noiseless = CERTIFICATE | {"error_over_noise": None, "worst_parameter": None, "reason": "one batch"}
-    table = comparison_table(made(certificate=noiseless))
-    assert "gradients  pass: relative error 0.0034; one batch" in table
-
-
 @pytest.mark.parametrize(
     ("speed", "interval", "shown"),
     [
@@ -217,14 +211,6 @@ def test_a_speedup_has_one_direction(speed, interval, shown):
         assert any(row.endswith("0.40x to 0.60x") for row in table)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "shown"), [(1.004, "the same"), (0.996, "the same"), (1.006, "1 % more"), (0.25, "75 % less")]
-)
-def test_a_ratio_of_memory_is_said_in_percent(ratio, shown):
-    table = comparison_table(made(ratio={"peak_resident_bytes": ratio}))
-    assert next(row for row in squeezed(table) if "process memory" in row).endswith(f"MiB {shown}")
-
-
 @pytest.mark.parametrize("color", [False, True])
 def test_what_the_script_wrote_is_shown_as_text(color):
     lines = ["[red]x[/red] [/nothing] :smile: [link=https://a.b]c", "\x1b[31mred\x1b[0m\x07\x1b"]
@@ -237,22 +223,15 @@ def test_what_the_script_wrote_is_shown_as_text(color):
     assert ("\x1b[1m" in table) == color
 
 
-def test_names_however_long_fit():
+def test_what_is_very_long_is_cut():
     site, name = "x" * 10_000 + ".py:1", "\u202e" + "n" * 10_000
-    certificate = CERTIFICATE | {
-        "worst_parameter": {"name": name, "error_over_noise": 1.0, "relative_error": 1.0}
-    }
+    worst = {"name": name, "error_over_noise": None, "relative_error": 1.0}
+    certificate = CERTIFICATE | {"worst_parameter": worst, "error_over_noise": None}
     loss = LOSS | {"site": site, "sites": {site: OF_SITE, "b": OF_SITE}}
-    table = comparison_table(
-        made(SIDE | {"final_loss": {site: 1.0, "b": 2.0}}, certificate=certificate, loss=loss)
-    )
-    assert max(map(len, table.splitlines())) <= 79
+    side = SIDE | {"final_loss": {site: 1.0, "b": 2.0}, "last_line": "word " * 1000}
+    table = comparison_table(made(side, certificate=certificate, loss=loss))
+    assert "gradients  pass: relative error 0.0034, worst 1 in" in table
     assert "\\u202en" in table
-    assert len(table) < 3000
-
-
-def test_a_very_long_line_is_cut():
-    table = comparison_table(made(SIDE | {"last_line": "word " * 1000}, SIDE))
     shown = " ".join(table.split("FP32   word")[1].split("mixed  ")[0].split())
     assert shown.endswith("word ...")
     assert len(shown) < 210
@@ -265,5 +244,3 @@ def test_a_policy_that_the_format_does_not_tell_is_named():
     table = comparison_table(made() | {"mixed": mixed | {"policy": "ours/policy.toml\x1b[31m"}})
     assert table.splitlines()[0] == "mixed: by the policy ours/policy.toml"
     assert "mixed: by the policy safe\n" in comparison_table(made() | {"mixed": mixed | {"policy": "safe"}})
-    long = comparison_table(made() | {"mixed": mixed | {"policy": f"{'x' * 200}.toml"}})
-    assert max(map(len, long.splitlines())) <= 79

@@ -229,11 +229,6 @@ def test_rates_from_the_cache_have_a_date():
     assert re.search(r"Measured on 2027-01-1. ..:..; --fresh measures again\.", said({}, source="cache"))
 
 
-def test_names_of_hardware_are_shown_as_text():
-    facts = FACTS | {"cpu": FACTS["cpu"] | {"name": "[red]A\x1b[31m\nB[/nothing]"}}
-    assert "CPU [red]A B[/nothing], 2 cores" in said({}, facts=facts)
-
-
 def test_a_device_without_rates_has_a_reason():
     text = said({"rows": [], "reason": "no time", "choice": UNJUDGED})
     assert "Not measured: this CPU (no time)" in text
@@ -270,12 +265,3 @@ def test_only_the_largest_matmul_rules_a_format_out():
     gpu = device | {"device_type": "cuda", "rows": rows[1:]}
     assert "fp16 on this GPU is 100 times slower in matmul and 50" in said(gpu)
     assert "never choose" not in said(device | {"rows": rows[:1]})
-
-
-def test_cells_that_no_format_measured_are_listed_once():
-    late = [
-        skipped("matmul", "", (10, 10), name, "there was no time left") for name in ("fp32", "bf16", "fp16")
-    ]
-    text = said({"rows": [*CPU_DEVICE["rows"], *late]})
-    assert "- fp32, bf16, fp16 not measured in matmul 10 x 10: there was no time left." in text
-    assert text.count("no time left") == 1

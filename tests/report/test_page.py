@@ -66,7 +66,7 @@ def test_verdict_and_numbers_stand_in_words(trained):
         "its gradient is rounding noise in FP32 itself",
         "command narrowcast compare train.py --epochs 3",
         "started 2026-09-21 14:13:20 UTC",
-        "setting allow_tf32_cudnn yes",
+        "setting allow_tf32_cudnn True",
         "torch 2.13.0",
         "How to read this",
         "When not to trust this",
@@ -82,7 +82,7 @@ def test_a_page_fetches_nothing_and_is_small(trained):
     assert re.fullmatch(r" 'sha256-[\w+/]{43}='", policy.split("script-src")[1])
     assert page.all("script") == [{}]
     assert page.all("link") == page.all("iframe") == []
-    assert all(a["src"].startswith("data:image/png;base64,") for a in page.all("img"))
+    assert all(a["src"].startswith("data:image/svg+xml;base64,") for a in page.all("img"))
     assert all(a["href"].startswith("#") for a in page.all("a"))
     assert not re.search(r"https?://|@import|url\(", trained)
     assert len(trained.encode()) < 150_000
@@ -96,7 +96,7 @@ def test_headings_and_labels_serve_screen_readers(trained):
     assert all(after <= before + 1 for before, after in pairwise(levels))
     assert [a["alt"] for a in page.all("img")] == [
         f"{name} as {run}, seed 0 saved it"
-        for name in ("plots/attention.png", "samples.png")
+        for name in ("plots/attention.svg", "samples.svg")
         for run in ("FP32", "mixed")
     ]
     identifiers = [a["id"] for _, a in page.elements if "id" in a]
@@ -171,7 +171,7 @@ def test_a_parameter_is_lost_as_the_verdict_says(tmp_path, noise, gradient, lost
 
 def test_nothing_from_a_capture_becomes_markup(tmp_path):
     folder = made_captures.hostile(tmp_path)
-    made_captures.picture(folder / "fp32-0" / "<img src=x onerror=alert(1)>.png")
+    made_captures.picture(folder / "fp32-0" / "<img src=x onerror=alert(1)>.svg")
     text = comparison_page(read_comparison(folder))
     page = Seen(text)
     assert page.all("script") == [{}]
@@ -215,11 +215,11 @@ def test_a_page_of_one_run(tmp_path):
     ):
         assert words in page.words
     assert page.plots == ["plot-loss-0", "plot-times", "plot-scale"]
-    assert [a["alt"] for a in page.all("img")] == ["samples.png as the run saved it"]
+    assert [a["alt"] for a in page.all("img")] == ["samples.svg as the run saved it"]
     assert "Incomplete" not in page.words
 
 
-@pytest.mark.parametrize("lines", range(1, 6))
+@pytest.mark.parametrize("lines", [1, 5])
 def test_a_page_of_a_run_that_was_killed_early(tmp_path, lines):
     events = made_captures.training(0, mixed=True)[:lines]
     path = made_captures.write_lines(tmp_path / "capture.jsonl", *events)
@@ -232,7 +232,7 @@ def test_a_page_of_a_run_that_failed(tmp_path):
     path = made_captures.write_lines(tmp_path / "capture.jsonl", *events)
     page = Seen(run_page(read_capture(path), tmp_path))
     assert "Failed. The script ended with exit code 3." in page.words
-    assert "seed none" in page.words
+    assert "seed none set" in page.words
     assert page.plots == []
 
 

@@ -73,10 +73,6 @@ def drawn(page):
     return page.eval_on_selector_all(".plot", f"all => all.map(one => {shown})")
 
 
-def background(page):
-    return page.evaluate("getComputedStyle(document.body).backgroundColor")
-
-
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.long] * (what not in FAST)) for what in MAKES]
 )
@@ -93,8 +89,8 @@ def test_a_page_draws_fits_and_does_nothing_else(browser, tmp_path, what):
             assert page.locator("h1").count() == 1
             broken = "all => all.filter(one => one.complete && !one.naturalWidth).length"
             assert page.eval_on_selector_all("img", broken) == 0
-            if what in SEARCHES:
-                SEARCHES[what](page)
+            if what == "many parameters":
+                search_parameters(page)
             assert opened.wrong == []
 
 
@@ -105,16 +101,6 @@ def search_parameters(page):
     assert shown
     assert all("blocks.16." in name for name in shown)
     assert page.locator("#searched").inner_text() == f"{len(shown)} of 200"
-
-
-def search_call_sites(page):
-    page.fill(".find-rows", "blocks.1.qkv")
-    assert page.locator("#every-site tbody:visible .module th").all_inner_texts() == ["blocks.1.qkv"]
-    page.fill(".find-rows", "softmax")
-    assert page.locator("#every-site tbody:visible tr:visible th[scope=row]").count() == 4
-
-
-SEARCHES = {"many parameters": search_parameters, "explained": search_call_sites}
 
 
 def test_the_policy_stops_a_script_that_got_through(browser, tmp_path):
@@ -137,11 +123,10 @@ def test_colours_follow_the_system_and_paper_is_light(browser, tmp_path):
     stroke = "getComputedStyle(document.querySelector('#plot-loss-0 path.fp32')).stroke"
     with Opened(browser, path, color_scheme="light") as opened:
         page = opened.page
-        light = page.evaluate(stroke), background(page)
+        light = page.evaluate(stroke)
         page.emulate_media(color_scheme="dark")
-        dark = page.evaluate(stroke), background(page)
-        assert all(before != after for before, after in zip(light, dark, strict=True))
+        assert page.evaluate(stroke) != light
         page.emulate_media(media="print", color_scheme="dark")
-        assert page.evaluate(stroke) == light[0]
+        assert page.evaluate(stroke) == light
         assert page.pdf().startswith(b"%PDF")
         assert opened.wrong == []

@@ -103,7 +103,3 @@ def test_a_page_has_room_for_so_many(folders, tmp_path):
     assert len(kept) >= 3
     assert sum(map(len, kept)) < 7 * 2**20
     assert found.pairs[-1][1][0].left_out == "the page has no room left for it"
-
-
-def test_a_folder_that_is_not_there_has_none(tmp_path):
-    assert pictures([("run", tmp_path / "nothing")], tmp_path).pairs == ()

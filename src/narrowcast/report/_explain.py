@@ -19,12 +19,9 @@ from narrowcast.observe.explanation import (
     LAYER_NUMBER,
     explained,
     explained_lines,
-    grouped,
     has_several_models,
     place_name,
     read_explanation,
-    round_trips_in_words,
-    rules_of,
 )
 from narrowcast.report._render import terminal_text
 from narrowcast.report._text import bold, printable, shortened
@@ -32,14 +29,12 @@ from narrowcast.report._text import bold, printable, shortened
 VERSION = 1
 """Of the lock file."""
 _MOST = 40
-_MOST_SITES = 3_000
-_MOST_LISTED = 40
+_MOST_LINES = 3_000
 _SILENT = ("view", "no floats")
 _UNLISTED = "unlisted"
 _HEAD = "# What ran in which format: narrowcast explain --lock wrote it, --check compares.\n"
 _FACTS = ("policy", "torch", "device", "format")
 _ADVICE = "write it anew with narrowcast explain --lock"
-_NOT_IN_MODULES = ("backward", "optimizer", "outside of modules")
 
 
 def explain_text(found: Mapping[str, Any], *, every: bool = False, color: bool = False) -> str:
@@ -57,8 +52,8 @@ def explain_text(found: Mapping[str, Any], *, every: bool = False, color: bool =
 def explain_panel(folder: Path) -> dict[str, Any] | None:
     """Return what the panel of a page shows of the capture of ``narrowcast explain`` in ``folder``.
 
-    None if there is none. ``problem`` is why there is nothing else; ``groups`` are the modules, ``outside``
-    what ran outside of them, ``every`` each site on its own, of which ``left_out`` are in the capture only.
+    None if there is none. ``problem`` is why there is nothing else; ``lines`` are the text of the terminal,
+    ``every`` the same with each site alone, of which ``left_out`` lines are in the capture only.
     """
     try:
         if not (folder / EXPLANATION).is_file():
@@ -67,35 +62,15 @@ def explain_panel(folder: Path) -> dict[str, Any] | None:
     except (FileError, OSError) as error:
         return {"problem": shortened(str(error), 400)}
     found = explained(capture)
-    groups, every = grouped(found), grouped(found, every=True)
-    while sum(len(group.rows) for group in every) > _MOST_SITES:
-        every.pop()
-    shares = [row.time_share or 0.0 for group in groups for row in group.rows]
-    sentences = {
-        "round_trips": round_trips_in_words(found),
-        "unreached": [f"{rule['rule']}: {rule['reason']}" for rule in found["unreached"]],
-    }
+    every = explained_lines(found, every=True)
     return {
         "problem": found["problem"],
-        "found": found,
         # In the folder of a comparison it is of another run, which its date shows.
         "started": capture.start["started"],
-        "groups": [group for group in groups if group.name not in _NOT_IN_MODULES],
-        "outside": [group for group in groups if group.name in _NOT_IN_MODULES],
-        "every": every,
-        "left_out": len(found["sites"]) - sum(len(group.rows) for group in every),
-        "longest_share": max(shares, default=0.0) or 1.0,
-        "rules": rules_of(found["sites"]),
-        "notes": found["notes"][:_MOST_LISTED],
-        "sentences": {
-            name: [*texts[:_MOST_LISTED], *_more(len(texts) - _MOST_LISTED)]
-            for name, texts in sentences.items()
-        },
+        "lines": explained_lines(found),
+        "every": every[:_MOST_LINES],
+        "left_out": max(0, len(every) - _MOST_LINES),
     }
-
-
-def _more(count: int) -> list[str]:
-    return [f"and {count} more, in the capture"] if count > 0 else []
 
 
 # ---- decisions, and how two lists of them differ

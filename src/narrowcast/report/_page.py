@@ -42,7 +42,7 @@ from narrowcast.report._text import number, shortened, signed, site_name
 PAGE = "report.html"
 
 _LONGEST_FACT = 400
-_MOST_FACTS = 60
+_MOST_FACTS = 120
 _MOST_LINES = 60
 _MOST_PARAMETERS = 200
 _LOWEST_ERROR, _HIGHEST_ERROR = 1e-6, 1e3
@@ -113,7 +113,7 @@ def run_page(capture: Capture, folder: Path) -> str:
         title=_script(capture.start["argv"]),
         verb=verb,
         command=_command(verb, capture.start),
-        start={key: _plain(capture.start.get(key)) for key in ("policy", "loss_scale", "seed")}
+        start={key: str(capture.start.get(key)) for key in ("policy", "loss_scale", "seed")}
         | {"started": capture.start["started"]},
         ended=capture.end is not None,
         totals=capture.totals(),
@@ -196,33 +196,17 @@ def _pictures(comparison: ComparisonCapture) -> Pictures:
 
 def _facts(captures: Sequence[Capture]) -> list[tuple[str, str]]:
     """Devices, versions and settings of the runs, each once with every value that it had."""
-    devices = [
-        f"{d['device_type'][:200]}: {d['format'][:200]} ({d['because'][:1000]})"
-        for capture in captures
-        for d in capture.of("device")
-    ]
-    totals = [capture.totals() for capture in captures]
-    found = [("device", shortened(one, _LONGEST_FACT)) for one in list(dict.fromkeys(devices))[:_MOST_FACTS]]
-    for prefix, key in (("", "versions"), ("setting ", "settings")):
-        values: dict[str, dict[str, None]] = {}
-        for name, value in ((name, value) for total in totals for name, value in total[key].items()):
-            values.setdefault(name, {})[_plain(value)] = None
-        found += [
-            (f"{prefix}{shortened(name, 60)}", shortened(", ".join(list(words)[:9]), _LONGEST_FACT))
-            for name, words in list(values.items())[:_MOST_FACTS]
-        ]
-    return found
-
-
-def _plain(value: Any) -> str:
-    """Show a value that no schema checks: it may be of any type, size and depth."""
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "yes", False: "no"}[value]
-    if isinstance(value, int) and abs(value) < 2**63:
-        return str(value)
-    if isinstance(value, int | float):
-        return number(value) if abs(value) < 1e300 else "a number beyond 1e300"
-    return shortened(value, _LONGEST_FACT) if isinstance(value, str) else "a list or an object"
+    values: dict[str, dict[str, None]] = {}
+    for capture in captures:
+        totals = capture.totals()
+        for device in capture.of("device"):
+            text = f"{device['device_type']}: {device['format']} ({device['because']})"
+            values.setdefault("device", {})[text] = None
+        for prefix, key in (("", "versions"), ("setting ", "settings")):
+            for name, value in totals[key].items():
+                values.setdefault(f"{prefix}{name}", {})[str(value)] = None
+    facts = list(values.items())[:_MOST_FACTS]
+    return [(shortened(name, 60), shortened("; ".join(texts), _LONGEST_FACT)) for name, texts in facts]
 
 
 def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,21 +101,21 @@ def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LossVerdict:
     """Whether the losses of mixed runs differ from FP32's by more than seeds do.
 
     Attributes:
-        difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
-        seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
         verdict: ``"pass"``, ``"fail"`` or ``"cannot tell"``.
         reason: a clause for the table.
+        difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
+        seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
     """
 
-    difference: float | None
-    seed_spread: float | None
     verdict: str
     reason: str
+    difference: float | None = None
+    seed_spread: float | None = None
 
 
 def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
@@ -126,27 +126,21 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     than three seeds are not enough to tell, nor are losses that are not finite in FP32 itself.
     """
     if not pairs:
-        return _verdict("cannot tell", "no loss was seen in both formats")
+        return LossVerdict("cannot tell", "no loss was seen in both formats")
     differences = [mixed - fp32 for fp32, mixed in pairs]
     if any(not math.isfinite(fp32) for fp32, _ in pairs):
-        return _verdict("cannot tell", "the loss is not finite in FP32 itself")
+        return LossVerdict("cannot tell", "the loss is not finite in FP32 itself")
     if not all(math.isfinite(mixed) for _, mixed in pairs):
-        return _verdict("fail", "the loss is finite in FP32 and not in mixed precision")
+        return LossVerdict("fail", "the loss is finite in FP32 and not in mixed precision")
     difference = mean(differences)
     if not math.isfinite(difference):
-        return _verdict("cannot tell", "the losses are too large to subtract")
+        return LossVerdict("cannot tell", "the losses are too large to subtract")
     if len(pairs) < 3:
         seeds = f"{len(pairs)} seed{'s' * (len(pairs) != 1)}"
         reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
-        return _verdict("cannot tell", reason, difference)
+        return LossVerdict("cannot tell", reason, difference)
     spread = _deviation([fp32 for fp32, _ in pairs])
-    return _verdict(*_against_spread(differences, difference, spread), difference, spread)
-
-
-def _verdict(
-    verdict: str, reason: str, difference: float | None = None, spread: float | None = None
-) -> LossVerdict:
-    return LossVerdict(difference=difference, seed_spread=spread, verdict=verdict, reason=reason)
+    return LossVerdict(*_against_spread(differences, difference, spread), difference, spread)
 
 
 def _against_spread(differences: Sequence[float], difference: float, spread: float) -> tuple[str, str]:

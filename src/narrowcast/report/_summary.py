@@ -25,7 +25,7 @@ _WORST_FIRST = ("fail", "cannot tell", "pass")
 
 
 def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict[str, Any]:
-    """Everything that a comparison found, as JSON-ready values.
+    """Return everything that a comparison found, as JSON-ready values.
 
     None for a number that cannot be had; ``reasons`` says why, by the number's path. NaN and infinities are
     the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Times are in seconds, sizes in bytes.
@@ -65,8 +65,8 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         "reasons": {**fp32.reasons, **mixed.reasons, **ratio_reasons, **_why_unchecked(checks, kind)},
         "seed": comparison.own.start["seed"],
         "folder": str(comparison.folder),
-        "settings": mixed.told("settings") or fp32.told("settings"),
-        "versions": mixed.told("versions") or fp32.told("versions"),
+        "settings": mixed.last_facts("settings") or fp32.last_facts("settings"),
+        "versions": mixed.last_facts("versions") or fp32.last_facts("versions"),
     }
     ready: dict[str, Any] = json_ready(result)
     return ready
@@ -93,15 +93,14 @@ class _Side:
     def __init__(self, comparison: ComparisonCapture, name: str, kind: str | None) -> None:
         self.name = name
         self.runs = [run for run in comparison.runs if run.format == name]
-        self.reasons: dict[str, str] = {}
-        totals = [run.capture.totals() for run in self.runs]
-        self._totals = totals
+        self._totals = totals = [run.capture.totals() for run in self.runs]
         first = totals[0] if totals else {}
         self.step_time = median_of_runs([step_times_s(run.capture.of("step")) for run in self.runs])
         self.forward_time = median_of_runs([forward_times_s(run.capture.of("forward")) for run in self.runs])
         self.final_losses = final_losses(self.runs)
         formats = {device["format"]: None for run in self.runs for device in run.capture.of("device")}
         resident = [t["peak_resident_bytes"] for t in totals if t["peak_resident_bytes"] is not None]
+        peak, no_peak = self._peak_tensor_bytes(comparison)
         walls = [t["wall_s"] for t in totals if t["wall_s"] is not None]
         self.numbers: dict[str, Any] = {
             **_spread_fields("step_time_s", self.step_time),
@@ -109,7 +108,7 @@ class _Side:
             "steps": first.get("steps"),
             "skipped_steps": first.get("skipped_steps"),
             "final_scale": first.get("final_scale"),
-            "peak_tensor_bytes": self._peak_tensor_bytes(comparison, totals),
+            "peak_tensor_bytes": peak,
             "peak_resident_bytes": max(resident, default=None),
             "final_loss": {site: next(iter(seeds.values())) for site, seeds in self.final_losses.items()},
             "wall_s": statistics.median(walls) if walls else None,
@@ -117,69 +116,54 @@ class _Side:
             "last_line": self.runs[0].last_line if self.runs else None,
             "runs": [run.name for run in self.runs],
         }
-        self._explain_missing(kind)
+        self.reasons = self._why_missing(kind, no_peak)
 
-    def told(self, key: str) -> dict[str, Any]:
-        """What the last run that came to its own end says of ``key``; nothing where none did."""
+    def last_facts(self, key: str) -> dict[str, Any]:
+        """Return the settings or versions of the last run that recorded them; empty if none did."""
         return next((totals[key] for totals in reversed(self._totals) if totals[key]), {})
 
-    def _peak_tensor_bytes(self, comparison: ComparisonCapture, totals: Sequence[Any]) -> int | None:
-        """CUDA's allocator knows it of every run; elsewhere a run of its own counted."""
-        known = [t["peak_tensor_bytes"] for t in totals if t["peak_tensor_bytes"] is not None]
+    def _peak_tensor_bytes(self, comparison: ComparisonCapture) -> tuple[int | None, str]:
+        """Return the peak of CUDA's allocator or of the run that counts tensors, or why there is none."""
+        known = [t["peak_tensor_bytes"] for t in self._totals if t["peak_tensor_bytes"] is not None]
         counted = [event for event in comparison.own.of("memory") if event["format"] == self.name]
         if known:
-            return int(max(known))
+            return int(max(known)), ""
         if not counted:
-            self._miss("peak_tensor_bytes", "the run that counts tensors was not made")
-            return None
-        if counted[-1]["reason"] is not None:
-            self._miss("peak_tensor_bytes", counted[-1]["reason"])
-        peak: int | None = counted[-1]["peak_tensor_bytes"]
-        return peak
+            return None, "the run that counts tensors was not made"
+        return counted[-1]["peak_tensor_bytes"], counted[-1]["reason"] or ""
 
-    def _explain_missing(self, kind: str | None) -> None:
-        numbers = self.numbers
-        if not self.runs:
-            for key in [key for key, value in numbers.items() if value is None]:
-                self._miss(key, "no run of this format came to its end")
-            return
-        no_step = "it takes two steps of the first optimizer to time one"
-        if kind != "training" or not numbers["steps"]:
-            no_step = "no torch.optim.Optimizer stepped"
+    def _why_missing(self, kind: str | None, no_peak: str) -> dict[str, str]:
+        """Return the reason for each missing number, by its path."""
         trains = kind == "training"
-        no_call = "the script trains: see the step time" if trains else "no module was called"
+        no_step = "it takes two steps of the first optimizer to time one"
+        if not trains or not self.numbers["steps"]:
+            no_step = "no torch.optim.Optimizer stepped"
         reasons = {
-            "step_time_s_median": no_step,
-            "step_time_s_interval": no_step,
-            "forward_time_s_median": no_call,
-            "forward_time_s_interval": no_call,
+            "step_time_s": no_step,
+            "forward_time_s": "the script trains: see the step time" if trains else "no module was called",
             "final_scale": "losses were not scaled",
             "format": "no module with parameters was called",
-            "peak_resident_bytes": "the run was cut short",
-            "wall_s": "the run was cut short",
+            "peak_tensor_bytes": no_peak,
         }
-        for key, why in reasons.items():
-            if numbers[key] is None:
-                self._miss(key, why)
-
-    def _miss(self, key: str, why: str) -> None:
-        self.reasons[f"{self.name}.{key}"] = why
+        found = {}
+        for key in [key for key, value in self.numbers.items() if value is None]:
+            why = reasons.get(key.removesuffix("_median").removesuffix("_interval"), "the run was cut short")
+            found[f"{self.name}.{key}"] = why if self.runs else "no run of this format came to its end"
+        return found
 
 
 def _ratio(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Mixed against FP32, and why numbers are missing."""
+    """Return mixed precision against FP32, and the reason for each missing number."""
     # The forward calls of a script that trains are not its steps.
     timed = "forward_time" if kind == "inference" else "step_time"
     speed, interval = _speed(getattr(fp32, timed), getattr(mixed, timed))
     numbers: dict[str, Any] = {"speed": speed, "speed_interval": interval}
-    missing = "a time is missing"
-    reasons = {} if speed is not None else {"ratio.speed": missing, "ratio.speed_interval": missing}
     for key in ("peak_tensor_bytes", "peak_resident_bytes"):
         over, under = mixed.numbers[key], fp32.numbers[key]
         numbers[key] = over / under if over is not None and under else None
-        if numbers[key] is None:
-            reasons[f"ratio.{key}"] = "one of the two is missing"
-    return numbers, reasons
+    why = {"speed": "a time is missing", "speed_interval": "a time is missing"}
+    missing = [key for key, value in numbers.items() if value is None]
+    return numbers, {f"ratio.{key}": why.get(key, "one of the two is missing") for key in missing}
 
 
 def _speed(fp32: Spread | None, mixed: Spread | None) -> tuple[float | None, list[float] | None]:
@@ -218,13 +202,13 @@ def final_losses(runs: Sequence[TimedRun]) -> dict[str, dict[int, float]]:
 
 
 def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
-    """The verdict on the losses: that of the call site which is worst."""
+    """Judge the losses by the worst call site."""
     if kind == "inference":
         return None
-    sites = {
-        site: judge_losses(_pairs(fp32.final_losses[site], mixed.final_losses.get(site, {})))
-        for site in fp32.final_losses
-    }
+    sites = {}
+    for site, by_seed in fp32.final_losses.items():
+        other = mixed.final_losses.get(site, {})
+        sites[site] = judge_losses([(by_seed[seed], other[seed]) for seed in by_seed if seed in other])
     if not sites:
         return {"site": None, **asdict(judge_losses([])), "sites": {}}
     worst = min(sites, key=lambda site: _WORST_FIRST.index(sites[site].verdict))
@@ -236,7 +220,7 @@ def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
 
 
 def _never_steps(fp32: _Side, mixed: _Side) -> bool:
-    """Whether mixed runs skipped all their steps, which trains nothing, where FP32 took some.
+    """Return whether mixed runs skipped all their steps, which trains nothing, where FP32 took some.
 
     A run that was killed may have been about to find its loss scale: it does not count.
     """
@@ -246,7 +230,7 @@ def _never_steps(fp32: _Side, mixed: _Side) -> bool:
 
 
 def _overall(*parts: dict[str, Any] | None) -> str:
-    """The worst verdict; losses that were not asked about (it takes three seeds) leave the others' alone."""
+    """Return the worst verdict; losses of fewer than three seeds count only if they fail."""
     certificate, output, loss = parts
     verdicts = [part["verdict"] for part in (certificate, output) if part is not None]
     if loss is not None and (loss["verdict"] == "fail" or loss["seed_spread"] is not None):
@@ -254,12 +238,8 @@ def _overall(*parts: dict[str, Any] | None) -> str:
     return min(verdicts, key=_WORST_FIRST.index, default="cannot tell")
 
 
-def _pairs(fp32: dict[int, float], mixed: dict[int, float]) -> list[tuple[float, float]]:
-    return [(fp32[seed], mixed[seed]) for seed in fp32 if seed in mixed]
-
-
 def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
-    """The certificate of a script that trains; one that could not be made has a reason."""
+    """Return the certificate of a script that trains, or the reason for which there is none."""
     if kind == "inference":
         return None
     numbers = dict.fromkeys(("error_over_noise", "relative_error", "cosine", "worst_parameter"))
@@ -284,7 +264,7 @@ def _event(comparison: ComparisonCapture, name: str, absent: dict[str, Any], rea
 
 
 def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str]:
-    """Why a check was not made, or lacks a number."""
+    """Return why checks were not made, and why they lack numbers."""
     absent = "the script trains: see the gradients" if kind == "training" else "the script does not train"
     reasons = {} if kind is not None else {"kind": "no module with parameters was called in a run that ended"}
     for name, check in checks.items():
@@ -299,13 +279,13 @@ def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str
 
 
 def _notes(comparison: ComparisonCapture) -> list[str]:
-    """What the runs and the comparison noted, each once."""
+    """List the notes of the comparison and its mixed runs, each once."""
     mixed = [run.capture for run in comparison.runs if run.format == "mixed"]
     return list(dict.fromkeys(n["text"] for capture in [comparison.own, *mixed] for n in capture.of("note")))
 
 
 def run_summary(capture: Capture) -> dict[str, Any]:
-    """What a run did, as JSON-ready values; None for what is not known, NaN and infinities as strings.
+    """Return what a run did, as JSON-ready values; None for what is not known, NaN and infinities as strings.
 
     argv, policy, ended (False: killed, or still going on), step_time_s_median, totals (as the ``end`` event
     has them), devices (device_type, format, because), losses (by call site: count, first, last, final, the

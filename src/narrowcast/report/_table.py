@@ -137,7 +137,7 @@ def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
 
 
 def _speedup(ratio: Mapping[str, Any]) -> str:
-    """FP32 time over mixed time; a question mark where either format may be the faster one."""
+    """Format FP32 time over mixed time, with a question mark if either format may be the faster one."""
     faster = which_is_faster(ratio)
     if faster is None:
         return ""
@@ -194,7 +194,7 @@ def _row(
 
 
 def _reasons(summary: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Why a number is missing; with the format where only one of them lacks it."""
+    """Return why a number is missing, with the format if only one of them lacks it."""
     why = {side: summary["reasons"].get(f"{side}.{key}") for side in NAMES}
     if why["fp32"] == why["mixed"]:
         return () if why["fp32"] is None else (why["fp32"],)
@@ -222,9 +222,10 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
     """
     totals = capture.totals()
     by = _policy_words(capture)
-    places = [
-        f"{d['format']} on {d['device_type']}{_because(d['because'], by)}" for d in capture.of("device")
-    ]
+    places = []
+    for device in capture.of("device"):
+        why = "" if by and device["because"] == "as asked" else f" ({device['because']})"
+        places.append(f"{device['format']} on {device['device_type']}{why}")
     aside = totals["aside"] is not None
     nothing = "left to the script's own mixed precision" if aside else "nothing ran in mixed precision"
     where = "; ".join(places) + (by if places else "")
@@ -255,12 +256,8 @@ def _policy_words(capture: Capture) -> str:
     return f", by {policy} ({plural(rules, 'rule')})"
 
 
-def _because(why: str, by: str) -> str:
-    return "" if by and why == "as asked" else f" ({why})"
-
-
 def _losses_not_finite(capture: Capture) -> list[str]:
-    """A note for each call site whose last loss is not finite: since when, and what to try."""
+    """Note each call site whose last loss is not finite: since when, and what to try."""
     found = []
     for site in dict.fromkeys(loss["site"] for loss in capture.of("loss")):
         losses = [loss for loss in capture.of("loss") if loss["site"] == site]

@@ -6,13 +6,10 @@ from narrowcast.observe.explanation._table import (
     count_text,
     explained,
     explained_lines,
-    grouped,
     has_several_models,
     percent,
     place_name,
     read_explanation,
-    round_trips_in_words,
-    rules_of,
     wrapped,
 )
 
@@ -22,12 +19,9 @@ __all__ = [
     "count_text",
     "explained",
     "explained_lines",
-    "grouped",
     "has_several_models",
     "percent",
     "place_name",
     "read_explanation",
-    "round_trips_in_words",
-    "rules_of",
     "wrapped",
 ]

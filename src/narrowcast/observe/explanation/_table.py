@@ -106,7 +106,7 @@ def _totals(watched: dict[str, Any], steps: int) -> tuple[dict[str, Any], dict[s
         "product_share_of_time": _share(watched["product_s"], watched["duration_s"]),
         "narrow_share_of_product_time": _share(watched["narrow_product_s"], watched["product_s"]),
     }
-    why = {"narrow_share_of_product_time": "no product took any time"}
+    why = {"narrow_share_of_product_time": "no matmul took any time"}
     missing = {name: why.get(name, "nothing ran") for name, value in totals.items() if value is None}
     return totals, {f"totals.{name}": reason for name, reason in missing.items()}
 
