@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import narrowcast as nc
-from narrowcast.errors import CheckpointError, OrderError, PolicyError
+from narrowcast.errors import CheckpointError, PolicyError
 from narrowcast.training import load_checkpoint, save_checkpoint
 
 
@@ -138,30 +138,23 @@ def test_several_by_name_and_in_order(path):
     assert "holds the optimizer 'second' (Adam), which was not given" in message
 
 
-SCHEDULERS = {
+def linear(optimizer):
+    return lr_scheduler.LinearLR(optimizer)
+
+
+SCHEDULERS = {  # with states of every kind: functions, a Counter, states of other schedulers, infinities
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
-    "steps": lambda o: lr_scheduler.StepLR(o, 2),
     "milestones": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 4]),
-    "constant": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
-    "linear": lr_scheduler.LinearLR,
-    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 8),
-    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
-    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
     "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
-    "chained": lambda o: lr_scheduler.ChainedScheduler([SCHEDULERS["steps"](o), SCHEDULERS["linear"](o)]),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [SCHEDULERS["linear"](o), SCHEDULERS["cosine"](o)], [3]
-    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 2), linear(o)]),
+    "sequential": lambda o: lr_scheduler.SequentialLR(o, [linear(o), lr_scheduler.StepLR(o, 2)], [3]),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "averaged": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_epochs=5),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_of_torch_goes_on(path, name):
+def test_schedulers_of_torch_go_on(path, name):
     def made():
         model = net(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -287,14 +280,6 @@ def train(model, stepper, steps):
         stepper.step(loss)
 
 
-def test_the_middle_of_a_window_is_refused(path):
-    model, _, stepper = stepper_of(accumulate=2)
-    train(model, stepper, 3)
-    with pytest.raises(OrderError, match="1 of 2 micro-batches are accumulated"):
-        save_checkpoint(path, model, stepper=stepper)
-    assert not path.exists()
-
-
 def test_what_the_stepper_has_may_be_given_too(path):
     model, optimizer, stepper = stepper_of()
     train(model, stepper, 2)
@@ -348,18 +333,12 @@ def test_named_optimizers_of_a_stepper(path):
     assert "holds the optimizer 'g 0' (SGD), which was not given" in refused(path, other, stepper=single)
 
 
-def test_a_loop_goes_on_in_a_stepper_and_back(path):
-    model = net(4, 2)
-    optimizer = loop(model)
-    save_checkpoint(path, model, optimizer, policy="bf16")
-    other, fresh, stepper = stepper_of(seed=1)
-    found = load_checkpoint(path, other, stepper=stepper)
-    assert found.notes == ("it is of a loop without a Stepper, and the Stepper counts its steps from 0",)
-    assert str(fresh.state_dict()) == str(optimizer.state_dict())
-    train(other, stepper, 1)
-    save_checkpoint(path, other, stepper=stepper)
-    last = net(4, 2, seed=2)
-    optimizer = loop(last)
-    scaler = nc.GradScaler(loss_scale=nc.scaling.Off())
-    assert load_checkpoint(path, last, optimizer, scaler=scaler).notes == ()
-    assert str(optimizer.state_dict()) == str(fresh.state_dict())
+def test_a_loop_and_a_stepper_do_not_load_each_other(path):
+    model, optimizer, stepper = stepper_of()
+    save_checkpoint(path, model, stepper=stepper)
+    message = refused(path, model, optimizer, scaler=stepper.scaler)
+    assert "it was saved from a Stepper, and none was given. Give what was saved, or the model" in message
+    save_checkpoint(path, model, optimizer, scaler=stepper.scaler)
+    message = refused(path, model, stepper=stepper)
+    assert "it was saved from a loop without a Stepper, and one was given" in message
+    assert len(load_checkpoint(path, model).notes) == 2

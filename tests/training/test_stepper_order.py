@@ -10,7 +10,6 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
-from narrowcast.scaling import Dynamic
 
 O2 = nc.Policy(compute="fp16", master_weights=True)
 
@@ -193,15 +192,6 @@ def test_names_are_given_exactly_where_optimizers_have_them():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizers["D"], 1)
     with pytest.raises(SettingError, match="expected a dict of schedulers by the names of the optimizers"):
         nc.Stepper(both, optimizers, scheduler=scheduler)
-
-
-@pytest.mark.parametrize(
-    "scaler", [Dynamic(scale=8.0), nc.GradScaler(init_scale=8.0)], ids=["scale", "scaler"]
-)
-def test_a_scaler_or_a_loss_scale_can_be_given(scaler):
-    model, _, stepper = made("bf16", scaler=scaler)
-    assert micro_batch(model, stepper).scale == 8.0
-    assert stepper.scaler.get_scale() == 8.0
 
 
 def test_a_scaler_belongs_to_one_stepper_at_a_time():

@@ -183,3 +183,17 @@ def test_a_scaler_refuses_gradients_of_low_parameters(make, fused):
     assert low.tolist() == full.tolist() == [0.375, 0.375]
     handle.remove()
     assert vars(optimizer).get("_step_supports_amp_scaling") is own
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_refuses_them_after_unscale_too(fused, together):
+    low, full = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    optimizer = torch.optim.SGD([low, full], lr=0.5, fused=fused)
+    hold(optimizer, "masters")
+    scaler = nc.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale((low.float() + full).sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(OrderError, match="call take_gradients"):
+        scaler.step_together([optimizer]) if together else scaler.step(optimizer)
+    assert low.tolist() == full.tolist() == [1.0, 1.0]

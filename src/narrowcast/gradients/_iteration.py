@@ -187,9 +187,9 @@ class Iteration:
             check = self._unscaled_check(state, optimizer)
         assert check is not None
         self._use_written_flags(state, check)
-        if not check.any_checked and not (
-            _torch_internals.takes_grad_scale(optimizer) and not self._gradients(optimizer).values
-        ):
+        # Read in any case: of an optimizer that weights.hold holds it may raise.
+        by_itself = _torch_internals.takes_grad_scale(optimizer)
+        if not check.any_checked and not (by_itself and not self._gradients(optimizer).values):
             raise OrderError(_NO_GRADIENTS)
         if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)

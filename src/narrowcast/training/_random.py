@@ -30,7 +30,7 @@ def set_random_states(states: dict[str, Any]) -> list[str]:
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     for name, state in states["devices"].items():
-        if _is_here(name):
+        if name in _devices():
             _module(name).set_rng_state(state, *_index(name))
         else:
             notes.append(f"the random state of {name} was not set: this process has no such device")
@@ -49,14 +49,15 @@ def set_random_states(states: dict[str, Any]) -> list[str]:
     return notes
 
 
+def _devices() -> list[str]:
+    """The accelerators of this machine, by name."""
+    kind = torch.accelerator.current_accelerator()
+    return [] if kind is None else [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]
+
+
 def _devices_in_use() -> list[str]:
-    """The accelerators that this process has initialized."""
-    names = []
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available() and module.is_initialized():
-            names += [f"{kind}:{index}" for index in range(module.device_count())]
-    return [*names, *(["mps:0"] if torch.backends.mps.is_available() else [])]
+    """The accelerators that this process has initialized; torch.mps has no such state."""
+    return [name for name in _devices() if getattr(_module(name), "is_initialized", lambda: True)()]
 
 
 def _module(name: str) -> Any:
@@ -66,12 +67,6 @@ def _module(name: str) -> Any:
 def _index(name: str) -> tuple[int, ...]:
     kind, _, index = name.partition(":")
     return () if kind == "mps" else (int(index),)  # torch.mps has one device, and takes no index
-
-
-def _is_here(name: str) -> bool:
-    kind, _, index = name.partition(":")
-    module = getattr(torch, kind, None)
-    return module is not None and module.is_available() and int(index) < module.device_count()
 
 
 def _plain(value: Any) -> Any:

@@ -132,8 +132,8 @@ def load_checkpoint(
     Args:
         path: of a checkpoint.
         model, optimizer, stepper, scheduler, scaler, policy: as for ``save_checkpoint``. With the model
-            alone, as for an evaluation, everything else is left out, and random states stay as they are. The
-            checkpoint of a loop without a Stepper can be loaded into one, and the other way round.
+            alone, as for an evaluation, everything else is left out, and random states stay as they are. What
+            a Stepper saved is loaded into a Stepper, and what a loop without one saved into such a loop.
 
     Returns:
         Position, policy and notes.

@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,18 +118,15 @@ def storable(tree: Any, place: Place, *, sharded: bool) -> Any:
     Raises:
         CheckpointError: a value cannot be saved; the message names its place.
     """
-    whole: dict[Any, torch.Tensor] = {}
 
     def leaf(value: Any, place: Place) -> Any:
         if isinstance(value, torch.Tensor):
             tensor = _storable_tensor(value, place, sharded=sharded)
             if hasattr(tensor, "device_mesh"):
                 return tensor
-            if tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
-                return tensor
-            # torch.save writes the whole storage of a view; tied views are copied once.
-            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            return whole.setdefault(key, tensor.clone())
+            # torch.save writes the whole storage of a view.
+            is_whole = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
+            return tensor if is_whole else tensor.clone()
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic):
             value = value.item()
@@ -137,7 +134,8 @@ def storable(tree: Any, place: Place, *, sharded: bool) -> Any:
             return value
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise CheckpointError(
-            f"a checkpoint holds {_ALLOWED}, and {name_of(place)} is a {kind}: {_fix(value)}"
+            f"a checkpoint holds {_ALLOWED}, and {name_of(place)} is a {kind}: save what it is made from, "
+            "arrays as torch.from_numpy(array)"
         )
 
     return mapped(tree, leaf, place)
@@ -160,16 +158,6 @@ def _storable_tensor(value: Any, place: Place, *, sharded: bool) -> torch.Tensor
             f"{type(tensor).__name__}: save what it is made from"
         )
     return tensor.resolve_conj().resolve_neg()
-
-
-def _fix(value: Any) -> str:
-    if callable(value):
-        return "leave it out, and make it again before loading"
-    if isinstance(value, Mapping):
-        return "save dict(value)"
-    if isinstance(value, set | frozenset):
-        return "save tuple(value)"
-    return "save what it is made from, arrays as torch.from_numpy(array)"
 
 
 def name_of(place: Place) -> str:

@@ -283,9 +283,23 @@ def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Layouts) -> dict[str
         tree = {**common, **mine, **({"random": None} if own is None else {})}
         _note_other_count(saved, ranks, fit)
     tree = mapped(tree, lambda value, place: _at(common, place) if _is_elsewhere(value) else value)
-    if saved.data is not None:
-        tree = _with_sharded(tree, saved.data, layouts)
-    cut: dict[str, Any] = mapped(tree, lambda value, place: _distributed(value, place, layouts))
+    sharded: dict[str, torch.Tensor] = {}  # what torch.distributed.checkpoint saved, read in place
+
+    def leaf(value: Any, place: Place) -> Any:
+        like = _like(value, place, layouts)
+        if _is_elsewhere(value):
+            empty = (
+                torch.empty_like(value, device="cpu")
+                if like is None
+                else torch.empty_like(like, dtype=value.dtype)
+            )
+            sharded[name_of(place)] = empty.detach()
+            return sharded[name_of(place)]
+        return value if like is None else _distributed(value, like)
+
+    cut: dict[str, Any] = mapped(tree, leaf)
+    if sharded and saved.data is not None:
+        _load_sharded(saved.data, sharded)
     return cut
 
 
@@ -318,23 +332,8 @@ def _at(tree: Any, place: Place) -> Any:
     return tree
 
 
-def _with_sharded(tree: dict[str, Any], data: Path, layouts: Layouts) -> dict[str, Any]:
-    """Read DTensors: each as this rank's part where ``layouts`` has a DTensor, otherwise whole."""
-    wanted: dict[str, torch.Tensor] = {}
-
-    def note(value: Any, place: Place) -> Any:
-        if _is_elsewhere(value):
-            like = _like(place, layouts)
-            fits = like is not None and like.shape == value.shape
-            made = (
-                torch.empty_like(like, dtype=value.dtype) if fits else torch.empty_like(value, device="cpu")
-            )
-            wanted[name_of(place)] = made.detach()
-        return value
-
-    mapped(tree, note)
-    if not wanted:
-        return tree
+def _load_sharded(data: Path, sharded: dict[str, torch.Tensor]) -> None:
+    """Read the values of ``sharded``: of a DTensor this rank's part, of other tensors the whole."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -349,28 +348,18 @@ def _with_sharded(tree: dict[str, Any], data: Path, layouts: Layouts) -> dict[st
             return metadata  # torch's own method would run code in the file
 
     with _errors_of_torch():
-        load(wanted, storage_reader=Reader(data), no_dist=True)  # each rank reads for itself
-
-    def loaded(value: Any, place: Place) -> Any:
-        return _distributed(wanted[name_of(place)], place, layouts) if _is_elsewhere(value) else value
-
-    filled: dict[str, Any] = mapped(tree, loaded)
-    return filled
+        load(sharded, storage_reader=Reader(data), no_dist=True)  # each rank reads for itself
 
 
-def _distributed(value: Any, place: Place, layouts: Layouts) -> Any:
-    """Cut a whole tensor into this rank's part where ``layouts`` has a DTensor."""
-    if not isinstance(value, torch.Tensor) or hasattr(value, "device_mesh"):
-        return value
-    like = _like(place, layouts)
-    if like is None or like.shape != value.shape:
-        return value
+def _distributed(whole: torch.Tensor, like: Any) -> Any:
+    """This rank's part of a whole tensor, which every rank has."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _like(place: Place, layouts: Layouts) -> Any:
-    """The DTensor that decides how the tensor at ``place`` is cut; None for tensors that stay whole."""
-    like = layouts.get(place, layouts.get(place[:-1]))
-    return like if hasattr(like, "device_mesh") and place[-1] != "step" else None
+def _like(value: Any, place: Place, layouts: Layouts) -> Any:
+    """The DTensor that decides how the tensor at ``place`` is cut; None for values that stay whole."""
+    like: Any = layouts.get(place, layouts.get(place[:-1]))
+    fits = isinstance(value, torch.Tensor) and hasattr(like, "device_mesh") and like.shape == value.shape
+    return like if fits and place[-1] != "step" else None

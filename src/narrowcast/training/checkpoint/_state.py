@@ -133,7 +133,7 @@ class Run:
         self._check_model(fit, tree["model"])
         saved: dict[Key, Any] = tree["objects"]
         if self.objects:
-            self._check_stepper(fit, tree["stepper"])
+            self._check_kind(fit, tree["stepper"])
         elif saved:
             tree["random"] = None  # the model alone is wanted, not a run that continues
         self._check_names(fit, saved)
@@ -157,11 +157,14 @@ class Run:
                     "Save it too, or load without it",
                 )
 
-    def _check_stepper(self, fit: Fit, saved: Mapping[str, Any] | None) -> None:
-        if self.stepper is None:
-            return
-        if saved is None:
-            fit.notes.append("it is of a loop without a Stepper, and the Stepper counts its steps from 0")
+    def _check_kind(self, fit: Fit, saved: Mapping[str, Any] | None) -> None:
+        """Refuse the checkpoint of a Stepper without one, and the other way round; and another format."""
+        if (saved is None) != (self.stepper is None):
+            was, given = ("a loop without a Stepper", "one") if saved is None else ("a Stepper", "none")
+            fit.refuse(
+                f"it was saved from {was}, and {given} was given", "Give what was saved, or the model alone"
+            )
+        if saved is None or self.stepper is None:
             return
         for device, dtype in self.stepper.formats.items():
             before = saved["formats"].get(device, format_name(dtype))
@@ -205,7 +208,7 @@ class Run:
                     elif key in tree["objects"]:
                         one.load_state_dict(tree["objects"][key]["state"])
             if self.stepper is not None:
-                self.stepper._restart(tree["stepper"]["steps"] if tree["stepper"] is not None else 0)
+                self.stepper._restart(tree["stepper"]["steps"])
             mine = self.model_state().items()
             state = {own: tree["model"][name] for name, (own, _) in mine if name in tree["model"]}
             self.model.load_state_dict(state, strict=False)
