@@ -133,41 +133,34 @@ def test_threads_that_train_at_once():
 def gradient_seen(attach_as, register):
     model, (x, y) = network(), data()
     seen = []
+
+    def see(*gradients):
+        seen.extend(gradient.clone() for gradient in gradients)
+
     with Attachment(*attach_as):
         hidden = model[:2](x)
-        handle = register(model, hidden, seen)
+        handle = register(model, hidden, see)
         F.mse_loss(model[2:](hidden), y).backward()
-        if handle:
-            handle.remove()
+        handle.remove()
     return seen
 
 
-def _tensor_hook(model, hidden, seen):
-    hidden.register_hook(lambda gradient: seen.append(gradient.clone()))
-
-
-def _module_hook(model, hidden, seen):
-    model[4].register_full_backward_hook(lambda m, gi, go: seen.extend([gi[0].clone(), go[0].clone()]))
-
-
-def _module_pre_hook(model, hidden, seen):
-    model[4].register_full_backward_pre_hook(lambda m, go: seen.append(go[0].clone()))
-
-
-def _post_accumulate(model, hidden, seen):
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-
-
-def _parameter_hook(model, hidden, seen):
-    model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-
-
-def _everywhere(model, hidden, seen):
-    def hook(module, gradient_in, gradient_out):
-        if module is model[4]:
-            seen.append(gradient_out[0].clone())
-
-    return nn.modules.module.register_module_full_backward_hook(hook)
+HOOKS = {
+    "tensor": lambda model, hidden, see: hidden.register_hook(see),
+    "parameter": lambda model, hidden, see: model[0].weight.register_hook(see),
+    "post accumulate": lambda model, hidden, see: model[0].weight.register_post_accumulate_grad_hook(
+        lambda p: see(p.grad)
+    ),
+    "module": lambda model, hidden, see: model[4].register_full_backward_hook(
+        lambda m, inputs, outputs: see(*inputs, *outputs)
+    ),
+    "module, before": lambda model, hidden, see: model[4].register_full_backward_pre_hook(
+        lambda m, outputs: see(*outputs)
+    ),
+    "all modules": lambda model, hidden, see: nn.modules.module.register_module_full_backward_hook(
+        lambda m, inputs, outputs: see(*outputs) if m is model[4] else None
+    ),
+}
 
 
 def assert_near(found, expected, tolerance=2.0**-8):
@@ -177,9 +170,7 @@ def assert_near(found, expected, tolerance=2.0**-8):
         assert (f - e).norm() / e.norm() < tolerance
 
 
-@pytest.mark.parametrize(
-    "register", [_tensor_hook, _module_hook, _module_pre_hook, _post_accumulate, _parameter_hook, _everywhere]
-)
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
 def test_hooks_see_true_gradients(register):
     expected = gradient_seen(("fp32",), register)
     assert_near(gradient_seen(("fp16", Static(scale=2.0**12)), register), expected)
@@ -268,13 +259,7 @@ def _by_new_data(parameters):
         p.data = p.data - 0.1 * p.grad
 
 
-def _first_step_of_sam(parameters):
-    with torch.no_grad():
-        for p in parameters:
-            p.add_(p.grad, alpha=0.05)
-
-
-@pytest.mark.parametrize("update", [_by_no_grad, _by_data, _by_new_data, _first_step_of_sam])
+@pytest.mark.parametrize("update", [_by_no_grad, _by_data, _by_new_data])
 def test_updates_by_hand_are_refused_in_fp16_and_right_in_bf16(update):
     def train(steps=3):
         model, (x, y) = network(), data()
@@ -292,23 +277,6 @@ def test_updates_by_hand_are_refused_in_fp16_and_right_in_bf16(update):
     with Attachment("fp16"), pytest.raises(UnsupportedError, match=r"updated by hand.*--policy bf16.*SAM"):
         train()
     train()
-
-
-def test_weights_clamped_by_a_gan_are_no_updates_by_hand():
-    generator, critic, (x, _) = network(out=12), network(), data()
-    optimize_g, optimize_d = (torch.optim.RMSprop(m.parameters(), 1e-3) for m in (generator, critic))
-    with Attachment("fp16", Dynamic(scale=SCALE)) as attached:
-        for _ in range(3):
-            optimize_d.zero_grad()
-            (critic(generator(x).detach()).mean() - critic(x).mean()).backward()
-            optimize_d.step()
-            with torch.no_grad():
-                for p in critic.parameters():
-                    p.clamp_(-0.1, 0.1)
-            optimize_g.zero_grad()
-            (-critic(generator(x)).mean()).backward()
-            optimize_g.step()
-    assert attached.facts["steps"] == 6
 
 
 @pytest.mark.parametrize("region", [
@@ -368,14 +336,6 @@ def test_backward_from_a_gradient_edge_is_refused_in_fp16():
         edge = torch.autograd.graph.get_gradient_edge(F.mse_loss(model(x), y))
         with pytest.raises(UnsupportedError, match="GradientEdge cannot be scaled"):
             torch.autograd.backward(edge)
-
-
-def test_error_if_nonfinite_meets_overflows():
-    model, (x, y) = network(), data()
-    with Attachment("fp16", Static(scale=SCALE)):
-        (F.mse_loss(model(x), y) * 1e6).backward()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
 class Labelled(torch.Tensor):

@@ -147,112 +147,112 @@ def test_a_process_that_trains_is_ended_too(runs, start):
         assert (end["exit_code"], end["stopped"], end["steps"]) == (0, True, 5)
 
 
-COUNTED = {
-    "several optimizers": (
-        """
-        other = torch.optim.Adam(model.parameters())
-        while True:
-            model(x).sum().backward()
+def stopped(train, policy, stop_after):
+    """The facts of a training in this process, which is to raise SystemExit."""
+    attached = Attachment(policy, stop_after=stop_after)
+    with pytest.raises(SystemExit), attached:
+        train(torch.nn.Linear(4, 1), torch.ones(8, 4))
+    assert attached.facts["stopped"]
+    return attached.facts
+
+
+def several_optimizers(model, x):
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01), torch.optim.Adam(model.parameters())]
+    while True:
+        model(x).sum().backward()
+        for optimizer in optimizers:
             optimizer.step()
-            other.step()
-        """,
-        0,
-    ),
-    "steps inside a step": (
-        """
-        class Lookahead(torch.optim.Optimizer):
-            def __init__(self, inner):
-                self.inner = inner
-                super().__init__(inner.param_groups, {})
 
-            def step(self, closure=None):
-                self.inner.step()
-                self.inner.step()
 
-        ahead = Lookahead(optimizer)
-        while True:
-            model(x).sum().backward()
-            ahead.step()
-        """,
-        0,
-    ),
-    "a closure": (
-        """
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-        def closure():
-            optimizer.zero_grad()
-            loss = (model(x) - 1).square().sum()
-            loss.backward()
-            return loss
-        while True:
-            optimizer.step(closure)
-        """,
-        0,
-    ),
-    "steps in hooks of backward": (
-        """
-        parts = {p: torch.optim.SGD([p], 0.01) for p in model.parameters()}
-        def hook(p):
-            parts[p].step()
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step()
+        self.inner.step()
+
+
+def steps_inside_a_step(model, x):
+    ahead = Lookahead(torch.optim.SGD(model.parameters(), 0.01))
+    while True:
+        model(x).sum().backward()
+        ahead.step()
+
+
+def a_closure(model, x):
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    while True:
+        optimizer.step(closure)
+
+
+def steps_in_hooks_of_backward(model, x):
+    parts = {p: torch.optim.SGD([p], 0.01) for p in model.parameters()}
+
+    def step(p):
+        parts[p].step()
+        p.grad = None
+
+    for p in parts:
+        p.register_post_accumulate_grad_hook(step)
+    while True:
+        model(x).sum().backward()
+
+
+def skipped_steps(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    while True:
+        (model(x).sum() * float("inf")).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "train",
+    [several_optimizers, steps_inside_a_step, a_closure, steps_in_hooks_of_backward, skipped_steps],
+)
+def test_what_counts_as_a_step(train):
+    skips = train is skipped_steps
+    facts = stopped(train, "fp16" if skips else "fp32", stop_after=6)
+    assert (facts["steps"], facts["skipped_steps"]) == ((0, 6) if skips else (6, 0))
+
+
+def updates_by_hand(model, x):
+    model(x).sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 1e-4 * p.grad
             p.grad = None
-        for p in parts:
-            p.register_post_accumulate_grad_hook(hook)
+
+
+def gradients_of_an_image(model, x):
+    x.requires_grad_()
+    model(x).sum().backward()
+
+
+def outputs(model, x):
+    with torch.no_grad():
+        model(x)
+
+
+@pytest.mark.parametrize("once", [updates_by_hand, gradients_of_an_image, outputs])
+def test_without_an_optimizer_backwards_or_calls_count(once):
+    done = []
+
+    def train(model, x):
         while True:
-            model(x).sum().backward()
-        """,
-        0,
-    ),
-    "skipped steps": (
-        """
-        while True:
-            (model(x).sum() * float("inf")).backward()
-            optimizer.step()
-        """,
-        6,
-    ),
-}
+            once(model, x)
+            done.append(once)
 
-
-@pytest.mark.parametrize("how", COUNTED)
-def test_what_counts_as_a_step(runs, how):
-    text, skipped = COUNTED[how]
-    ended = runs.run(script(TRAINING, text), stop_after=6, policy="fp16" if skipped else "fp32")
-    assert_stopped(ended, 6)
-    assert ended.capture.end["skipped_steps"] == skipped
-
-
-UNSEEN = {
-    "updates by hand": """
-        while True:
-            model(x).sum().backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 1e-4 * p.grad
-                    p.grad = None
-            print("step", flush=True)
-        """,
-    "gradients of an image": """
-        while True:
-            x.requires_grad_()
-            model(x).sum().backward()
-            print("step", flush=True)
-        """,
-    "outputs": """
-        while True:
-            with torch.no_grad():
-                model(x)
-            print("step", flush=True)
-        """,
-}
-
-
-@pytest.mark.parametrize("how", UNSEEN)
-def test_without_an_optimizer_backwards_or_calls_count(runs, how):
-    without = TRAINING.replace("optimizer = torch.optim.SGD(model.parameters(), 0.01)", "optimizer = None")
-    ended = runs.run(script(without, UNSEEN[how]), stop_after=5)
-    assert (ended.code, ended.stderr) == (0, "")
-    assert len(ended.lines) == 4  # the fifth is ended before it can say so
-    assert ended.capture.end["stopped"]
+    stopped(train, "bf16", stop_after=5)
+    assert len(done) == 4  # the fifth does not return
 
 
 @pytest.mark.long
@@ -273,17 +273,8 @@ def test_a_compiled_training_step_is_ended_after_backwards(runs):
     assert 4 <= ended.capture.end["backwards"] <= 8
 
 
-def stopped_after_a_step():
-    network = torch.nn.Linear(2, 1)
-    with Attachment("bf16", stop_after=1):
-        optimizer = torch.optim.SGD(network.parameters(), 0.1)
-        network(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
-
 def test_a_process_that_goes_on_after_a_stop_is_not_ended_later():
-    with pytest.raises(SystemExit):
-        stopped_after_a_step()
+    stopped(several_optimizers, "bf16", stop_after=1)
     waiting = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     for thread in waiting:
         thread.join(5)
