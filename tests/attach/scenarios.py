@@ -62,20 +62,28 @@ def gradients(*modules):
     return [gradient.to_dense() for gradient in found]
 
 
-def fit(model, optimizers, loss_of, *, steps=30, parts=None, before_step=None, after_step=None):
+def fit(
+    model, optimizers, loss_of, *, steps=30, parts=None, before_step=None, after_step=None, closure=False
+):
     """The loop that most of the scenarios share; ``parts`` returns the losses of micro-batches."""
     optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-    start, first = float(loss_of().detach()), None
-    for _ in range(steps):
+    start, first = float(loss_of().detach()), []
+
+    def evaluate():
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=parts is None)
         for loss in parts() if parts else [loss_of()]:
             loss.backward()
-        first = first or gradients(model)
+        first[:] = first or gradients(model)
+        return loss
+
+    for _ in range(steps):
+        if not closure:
+            evaluate()
         if before_step:
             before_step()
         for optimizer in optimizers:
-            optimizer.step()
+            optimizer.step(*([evaluate] if closure else []))
         if after_step:
             after_step()
     parameters = [p.detach().clone() for p in model.parameters()]
@@ -185,21 +193,9 @@ def penalty_on_parameter_gradients():
 
 @scenario
 def lbfgs():
-    model, _, loss_of, *_ = regression()
+    model, _, loss, *_ = regression()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, history_size=5)
-    start, first = float(loss_of().detach()), []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        first.append(gradients(model))
-        return loss
-
-    for _ in range(5):
-        optimizer.step(closure)
-    parameters = [p.detach().clone() for p in model.parameters()]
-    return Trained(first[0], start, float(loss_of().detach()), parameters, [optimizer])
+    return fit(model, optimizer, loss, steps=5, closure=True)
 
 
 @scenario
@@ -237,12 +233,6 @@ class SignDescent(torch.optim.Optimizer):
             for p in group["params"]:
                 self.state[p]["seen"] = self.state[p].get("seen", 0) + p.grad.abs().mean()
                 p.add_(p.grad / norm, alpha=-group["lr"])
-
-
-@scenario
-def custom_optimizer():
-    model, _, loss, *_ = regression()
-    return fit(model, SignDescent(model.parameters(), 0.01), loss)
 
 
 @scenario

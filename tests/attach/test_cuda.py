@@ -55,17 +55,6 @@ def test_auto_takes_what_the_gpu_computes_in():
     assert attached.recorder.devices["cuda"]["format"] == ("bf16" if native else "fp16")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="gpu: needs two GPUs")
-def test_data_parallel_threads():
-    model, (x, y) = torch.nn.DataParallel(network()), data()
-    F.mse_loss(model(x), y).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    with Attachment("fp16", Dynamic(scale=2.0**8)):
-        F.mse_loss(model(x), y).backward()
-    assert relative_error([p.grad for p in model.parameters()], expected) < tolerance("fp16")
-
-
 def test_losses_are_those_at_backward_and_read_later(writer):
     """Changed in place by the script before they are read from the device."""
     weight = torch.full((1,), 3.0, device="cuda", requires_grad=True)

@@ -6,8 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from scenarios import data, network
+from torch.distributed.fsdp import fully_shard
 
 from child_processes import finished
+from narrowcast.attach import Attachment
+from narrowcast.errors import UnsupportedError
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -77,17 +84,33 @@ def test_ranks_write_two_captures_and_print_one_summary(overflowed_on_rank_1):
     assert text.count("narrowcast: ") - notes == 1, "one block, from rank 0"
 
 
-@pytest.mark.long
-def test_fsdp2_runs_in_bf16_and_is_refused_in_fp16(tmp_path):
-    done, text = torchrun("fsdp2.py", policy="bf16", folder=tmp_path / "bf16")
-    assert done.returncode == 0, text
-    (bf16,) = results_of(done)
-    assert bf16["loss"][-1] < bf16["loss"][0]
-    done, text = torchrun("fsdp2.py", policy="fp32", folder=tmp_path / "fp32")
-    (fp32,) = results_of(done)
-    assert bf16["loss"][0] == pytest.approx(fp32["loss"][0], rel=7 * 2.0**-8)
-    assert bf16["loss"] != fp32["loss"]
-    done, text = torchrun("fsdp2.py", policy="fp16", folder=tmp_path / "fp16")
-    assert done.returncode == 1
-    assert "is sharded (FSDP or DTensor parameters)" in text
-    assert "--policy bf16" in text
+@pytest.fixture
+def one_process(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group puts its own there
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_fsdp2_runs_in_bf16_and_is_refused_in_fp16():
+    def losses(policy):
+        model, (x, y) = network(), data()
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        found = []
+        with Attachment(policy):
+            for _ in range(5):
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+        return found
+
+    fp32, bf16 = losses("fp32"), losses("bf16")
+    assert bf16[-1] < bf16[0]
+    assert bf16 == pytest.approx(fp32, rel=7 * 2.0**-8)  # see test_scenarios
+    assert bf16 != fp32
+    with pytest.raises(UnsupportedError, match=r"is sharded \(FSDP or DTensor parameters\).*--policy bf16"):
+        losses("fp16")

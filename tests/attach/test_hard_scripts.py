@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from scenarios import data, network, notes_of
+from scenarios import data, network, notes_of, regression
 from test_overflow import all_finite, assert_same, backward, copies_of
 from torch import nn
 
@@ -16,21 +16,21 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.scaling import Dynamic, Static
 
 
-@pytest.mark.parametrize("zero", ["optimizer", "none", "by hand"])
+def zeroed_by_hand(model, optimizer):
+    for p in model.parameters():
+        p.grad = None
+
+
+@pytest.mark.parametrize("zero", [
+    lambda _, optimizer: optimizer.zero_grad(set_to_none=False), lambda model, _: model.zero_grad(),
+    zeroed_by_hand,
+], ids=["optimizer", "model", "by hand"])  # fmt: skip
 def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
     """``if not isfinite(norm): continue`` throws the overflow away before any step could be skipped."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    model, optimizer, *_ = regression(1e-6)
     with Attachment("fp16", Dynamic(scale=2.0**16)) as attached:
         for _ in range(40):
-            match zero:
-                case "optimizer":
-                    optimizer.zero_grad(set_to_none=False)
-                case "none":
-                    model.zero_grad()
-                case "by hand":
-                    for p in model.parameters():
-                        p.grad = None
+            zero(model, optimizer)
             backward(model, 1e3)
             if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
                 optimizer.step()
@@ -76,8 +76,7 @@ def test_a_closure_of_a_step_wrapped_before_is_refused():
 
 def test_an_overflow_applied_by_hand_is_an_error_also_later():
     """After an optimizer has stepped, updates by hand are fine until one of them used an overflow."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, *_ = regression(0.1)
 
     def by_hand(factor):
         model.zero_grad()
@@ -218,8 +217,7 @@ def test_a_transformer_encoder_with_a_mask_in_evaluation(policy):
 
 
 def test_a_script_that_uses_autocast_later_is_noted():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, *_ = regression(0.1)
     with Attachment("bf16") as attached:
         for _ in range(2):
             backward(model)

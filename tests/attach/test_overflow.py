@@ -2,17 +2,16 @@
 
 import math
 import warnings
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from scenarios import SignDescent, data, network
+from scenarios import SignDescent, data, network, regression
 from torch.utils.checkpoint import checkpoint
 
 from narrowcast.attach import Attachment
 from narrowcast.errors import ScaleCollapseError
-from narrowcast.scaling import Dynamic, Static
+from narrowcast.scaling import Dynamic
 
 DENSE_OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
@@ -93,8 +92,7 @@ def test_the_scale_moves_as_that_of_torch_does():
     """The same overflows in torch.amp.GradScaler, with its own rule, give the same scales."""
     factors = [1.0, 1e6, 1e6, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e6, 1.0]
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    model, optimizer, *_ = regression(1e-6)
     expected = []
     for factor in factors:
         optimizer.zero_grad()
@@ -119,8 +117,7 @@ def test_the_scale_moves_as_that_of_torch_does():
 
 @pytest.mark.parametrize("hide", ["clamp", "nan_to_num", "clip_grad_value_", "clip_grad_norm_"])
 def test_an_overflow_that_is_clamped_away_is_still_skipped(hide):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, *_ = regression(0.1)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
         backward(model, 1e6)
         before = copies_of(optimizer)
@@ -144,8 +141,7 @@ def test_an_overflow_that_is_clamped_away_is_still_skipped(hide):
 @pytest.mark.parametrize("owner", ["optimizer", "model"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_an_overflow_that_was_thrown_away_skips_nothing(set_to_none, owner):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, *_ = regression(0.1)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
         backward(model, 1e6)
         (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=set_to_none)
@@ -201,8 +197,7 @@ def test_an_overflowing_closure_is_evaluated_at_a_lower_scale(make):
 
 
 def test_a_scheduler_after_a_skip_raises_no_warning():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, *_ = regression(0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with Attachment("fp16", Dynamic(scale=2.0**8)), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -212,8 +207,7 @@ def test_a_scheduler_after_a_skip_raises_no_warning():
 
 
 def test_too_many_skips_name_the_parameters():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, *_ = regression(0.1)
 
     def hopeless():
         for _ in range(100):
@@ -231,27 +225,21 @@ def test_too_many_skips_name_the_parameters():
     assert all_finite(optimizer)
 
 
-@pytest.mark.parametrize("where", ["a reentrant checkpoint", "the first micro-batch"])
-def test_an_overflow_is_seen_before_it_is_clamped(where):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = data()
+def test_an_overflow_in_a_checkpoint_is_seen_before_it_is_clamped():
+    model, optimizer, _, x, y = regression(0.1)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
         before = copies_of(optimizer)
-        for factor in (1e6,) if "checkpoint" in where else (1e6, 1.0):
-            points = x.clone().requires_grad_()
-            forward = partial(checkpoint, model, use_reentrant=True) if "checkpoint" in where else model
-            (F.mse_loss(forward(points), y) * factor).backward()
-            for p in model.parameters():
-                p.grad.nan_to_num_(0.0).clamp_(-1, 1)
+        out = checkpoint(model, x.clone().requires_grad_(), use_reentrant=True)
+        (F.mse_loss(out, y) * 1e6).backward()
+        for p in model.parameters():
+            p.grad.nan_to_num_(0.0).clamp_(-1, 1)
         optimizer.step()
         assert_same(before, copies_of(optimizer))
     assert attached.facts["skipped_steps"] == 1
 
 
 def test_gradients_made_infinite_by_the_script_are_skipped():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, *_ = regression(0.1)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
         backward(model)
         model[0].weight.grad.mul_(math.inf)
@@ -311,8 +299,7 @@ def test_frozen_parameters_in_an_optimizer_may_thaw():
 
 
 def test_an_overflow_long_before_the_step_is_remembered():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, *_ = regression(0.01)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
         for number in range(150):
             backward(model, 1e6 if number == 0 else 1.0)

@@ -83,16 +83,6 @@ BY_FORCE = {
             except BaseException:
                 time.sleep(0.01)
         """,
-    "waits for a thread that ended": """
-        import queue
-        results = queue.Queue()
-        def train():
-            for _ in range(1000):
-                step()
-            results.put("done")
-        threading.Thread(target=train).start()
-        results.get()
-        """,
     "waits at exit": """
         atexit.register(time.sleep, 1000)
         while True:
@@ -228,7 +218,7 @@ def updates_by_hand(model, x):
     model(x).sum().backward()
     with torch.no_grad():
         for p in model.parameters():
-            p -= 1e-4 * p.grad
+            p.sub_(1e-4 * p.grad)
             p.grad = None
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from scenarios import data, network
+from scenarios import data, network, regression
 from test_overflow import DENSE_OPTIMIZERS, all_finite, backward, copies_of
 from torch import nn
 
@@ -211,8 +211,7 @@ def test_in_fp32_from_now_on(where):
 
 
 def test_another_scale_by_the_same_rule():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    model, optimizer, *_ = regression(1e-6)
     with Attachment("fp16", Dynamic(scale=2.0**4, growth_interval=2)) as attached:
         attached.continue_at_scale(2.0**7)
         assert attached.loss_scale == 2.0**7
