@@ -20,7 +20,7 @@ from narrowcast.casting._apply import CompiledHooks, applied_to, missed_rules, r
 from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_hooks import device_types
 from narrowcast.casting._regions import regions
-from narrowcast.casting._torch_internals import guard_hooks_of_modules
+from narrowcast.casting._torch_internals import guard_hooks_of_modules, trace_backward_outside_of_regions
 from narrowcast.casting.fp8 import Fp8Handle, apply_fp8, is_fp8, restore_layer
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
@@ -60,6 +60,7 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     if not callable(model):
         raise PolicyError(f"expected a module or a function to compile, got {type(model).__name__}")
     wanted = with_fp32_weights(policy)
+    trace_backward_outside_of_regions()
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since 2.12
         settings.setdefault("isolate_recompiles", True)
     if not isinstance(model, torch.nn.Module):
