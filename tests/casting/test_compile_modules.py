@@ -4,8 +4,8 @@ Bit for bit, gradients included, in one graph where Dynamo can make one.
 """
 
 import copy
-import itertools
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
