@@ -44,7 +44,9 @@ class ForkServer:
         tests = Path(__file__).parent
         command = [sys.executable, "-W", "error::RuntimeWarning", str(tests / "forked_runs.py")]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._server = subprocess.Popen(command, text=True, bufsize=1, **pipes)
+        # Not buffered: on a busy machine both lines of a run may arrive at once, and ``select`` would wait
+        # for ever for the second one, which the buffer holds already.
+        self._server = subprocess.Popen(command, bufsize=0, **pipes)
 
     def start(self, function, words, *, stdout, stderr, cwd=None, env=None):
         """Call ``"module:function"`` with ``words``; ``stdout`` and ``stderr`` are files."""
@@ -56,7 +58,7 @@ class ForkServer:
             "cwd": str(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
         }
-        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.write(json.dumps(request).encode() + b"\n")
         return ForkedProcess(self._server, request["words"])
 
     def run(self, function, words, *, folder, limit_s=100.0, **where):
