@@ -84,12 +84,6 @@ def prints(folder, name):
 # ---- a script that trains
 
 
-OF_AN_EARLIER_RUN = {
-    "purpose": "timed", "policy": "bf16", "loss_scale": None, "seed": 0, "seed_shift": 0, "steps": 0,
-    "is_module": False, "earlier": {},
-}  # fmt: skip
-
-
 @pytest.fixture(scope="session")
 def trained(shared_workshop):
     """A comparison, into a folder where another one had been."""
@@ -97,7 +91,7 @@ def trained(shared_workshop):
     made_captures.trained(shared_workshop.folder / "kept", steps=2)
     for name in "fp32-1", "mixed-7", "gradients-mixed":
         run = shared_workshop.write(f"kept/{name}/stale.txt", "stale").parent
-        RunSettings(**OF_AN_EARLIER_RUN, folder=str(run)).write()
+        RunSettings(target=("trains.py",), policy="bf16", purpose="timed", folder=run).write()
     for name in "capture.jsonl", "capture-rank1.jsonl", "report.html":
         shared_workshop.write(f"kept/{name}", "stale")
     shared_workshop.write("kept/notes.txt", "of a person")

@@ -15,8 +15,7 @@ from narrowcast.verify.compare._runs import RunSettings
 
 def write_settings(folder):
     """As a run of an earlier comparison has them."""
-    given = {"purpose": "timed", "policy": "bf16", "loss_scale": None, "seed": 0, "seed_shift": 0, "steps": 0}
-    RunSettings(**given, is_module=False, folder=str(folder), earlier={}).write()
+    RunSettings(target=("train.py",), policy="bf16", purpose="timed", folder=folder).write()
 
 
 def test_formats_take_turns():

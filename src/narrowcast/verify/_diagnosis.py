@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from narrowcast.attach import call_site
+from narrowcast.errors import UnsupportedError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
-from narrowcast.observe.profiling import same_size
+from narrowcast.observe.profiling import (
+    HostReads,
+    StepProfiler,
+    read_rows,
+    same_size,
+    seconds_between,
+    stamp,
+    summarize,
+)
 from narrowcast.verify.compare._comparison import stays_in_fp32
-from narrowcast.verify.compare._runs import PROFILE, ScriptRuns, ScriptSettings, read_result, why_unseen
+from narrowcast.verify.compare._probes import StepProbe
+from narrowcast.verify.compare._runs import (
+    PROFILE,
+    RunSettings,
+    ScriptRuns,
+    ScriptSettings,
+    read_result,
+    why_unseen,
+    write_result,
+)
 
 _SCHEMA = 1
 _SIZES = 6
@@ -161,3 +187,174 @@ def _speeds(format_: str, rows: list[dict[str, Any]]) -> dict[Any, float]:
 def _operands(kind: str, shape: list[int]) -> list[int]:
     """Return the shape of a measured size as a profile has it: square matrices, kernels of 3 x 3."""
     return [*shape, shape[1], shape[1], 3, 3] if kind == "convolution" else shape[:1] * 3
+
+
+# ---- the probe of a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A few steps for one purpose: it ends after ``steps``, or after ``fewest`` once ``seconds`` are over."""
+
+    name: str
+    steps: int
+    fewest: int
+    seconds: float
+
+
+WARM_UP, PLAIN, PROFILED, READS = "warm-up", "plain", "profiled", "reads"
+PHASES = (
+    Phase(name=WARM_UP, steps=3, fewest=1, seconds=20.0),
+    Phase(name=PLAIN, steps=10, fewest=3, seconds=20.0),
+    Phase(name=PROFILED, steps=8, fewest=1, seconds=20.0),
+    Phase(name=READS, steps=10, fewest=1, seconds=10.0),
+)
+# A phase in which each step evaluates too does not wait for one that does not.
+_MOST_TIMES = 3
+
+
+class ProfileProbe(StepProbe):
+    """Time a few steps as they are, record the ops of some, and count the reads of others.
+
+    A step with an evaluation in it is left out if there are others.
+    """
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self._problem: str | None = None
+        self._device = "cpu"
+        self._weights: set[int] = set()
+        self._known: set[int] = set()
+        self._profiler: StepProfiler | None = None
+        self._reads: HostReads | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._facts: dict[str, Any] = {"profile": None, "reads": None, "plain": None}
+        self._boundaries = 0
+        self._evaluates = False
+        self._at = 0
+        self._begun = time.perf_counter()
+        self._flags: list[bool] = []
+        self._counted: list[Counter[tuple[str, str, str]]] = []
+        self._stamps: list[Any] = []
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._evaluates |= not torch.is_grad_enabled()
+        if id(module) not in self._known:
+            self._known.add(id(module))
+            for parameter in module.parameters():
+                if parameter.layout == torch.strided and not parameter.is_meta:
+                    self._device = parameter.device.type
+                    self._weights.add(parameter.untyped_storage().data_ptr())
+
+    def restart(self) -> None:
+        if self._boundaries:
+            self._leave()
+        self._begin()
+
+    def boundary(self) -> None:
+        self._boundaries += 1
+        evaluates, self._evaluates = self._evaluates and not self.by_calls, False
+        if self._boundaries == 1:  # what lies before the first step is no step
+            self._enter()
+            return
+        self._flags.append(evaluates)
+        if self._reads is not None:
+            self._counted.append(self._reads.take())
+        if self._profiler is not None:
+            self._profiler.mark()
+        self._stamps.append(stamp(self._device))
+        if not self._is_over(PHASES[self._at]):
+            return
+        self._leave()
+        self._at += 1
+        if self._at == len(PHASES) or self._problem is not None:
+            self.done = True
+            self.attachment.stop()
+        self._enter()
+
+    def _is_over(self, phase: Phase) -> bool:
+        usual = self._flags.count(False)
+        if usual >= phase.steps or len(self._flags) >= _MOST_TIMES * phase.steps:
+            return True
+        enough = usual >= phase.fewest or len(self._flags) >= _MOST_TIMES * phase.fewest
+        return enough and time.perf_counter() - self._begun > phase.seconds
+
+    def _enter(self) -> None:
+        name = PHASES[self._at].name
+        self._flags, self._counted = [], []
+        if name == PROFILED:
+            self._profiler = StepProfiler()
+            try:
+                self._profiler.start()
+            except UnsupportedError as error:
+                self._problem, self._profiler = str(error), None
+        elif name == READS:
+            self._reads = HostReads(call_site)
+            self._reads.__enter__()
+        self._begun = time.perf_counter()
+        self._stamps = [stamp(self._device)]
+
+    def _leave(self) -> None:
+        """End the phase that is on, and keep what it showed; it may have come to no step."""
+        name = PHASES[self._at].name
+        if name == PLAIN and self._flags:
+            self._facts["plain"] = self._plain()
+        if self._profiler is not None:
+            self._keep_profile(self._profiler)
+            self._profiler = None
+        if self._reads is not None:
+            self._reads.__exit__(None, None, None)
+            self._reads = None
+            if self._flags:
+                counted = self._usual(self._counted)
+                self._facts["reads"] = {"steps": len(counted), "sites": read_rows(sum(counted, Counter()))}
+
+    def _usual(self, of_steps: list[Any]) -> list[Any]:
+        """Return those of steps without an evaluation, or all if there are none."""
+        flagged = zip(of_steps, self._flags, strict=False)
+        return [one for one, evaluates in flagged if not evaluates] or of_steps
+
+    def _plain(self) -> dict[str, Any]:
+        usual = self._usual([seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)])
+        low, middle, high = statistics.quantiles([*usual, *usual], n=4, method="inclusive")
+        return {"steps": len(usual), "step_s": middle, "step_s_low": low, "step_s_high": high}
+
+    def _keep_profile(self, profiler: StepProfiler) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        left_out = [number for number, evaluates in enumerate(self._flags) if evaluates]
+        try:
+            recording = profiler.recording()
+            if self._flags:
+                self._facts["profile"] = summarize(
+                    recording, device=self._device, left_out=left_out, weights=self._weights
+                )
+        except UnsupportedError as error:
+            self._problem = str(error)
+
+    def finish(self) -> None:
+        if not self.done and self._boundaries:
+            self._leave()
+        self.done = True
+        needed = 2 + sum(phase.steps for phase in PHASES if phase.name in (WARM_UP, PLAIN))
+        write_result(
+            self.folder,
+            self._facts
+            | {
+                "unit": self.unit,
+                "seen": self._boundaries + self.by_calls,  # the first call ends no step
+                "needed": needed + self.by_calls,
+                "device": self._device,
+                "fused": None if self.pace is None else _is_fused(self.pace),
+                "problem": self._problem,
+            },
+        )
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether its step is one op; None: it has no such choice."""
+    if "fused" not in optimizer.defaults:
+        return None
+    return all(bool(group.get("fused")) for group in optimizer.param_groups)

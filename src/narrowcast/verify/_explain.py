@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from narrowcast.attach import NAMED_NOTHING
 from narrowcast.casting import apply
 from narrowcast.errors import PolicyError, SettingError
-from narrowcast.observe.capture import EXPLANATION, Capture, start_event
+from narrowcast.machine import versions
+from narrowcast.observe.capture import EXPLANATION, Capture, CaptureWriter, start_event
 from narrowcast.observe.explanation import explained, explained_lines, read_explanation
-from narrowcast.observe.op_trace import OpTrace, together
-from narrowcast.policy import Policy, policy_name, with_fp32_weights
+from narrowcast.observe.op_trace import OpTrace, together, trace_events
+from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve, with_fp32_weights
 from narrowcast.verify._model_state import as_before
-from narrowcast.verify.compare._runs import EXPLAIN, ScriptRuns, ScriptSettings, why_unseen
-from narrowcast.verify.compare._step_probes import explanation_events, note_events
+from narrowcast.verify.compare._probes import StepProbe
+from narrowcast.verify.compare._runs import EXPLAIN, RunSettings, ScriptRuns, ScriptSettings, why_unseen
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
+_FIRST_ONLY = "the script ended before its second {unit}: what is shown is the first, in which much is set up"
+_COMPILED = "torch.compile was set aside while watching; compiled code fuses operators and makes fewer casts"
 _SCHEMA = 1
 
 
@@ -69,14 +74,11 @@ def explain(
     """
     if not isinstance(model, torch.nn.Module):
         raise PolicyError(f"expected a torch.nn.Module to explain, got {type(model).__name__}")
-    wanted = with_fp32_weights(policy)
-    name = policy_name(policy)
-    parameter = next(model.parameters(), None)
-    device = "cpu" if parameter is None else parameter.device.type
     if not inputs and not named_inputs:
         raise SettingError(
             "expected the inputs to call the model with, got none: nc.explain(model, policy, inputs)"
         )
+    wanted, device = with_fp32_weights(policy), _device_of(model)
     with as_before(model), apply(model, wanted) as applied:
         notes = _fp8_notes(model, applied.fp8.left_out)
         with OpTrace(wanted, device) as trace:
@@ -85,10 +87,10 @@ def explain(
             trace.take()
             trace.rules.clear()
             model(*inputs, **named_inputs)
-        seen, facts = together([trace.take()]), {"unit": "call", "steps": 1, "complete": True}
-        events = explanation_events(trace, seen, wanted, device, facts)
-    start = start_event([type(model).__name__], name, kind="explain")
-    return Explanation(found=explained(Capture(events=(start, *events, *note_events(notes)))))
+        seen = together([trace.take()])
+        events = _watched_events(trace, seen, wanted, device, unit="call", steps=1, complete=True)
+    start = start_event([type(model).__name__], policy_name(policy), kind="explain")
+    return Explanation(found=explained(Capture(events=(start, *events, *_note_events(notes)))))
 
 
 def _fp8_notes(model: torch.nn.Module, left_out: Mapping[str, str | None]) -> list[str]:
@@ -122,18 +124,117 @@ def explain_script(
     if (folder / EXPLANATION).is_file():
         return explained(read_explanation(folder / EXPLANATION))
     advice = "watch its model with nc.explain(model, policy, batch)"
-    return _empty(settings) | {"problem": why_unseen(folder, advice=advice, verb="watched") or _NOTHING}
-
-
-def _empty(settings: ScriptSettings) -> dict[str, Any]:
-    nothing = dict.fromkeys(("device", "format", "unit", "steps", "complete", "totals"))
+    unknown = ("device", "format", "unit", "steps", "complete", "totals")
     lists: dict[str, Any] = {name: [] for name in ("rules", "sites", "round_trips", "unreached", "notes")}
     return {
         "schema": _SCHEMA,
         "target": list(settings.target),
         "policy": settings.policy,
-        **nothing,
+        "problem": why_unseen(folder, advice=advice, verb="watched") or _NOTHING,
+        **dict.fromkeys(unknown),
         **lists,
-        "reasons": dict.fromkeys(nothing, _NOTHING),
+        "reasons": dict.fromkeys(unknown, _NOTHING),
         "versions": {},
     }
+
+
+class ExplainProbe(StepProbe):
+    """Watch every operator of a few steps.
+
+    The first step, in which much is set up, is left out if there are others; times are the mean of those that
+    are counted.
+    """
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self._device = "cpu"
+        self._trace: OpTrace | None = None
+        self._parts: list[Any] = []
+        self._events: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+        self._compiled = False
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.done:
+            return
+        if self._trace is None:
+            self._device = _device_of(module)
+            self._trace = OpTrace(as_policy(self.settings.policy), self._device)
+            self._trace.__enter__()
+        if "torch._dynamo" in sys.modules and not self._compiled:  # else nothing is compiled
+            torch.compiler.set_stance("force_eager")
+            self._compiled = "OptimizedModule" in {type(part).__name__ for part in module.modules()}
+        self._trace.paths.add_model(module)
+
+    def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._trace is not None:
+            self._trace.paths.in_optimizer = True
+        return False
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._trace is not None:
+            self._trace.paths.in_optimizer = False
+        super().stepped(optimizer)
+
+    def restart(self) -> None:
+        self._parts.clear()
+
+    def boundary(self) -> None:
+        if self._trace is None:
+            return
+        self._parts.append(self._trace.take())
+        if len(self._parts) > self.settings.watched_steps:
+            self._end()
+            self.attachment.stop()
+
+    def _end(self) -> None:
+        """Stop watching, while the models still exist whose names the rules are compared with."""
+        if self.done or self._trace is None:
+            return
+        self.done = True
+        self._trace.__exit__(None, None, None)
+        rest = self._trace.take()
+        first, others = self._parts[:1], self._parts[1:]
+        if others:
+            seen = together(others, also=first[0] if self.by_calls else None)
+        else:
+            seen = together([*first, *([rest] if self.by_calls or not first else [])])
+        if not others:
+            self._notes.append(_FIRST_ONLY.format(unit=self.unit))
+        if self._compiled:
+            self._notes.append(_COMPILED)
+        facts = {"unit": self.unit, "steps": max(1, len(others)), "complete": bool(others)}
+        policy = as_policy(self.settings.policy)
+        self._events = _watched_events(self._trace, seen, policy, self._device, **facts)
+
+    def finish(self) -> None:
+        self._end()
+        if not self._events:
+            return
+        # A rule that names no module is listed already, among the rules that no call reached.
+        notes = [*self._notes, *(text for text in self.attachment.notes if NAMED_NOTHING not in text)]
+        start = start_event(self.argv, self.settings.policy, kind="explain")
+        with CaptureWriter(self.folder / EXPLANATION) as writer:
+            writer.write(start, *self._events, *_note_events(notes))
+
+
+def _device_of(model: torch.nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type
+
+
+def _watched_events(
+    trace: OpTrace, seen: Any, policy: Policy, device: str, **facts: Any
+) -> list[dict[str, Any]]:
+    """Return the events of an explanation, between its start and its notes."""
+    more = {
+        "device": device,
+        "format": format_name(resolve(policy, device)),
+        "rules": [str(rule) for rule in policy.rules],
+        "versions": versions(),
+    }
+    return trace_events(seen, trace.unreached(), facts | more)
+
+
+def _note_events(notes: Iterable[str]) -> list[dict[str, Any]]:
+    return [{"event": "note", "text": text} for text in notes]

@@ -1,4 +1,4 @@
-"""The process of one run: ``python -m narrowcast.verify SETTINGS SCRIPT ARGS...``, see ``RunSettings``."""
+"""The process of one run: ``python -m narrowcast.verify FILE`` with ``RunSettings``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from narrowcast.attach import Attachment, FileWatch, Script, run_attached
 from narrowcast.errors import ScaleCollapseError
 from narrowcast.observe.capture import RUN, CaptureWriter, start_event
 from narrowcast.scaling import Dynamic, LossScale, parse
+from narrowcast.verify._diagnosis import ProfileProbe
+from narrowcast.verify._explain import ExplainProbe
 from narrowcast.verify.compare._probes import GradientProbe, MemoryProbe, OutputProbe, Probe
 from narrowcast.verify.compare._runs import (
     EXACT,
@@ -28,7 +30,6 @@ from narrowcast.verify.compare._runs import (
     RunSettings,
     write_result,
 )
-from narrowcast.verify.compare._step_probes import ExplainProbe, ProfileProbe
 
 _PR_SET_PDEATHSIG = 1
 _PROBES: dict[str, type[Probe]] = {
@@ -42,12 +43,12 @@ _PROBES: dict[str, type[Probe]] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the script that ``words`` name, as its settings say; its errors propagate."""
+    """Run a script by the settings in the file ``words[0]``; its errors propagate."""
     _end_with_parent()
     settings = RunSettings.read(Path(words[0]))
-    script, *arguments = words[1:]
+    script, *arguments = settings.target
     found = (Script.from_module if settings.is_module else Script.from_path)(script, arguments)
-    folder = Path(settings.folder)
+    folder = settings.folder
     writer = CaptureWriter(folder / RUN)
     writer.write(
         start_event(found.argv, settings.policy, loss_scale=settings.loss_scale, rank=0, seed=settings.seed)

@@ -51,8 +51,7 @@ _OF_A_RUN = re.compile(r"(fp32|mixed)-\d+|(memory|outputs)-(fp32|mixed)|gradient
 _CUT_SHORT = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was cut short"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonSettings(ScriptSettings):
+class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
     """What to compare.
 
     Attributes:

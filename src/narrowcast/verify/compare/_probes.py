@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,13 +46,66 @@ class Probe(Observer):
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         self.settings = settings
         self.argv = argv
-        self.folder = Path(settings.folder)
+        self.folder = settings.folder
 
     def attached(self, attachment: Attachment) -> None:
         self.attachment = attachment
 
     def finish(self) -> None:
         """Write what is known; called when the script has ended."""
+
+
+class StepProbe(Probe):
+    """Call ``boundary`` where a step ends, until ``done`` is set.
+
+    A step is what lies between two steps of the optimizer that stepped first: loading and evaluation too. In
+    a script that makes no optimizer it is what lies between two calls of the outermost module that was
+    called twice first.
+
+    Attributes:
+        by_calls: whether steps are counted by calls.
+        pace: the optimizer that stepped first.
+    """
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self.done = False
+        self.by_calls = False
+        self.pace: torch.optim.Optimizer | None = None
+        self._pacing_module: weakref.ref[torch.nn.Module] | None = None
+        self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @property
+    def unit(self) -> str:
+        """What is counted: ``"step"`` or ``"call"``."""
+        return "call" if self.by_calls else "step"
+
+    def returned(self, module: torch.nn.Module, output: Any) -> None:
+        if self.done or self.attachment.optimizers:
+            return
+        self.by_calls = True
+        if self._pacing_module is None and module in self._called:
+            self._pacing_module = weakref.ref(module)
+        self._called.add(module)
+        if self._pacing_module is not None and self._pacing_module() is module:
+            self.boundary()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.done:
+            return
+        if self.by_calls:  # it called modules before it made its optimizer
+            self.by_calls = False
+            self.restart()
+        if self.pace is None:
+            self.pace = optimizer
+        if optimizer is self.pace:
+            self.boundary()
+
+    def boundary(self) -> None:
+        """Called where a step ends."""
+
+    def restart(self) -> None:
+        """Drop what was seen: the calls so far were no steps."""
 
 
 class MemoryProbe(Probe):

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,51 +42,7 @@ _ERROR_LINES = 15
 _LONGEST_LINE = 500
 
 
-class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one run is made. It is passed to the process as a JSON file.
-
-    Attributes:
-        purpose: one of the purposes above.
-        policy: of the run.
-        loss_scale: as on the command line; None: as ``run`` decides.
-        seed: set before the script starts.
-        seed_shift: added to ``seed`` and to the seeds that the script sets itself.
-        steps: after which the run is ended; 0: it ends by itself.
-        is_module: the script is the name of a module, as for ``python -m``.
-        folder: of this run.
-        earlier: files that earlier runs wrote -> name of the run.
-        at_step: optimizer steps before updates are held back, in a run that keeps gradients.
-        start_scale: loss scale with which such a run begins; None: as ``loss_scale`` says.
-        watched_steps: how many steps are watched to explain them.
-    """
-
-    purpose: str
-    policy: str
-    loss_scale: str | None = None
-    seed: int = 0
-    seed_shift: int = 0
-    steps: int = 0
-    is_module: bool = False
-    folder: str
-    earlier: dict[str, str] = {}
-    at_step: int = 0
-    start_scale: float | None = None
-    watched_steps: int = 0
-
-    def write(self) -> Path:
-        """Write them into their folder; return the file."""
-        path = Path(self.folder) / SETTINGS
-        path.write_bytes(msgspec.json.encode(self))
-        return path
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read what ``write`` wrote."""
-        return msgspec.json.decode(path.read_bytes(), type=cls)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptSettings:
+class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Which script, and how it is run.
 
     Attributes:
@@ -102,6 +58,41 @@ class ScriptSettings:
     policy: str = "auto"
     seed: int = 0
     folder: Path
+
+
+class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one run is made, with its own policy and folder. The process gets it as a JSON file.
+
+    Attributes:
+        purpose: one of the purposes above.
+        loss_scale: as on the command line; None: as ``run`` decides.
+        seed_shift: added to ``seed`` and to the seeds that the script sets itself.
+        steps: after which the run is ended; 0: it ends by itself.
+        earlier: files that earlier runs wrote -> name of the run.
+        at_step: optimizer steps before updates are held back, in a run that keeps gradients.
+        start_scale: loss scale with which such a run begins; None: as ``loss_scale`` says.
+        watched_steps: how many steps are watched to explain them.
+    """
+
+    purpose: str
+    loss_scale: str | None = None
+    seed_shift: int = 0
+    steps: int = 0
+    earlier: dict[str, str] = {}
+    at_step: int = 0
+    start_scale: float | None = None
+    watched_steps: int = 0
+
+    def write(self) -> Path:
+        """Write them into their folder; return the file."""
+        path = self.folder / SETTINGS
+        path.write_bytes(msgspec.json.encode(self, enc_hook=str))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what ``write`` wrote."""
+        return msgspec.json.decode(path.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
 
 
 @dataclass(slots=True)
@@ -142,19 +133,20 @@ class ScriptRuns:
         discard_captures(folder)
         (folder / RESULT).unlink(missing_ok=True)
         settings = RunSettings(
-            purpose=purpose,
-            policy="fp32" if in_fp32 else asked.policy,
-            loss_scale=None if in_fp32 else self.loss_scale,
-            seed=asked.seed,
-            seed_shift=repeat,
+            target=asked.target,
             is_module=asked.is_module,
-            folder=str(folder),
+            policy="fp32" if in_fp32 else asked.policy,
+            seed=asked.seed,
+            folder=folder,
+            purpose=purpose,
+            loss_scale=None if in_fp32 else self.loss_scale,
+            seed_shift=repeat,
             earlier=self.earlier,
             **more,
         )
         shown = f"run {len(self.folders)}, {name or purpose}"
         self.progress(shown)
-        code = _run_process(settings, asked.target, lambda line: self.progress(f"{shown}: {line}"))
+        code = _run_process(settings, lambda line: self.progress(f"{shown}: {line}"))
         seen = read_files(folder / FILES)
         if seen.read is not None:
             file, wrote = seen.read
@@ -219,10 +211,10 @@ def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
 # ---- the process
 
 
-def _run_process(settings: RunSettings, target: Sequence[str], progress: Callable[[str], None]) -> int:
-    """Run the script ``target`` in a fresh process as ``settings`` say; return its exit code."""
-    folder = Path(settings.folder)
-    command = [sys.executable, "-m", "narrowcast.verify", str(settings.write()), *target]
+def _run_process(settings: RunSettings, progress: Callable[[str], None]) -> int:
+    """Run a script in a fresh process; return its exit code."""
+    folder = settings.folder
+    command = [sys.executable, "-m", "narrowcast.verify", str(settings.write())]
     # Output is not buffered, to show its progress. OpenMP threads sleep while they wait: spinning ones make a
     # step take sixty times as long as soon as something else needs a core, in one run and not in the other.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"}
