@@ -1,4 +1,4 @@
-"""Time and memory of a block: sizes known by hand, nesting, errors, and the one public name."""
+"""Time and memory of a block: sizes known by hand, errors, and blocks that are refused."""
 
 import re
 import time
@@ -25,36 +25,30 @@ def test_seconds_and_bytes_of_a_block():
     del b
 
 
-def test_blocks_may_be_nested():
+def test_nested_blocks_that_measure_memory_are_refused():
     with observe.profile("cpu") as outer:
         kept = torch.empty(10 * KIB, dtype=torch.uint8)
-        with observe.profile("cpu") as first:
-            a = torch.empty(100 * KIB, dtype=torch.uint8)
-        assert first.peak_bytes == 100 * KIB
-        with observe.profile("cpu") as second:
-            with observe.profile("cpu") as inner:
-                del a, kept  # neither is of this block
-                b = torch.empty(30 * KIB, dtype=torch.uint8)
-            c = torch.empty(30 * KIB, dtype=torch.uint8)
-        del b, c
-    assert (inner.peak_bytes, second.peak_bytes, outer.peak_bytes) == (30 * KIB, 60 * KIB, 110 * KIB)
-    assert outer.duration_s >= first.duration_s + second.duration_s
-    assert second.duration_s >= inner.duration_s
+        with pytest.raises(OrderError, match="another profile measures memory"):
+            observe.profile("cpu").__enter__()
+        with observe.profile("cpu", memory=False) as inner:
+            del kept
+    assert outer.peak_bytes == 10 * KIB
+    assert outer.duration_s >= inner.duration_s
+    assert inner.peak_bytes is inner.added_bytes is None
 
 
 def test_an_exception_ends_a_block_and_goes_on():
-    outer, inner = observe.profile("cpu"), observe.profile("cpu")
-    kept = []
+    block, kept = observe.profile("cpu"), []
 
     def fail():
-        with outer, inner:
+        with block:
             kept.append(torch.empty(KIB))
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
         fail()
-    assert outer.peak_bytes == inner.peak_bytes == 4 * KIB
-    with outer as again:  # and it begins anew
+    assert block.peak_bytes == 4 * KIB
+    with block as again:  # and it begins anew
         pass
     assert again.peak_bytes == 0
 
@@ -89,13 +83,10 @@ def test_what_cannot_be_measured_is_refused():
 def test_on_a_gpu_the_allocator_is_asked():
     kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
     before = torch.cuda.memory_allocated()
-    with observe.profile() as outer:
+    with observe.profile() as profile:
         a = torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
         del a
-        with observe.profile() as inner:
-            b = torch.empty(4 << 20, dtype=torch.uint8, device="cuda")
-        del b
-    assert (outer.peak_bytes, inner.peak_bytes) == (before + (8 << 20), before + (4 << 20))
-    assert (outer.added_bytes, inner.added_bytes) == (8 << 20, 4 << 20)
-    assert "of it added (cuda:0)" in str(outer)
-    del kept
+        b = torch.empty(4 << 20, dtype=torch.uint8, device="cuda")
+    assert (profile.peak_bytes, profile.added_bytes) == (before + (8 << 20), 8 << 20)
+    assert "of it added (cuda:0)" in str(profile)
+    del b, kept

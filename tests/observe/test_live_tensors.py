@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import narrowcast as nc
 from child_processes import finished
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling import LiveTensorBytes
@@ -113,12 +114,17 @@ def test_reading_inside_an_open_range_of_the_profiler_is_safe():
     del a
 
 
-def test_a_profiler_in_between_is_noticed():
-    tensors = LiveTensorBytes()
-    tensors.__enter__()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        torch.ones(3)
-    with pytest.raises(UnsupportedError, match="another profiler ran in this thread"):
+@pytest.mark.parametrize(
+    "profiler", [lambda: torch.profiler.profile(), lambda: nc.observe.profile("cpu")], ids=["torch", "ours"]
+)
+def test_a_profiler_in_between_is_noticed(profiler):
+    """As of a script whose memory ``narrowcast compare`` counts."""
+    tensors = LiveTensorBytes().__enter__()
+    with profiler() as other:
+        torch.ones(KIB)
+    if isinstance(other, nc.observe.Profile):
+        assert other.peak_bytes == 4 * KIB
+    with pytest.raises(UnsupportedError, match="another profile"):
         _ = tensors.peak_bytes
 
 

@@ -12,7 +12,7 @@ from narrowcast.attach import call_site
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe._torch_internals import profiler_is_on
 from narrowcast.observe.profiling import HostReads, StepProfiler, is_product, read_rows, summarize
-from narrowcast.observe.profiling._recorder import MARK
+from narrowcast.observe.profiling._block import MARK
 from narrowcast.observe.profiling._steps import Recording, _recording, product_size, union_ns
 
 STEP_NS = 1000

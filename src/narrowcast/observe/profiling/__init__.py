@@ -1,7 +1,6 @@
 """Time and memory: of a block of code, and of the parts of a training step."""
 
-from narrowcast.observe.profiling._block import LiveTensorBytes, Profile, profile
-from narrowcast.observe.profiling._recorder import seconds_between, stamp
+from narrowcast.observe.profiling._block import LiveTensorBytes, Profile, profile, seconds_between, stamp
 from narrowcast.observe.profiling._steps import (
     HostReads,
     StepProfiler,

@@ -1,18 +1,29 @@
-"""``nc.observe.profile``: how long a block of code takes, and how much memory its tensors take at most."""
+"""``nc.observe.profile``: how long a block of code takes, and how much memory its tensors take at most.
+
+It reads the memory of CPU tensors from a recording of torch's profiler; ``narrowcast doctor`` reads the ops of
+training steps from one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity
 
 from narrowcast.errors import DeviceError, OrderError, SettingError, UnsupportedError
+from narrowcast.observe._torch_internals import profiler_is_on, without_markers_on_stderr
 from narrowcast.observe.explanation import bytes_text
-from narrowcast.observe.profiling._recorder import Recorder, every_event
+
+MARK = "narrowcast: mark"
+# One block at a time: torch has one profiler in a thread, and CUDA's allocator one peak in the process.
+_measuring_memory = threading.Lock()
 
 
 def profile(device: str | torch.device | None = None, *, memory: bool = True) -> Profile:
@@ -27,7 +38,8 @@ def profile(device: str | torch.device | None = None, *, memory: bool = True) ->
     record is reset: ``torch.cuda.max_memory_allocated`` then counts from the start of the block. On a CPU
     memory is what torch's allocator hands out in this thread, temporaries inside kernels included; torch's
     profiler records it, which slows each operator down by some microseconds: to compare times, use
-    ``memory=False``. Blocks may be nested. If a block ends by an exception, it has the numbers up to there.
+    ``memory=False``. One block at a time measures memory; those with ``memory=False`` may be nested. If a block
+    ends by an exception, it has the numbers up to there.
 
     Args:
         device: whose time and memory; None: CUDA if there is one, else the CPU.
@@ -61,29 +73,38 @@ class Profile:
         self._memory: LiveTensorBytes | _CudaMemory | None = None
         if memory:
             self._memory = _CudaMemory(device) if device.type == "cuda" else LiveTensorBytes()
-        self._started_s: float | None = None
+        self._open: ExitStack | None = None
+        self._started_s = 0.0
         self._duration_s: float | None = None
 
     def __enter__(self) -> Self:
-        if self._started_s is not None:
+        """Begin to measure.
+
+        Raises:
+            OrderError: this block is open already, or another one measures memory.
+        """
+        if self._open is not None:
             raise OrderError("this profile is open already: leave its block before it is entered again")
         self._duration_s = None
-        if self._memory is not None:
-            self._memory.__enter__()
-        self._wait()
+        with ExitStack() as stack:
+            if self._memory is not None:
+                if not _measuring_memory.acquire(blocking=False):
+                    raise OrderError("another profile measures memory: leave its block, or use memory=False")
+                stack.callback(_measuring_memory.release)
+                stack.enter_context(self._memory)
+            self._wait()
+            self._open = stack.pop_all()
         self._started_s = time.perf_counter()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         # After an error the device may fail to synchronize; the first error is the one to raise.
-        with contextlib.suppress(RuntimeError) if exc is not None else contextlib.nullcontext():
+        with contextlib.suppress(RuntimeError) if exc_type is not None else contextlib.nullcontext():
             self._wait()
-        assert self._started_s is not None
-        self._duration_s, self._started_s = time.perf_counter() - self._started_s, None
-        if self._memory is not None:
-            self._memory.__exit__(None, None, None)
+        self._duration_s = time.perf_counter() - self._started_s
+        assert self._open is not None
+        self._open.close()
+        self._open = None
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -132,37 +153,19 @@ class Profile:
 
 
 class _CudaMemory:
-    """The peak of CUDA's allocator. Open blocks share its one record, so each reset updates all of them."""
-
-    _open: list[_CudaMemory] = []  # noqa: RUF012 - of the process, as the allocator's record is
-    _lock = threading.Lock()
+    """The peak of CUDA's allocator within the block."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.peak_bytes = self._before_bytes = 0
+        self.peak_bytes = self.added_bytes = 0
 
-    @property
-    def added_bytes(self) -> int:
-        return self.peak_bytes - self._before_bytes
-
-    def __enter__(self) -> Self:
-        with self._lock:
-            self._update_open()
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self.peak_bytes = self._before_bytes = torch.cuda.memory_allocated(self._device)
-            self._open.append(self)
-        return self
+    def __enter__(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before_bytes = torch.cuda.memory_allocated(self._device)
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._update_open()
-            self._open.remove(self)
-
-    def _update_open(self) -> None:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        for block in self._open:
-            if block._device == self._device:
-                block.peak_bytes = max(block.peak_bytes, peak)
+        self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        self.added_bytes = self.peak_bytes - self._before_bytes
 
 
 class LiveTensorBytes:
@@ -175,31 +178,47 @@ class LiveTensorBytes:
     and 1031. Not counted: memory from before the block, of other devices or threads, or that torch did not
     allocate (numpy, mapped files, scratch of oneDNN and BLAS).
 
-    torch's profiler records all open blocks of a thread at once and keeps every event: measure a few training
-    steps, not a day.
+    torch's profiler keeps every event: measure a few training steps, not a day.
 
     Raises:
         UnsupportedError: on entering, if a profiler runs in this thread; on reading, if one ran meanwhile.
     """
 
+    _thread = threading.local()
+
     def __enter__(self) -> Self:
-        self._alive: dict[int, int] = {}
-        self._total = self._peak = 0
+        outer = getattr(self._thread, "open", None)
+        if outer is not None:  # of ``narrowcast compare``, around a script that profiles a block
+            outer.__exit__()
+            outer._problem = UnsupportedError("another profile ran in this thread meanwhile")
+        self._peak = 0
         self._problem: UnsupportedError | None = None
-        _pause()
-        _thread.open.append(self)
-        try:
-            _resume()
-        except BaseException:
-            _thread.open.remove(self)
-            raise
+        self._recorder = Recorder(memory=True)
+        self._recorder.start()
+        self._thread.open = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self in _thread.open:
-            _pause()
-            _thread.open.remove(self)
-            _resume()
+        if getattr(self._thread, "open", None) is not self:
+            return
+        self._thread.open = None
+        self._recorder.mark()
+        try:
+            tree, _ = self._recorder.stop()
+        except UnsupportedError as error:
+            self._problem = error
+            return
+        found = [event for event in every_event(tree) if event.tag.name == "Allocation"]
+        alive: dict[int, int] = {}
+        total = 0
+        for event in sorted(found, key=lambda event: event.start_time_ns):
+            block = event.typed[1]  # of negative size if it is freed
+            if block.device.type == "cpu":
+                total -= alive.pop(block.ptr, 0)  # 0: allocated before
+                if block.alloc_size > 0:
+                    alive[block.ptr] = block.alloc_size
+                    total += block.alloc_size
+                self._peak = max(self._peak, total)
 
     @property
     def peak_bytes(self) -> int:
@@ -211,53 +230,83 @@ class LiveTensorBytes:
 
     added_bytes = peak_bytes
 
-    def _follow(self, changes: list[tuple[int, int, int]]) -> None:
-        for _, address, size in changes:
-            before = self._alive.pop(address, 0)  # 0: allocated before the block
-            if size > 0:
-                self._alive[address] = size
-            self._total += max(size, 0) - before
-            self._peak = max(self._peak, self._total)
+
+# ---- recordings of torch's profiler
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.open: list[LiveTensorBytes] = []
-        self.recorder: Recorder | None = None
+def stamp(device_type: str) -> Any:
+    """Return the time now; on CUDA an event of the current stream."""
+    if device_type != "cuda":
+        return time.perf_counter()
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
-_thread = _Thread()
+def seconds_between(earlier: Any, later: Any) -> float:
+    """Return the seconds between two stamps; waits until a GPU has reached ``later``."""
+    if isinstance(earlier, float):
+        return float(later) - earlier
+    later.synchronize()
+    return float(earlier.elapsed_time(later)) / 1e3
 
 
-def _resume() -> None:
-    """Record, if a block is open in this thread."""
-    if _thread.open:
-        recorder = Recorder(memory=True)
-        recorder.start()
-        _thread.recorder = recorder
+class Recorder:
+    """Records what this thread does, and the threads in which autograd runs backward for it.
+
+    Args:
+        shapes: record shapes and dtypes of operands, and kernels on GPUs.
+        memory: record what the CPU's allocator hands out.
+    """
+
+    def __init__(self, *, shapes: bool = False, memory: bool = False) -> None:
+        self._shapes, self._memory = shapes, memory
+        self._profile: Any = None
+        self._marks = 0
+
+    def start(self) -> None:
+        """Begin with a mark.
+
+        Raises:
+            UnsupportedError: a profiler runs in this thread already.
+        """
+        activities = [ProfilerActivity.CPU]
+        if self._shapes and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize()
+        if profiler_is_on():
+            raise UnsupportedError("a profiler runs in this thread already: switch that one off")
+        recording = torch.profiler.profile(activities=activities, record_shapes=self._shapes, profile_memory=self._memory)
+        with without_markers_on_stderr():
+            recording.__enter__()  # type: ignore[no-untyped-call]
+        self._profile, self._marks = recording, 0
+        self.mark()
+
+    def mark(self) -> None:
+        """Put an event named ``MARK`` into the record."""
+        self._marks += 1
+        with record_function(MARK):
+            pass
+
+    def stop(self) -> tuple[list[Any], Any]:
+        """Return the outermost events of every thread, and the results of torch's profiler.
+
+        Raises:
+            UnsupportedError: another profiler ran in this thread meanwhile, and took part of the record away.
+        """
+        recording, self._profile = self._profile, None
+        recording.__exit__(None, None, None)
+        results = recording.profiler.kineto_results if recording.profiler else None
+        tree = [] if results is None else results.experimental_event_tree()
+        if sum(event.name == MARK for event in every_event(tree)) != self._marks:
+            raise UnsupportedError("another profiler ran in this thread meanwhile: switch that one off")
+        return tree, results
 
 
-def _pause() -> None:
-    """Stop the recording and hand it to all open blocks."""
-    recorder, _thread.recorder = _thread.recorder, None
-    if recorder is None:
-        return
-    recorder.mark()
-    try:
-        changes = _allocations(recorder.stop()[0])
-    except UnsupportedError as error:
-        for block in _thread.open:
-            block._problem = error
-    else:
-        for block in _thread.open:
-            block._follow(changes)
-
-
-def _allocations(tree: list[Any]) -> list[tuple[int, int, int]]:
-    """Return time, address and size (negative if it is freed) of each block on the CPU, in order of time."""
-    found = []
-    for event in every_event(tree):
-        if event.tag.name == "Allocation" and event.typed[1].device.type == "cpu":
-            block = event.typed[1]
-            found.append((event.start_time_ns, block.ptr, block.alloc_size))
-    return sorted(found, key=lambda change: change[0])
+def every_event(tops: Any) -> Iterator[Any]:
+    """Yield the events of a tree, in no order."""
+    waiting = list(tops)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        yield event

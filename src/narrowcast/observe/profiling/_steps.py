@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -15,17 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.profiling._recorder import MARK, Recorder
+from narrowcast.observe.profiling._block import MARK, Recorder
 
-PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = (
-    "products",
-    "casts",
-    "other_ops",
-    "optimizer",
-    "loading",
-    "python",
-)
-PARTS = (PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON)
+PARTS = ("products", "casts", "other_ops", "optimizer", "loading", "python")
+PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = PARTS
 # Ranges that torch's optimizers and DataLoader record around their work.
 _RANGES = {"Optimizer.step#": OPTIMIZER, "enumerate(DataLoader)#": LOADING}
 _CAST_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -317,36 +311,19 @@ Shape = tuple[int, ...]
 
 # Position of the first of the two matrices among the arguments.
 _MATRICES = {"mm": 0, "matmul": 0, "bmm": 0, "mv": 0, "addmm": 1, "_addmm_activation": 1, "baddbmm": 1}
-_CONVOLUTIONS = (
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "convolution",
-    "_convolution",
-    "convolution_overrideable",
-    "convolution_backward",
-    "mkldnn_convolution",
-    "cudnn_convolution",
-    "cudnn_convolution_transpose",
-    "miopen_convolution",
-    "thnn_conv2d",
-    "_slow_conv2d_forward",
-    "_convolution_pointwise",
-)
+_CONVOLUTION = re.compile(r"convolution|conv(_transpose)?\dd")
 _RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 _ATTENTION = ("scaled_dot_product_", "_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 _LINEAR = ("linear", "mkldnn_linear", "_linear_pointwise")
 _SCALED = ("_scaled_mm", "_scaled_grouped_mm")  # fp8
-_NAMES = frozenset((*_MATRICES, *_CONVOLUTIONS, *_RECURRENT, *_LINEAR, *_SCALED, "einsum", "addbmm", "addmv"))
+_NAMES = frozenset((*_MATRICES, *_RECURRENT, *_LINEAR, *_SCALED, "einsum", "addbmm", "addmv"))
 
 
 def is_product(name: str) -> bool:
     """Return whether the operator ``name``, such as ``"aten::mm"``, multiplies, in forward or backward."""
     space, _, op = name.partition("::")
-    return space in ("aten", "mkldnn") and (op in _NAMES or op.startswith(_ATTENTION))
+    is_one = op in _NAMES or op.startswith(_ATTENTION) or _CONVOLUTION.search(op) is not None
+    return space in ("aten", "mkldnn") and is_one
 
 
 def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]:
@@ -362,14 +339,15 @@ def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]
     """
     op = name.partition("::")[2]
     # Backward of these gets the gradient of the output first.
-    first = "backward" in op and (op.startswith(_ATTENTION) or op in _CONVOLUTIONS)
+    is_convolution = _CONVOLUTION.search(op) is not None
+    first = "backward" in op and (op.startswith(_ATTENTION) or is_convolution)
     given = [shape or () for shape in shapes[int(first) :]]
     one, two = [*given[_MATRICES.get(op, 0) :], (), ()][:2]
     if op.startswith(_ATTENTION):
         return "attention", one + two
     if op in _RECURRENT:
         return "recurrent layer", one
-    if op in _CONVOLUTIONS:
+    if is_convolution:
         return "convolution", one + two
     if op in _LINEAR:
         two = two[::-1]  # the weight is stored N x K
