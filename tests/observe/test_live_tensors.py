@@ -115,7 +115,7 @@ def test_reading_inside_an_open_range_of_the_profiler_is_safe():
 
 
 @pytest.mark.parametrize(
-    "profiler", [lambda: torch.profiler.profile(), lambda: nc.observe.profile("cpu")], ids=["torch", "ours"]
+    "profiler", [torch.profiler.profile, lambda: nc.observe.profile("cpu")], ids=["torch", "ours"]
 )
 def test_a_profiler_in_between_is_noticed(profiler):
     """As of a script whose memory ``narrowcast compare`` counts."""

@@ -62,13 +62,11 @@ def test_layers_in_fp8_are_products_by_their_rule_and_others_say_why_not():
     policy = nc.Policy.preset("bf16").with_rules(nc.rule.op("linear", compute="fp8_tensorwise"))
     with pytest.warns(UserWarning, match="fp8 is emulated on cpu"):
         found = nc.explain(model, policy, torch.randn(16, 32)).found
-    linear = [site for site in found["sites"] if site["op"] == "linear"]
-    assert [(site["path"], site["computes"], site["rule"]) for site in linear] == [
+    products = [site for site in found["sites"] if site["kind"] == "product"]
+    assert [(site["path"], site["computes"], site["rule"]) for site in products] == [
         ("0", "fp8_tensorwise", "linear: fp8_tensorwise"),
         ("2", "bf16", None),
     ]
-    assert linear[0]["kind"] == "product"
-    assert not [site for site in found["sites"] if site["path"] == "0" and site["op"] != "linear"]
     assert found["unreached"] == []
     assert found["notes"] == [
         "2 does not multiply in fp8: has 64 in and 10 out features, and fp8 instructions take multiples of 16"

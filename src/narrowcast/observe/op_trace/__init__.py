@@ -1,6 +1,5 @@
 """What ran in which format: watches operators with the decision about each, their time and their casts."""
 
-from narrowcast.observe.op_trace._rules import near_module
-from narrowcast.observe.op_trace._trace import OpTrace, together, trace_events
+from narrowcast.observe.op_trace._trace import OpTrace, near_module, together, trace_events
 
 __all__ = ["OpTrace", "near_module", "together", "trace_events"]

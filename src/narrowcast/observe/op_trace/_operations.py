@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowcast.casting import is_fp8, modules_by_path, ops_under_way, rule_that_casts
+from narrowcast.casting import modules_by_path, ops_under_way, rule_that_casts
 from narrowcast.observe._torch_internals import NO_GRAPH_TASK, graph_task_id
 from narrowcast.observe.profiling import is_product, seconds_between, stamp
 from narrowcast.policy import Rule, format_name
@@ -31,42 +31,45 @@ _CASTS = ("aten::_to_copy", "aten::to.dtype", "aten::_to_copy.default")
 # ---- modules
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where an operator was called: class of the model, path of the module in it, and phase of the step.
 
     ``root`` and ``path`` are empty outside of modules, in backward passes and in optimizers; ``path`` alone
-    is empty in the model itself.
+    is empty in the model itself. ``fp8_rule`` is that of a linear layer that multiplies in fp8, whose
+    operators autocast does not see.
     """
 
     root: str
     path: str
     phase: str
+    fp8_rule: Rule | None = None
+
+
+class _ModuleCall(NamedTuple):
+    """A running call of a module; ``task``: the backward pass that recomputes it; ``hook``: ends it."""
+
+    module_id: int
+    place: Place
+    task: int
+    hook: Any
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Of each running call of a module: the module's id, its place, the backward pass that recomputes it,
-        # and the hook that ends it.
-        self.calls: list[tuple[int, Place, int, Any]] = []
+        self.calls: list[_ModuleCall] = []
 
 
 class ModulePaths:
     """Tracks which module each thread is in, between entering and leaving it.
 
-    Args:
-        fp8_returned: called with the place, the module, its arguments and its output when a linear layer
-            that multiplies in fp8 returns; autocast does not see its operators.
-
     Attributes:
         in_optimizer: set it while an optimizer steps.
     """
 
-    def __init__(self, fp8_returned: Callable[[Place, torch.nn.Module, Any, Any], None]) -> None:
-        self._fp8_returned = fp8_returned
+    def __init__(self) -> None:
         self.in_optimizer = False
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
-        self._titles: dict[str, int] = {}
+        self._titles: Counter[str] = Counter()
         self._thread = _Thread()
         self._hook: Any = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -78,7 +81,7 @@ class ModulePaths:
         modules = list(modules_by_path(model))
         # The class of the model inside wrappers such as DDP's or torch.compile's.
         title = [type(module).__name__ for path, module in modules if path == ""][-1]
-        self._titles[title] = self._titles.get(title, 0) + 1
+        self._titles[title] += 1
         if self._titles[title] > 1:
             title = f"{title}-{self._titles[title]}"
         for path, module in modules:
@@ -92,18 +95,16 @@ class ModulePaths:
         self._hook = register_module_forward_pre_hook(self._before_forward)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
         while self._thread.calls:
-            self._thread.calls.pop()[3].remove()
+            self._thread.calls.pop().hook.remove()
 
     def here(self) -> Place:
         """Return the place of a call that this thread makes now."""
         calls, task = self._thread.calls, graph_task_id()
-        if calls and task in (calls[-1][2], NO_GRAPH_TASK):
-            return calls[-1][1]
+        if calls and task in (calls[-1].task, NO_GRAPH_TASK):
+            return calls[-1].place
         if task != NO_GRAPH_TASK:
             return Place("", "", BACKWARD)
         return Place("", "", OPTIMIZER if self.in_optimizer else OUTSIDE)
@@ -113,18 +114,17 @@ class ModulePaths:
         name = self._names.get(module)
         if name is None and not calls:
             return
-        place = calls[-1][1] if name is None else Place(*name, FORWARD)
+        fp8_rule = vars(module).get("fp8_rule")
+        place = calls[-1].place if name is None else Place(*name, FORWARD, fp8_rule)
         self._called.add(module)
         # Registered now, it runs after the module's other hooks: those that cast its output run inside.
         hook = module.register_forward_hook(self._after_forward, always_call=True)
-        calls.append((id(module), place, graph_task_id(), hook))
+        calls.append(_ModuleCall(id(module), place, graph_task_id(), hook))
 
-    def _after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
         calls = self._thread.calls
-        if not any(call[0] == id(module) for call in calls):
+        if not any(call.module_id == id(module) for call in calls):
             return
-        if is_fp8(module) and calls[-1][0] == id(module):
-            self._fp8_returned(calls[-1][1], module, args, output)
         ended = 0
         while ended != id(module):  # calls inside it that an exception ended are still there
             ended, _, _, hook = calls.pop()
@@ -177,13 +177,13 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reports each operation, also those of autograd's own threads.
 
     Args:
-        here: returns the place of a call made now.
+        paths: where calls are made.
         report: called with each operation, in the thread that ran it.
     """
 
-    def __init__(self, here: Callable[[], Place], report: Callable[[Operation], None]) -> None:
+    def __init__(self, paths: ModulePaths, report: Callable[[Operation], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._here, self._report = here, report
+        self._paths, self._report = paths, report
         self._lock = threading.Lock()
         # By storage of the result: casts whose result nothing has written to since.
         self._casts: dict[int, tuple[Any, Operation]] = {}
@@ -197,7 +197,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name is None:
             return func(*args, **kwargs)
         given = list(_tensors([*args, *kwargs.values()]))
-        place = self._here()
+        place = self._paths.here()
         # A CUDA graph that is being captured takes no events that tell the time.
         on_gpu = any(tensor.is_cuda for tensor in given) and not torch.cuda.is_current_stream_capturing()
         clock = "cuda" if on_gpu else "cpu"
@@ -218,34 +218,24 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rule=rule_that_casts(),
             multiplies=_narrowest_operand(given) if is_product(name.partition(".")[0]) else None,
         )
-        self._find_casts(func, name, operation, given, made)
+        formats = (*operation.inputs, *operation.outputs)
+        with self._lock:
+            if func._schema.is_mutable:
+                for tensor in given:
+                    self._casts.pop(_storage(tensor), None)
+            elif name in _CASTS and len(formats) == 2 and operation.inputs != operation.outputs:
+                operation.cast = formats
+                self._find_round_trip(operation, given[0], made[0])
         self._report(operation)
         return result
 
-    def _find_casts(
-        self,
-        func: Any,
-        name: str,
-        operation: Operation,
-        given: list[torch.Tensor],
-        made: list[torch.Tensor],
-    ) -> None:
-        """Record a cast, and whether it undoes an earlier one."""
-        if func._schema.is_mutable:
-            with self._lock:
-                for tensor in given:
-                    self._casts.pop(_storage(tensor), None)
-            return
-        formats = (*operation.inputs, *operation.outputs)
-        if name not in _CASTS or len(formats) != 2 or operation.inputs == operation.outputs:
-            return
-        operation.cast = formats
-        with self._lock:
-            earlier = self._casts.get(_storage(given[0]))
-            if earlier is not None and not earlier[0].expired() and earlier[1].cast == formats[::-1]:
-                self.round_trips.append((earlier[1], operation))
-            weak = StorageWeakRef(made[0].untyped_storage())  # type: ignore[no-untyped-call]
-            self._casts[_storage(made[0])] = (weak, operation)
+    def _find_round_trip(self, cast: Operation, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Record whether ``cast`` undoes an earlier one, and remember it."""
+        earlier = self._casts.get(_storage(source))
+        if earlier is not None and not earlier[0].expired() and earlier[1].cast == (cast.cast or ())[::-1]:
+            self.round_trips.append((earlier[1], cast))
+        weak = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
+        self._casts[_storage(result)] = (weak, cast)
 
 
 def formats_of(tensors: Any) -> tuple[str, ...]:

@@ -8,38 +8,43 @@ bytes and its casts. An operation belongs to the innermost operator in which it 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from narrowcast.casting import rule_that_casts, watch_ops
+from narrowcast.errors import near_names
+from narrowcast.observe.capture import json_ready
 from narrowcast.observe.op_trace._operations import (
     BACKWARD,
     ModulePaths,
     Operation,
     OperationWatch,
-    Place,
     formats_of,
 )
-from narrowcast.observe.op_trace._rules import ReachedRules
-from narrowcast.policy import Policy, format_name
+from narrowcast.policy import FP8_RECIPES, Policy, Rule, base_of, class_names, format_name, names_module
 
 _AS_BACKWARD = "backward: in the formats of the forward"
 _NO_REGION = "outside of every region"
 _NO_INPUT = "it has no input to cast"
 _BORDER = "a rule for the module casts what goes in, or what comes out"
 _WIDE = ("fp32", "float64", "complex64", "complex128")
+_MOST_NAMES = 3
+_MOST_MODULES = 500  # that a rule's name is compared with
+# Which of these a matmul becomes depends on its bias and its number of dimensions.
+_MATMULS = ("mm", "addmm", "matmul", "bmm", "baddbmm", "mv", "addmv")
 
 
-@dataclass(slots=True, eq=False)
-class Site:
-    """Calls of one operator at one place, with the same formats and the same decision."""
+class SiteKey(NamedTuple):
+    """What the calls of one operator at one place share; fields of the event ``site``."""
 
-    place: Place
+    root: str
+    path: str
+    phase: str
     op: str
     within: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -48,6 +53,13 @@ class Site:
     because: str
     rule: str | None
     listed: bool
+
+
+@dataclass(slots=True, eq=False)
+class Site:
+    """Calls of one operator at one place, with the same formats and the same decision."""
+
+    key: SiteKey
     calls: int = 0
     operations: list[Operation] = field(default_factory=list)
 
@@ -57,28 +69,12 @@ class Site:
         for operation in operations:
             operation.site = self
 
-    def call(self) -> dict[str, str]:
-        """Return the event fields of a call here."""
-        return {
-            "root": self.place.root,
-            "path": self.place.path,
-            "phase": self.place.phase,
-            "op": self.op,
-        }
-
     def event(self) -> dict[str, Any]:
         casts = [operation for operation in self.operations if operation.cast is not None]
         return {
             "event": "site",
-            **self.call(),
-            "within": list(self.within),
+            **self.key._asdict(),
             "kind": self._kind(),
-            "inputs": list(self.inputs),
-            "computes": self.computes,
-            "outputs": list(self.outputs),
-            "because": self.because,
-            "rule": self.rule,
-            "listed": self.listed,
             "calls": self.calls,
             "casts": len(casts),
             "cast_bytes": sum(operation.moved_bytes for operation in casts),
@@ -93,32 +89,30 @@ class Site:
             return "product"
         if all(operation.cast is not None for operation in ran):
             return "cast"
-        return "other" if self.inputs or self.outputs else "no floats"
+        return "other" if self.key.inputs or self.key.outputs else "no floats"
 
 
 @dataclass(slots=True, eq=False)
 class Collected:
-    """Sites by their first nine fields, and pairs of casts to a format and back."""
+    """Sites, and pairs of casts to a format and back."""
 
-    sites: dict[tuple[Any, ...], Site] = field(default_factory=dict)
+    sites: dict[SiteKey, Site] = field(default_factory=dict)
     round_trips: list[tuple[Operation, Operation]] = field(default_factory=list)
 
-    def site(self, *key: Any) -> Site:
-        """Return the site with these fields, a new one if there is none."""
-        if key not in self.sites:
-            self.sites[key] = Site(*key)
-        return self.sites[key]
+    def site(self, key: SiteKey) -> Site:
+        """Return the site with this key, a new one if there is none."""
+        return self.sites.setdefault(key, Site(key))
 
 
 def together(parts: Sequence[Collected], *, also: Collected | None = None) -> Collected:
     """Join what was collected in several steps; of ``also`` only sites in modules that no part has."""
     found = Collected(round_trips=[trip for part in parts for trip in part.round_trips])
-    sites = [item for part in parts for item in part.sites.items()]
+    sites = [site for part in parts for site in part.sites.values()]
     if also is not None:
-        known = {key for key, _ in sites}
-        sites += [(key, site) for key, site in also.sites.items() if key not in known and site.place.root]
-    for key, site in sites:
-        found.site(*key).add(site.operations, calls=site.calls)
+        known = {site.key for site in sites}
+        sites += [site for key, site in also.sites.items() if key not in known and key.root]
+    for site in sites:
+        found.site(site.key).add(site.operations, calls=site.calls)
     return found
 
 
@@ -127,14 +121,14 @@ class _Call:
     """An operator that returned.
 
     Attributes:
-        key: the fields of its ``Site``.
+        key: of its ``Site``.
         depth: in how many watched operators it was called.
         decided: whether it, or an operator inside it, was decided about.
         operations: that belong to it.
         calls: 0 if only its parts are counted, else 1.
     """
 
-    key: tuple[Any, ...]
+    key: SiteKey
     depth: int
     decided: bool
     operations: list[Operation]
@@ -169,10 +163,10 @@ class OpTrace:
     """
 
     def __init__(self, policy: Policy, device_type: str = "cpu") -> None:
-        self.paths = ModulePaths(self._saw_fp8)
+        self.paths = ModulePaths()
         self.rules = ReachedRules(policy)
         self._device_type = device_type
-        self._watch = OperationWatch(self.paths.here, self._saw_operation)
+        self._watch = OperationWatch(self.paths, self._saw_operation)
         self._all_pending: list[list[_Call | Operation]] = []  # of every thread
         self._thread = _Thread(self._all_pending)
         self._lock = threading.Lock()
@@ -185,9 +179,7 @@ class OpTrace:
         self._stack.enter_context(self._watch)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def take(self) -> Collected:
@@ -205,7 +197,11 @@ class OpTrace:
     # ---- callbacks
 
     def _saw_operation(self, operation: Operation) -> None:
-        self._thread.pending.append(operation)
+        if operation.place.fp8_rule is None:
+            self._thread.pending.append(operation)
+        else:  # in its order among modules
+            with self._lock:
+                self._count_alone(operation)
 
     def _saw_call(self, call: Any) -> None:
         """Count an operator as a whole if nothing inside it was decided, else what is inside by itself."""
@@ -215,20 +211,20 @@ class OpTrace:
             at -= 1
         inside, pending[at:] = pending[at:], []
         rule = border or call.rule
-        key = (
-            self.paths.here(),
-            call.op,
-            tuple(call.enclosing),
-            formats_of(call.inputs),
-            None if call.dtype is None else format_name(call.dtype),
-            formats_of(call.outputs),
-            call.because if border is None else _BORDER,
-            None if rule is None else str(rule),
-            bool(call.listed),
+        key = SiteKey(
+            *self.paths.here()[:3],
+            op=call.op,
+            within=tuple(call.enclosing),
+            inputs=formats_of(call.inputs),
+            computes=None if call.dtype is None else format_name(call.dtype),
+            outputs=formats_of(call.outputs),
+            because=call.because if border is None else _BORDER,
+            rule=None if rule is None else str(rule),
+            listed=bool(call.listed),
         )
-        made = _Call(key, depth, call.listed and not call.composite, [])
-        made.operations = own = [one for one in inside if isinstance(one, Operation)]
+        own = [one for one in inside if isinstance(one, Operation)]
         parts = [one for one in inside if isinstance(one, _Call)]
+        made = _Call(key, depth, call.listed and not call.composite, own)
         with self._lock:
             self.rules.saw(call.op, rule, [operation.op for operation in own])
             if not made.decided and any(part.decided for part in parts):
@@ -243,43 +239,121 @@ class OpTrace:
             else:
                 pending.append(made)
 
-    def _saw_fp8(self, place: Place, module: Any, args: Any, output: Any) -> None:
-        """Count what ran in a linear layer in fp8 as one matmul, by the rule for the layer."""
-        pending = self._thread.pending
-        at = len(pending)
-        while at and isinstance(one := pending[at - 1], Operation) and one.place == place:
-            at -= 1
-        mine = [one for one in pending[at:] if isinstance(one, Operation)]
-        del pending[at:]
-        given = [one for one in (*args, *module.parameters()) if isinstance(one, torch.Tensor)]
-        made = [output] if isinstance(output, torch.Tensor) else []
-        with self._lock:
-            rule = str(self.rules.of_fp8(place.path, module))
-            formats = formats_of(given), module.fp8_recipe, formats_of(made)
-            self._collected.site(place, "linear", (), *formats, rule, rule, True).add(mine)
-
     def _count_call(self, call: _Call) -> None:
         if call.calls:
-            self._collected.site(*call.key).add(call.operations)
+            self._collected.site(call.key).add(call.operations)
 
     def _count_pending(self) -> None:
         """Count what ran in no watched operator: backward, optimizers, code outside of regions."""
         for pending in list(self._all_pending):
             for one in pending:
                 if isinstance(one, Operation):
-                    rule = None if one.rule is None else str(one.rule)
-                    key = (one.place, one.op, (), one.inputs, None, one.outputs, _why(one), rule, False)
-                    self._collected.site(*key).add([one])
+                    self._count_alone(one)
             pending.clear()
 
+    def _count_alone(self, operation: Operation) -> None:
+        """Count an operation outside of every watched operator, and why it is as it is."""
+        place, rule, computes = operation.place, operation.rule, None
+        if place.fp8_rule is not None:
+            rule, because = place.fp8_rule, str(place.fp8_rule)
+            computes = None if operation.multiplies is None else place.fp8_rule.compute
+            self.rules.saw(operation.op, rule, ())
+        elif place.phase == BACKWARD:
+            because = _AS_BACKWARD
+        elif rule is not None:
+            because = _BORDER
+        else:
+            because = _NO_REGION if operation.inputs else _NO_INPUT
+        key = SiteKey(
+            *place[:3],
+            op=operation.op,
+            within=(),
+            inputs=operation.inputs,
+            computes=computes,
+            outputs=operation.outputs,
+            because=because,
+            rule=None if rule is None else str(rule),
+            listed=False,
+        )
+        self._collected.site(key).add([operation])
 
-def _why(operation: Operation) -> str:
-    """Say why an operation outside of every watched operator computed in its formats."""
-    if operation.place.phase == BACKWARD:
-        return _AS_BACKWARD
-    if operation.rule is not None:
-        return _BORDER
-    return _NO_REGION if operation.inputs else _NO_INPUT
+
+# ---- rules
+
+
+def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str:
+    """Return ``" (did you mean "encoder.*"?)"`` for a rule that names no module, or ``""``.
+
+    Args:
+        rule: for modules.
+        named: path and names of the class of each module that there is.
+    """
+    if rule.module is not None:
+        asked, known = rule.module, dict.fromkeys(path for path, _ in named if path)
+    else:
+        asked = str(rule.module_type).rpartition(".")[2]
+        known = dict.fromkeys(names[0].rpartition(".")[2] for _, names in named)
+    guess, meant, _ = near_names(asked, list(known)[:_MOST_MODULES]).partition("? Known:")
+    return f" ({guess[0].lower()}{guess[1:]}?)" if meant else ""
+
+
+class ReachedRules:
+    """Records which rules of a policy decided about a call, and explains why the others did not."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._rules = policy.rules
+        self.clear()
+
+    def clear(self) -> None:
+        self._reached: set[Rule] = set()
+        self._called: set[str] = set()
+        self._around: dict[str, Counter[str]] = {}
+
+    def saw(self, op: str, rule: Rule | None, below: Iterable[str]) -> None:
+        """Count a call of ``op`` in which operations ``below`` ran."""
+        names = {op, base_of(op)}
+        self._called |= names
+        if rule is not None:
+            self._reached.add(rule)
+        for name in {each for inner in below for each in (inner, base_of(inner))} - names:
+            self._around.setdefault(name, Counter())[op] += 1
+
+    def unreached(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> list[dict[str, Any]]:
+        """Return ``rule``, ``reason`` and ``enclosing`` (operators around it) of each rule not reached.
+
+        Args:
+            modules: path and module of each module that was called.
+        """
+        named = [(path, class_names(type(module))) for path, module in modules]
+        found = []
+        for rule in self._rules:
+            names_one = rule.is_for_modules and any(names_module(rule, *module) for module in named)
+            # A rule for a whole module decides about its inputs, whatever is inside.
+            whole_module = rule.op is None and rule.compute not in FP8_RECIPES and names_one
+            if rule in self._reached or whole_module:
+                continue
+            if rule.is_for_modules and not names_one:
+                outer: list[str] = []
+                reason = f"no module that was called is one that it names{near_module(rule, named)}"
+            else:
+                reason, outer = self._why(rule)
+            found.append({"rule": str(rule), "reason": reason, "enclosing": outer})
+        return found
+
+    def _why(self, rule: Rule) -> tuple[str, list[str]]:
+        if rule.compute in FP8_RECIPES:
+            return "no linear layer that was called multiplies in fp8 by it", []
+        op = str(rule.op)
+        if op in self._called:
+            return f"each call of {op} was decided by a more specific rule, or is outside of its modules", []
+        around = self._around.get(op, Counter())
+        if not around and op in _MATMULS:
+            around = sum((self._around.get(same, Counter()) for same in _MATMULS), Counter())
+        outer = [name for name, _ in around.most_common(_MOST_NAMES)]
+        if not outer:
+            return f"{op} was not called", []
+        whole = f"{' and '.join(outer)}, which {'is' if len(outer) == 1 else 'are'} decided about as a whole"
+        return f"{op} runs only inside {whole}: a rule for {base_of(outer[0])} reaches it", outer
 
 
 # ---- events of a capture
@@ -310,12 +384,9 @@ def trace_events(
         "product_s": _took_s(products),
         "narrow_product_s": _took_s(product for product in products if product.multiplies not in _WIDE),
     }
-    return [
-        *(site.event() for site in sites),
-        *_round_trip_events(seen.round_trips),
-        *({"event": "unreached", **found} for found in unreached),
-        {**totals, **facts},
-    ]
+    events = [site.event() for site in sites] + _round_trip_events(seen.round_trips)
+    events += [{"event": "unreached", **found} for found in unreached]
+    return [json_ready(event) for event in (*events, {**totals, **facts})]
 
 
 def _took_s(operations: Iterable[Operation]) -> float:
@@ -323,17 +394,21 @@ def _took_s(operations: Iterable[Operation]) -> float:
 
 
 def _round_trip_events(pairs: list[tuple[Operation, Operation]]) -> list[dict[str, Any]]:
+    def call(operation: Operation) -> dict[str, str]:
+        key = operation.site.key
+        return {"root": key.root, "path": key.path, "phase": key.phase, "op": key.op}
+
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for first, second in pairs:
         assert first.cast is not None
-        narrow, wide = first.cast[1], first.cast[0]
+        wide, narrow = first.cast
         event = found.setdefault(
             (first.site, second.site, first.cast),
             {
                 "event": "round trip",
                 "formats": [wide, narrow, wide],
-                "first": first.site.call(),
-                "second": second.site.call(),
+                "first": call(first),
+                "second": call(second),
                 "count": 0,
                 "moved_bytes": 0,
             },

@@ -1,7 +1,7 @@
 """``nc.observe.profile``: how long a block of code takes, and how much memory its tensors take at most.
 
-It reads the memory of CPU tensors from a recording of torch's profiler; ``narrowcast doctor`` reads the ops of
-training steps from one.
+The memory of CPU tensors is read from a recording of torch's profiler, as are the ops of training steps for
+``narrowcast doctor``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def profile(device: str | torch.device | None = None, *, memory: bool = True) ->
     record is reset: ``torch.cuda.max_memory_allocated`` then counts from the start of the block. On a CPU
     memory is what torch's allocator hands out in this thread, temporaries inside kernels included; torch's
     profiler records it, which slows each operator down by some microseconds: to compare times, use
-    ``memory=False``. One block at a time measures memory; those with ``memory=False`` may be nested. If a block
-    ends by an exception, it has the numbers up to there.
+    ``memory=False``. One block at a time measures memory; blocks with ``memory=False`` may be nested. If a
+    block ends by an exception, it has the numbers up to there.
 
     Args:
         device: whose time and memory; None: CUDA if there is one, else the CPU.
@@ -276,7 +276,9 @@ class Recorder:
             torch.cuda.synchronize()
         if profiler_is_on():
             raise UnsupportedError("a profiler runs in this thread already: switch that one off")
-        recording = torch.profiler.profile(activities=activities, record_shapes=self._shapes, profile_memory=self._memory)
+        recording = torch.profiler.profile(
+            activities=activities, record_shapes=self._shapes, profile_memory=self._memory
+        )
         with without_markers_on_stderr():
             recording.__enter__()  # type: ignore[no-untyped-call]
         self._profile, self._marks = recording, 0
