@@ -90,7 +90,7 @@ def test_bad_settings_in_the_environment_are_one_line_and_two(workplace, capsys,
     monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(workplace.folder / "file/x"))
     assert main([verb, "good.py"]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith(f"narrowcast: cannot create the folder {workplace.folder}/file/x/runs/")
+    assert said.err.startswith(f"narrowcast: cannot write in the folder {workplace.folder}/file/x/runs/")
     assert said.err.endswith(
         ": Not a directory; choose another with --run-dir, or set NARROWCAST_CACHE_DIR\n"
     )

@@ -48,8 +48,8 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path):
     asked = tmp_path / "file/x"
     with pytest.raises(FileError) as refused:
         make_run_folder("train", asked=asked)
-    assert str(refused.value) == f"cannot create the folder {asked}: Not a directory; {ADVICE}"
-    with pytest.raises(FileError, match=r"cannot create the folder .*file/runs/train-.*: Not a directory"):
+    assert str(refused.value) == f"cannot write in the folder {asked}: Not a directory; {ADVICE}"
+    with pytest.raises(FileError, match=r"cannot write in the folder .*file/runs/train-.*: Not a directory"):
         make_run_folder("train", cache=tmp_path / "file")
 
 

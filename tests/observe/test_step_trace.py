@@ -94,7 +94,7 @@ def test_a_skipped_step(scaler, factor, fused):
     assert set(weights.values()) == {(-0.5, 2.0)}
     assert trace["backward"].gradients["weight"].isfinite().sum() == 0
     assert "taken" not in str(trace)
-    assert [line[:8].strip() for line in str(trace).splitlines()].count("skipped") == 1
+    assert str(trace).count("\nstep skipped") == 1
 
 
 def test_a_stepper_brings_everything():
@@ -282,15 +282,17 @@ def test_the_table_is_80_columns_wide_and_tells_of_long_tensors():
     text = str(trace)
     assert max(map(len, text.splitlines())) <= 80
     assert text.splitlines()[1:] == [
-        "stage     tensor                 weight                  gradient",
-        "--------  ---------------------  ----------------------  -----------------------",
-        "forward   a_block_with_quite_a_  norm inf                none",
-        "          long_name.weight       min  -4.0000",
-        "            32x64                max  3.0000",
+        "stage         tensor             weight                  gradient",
+        "------------  -----------------  ----------------------  -----------------------",
+        "forward       a_block_with_quite_a_long_name.weight",
+        "                                 norm inf                none",
+        "                32x64            min  -4.0000",
+        "                                 max  3.0000",
         "                                 1 not finite",
-        "          a_block_with_quite_a_  norm 5.6569e-07         none",
-        "          long_name.bias         min  1.0000e-07",
-        "            32                   max  1.0000e-07",
+        "              a_block_with_quite_a_long_name.bias",
+        "                                 norm 5.6569e-07         none",
+        "                32               min  1.0000e-07",
+        "                                 max  1.0000e-07",
     ]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -25,7 +24,7 @@ _STAGES = (FORWARD, BACKWARD, UNSCALE, BEFORE_STEP, STEP, ZEROED, END)
 # Methods of a scaler that change gradients.
 _UNSCALING = ("unscale_", "clip_grad_norm_", "clip_grad_value_")
 _STEPPING = ("step", "step_together")
-_WIDTHS = {"stage": 8, "tensor": 21, "weight": 22, "gradient": 23}
+_WIDTHS = {"stage": 12, "tensor": 17, "weight": 22, "gradient": 23}
 _MOST_SHOWN = 2
 _FIXED_FROM, _FIXED_BELOW = 5e-5, 1e7
 
@@ -105,9 +104,7 @@ class StepTrace:
             self._hooks = hooks.pop_all()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.close()
@@ -335,9 +332,9 @@ def _cell(tensor: torch.Tensor | None) -> list[str]:
     """Return the numbers of a small tensor, else its norm and the range of its finite numbers."""
     if tensor is None:
         return ["none"]
-    if tensor.numel() <= _MOST_SHOWN:
-        return [", ".join(map(_number, tensor.cpu().flatten().tolist())) or "empty"]
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double().flatten()
+    if tensor.numel() <= _MOST_SHOWN:
+        return [", ".join(map(_number, flat.tolist())) or "empty"]
     finite = flat[flat.isfinite()]
     lines = [f"norm {_number(float(torch.linalg.vector_norm(flat)))}"]
     if finite.numel():
@@ -348,25 +345,22 @@ def _cell(tensor: torch.Tensor | None) -> list[str]:
 
 
 def _stage_lines(stage: Stage, label: str) -> list[str]:
-    """Return the rows of one stage, at most 80 columns wide; a long name continues in the next line."""
+    """Return the rows of one stage; a long name has a line of its own."""
     rows: list[tuple[str, str, str]] = []
-    width = _WIDTHS["tensor"]
     for name, weight in stage.weights.items():
-        names = [name[start : start + width] for start in range(0, len(name), width)]
-        names += [] if weight.numel() <= _MOST_SHOWN else [f"  {_shape(weight)}"]
+        is_long = len(name) > _WIDTHS["tensor"]
+        rows += [(name, "", "")] if is_long else []
+        names = ["" if is_long else name] + [f"  {_shape(weight)}"] * (weight.numel() > _MOST_SHOWN)
         rows += zip_longest(names, _cell(weight), _cell(stage.gradients[name]), fillvalue="")
-    labels = label.replace(" ", "\n ").splitlines()
-    return [_row(text, *(row or ("", "", ""))) for text, row in zip_longest(labels, rows, fillvalue="")]
+    return [_row("" if number else label, *row) for number, row in enumerate(rows)]
 
 
 def _row(*cells: str) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS.values(), strict=True)).rstrip()
 
 
-def _number(value: complex) -> str:
+def _number(value: float) -> str:
     """Format to four decimals, or as a power of ten where these would show zero or too many digits."""
-    if isinstance(value, complex):
-        return f"{value:.4g}"
     if value == 0 or _FIXED_FROM <= abs(value) < _FIXED_BELOW or not math.isfinite(value):
         return f"{value:.4f}"
     return f"{value:.4e}"

@@ -15,11 +15,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from narrowcast.errors import FileError
-from narrowcast.observe.capture._events import SCHEMA, Event, checked_event
+from narrowcast.observe.capture._events import EVENTS, SCHEMA, Event, checked_event
 
 RUN = "capture.jsonl"
 """Name of the capture of a run in its folder."""
@@ -30,7 +29,7 @@ EXPLANATION = "explain.jsonl"
 
 # A comparison names the captures of its runs; a path that leads out of its folder is refused.
 _WITHIN = re.compile(r"[\w-]+(/[\w-]+)*\.jsonl")
-_OF_A_RANK = re.compile(r"capture-rank(\d+)(-process\d+)?\.jsonl")
+_OF_A_RANK = re.compile(r"capture-rank(\d+)")
 # Characters take up to four bytes, and the names of a file system end at 255.
 _LONGEST_NAME = 40
 
@@ -85,9 +84,7 @@ class CaptureWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -130,16 +127,13 @@ class Capture:
 
     def totals(self) -> Event:
         """Return the ``end`` event; if the run was killed, as much of it as its steps show."""
-        end = self.end
-        if end is not None:
-            return end
+        if self.end is not None:
+            return self.end
         steps = self.of("step")
         last = steps[-1] if steps else {}
         skipped_steps = sum(step["skipped"] for step in steps)
-        unknown = ("exit_code", "aside", "backwards", "forwards", "peak_resident_bytes", "peak_tensor_bytes")
-        return {
+        known = {
             "event": "end",
-            **dict.fromkeys(unknown),
             "stopped": False,
             "wall_s": last.get("time_s"),
             "steps": len(steps) - skipped_steps,
@@ -148,6 +142,7 @@ class Capture:
             "settings": {},
             "versions": {},
         }
+        return dict.fromkeys(EVENTS["end"].__annotations__) | known
 
 
 def read_capture(path: Path) -> Capture:
@@ -176,22 +171,18 @@ def read_capture(path: Path) -> Capture:
             if number == len(lines):
                 break
             raise FileError(f"{path}:{number} is not valid JSON: {error}") from error
-        if number == 1:
-            _check_start(event, path)
+        if number == 1 and (not isinstance(event, dict) or event.get("event") != "start"):
+            break
+        if number == 1 and event.get("schema") != SCHEMA:
+            found = str(event.get("schema"))[:20]
+            raise FileError(
+                f"{path} has schema {found!r} and this version of narrowcast reads {SCHEMA}: use the one "
+                "that wrote it"
+            )
         events.append(checked_event(event, f"{path}:{number}"))
     if not events:
         raise FileError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
     return Capture(events=tuple(events))
-
-
-def _check_start(event: Any, path: Path) -> None:
-    if not isinstance(event, dict) or event.get("event") != "start":
-        raise FileError(f"{path} does not begin with a start event: is it a capture of narrowcast?")
-    if event.get("schema") != SCHEMA:
-        raise FileError(
-            f"{path} has schema {str(event.get('schema'))[:20]!r} and this version of narrowcast reads "
-            f"{SCHEMA}: use the version that wrote it"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,8 +300,11 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
     Raises:
         FileError: one cannot be deleted.
     """
-    stale = [path for path in folder.glob("capture-rank*.jsonl") if _rank_of(path) >= from_rank]
-    stale += [*folder.glob("capture-process*.jsonl"), folder / EXPLANATION]
+    stale = [folder / EXPLANATION, *folder.glob("capture-process*.jsonl")]
+    for path in folder.glob("capture-rank*.jsonl"):
+        rank = _OF_A_RANK.match(path.name)
+        if rank is not None and int(rank[1]) >= from_rank:
+            stale.append(path)
     if from_rank == 0:
         stale += [folder / name for name in (RUN, "stdout.txt", "stderr.txt")]
     for path in stale:
@@ -320,20 +314,14 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
             raise FileError(f"cannot delete what an earlier run left, {path}: {error.strerror}") from error
 
 
-def _rank_of(path: Path) -> int:
-    found = _OF_A_RANK.fullmatch(path.name)
-    return int(found[1]) if found else -1
-
-
 def _writable(folder: Path) -> Path:
-    advice = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"cannot create the folder {folder}: {error.strerror}; {advice}") from error
-    try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise FileError(f"cannot write in the folder {folder}: {error.strerror}; {advice}") from error
+        raise FileError(
+            f"cannot write in the folder {folder}: {error.strerror}; choose another with --run-dir, or set "
+            "NARROWCAST_CACHE_DIR"
+        ) from error
     return folder.resolve()
