@@ -1,32 +1,5 @@
 """What ``narrowcast explain`` found: read from a capture, and shown as a table without torch."""
 
-<<<<<<< HEAD
-from narrowcast.observe.explanation._table import (
-    LAYER_NUMBER,
-    bytes_text,
-    count_text,
-    explained,
-    explained_lines,
-    has_several_models,
-    percent,
-    place_name,
-    read_explanation,
-    wrapped,
-)
-
-__all__ = [
-    "LAYER_NUMBER",
-    "bytes_text",
-    "count_text",
-    "explained",
-    "explained_lines",
-    "has_several_models",
-    "percent",
-    "place_name",
-    "read_explanation",
-    "wrapped",
-]
-=======
 from __future__ import annotations
 
 import functools
@@ -133,7 +106,7 @@ def _totals(watched: dict[str, Any], steps: int) -> tuple[dict[str, Any], dict[s
         "product_share_of_time": _share(watched["product_s"], watched["duration_s"]),
         "narrow_share_of_product_time": _share(watched["narrow_product_s"], watched["product_s"]),
     }
-    why = {"narrow_share_of_product_time": "no product took any time"}
+    why = {"narrow_share_of_product_time": "no matmul took any time"}
     missing = {name: why.get(name, "nothing ran") for name, value in totals.items() if value is None}
     return totals, {f"totals.{name}": reason for name, reason in missing.items()}
 
@@ -389,4 +362,3 @@ def wrapped(text: str, *, first: str = "", then: str | None = None, whole_words:
         break_on_hyphens=False,
     )
     return [line.replace("\u00a0", " ") for line in lines]
->>>>>>> de12519 (One table of edges sorts fractions into bins; explanation is one file; plainer tables of a step)
