@@ -9,6 +9,7 @@ from casting_cases import COMPILES, FP32, Calls, assert_same, eager, pickled, ru
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.errors import OrderError
 
 rule = nc.rule.module
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
@@ -62,28 +63,24 @@ def test_a_copy_of_what_was_compiled_computes_by_the_policy(again, policy):
 @pytest.mark.parametrize("again", [copy.deepcopy, pickled], ids=["copy", "pickle"])
 def test_a_copy_of_what_was_compiled_has_fp8_layers_of_its_own(again):
     model = made()
-    ours = compiled(model, FP8)
-    expected = ours(X)
-    other = again(ours)
-    del ours
-    assert type(model[0]) is nn.Linear
-    assert_same(other(X), expected)
-    inside = other._orig_mod
-    del other
-    assert type(inside[0]) is nn.Linear
-
-
-def test_fp8_layers_for_as_long_as_the_compiled_module_lives():
-    model = made()
     expected, plain = eager(model, FP8, X)[0], eager(model, "bf16", X)[0]
     assert not torch.equal(expected, plain)
-    ours, again = compiled(model, FP8), compiled(model, FP8)
-    assert_same(ours(X), expected)
-    del ours
-    assert_same(again(X), expected)
-    del again
-    assert type(model[0]) is nn.Linear
-    assert_same(eager(model, "bf16", X)[0], plain)
+    with nc.apply(model, FP8):
+        ours = compiled(model, FP8)
+        other = again(ours)
+        assert_same(ours(X), expected)
+        assert_same(other(X), expected)
+
+
+def test_fp8_layers_are_converted_by_apply():
+    model = made()
+    with pytest.raises(OrderError, match="got one at '0' that is not: call"):
+        compiled(model, FP8)
+    with nc.apply(model, FP8):
+        ours = compiled(model, FP8)
+        ours(X)
+    with pytest.raises(OrderError, match="got one at '0' that is not: call"):
+        ours(X)
 
 
 def test_the_model_can_be_compiled_and_exported_plainly_meanwhile():

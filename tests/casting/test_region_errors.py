@@ -11,10 +11,14 @@ from narrowcast.errors import DeviceError, PolicyError
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        (("cdua",), DeviceError, "got 'cdua'. Did you mean \"cuda\"[?] Known: cpu, cuda, xpu, mps"),
+        (
+            ("cdua",),
+            DeviceError,
+            "type 'cdua'.* Did you mean \"cuda\"[?] Known: cpu, cuda, xpu",
+        ),
         (("CPU",), DeviceError, 'Did you mean "cpu"'),
         (("mpss",), DeviceError, 'Did you mean "mps"'),
-        (("meta",), DeviceError, "a device type that torch can autocast, got 'meta'"),
+        (("meta",), DeviceError, "unknown device type 'meta'"),
         ((torch.device("cpu"),), ValueError, "Expected `device_type` of type `str`"),
         (("cpu", "bf16"), PolicyError, 'write policy="bf16" for a preset'),
         (("cpu", BF16, True, None, "bf16"), PolicyError, "expected a dtype or a policy, got both"),
@@ -30,9 +34,7 @@ def test_what_is_refused(arguments, error, match):
 
 def test_cuda_without_cuda_is_an_error_that_says_the_fix(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        DeviceError, match=r'write autocast\("cpu"\), or autocast\("cuda", enabled=torch.cuda'
-    ):
+    with pytest.raises(DeviceError, match="Use device 'cpu', or install a CUDA build"):
         nc.autocast("cuda", FP16)
     with pytest.warns(UserWarning, match="CUDA is not available"):
         silent = torch.autocast("cuda", FP16)

@@ -128,7 +128,7 @@ def test_what_is_being_traced():
 def test_checkpoints_are_made_of_these_names():
     from torch.utils import checkpoint
 
-    assert checkpoint in internals.checkpoint_modules()
+    assert checkpoint is internals.CHECKPOINT
     for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator", "_get_autocast_kwargs"):
         assert hasattr(checkpoint, name)
         assert name in inspect.getsource(checkpoint), name
@@ -171,7 +171,6 @@ def test_hooks_are_not_called_after_an_interrupt():
 
 def test_devices():
     assert internals.privateuse1_name() == "privateuseone"
-    assert internals.cuda_is_missing() is not torch.cuda.is_available()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

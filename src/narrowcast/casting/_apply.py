@@ -17,7 +17,7 @@ import torch
 from narrowcast.casting._module_hooks import Hook, Shared, hooks_on
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
 from narrowcast.casting._tree import Structure, all_paths, is_wrapper, rules_of
-from narrowcast.casting.fp8 import apply_fp8, unconverted
+from narrowcast.casting.fp8 import apply_fp8, is_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names
 from narrowcast.policy import (
     FP8_RECIPES,
@@ -54,7 +54,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
     Raises:
         PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
             in a low format; or the model has a policy already.
-        OrderError: later, when a layer came for which there is an fp8 rule.
+        OrderError: in a call, after a layer with an fp8 rule was added.
     """
     return Applied(model, with_fp32_weights(policy))
 
@@ -175,7 +175,7 @@ def _follow(model: torch.nn.Module, shared: Shared) -> list[Hook]:
     """Give every module in ``model`` a hook with the rules for it now; return the new hooks.
 
     Raises:
-        OrderError: a layer was added for which there is an fp8 rule.
+        OrderError: a layer with an fp8 rule was not converted.
         PolicyError: a module that was added has another policy.
     """
     policy = shared.policy
@@ -205,13 +205,16 @@ class CompiledHooks:
         self._shared = Shared(policy, opens=False, compiled=True)
         self._hooks: weakref.WeakSet[Hook] = weakref.WeakSet()
         self._structure: Structure | None = None
+        self._fp8_layers: list[torch.nn.Module] = []
         weakref.finalize(self, _detach, self._hooks).atexit = False
 
     def follow(self, model: torch.nn.Module) -> None:
         """Give every module in ``model`` the rules for it now."""
-        if self._structure is None or not self._structure.holds():
+        changed = self._structure is None or not self._structure.holds()
+        if changed or any(not is_fp8(layer) for layer in self._fp8_layers):
             self._hooks.update(_follow(model, self._shared))
             self._structure = Structure(model)
+            self._fp8_layers = [one for one in model.modules() if is_fp8(one)]
 
 
 def _detach(hooks: Iterable[Hook]) -> None:
@@ -220,15 +223,15 @@ def _detach(hooks: Iterable[Hook]) -> None:
 
 
 def _refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
-    """Refuse layers that were added after fp8 rules for them were put in force."""
+    """Refuse a layer with an fp8 rule that was not converted."""
     if not any(one.compute in FP8_RECIPES for one in policy.rules):
         return
     for path, why in unconverted(model, policy).items():
         if why is None:
             raise OrderError(
-                f"expected the layers that the model had when it got its policy, got a new one at {path!r} "
-                "for which there is an fp8 rule: apply the policy again after the change (nc.apply: call "
-                "remove() on the handle first)"
+                f"expected layers with an fp8 rule to be converted, got one at {path!r} that is not: call "
+                "nc.apply(model, policy) before nc.compile, and again (after remove() on its handle) if "
+                "layers are added"
             )
 
 

@@ -24,14 +24,13 @@ from narrowcast.casting._torch_internals import (
 )
 from narrowcast.casting._tree import cast_where
 from narrowcast.casting._weight_casts import drop_casts
-from narrowcast.errors import DeviceError, OrderError, PolicyError, UnsupportedError, near_names
+from narrowcast.errors import OrderError, PolicyError, UnsupportedError
+from narrowcast.machine import check_device
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, Scope, as_policy, resolve
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# The devices that torch has an autocast table for, for suggestions in errors.
-_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -93,7 +92,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         self._policy: Policy | None = None
         self._rules: Scope | None = None
         if policy is not None:
-            check_device(device_type, enabled=enabled)
+            _check_device(device_type, enabled=enabled)
             _check_one_format(dtype, policy)
             self._policy = as_policy(policy)
             dtype, self._rules = region_of(self._policy, device_type)
@@ -184,7 +183,7 @@ def _checked(
     policy: Policy | str | None = None,
 ) -> tuple[str, torch.dtype, bool, bool]:
     """Return the arguments with their defaults; raise if they are invalid."""
-    check_device(device_type, enabled=enabled)
+    _check_device(device_type, enabled=enabled)
     if policy is not None:
         _check_one_format(dtype, policy)
         dtype = resolve(policy, device_type)
@@ -207,27 +206,12 @@ def _check_one_format(dtype: torch.dtype | None, policy: Policy | str) -> None:
         )
 
 
-def check_device(device_type: Any, *, enabled: bool) -> None:
-    """Refuse devices that torch does not know or cannot autocast, and, if ``enabled``, missing CUDA."""
+def _check_device(device_type: Any, *, enabled: bool) -> None:
+    """Refuse a device type that torch cannot autocast, or, if ``enabled``, that this machine lacks."""
     if not isinstance(device_type, str):
         raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-    if device_type == "cpu":
-        return  # every build has it, and a region is opened at each step
-    try:
-        known = torch.amp.is_autocast_available(device_type)
-    except RuntimeError:
-        known = False
-    if not known:
-        names = [name for name in (*_DEVICES, _torch_internals.privateuse1_name()) if name != "privateuseone"]
-        known_names = near_names("cuda" if device_type.lower() == "gpu" else device_type, names)
-        raise DeviceError(
-            f"expected a device type that torch can autocast, got {device_type!r}. {known_names}"
-        )
-    if enabled and device_type == "cuda" and _torch_internals.cuda_is_missing():
-        raise DeviceError(
-            'expected a CUDA device for autocast("cuda"), got a machine or a build of torch without one; '
-            'write autocast("cpu"), or autocast("cuda", enabled=torch.cuda.is_available()) to go on in fp32'
-        )
+    if device_type != "cpu":  # every build has it, and a region is opened at each step
+        check_device(device_type, present=enabled)
 
 
 def _check_dtype(device_type: str, dtype: Any) -> None:
@@ -342,7 +326,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         DeviceError: torch has no autocast for the device.
         PolicyError: ``cast_inputs`` is not a floating format.
     """
-    check_device(device_type, enabled=False)
+    _check_device(device_type, enabled=False)
     if cast_inputs is not None and not (
         isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point
     ):
@@ -389,7 +373,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
         DeviceError: torch has no autocast for the device.
         OrderError: in the backward, if the forward recorded no region.
     """
-    check_device(device_type, enabled=False)
+    _check_device(device_type, enabled=False)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
 

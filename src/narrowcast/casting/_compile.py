@@ -10,35 +10,29 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from narrowcast.casting._apply import CompiledHooks, applied_to, missed_rules, refuse_missed
+from narrowcast.casting._apply import CompiledHooks, missed_rules, refuse_missed
 from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_hooks import device_types
 from narrowcast.casting._regions import regions
 from narrowcast.casting._torch_internals import guard_hooks_of_modules, trace_backward_outside_of_regions
-from narrowcast.casting.fp8 import Fp8Handle, apply_fp8, is_fp8, restore_layer
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
 from narrowcast.policy import FP8_RECIPES, Policy, Scope, with_fp32_weights
-
-# The fp8 layers of models, referenced by what was compiled from each.
-_fp8_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[_Fp8]] = weakref.WeakKeyDictionary()
 
 
 def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     """Compile ``model`` with ``torch.compile``, to compute by ``policy`` in training and inference.
 
     Each operator gets the inputs, and so gives the formats, that it does in eager code under
-    ``nc.apply(model, policy)``; a compiler rounds in other places. Layers that an fp8 rule is for multiply in
-    fp8 for as long as what was compiled lives, in calls of the model itself too. Parameters, their gradients
-    and buffers stay in fp32. What the model returns stays in the formats in which it comes out. A region of
-    the caller, with another policy too, changes nothing inside. Code that Dynamo does not trace is cast as
-    eager code is.
+    ``nc.apply(model, policy)``; a compiler rounds in other places. For fp8 rules call
+    ``nc.apply(model, policy)`` first, which converts the layers. Parameters, their gradients and buffers stay
+    in fp32. Outputs stay in the formats in which the model computes them. Open regions of the caller, also of
+    another policy, have no effect inside. Code that Dynamo does not trace is cast as eager code is.
 
     Args:
         model: a module; or a function, if the policy has no rules for modules. A module's ``state_dict`` is
@@ -55,7 +49,7 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
             does not have, or needs weights in a low format.
         UnsupportedError: a function was given with a rule for modules or with an fp8 rule; in a call, where a
             rule refuses what is called.
-        OrderError: in a call, where a layer came since for which there is an fp8 rule.
+        OrderError: here or in a call, if a layer with an fp8 rule was not converted by ``nc.apply``.
     """
     if not callable(model):
         raise PolicyError(f"expected a module or a function to compile, got {type(model).__name__}")
@@ -67,21 +61,17 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
         _refuse_rules_for_modules(wanted)
         return _in_region(torch.compile(model, **settings), wanted)
     refuse_missed(missed_rules(wanted, model))
-    fp8 = _fp8(model, wanted)
     hooks = CompiledHooks(wanted)
     hooks.follow(model)
     guard_hooks_of_modules()
     compiled: Any = torch.compile(model, **settings)
-    compiled.forward = _in_region(compiled.forward, wanted, model, hooks, fp8)
+    compiled.forward = _in_region(compiled.forward, wanted, model, hooks)
+    # A copy or a pickle compiles its own model.
     compiled.__dict__["__reduce_ex__"] = lambda _protocol: (_compile_again, (model, wanted, settings))
     return compiled
 
 
 def _compile_again(model: torch.nn.Module, policy: Policy, settings: dict[str, Any]) -> Any:
-    """Compile the model of a copy, or of a pickle."""
-    for part in model.modules():
-        if is_fp8(part):
-            restore_layer(part)
     return compile(model, policy, **settings)
 
 
@@ -94,32 +84,11 @@ def _refuse_rules_for_modules(policy: Policy) -> None:
             )
 
 
-class _Fp8:
-    """The fp8 layers of one model, which end when nothing that was compiled from it lives."""
-
-    def __init__(self, policy: Policy, handle: Fp8Handle) -> None:
-        self.policy = policy
-        weakref.finalize(self, handle.remove).atexit = False
-
-
-def _fp8(module: torch.nn.Module, policy: Policy) -> _Fp8 | None:
-    """Convert the layers of ``module`` that fp8 rules of ``policy`` select."""
-    if not any(one.compute in FP8_RECIPES for one in policy.rules) or applied_to(module, policy) is not None:
-        return None
-    known = _fp8_of.get(module)
-    found = known() if known is not None else None
-    if found is None or found.policy != policy:
-        found = _Fp8(policy, apply_fp8(module, policy))
-        _fp8_of[module] = weakref.ref(found)
-    return found
-
-
 def _in_region(
     function: Callable[..., Any],
     policy: Policy,
     module: torch.nn.Module | None = None,
     hooks: CompiledHooks | None = None,
-    fp8: _Fp8 | None = None,
 ) -> Any:
     @functools.wraps(function)
     def in_region(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +101,6 @@ def _in_region(
             except torch._dynamo.exc.TorchDynamoException as error:
                 raise _own_error(error) or error from None
 
-    in_region._fp8 = fp8  # type: ignore[attr-defined]  # which lives as long
     return in_region
 
 

@@ -169,7 +169,8 @@ def leave(owner: object) -> None:
     """Close the region that ``owner`` opened last in this thread.
 
     Raises:
-        OrderError: it is not the innermost one, or ``owner`` opened none here. The state is right after it.
+        OrderError: it is not the innermost one, or ``owner`` opened none here. The regions inside it are
+            closed too, so that the state is that before it.
     """
     regions = thread.regions
     if regions and regions[-1].caller is not None and regions[-1].owner is not owner:
@@ -183,12 +184,13 @@ def leave(owner: object) -> None:
             "expected a region that this thread entered, got one that it did not enter or has left already; "
             "leave a region in the thread that entered it, as a with statement does"
         )
-    region, above = regions.pop(owned[-1]), regions[owned[-1] :]
-    _remove_below(region, above)
+    region, inside = regions[owned[-1]], len(regions) - owned[-1] - 1
+    for _ in range(inside + 1):
+        _restore(regions.pop())
     raise OrderError(
         f"expected the innermost region to be left first, got the {region.device} region in {region.dtype} "
-        f"with {len(above)} still open inside it; a generator or a coroutine that stops inside a region does "
-        f"this: open the region around each of its steps"
+        f"with {inside} still open inside it, which ended too; a generator or a coroutine that stops inside "
+        "a region does this: open the region around each of its steps"
     )
 
 
@@ -245,23 +247,6 @@ def is_running(caller: int) -> bool:
     return frame is not None
 
 
-def _remove_below(region: OpenRegion, above: list[OpenRegion]) -> None:
-    """Close a region under others, which will restore what it would have restored."""
-    above[0].cache_before = region.cache_before
-    heirs = [other for other in above if other.device == region.device]
-    if heirs:
-        heirs[0].enabled_before, heirs[0].dtype_before = region.enabled_before, region.dtype_before
-        heirs[0].scope_before = region.scope_before
-        heirs[0].moved |= region.moved
-    else:
-        set_scope(region.scope_before, region.device)
-        torch.set_autocast_enabled(region.device, region.enabled_before)
-        torch.set_autocast_dtype(region.device, region.dtype_before)
-    torch.autocast_decrement_nesting()
-    _weight_casts.drop_casts_here()
-    _process.close(region, drop=True)
-
-
 def once_none_is_open(work: Callable[[], object]) -> None:
     """Call ``work`` now, or when the last open region of any thread closes.
 
@@ -312,29 +297,23 @@ class _Checkpoints:
     """Replacements for parts of torch's checkpointing while a region is open that it does not restore."""
 
     def __init__(self) -> None:
-        self._composable: bool | None = None
-        # The dict of each module, the name in it, what was there, and ours.
-        self._replacements: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._names = vars(_torch_internals.CHECKPOINT)
+        # What each name stood for, and ours; made once, since regions open often.
+        self._replacements: dict[str, tuple[Any, Any]] = {}
 
     def bind(self) -> None:
         """Bind functions that are checkpointed from now on."""
-        composable = _torch_internals.COMPOSABLE_CHECKPOINT in sys.modules
-        if composable is not self._composable:  # made once, since regions open often
-            self._composable = composable
-            self._replacements = [
-                (module.__dict__, name, module.__dict__[name], make(module.__dict__[name]))
-                for module in _torch_internals.checkpoint_modules()
-                for name, make in _REPLACEMENTS.items()
-                if hasattr(module, name)
-            ]
-        for names, name, original, ours in self._replacements:
-            if names[name] is original:  # otherwise another library has replaced it since
-                names[name] = ours
+        if not self._replacements:
+            originals = {name: self._names[name] for name in _REPLACEMENTS}
+            self._replacements = {name: (one, _REPLACEMENTS[name](one)) for name, one in originals.items()}
+        for name, (original, ours) in self._replacements.items():
+            if self._names[name] is original:  # otherwise another library has replaced it since
+                self._names[name] = ours
 
     def unbind(self) -> None:
-        for names, name, original, ours in self._replacements:
-            if names[name] is ours:
-                names[name] = original
+        for name, (original, ours) in self._replacements.items():
+            if self._names[name] is ours:
+                self._names[name] = original
 
 
 _checkpoints = _Checkpoints()

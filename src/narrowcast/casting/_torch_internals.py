@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch.utils import _pytree
 
 from narrowcast.policy import autocast_key
@@ -28,10 +29,6 @@ privateuse1_name: Callable[[], str] = _C._get_privateuse1_backend_name
 torch has a public function to set the name, and none to read it.
 """
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/backend_registration.py
-
-# No CUDA, and no torch_xla, which takes regions for "cuda" too: torch.cuda.is_available knows only the first.
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/cuda/amp/common.py
-cuda_is_missing: Callable[[], bool] = torch.cuda.amp.common.amp_definitely_not_available
 
 without_autocast: Callable[[], AbstractContextManager[None]] = _C._DisableAutocast
 """Turns the autocast of every device type off, whatever regions are open; torch.autocast takes one type."""
@@ -213,14 +210,8 @@ def replace_engine(replacement: Callable[..., Any]) -> None:
 
 # Checkpointing restores neither rules nor a region in float32 on a CPU, and has no hook for it.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_composable/checkpoint_activation.py
-COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
-
-
-def checkpoint_modules() -> list[Any]:
-    """Return the modules of torch that name what activation checkpointing is made of."""
-    names = ("torch.utils.checkpoint", COMPOSABLE_CHECKPOINT)
-    return [sys.modules[name] for name in names if name in sys.modules]
+CHECKPOINT: Any = torch.utils.checkpoint
+"""The module that names the parts of activation checkpointing, which are replaced there."""
 
 
 # ---- Dynamo and AOTAutograd

@@ -21,14 +21,8 @@ from narrowcast.casting import _kernels, _operators
 from narrowcast.casting._operators import below_autocast, native_kernel
 from narrowcast.casting._scopes import region_dtype, scope_on
 from narrowcast.casting._torch_internals import has_kernel, qualified, register_kernel, skipped_by_dynamo
-from narrowcast.policy import (
-    UNLISTED,
-    Rule,
-    autocast_key,
-    every_operator,
-    native_table,
-    operator,
-)
+from narrowcast.errors import OrderError
+from narrowcast.policy import UNLISTED, Rule, autocast_key, every_operator, native_table, operator
 
 # Python's Tensor relies on these to make a plain tensor of a Parameter.
 _LEFT_ALONE = frozenset({"detach", "alias", "lift", "lift_fresh", "_make_dual", "_fw_primal"})
@@ -95,7 +89,14 @@ def watch_ops(
 
     A watched operator takes some 10 microseconds longer. What ``listener`` itself computes is watched too,
     unless it does so with autocast off.
+
+    Raises:
+        OrderError: another watcher is active.
     """
+    if _kernels.overlays:
+        raise OrderError(
+            "expected no other trace of operators, got one that is still open: leave its with statement first"
+        )
     watch = _Watch(device_type, listener, clock)
     watch.begin()
     _kernels.overlays.append(watch)
@@ -116,11 +117,6 @@ class _Watch:
         self._listener = listener
         self._clock = clock
         self._libraries: dict[str, Any] = {}
-        self.kernels: dict[str, Callable[..., Any]] = {}
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self.kernels)
 
     def begin(self) -> None:
         key = autocast_key(self._device_type)
@@ -130,28 +126,19 @@ class _Watch:
             namespace = qualified(op).partition("::")[0]
             watched = self._watched(op, self._below(op))
             self._libraries[namespace] = register_kernel(op, key, watched, self._libraries.get(namespace))
-            self.kernels[op] = watched
-
-    def watches(self, device_type: str, op: str) -> bool:
-        """Whether there is a kernel of this watcher now."""
-        return device_type == self._device_type and op in self.kernels
 
     def _below(self, op: str) -> Callable[..., Any]:
-        """Return what a call would reach without this watcher; see ``own_kernel``."""
-        others = [one for one in _kernels.overlays if isinstance(one, _Watch) and one is not self]
-        beneath = [one.kernels[op] for one in others if one.watches(self._device_type, op)]
-        if beneath:
-            return beneath[-1]
-        own = _kernels.own_kernel(op, self._device_type)
-        if own is not None:
-            return own
-        return native_kernel(op, self._device_type) or below_autocast(operator(op), self._device_type)
+        """Return what a call would reach without this watcher."""
+        return (
+            _kernels.own_kernel(op, self._device_type)
+            or native_kernel(op, self._device_type)
+            or below_autocast(operator(op), self._device_type)
+        )
 
     def end(self) -> None:
         for library in self._libraries.values():
             library._destroy()
         self._libraries.clear()
-        self.kernels.clear()
 
     def _watched(self, op: str, below: Callable[..., Any]) -> Callable[..., Any]:
         """Return the kernel of ``op``; PyTorch may call it after ``end``, see ``own_kernel``."""
@@ -161,7 +148,7 @@ class _Watch:
 
         @skipped_by_dynamo
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_on:
+            if not self._libraries:
                 return below(keyset, *args, **kwargs)
             enclosing = tuple(_thread.under_way)
             compute, rule, because = _decided(op, device_type, kind)

@@ -108,8 +108,8 @@ def known_device_types() -> tuple[str, ...]:
     return (*_AUTOCAST_DEVICE_TYPES, torch._C._get_privateuse1_backend_name())
 
 
-def check_device(device_type: str) -> None:
-    """Refuse a device type that torch does not know or that this machine lacks.
+def check_device(device_type: str, *, present: bool = True) -> None:
+    """Refuse a device type that torch does not know or, with ``present``, that this machine lacks.
 
     Raises:
         DeviceError: with near names for an unknown one, with the fix for an absent one.
@@ -119,6 +119,8 @@ def check_device(device_type: str) -> None:
             f"unknown device type {device_type!r} (a type such as 'cuda', without an index). "
             + near_names(device_type, known_device_types())
         )
+    if not present:
+        return
     if device_type == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "torch sees no GPU" if built else "this torch is a CPU build"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
 from os import PathLike
@@ -90,8 +89,7 @@ def apply_fp8(
 
     Raises:
         MissingModuleError: torchao is not installed (``pip install 'narrowcast[fp8]'``), or is too old.
-        PolicyError: an fp8 rule meets no linear layer of ``model`` (near paths are shown), or the model has
-            fp8 layers already.
+        PolicyError: an fp8 rule meets no linear layer of ``model``, or the model has fp8 layers already.
         UnsupportedError: later, in a backward with ``create_graph=True`` through such a layer. The transforms
             of ``torch.func`` raise torch's own RuntimeError there.
 
@@ -129,8 +127,9 @@ def unconverted(model: torch.nn.Module, policy: Policy) -> dict[str, str | None]
 
 
 def is_fp8(module: torch.nn.Module) -> bool:
-    """Return whether ``apply_fp8`` converted this layer."""
-    return "fp8_use" in vars(module)
+    """Return whether this layer multiplies in fp8."""
+    use: Fp8Use | None = vars(module).get("fp8_use")
+    return use is not None and not use.removed
 
 
 def restore_layer(module: torch.nn.Module) -> None:
@@ -173,10 +172,8 @@ def _sites(model: torch.nn.Module, policy: Policy, *, with_fp8: bool = False) ->
     """
     for path, module in modules_by_path(model):
         if is_fp8(module) and not with_fp8:
-            if not vars(module)["fp8_use"].removed:
-                raise PolicyError(
-                    f"{path!r} is an fp8 layer already: remove() the handle of its policy first"
-                )
+            raise PolicyError(f"{path!r} is an fp8 layer already: remove() the handle of its policy first")
+        if not is_fp8(module):
             restore_layer(module)  # in a copy of the model whose policy was removed
     root = resolved(policy, "cpu", "bf16").root  # which rule wins does not depend on the device
     scopes = scopes_by_path(model, policy, root)
@@ -191,13 +188,8 @@ def _why_missed(rule: Rule, model: torch.nn.Module) -> str | None:
     inside = any(path == p or not p or path.startswith(f"{p}.") for path in linears for p in selected)
     if inside or (linears and not rule.is_for_modules):
         return None
-    if not linears:
-        return f"expected a torch.nn.Linear for the rule {rule}, got a model without one"
-    # "blocks.*.fc" for what is in every block
-    globs = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in linears))
-    known = near_names(rule.module or "", globs[:_SHOWN_PATHS]).removesuffix(".")
-    more = f" and {len(globs) - _SHOWN_PATHS} more" if len(globs) > _SHOWN_PATHS else ""
-    return f"expected a torch.nn.Linear for the rule {rule}, got none in {rule.target}. {known}{more}."
+    known = near_names(rule.module or "", linears[:_SHOWN_PATHS]) if linears else "The model has none."
+    return f"expected a torch.nn.Linear for the rule {rule}, got none in {rule.target}. {known}"
 
 
 def _fp8_rule(site: _Site) -> Rule | None:
