@@ -1,9 +1,12 @@
-"""Starting the scripts of the tests of checkpoints, in processes of their own."""
+"""Start the scripts of the tests of checkpoints in processes, and compare what they saved."""
 
 import json
 import os
 import sys
 from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_flatten
 
 import child_processes
 from child_processes import finished
@@ -35,3 +38,20 @@ def facts_of(script, *arguments, processes=None):
     """The JSON that a script prints, a value a line."""
     lines = launched(script, *arguments, processes=processes)
     return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def same(one, other):
+    """Alike to the bit: types, signs of zero, tensors with their dtypes and order of dimensions."""
+    (values, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(map(same_value, values, others))
+
+
+def same_value(one, other):
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and repr(one) == repr(other)
+    alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    return alike and torch.equal(bytes_of(one), bytes_of(other))
+
+
+def bytes_of(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import numpy
 import pytest
 import torch
+from checkpoint_launches import same
 from hypothesis import example, given, settings
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 import narrowcast as nc
 from narrowcast.errors import CheckpointError
@@ -23,23 +23,6 @@ DTYPES = [
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
     torch.float8_e5m2, torch.float8_e8m0fnu, torch.complex64, torch.complex128,
 ]  # fmt: skip
-
-
-def same(one, other):
-    """Alike to the bit: types, signs of zero, tensors with their dtypes and order of dimensions."""
-    (values, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
-    return form == other_form and all(map(same_value, values, others))
-
-
-def same_value(one, other):
-    if not isinstance(one, torch.Tensor):
-        return type(one) is type(other) and repr(one) == repr(other)
-    alike = (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-    return alike and bytes_of(one) == bytes_of(other)
-
-
-def bytes_of(tensor):
-    return tensor.contiguous().flatten().view(torch.uint8).tolist()
 
 
 def round_trip(path, position):

@@ -8,6 +8,7 @@ from stepper_runs import made, micro_batch, mlp
 from torch import nn
 
 import narrowcast as nc
+from narrowcast import weights
 from narrowcast.errors import PolicyError
 
 rule = nc.rule
@@ -15,6 +16,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDE_HEAD = nc.Policy(compute="bf16").with_rules(rule.module("2", compute="fp32"))
 FP16_HEAD = nc.Policy(compute="bf16").with_rules(rule.module("2", compute="fp16", output="fp32"))
 FP16_LINEAR = nc.Policy(compute="bf16").with_rules(rule.op("linear", compute="fp16"))
+LOW = {"bf16": BF16, "fp16": FP16}
+O2_IN = {name: nc.Policy(compute=name, master_weights=True) for name in LOW}
 
 
 def batches(count: int, width: int = 16) -> list[torch.Tensor]:
@@ -89,10 +92,10 @@ def norm_first() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("level", "weights", "norm"),
+    ("level", "weight", "norm"),
     [("O0", FP32, FP32), ("O1", FP32, FP32), ("O2", BF16, FP32), ("O3", BF16, BF16)],
 )
-def test_the_levels_of_apex(level, weights, norm, monkeypatch):
+def test_the_levels_of_apex(level, weight, norm):
     """What apex's table of levels says of weights, batch norms and masters; bf16 where a CPU chooses."""
     policy = nc.Policy.preset(level)
     if policy.compute == "auto":
@@ -108,7 +111,7 @@ def test_the_levels_of_apex(level, weights, norm, monkeypatch):
             loss = nn.functional.cross_entropy(model(x), y)
         stepper.step(loss)
         losses.append(float(loss.detach()))
-    assert (model[1].weight.dtype, model[2].weight.dtype) == (weights, norm)
+    assert (model[1].weight.dtype, model[2].weight.dtype) == (weight, norm)
     assert model[2].running_mean.dtype == norm
     masters = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     assert masters == ({BF16} if level == "O3" else {FP32})
@@ -140,3 +143,53 @@ def test_repr_names_the_policy(tmp_path):
     for policy, by in [*names, (WIDE_HEAD, " by bf16 with 1 rule")]:
         _, _, stepper = made(policy, mlp())
         assert repr(stepper) == f"Stepper(Sequential, SGD, bf16 on cpu{by}, steps=0)"
+
+
+# ---- O2: weights in a low format, fp32 masters in the optimizer
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_o2_keeps_batch_norms_and_masters_in_fp32(dtype):
+    model = norm_first()
+    full = {name: p.detach().clone() for name, p in model.named_parameters()}
+    _, optimizer, stepper = made(O2_IN[dtype], model)
+    assert stepper.formats == {"cpu": LOW[dtype]}
+    masters = dict(weights.held_by(optimizer).parameters)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (FP32 if name.startswith("2.") else LOW[dtype]), name
+        assert torch.equal(parameter, full[name].to(parameter.dtype))
+        assert torch.equal(masters.get(parameter, parameter), full[name]), "every bit of the fp32 values"
+    assert all(p.dtype == FP32 for group in optimizer.param_groups for p in group["params"])
+
+
+def test_o2_keeps_the_format_of_a_low_model():
+    for dtype in LOW.values():
+        model, _, stepper = made("O2", nn.Linear(4, 1).to(dtype))
+        assert stepper.formats == {"cpu": dtype}
+        assert model.weight.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_micro_batches_are_added_in_fp32(dtype):
+    """1 + 7 * 2**-12 in steps: in either format each small one would be lost."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    _, optimizer, stepper = made(
+        O2_IN[dtype], model, lr=1.0, accumulate=8, scaler=nc.scaling.Dynamic(scale=1.0)
+    )
+    for number in range(8):
+        with stepper.autocast():
+            loss = model(torch.full((1, 1), 8.0 if number == 0 else 2.0**-9)).float().sum()
+        stepper.step(loss)
+    ((_, master),) = weights.held_by(optimizer).parameters
+    assert master.item() == 1.0 - (8.0 + 7 * 2.0**-9) / 8
+
+
+def test_o2_on_a_machine_without_a_low_format_is_plain_fp32(monkeypatch):
+    from narrowcast.machine import Choice
+
+    monkeypatch.setattr("narrowcast.machine.best_format", lambda _: Choice(format="fp32", because="said so"))
+    model, optimizer, stepper = made("O2")
+    assert stepper.formats == {"cpu": FP32}
+    assert weights.held_by(optimizer) is None
+    assert micro_batch(model, stepper).complete

@@ -118,7 +118,11 @@ def test_optimizers_in_a_list_step_and_clip_as_one():
         ]
         return model, parts, stepper_of(model, parts)
 
-    model, _, stepper = trained(lambda m, o: nc.Stepper(m, o, "fp32", max_norm=0.1))
+    def with_schedulers(model, optimizers):
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 100) for optimizer in optimizers]
+        return nc.Stepper(model, optimizers, "fp32", max_norm=0.1, scheduler=schedulers), schedulers
+
+    model, _, (stepper, schedulers) = trained(with_schedulers)
     wide, wide_parts, _ = trained(lambda m, o: m.double())
     x = torch.randn(16, 4)
     for _ in range(3):
@@ -142,31 +146,7 @@ def test_optimizers_in_a_list_step_and_clip_as_one():
     assert result.skipped
     assert result.nonfinite == ("0.weight",)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_schedulers_of_optimizers_in_a_list_move_once_a_step():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-    optimizers = [torch.optim.SGD(layer.parameters(), 1e-3) for layer in model]
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
-    stepper = nc.Stepper(model, optimizers, "bf16", scheduler=schedulers)
-    for factor in (1.0, math.inf, 1.0):
-        with stepper.autocast():
-            loss = model(torch.randn(2, 4) * factor).float().square().mean()
-        stepper.step(loss)
-    assert [scheduler.last_epoch for scheduler in schedulers] == [2, 2]
-
-
-def test_no_retry_if_the_loss_is_not_finite():
-    model, _, stepper = made("fp16", nn.Linear(2, 1))
-    calls = []
-
-    def function():
-        calls.append(1)
-        return model(torch.full((1, 2), math.nan)).float().mean()
-
-    assert stepper.step(function).skipped
-    assert len(calls) == 1
-    assert stepper.scaler.get_scale() == 2.0**15
+    assert [scheduler.last_epoch for scheduler in schedulers] == [3, 3], "once a step, and not with a skip"
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10, 3e4])
@@ -252,19 +232,22 @@ def test_a_retry_at_a_lower_scale_draws_the_same_numbers():
     assert losses[-1] != losses[0], "a new step draws anew"
 
 
-def test_a_function_under_accumulation_is_called_once():
-    """The other micro-batches of a window whose gradients overflow cannot be computed again."""
-    model, _, stepper = made("fp16", nn.Linear(2, 1), accumulate=2, scaler=Dynamic(scale=2.0**24))
+@pytest.mark.parametrize(("accumulate", "value"), [(1, math.nan), (2, 1.0)])
+def test_a_function_is_not_called_again_in_vain(accumulate, value):
+    """No scale mends a loss that is not finite; other micro-batches of a step cannot be computed again."""
+    scaler = Dynamic(scale=2.0**24)
+    model, _, stepper = made("fp16", nn.Linear(2, 1), accumulate=accumulate, scaler=scaler)
     calls = []
 
     def function():
         calls.append(1)
-        return model(torch.ones(1, 2)).float().mean()
+        return model(torch.full((1, 2), value)).float().mean()
 
-    results = [stepper.step(function) for _ in range(2)]
-    assert [result.complete for result in results] == [False, True]
-    assert results[1].skipped
-    assert len(calls) == 2
+    results = [stepper.step(function) for _ in range(accumulate)]
+    assert [result.complete for result in results] == [False, True][-accumulate:]
+    assert results[-1].skipped
+    assert len(calls) == accumulate
+    assert stepper.scaler.get_scale() == 2.0**23
 
 
 def test_max_value_clamps():

@@ -129,14 +129,6 @@ def test_too_many_skips_name_the_parameters():
     assert not one_step(model, stepper).skipped, "the next step begins anew"
 
 
-def test_statistics_that_no_region_saw_are_left_alone():
-    """A loss computed outside the region: there is nothing remembered to go back to."""
-    model, _, stepper = make("fp32")
-    before = values(model)
-    assert stepper.step(model(torch.randn(5, 6) * math.inf).mean()).skipped
-    assert not same(before, values(model), STATISTICS)
-
-
 @pytest.mark.parametrize("restore", ["norms", "all"])
 def test_the_flag_may_stay_on_the_device(restore):
     """As with a fused optimizer on CUDA: the buffers are chosen by a tensor, without reading it."""

@@ -73,15 +73,6 @@ def overwrite(model):
         model[0].weight.copy_(torch.full_like(model[0].weight, 0.5))
 
 
-def multiply_several(model):
-    with torch.no_grad():
-        torch._foreach_mul_(list(model.parameters()), 3.0)
-
-
-def load(model):
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-
-
 def step_of_another_optimizer(model):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -93,7 +84,7 @@ def write_through_data(model):
     model[0].weight.data.mul_(2.0)
 
 
-WRITES = [overwrite, multiply_several, load, step_of_another_optimizer, write_through_data]
+WRITES = [overwrite, step_of_another_optimizer, write_through_data]
 
 
 @pytest.mark.parametrize("write", WRITES)

@@ -4,7 +4,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from ranks_common import Tiny, batches, digest, is_last, make_optimizer, part, same, values
+from ranks_common import Tiny, batches, is_last, make_optimizer, part, same, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -170,35 +170,9 @@ def collectives():
     return {f"{kind}, {way}": counted(kind, way) for kind in kinds for way in ways}
 
 
-def together():
-    """Two DDP models; one gradient of the first is infinite, on the last rank."""
-    models = [Tiny(seed=seed) for seed in range(2)]
-    runs = [DistributedDataParallel(model) for model in models]
-    optimizers = [make_optimizer("SGD", model.named_parameters()) for model in models]
-    scaler = nc.GradScaler(init_scale=1024.0, process_group=dist.group.WORLD)
-    facts = {"skipped": [], "names": [], "unchanged": [], "scales": []}
-    for number, (x, y) in enumerate(batches(3)):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with nc.autocast("cpu", torch.float16):
-            loss = sum(mse_loss(run(part(x)), part(y)) for run in runs)
-        scaler.scale(loss).backward()
-        if number == 1 and is_last():
-            models[0].down.weight.grad[0, 3] = math.nan
-        before = values([p for model in models for p in model.parameters()])
-        results = scaler.step_together(optimizers)
-        scaler.update()
-        facts["skipped"].append([result.skipped for result in results])
-        facts["names"].append([list(result.nonfinite) for result in results])
-        facts["unchanged"].append(same(before, values([p for model in models for p in model.parameters()])))
-        facts["scales"].append(scaler.get_scale())
-    return facts | {"digest": digest([p for model in models for p in model.parameters()])}
-
-
 SCENARIOS = {
     "parts": parts,
     "large norms": large_norms,
     "copies that differ": copies_that_differ,
     "collectives": collectives,
-    "together": together,
 }
