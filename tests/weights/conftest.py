@@ -62,6 +62,9 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("make_optimizer", CASES)
     if "make_low_optimizer" in metafunc.fixturenames:
         metafunc.parametrize("make_low_optimizer", CASES_RIGHT_IN_LOW)
+    given = [marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")]
+    if "updates" in metafunc.fixturenames and not any("updates" in names for names in given):
+        metafunc.parametrize("updates", ["masters", "kahan", "stochastic"])
     if "dtype" in metafunc.fixturenames:
         metafunc.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 

@@ -8,8 +8,6 @@ import torch
 from narrowcast.errors import SettingError
 from narrowcast.weights import hold, lower
 
-UPDATES = ["masters", "kahan", "stochastic"]
-
 
 class Run:
     def __init__(self, dtype, updates, kind=torch.optim.AdamW, seed=0, **settings):
@@ -49,7 +47,6 @@ class Run:
         ]
 
 
-@pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 @pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}])
 def test_resuming_is_going_on(dtype, updates, order, settings):
@@ -91,7 +88,6 @@ def test_loading_masters_alone_sets_the_low_parameters(dtype):
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("updates", UPDATES)
 def test_what_is_loaded_is_copied(dtype, updates):
     one, other = Run(dtype, updates).train(1), Run(dtype, updates, seed=1).train(1)
     state = one.handle.state_dict()

@@ -25,7 +25,6 @@ def mesh():
     sys.excepthook = hook  # torch leaves its own there
 
 
-@pytest.mark.parametrize("updates", ["masters", "kahan", "stochastic"])
 def test_fsdp2_is_held_as_a_plain_model_is(mesh, dtype, updates):
     plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     lower(plain, dtype)

@@ -124,7 +124,6 @@ class KeepsItsOwnList(torch.optim.SGD):
                 p.sub_(1.0)
 
 
-@pytest.mark.parametrize("updates", ["masters", "kahan", "stochastic"])
 def test_an_optimizer_that_writes_to_low_parameters(updates):
     low = torch.nn.Parameter(LOW.clone())
     optimizer = KeepsItsOwnList([low])

@@ -61,9 +61,3 @@ def test_the_step_without_hooks_calls_none_and_does_the_rest():
         internals.step_without_hooks(optimizer)(optimizer)
         assert called == []
         assert parameter.item() == 0.5
-
-
-def test_tensors_are_found_in_nested_containers():
-    tensors = [torch.zeros(1), torch.ones(1), torch.ones(2)]
-    found = internals.tensors_in([{"a": tensors[0], "b": (tensors[1], [3, tensors[2]])}, None])
-    assert all(a is b for a, b in zip(found, tensors, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -91,27 +90,11 @@ def move_back(pairs: Sequence[Pair]) -> None:
             pair.working.grad = None
 
 
-# ---- scalers, which neither unscale nor check gradients of low parameters
-
-
-def guard_against_scalers(optimizer: torch.optim.Optimizer, pairs: Sequence[Pair]) -> None:
-    """Make ``GradScaler.step`` raise while low parameters have gradients."""
-    setattr(optimizer, ASKED_BY_SCALERS, _ScalerGuard(optimizer, pairs))
-
-
-def remove_guard(optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer's own attribute."""
-    found = vars(optimizer).get(ASKED_BY_SCALERS)
-    if isinstance(found, _ScalerGuard):
-        found.restore(optimizer)
-
-
-class _ScalerGuard:
-    """The attribute that scalers read at each step: whether the optimizer's step divides by itself."""
+class ScalerGuard:
+    """Replaces the attribute that scalers read at each step: raises while low parameters hold gradients."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pairs: Sequence[Pair]) -> None:
         self._name = type(optimizer).__name__
-        self._own: dict[str, Any] = {k: v for k, v in vars(optimizer).items() if k == ASKED_BY_SCALERS}
         self._own_value = getattr(optimizer, ASKED_BY_SCALERS, False)
         self._pairs = pairs
 
@@ -123,7 +106,3 @@ class _ScalerGuard:
                 "narrowcast.weights.hold returned"
             )
         return bool(self._own_value)
-
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        delattr(optimizer, ASKED_BY_SCALERS)
-        vars(optimizer).update(self._own)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from narrowcast.errors import SettingError, UnsupportedError, near_names
+from narrowcast.gradients import ASKED_BY_SCALERS
 from narrowcast.weights._gradients import (
+    ScalerGuard,
     clear,
     end_step,
-    guard_against_scalers,
     move_back,
-    remove_guard,
     require_dense,
     restore_low,
     take,
@@ -182,13 +182,16 @@ class HeldWeights:
             optimizer.register_step_post_hook(self._after_step),
         ]
         self._own_zero_grad = optimizer.zero_grad
-        self._zero_grad_was_replaced = "zero_grad" in vars(optimizer)
-        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        optimizer.holds_low_weights = True  # type: ignore[attr-defined]
-        # copy, deepcopy and pickle ask for it. A copy has no hooks: it would update the working parameters
-        # and never write them to the low ones.
-        optimizer.__getstate__ = _refuse_copy  # type: ignore[method-assign]
-        guard_against_scalers(optimizer, self._pairs)
+        self._replaced: dict[str, Any] = {
+            "zero_grad": self._zero_grad,
+            "holds_low_weights": True,
+            # copy, deepcopy and pickle ask for it. A copy has no hooks: it would update the working
+            # parameters and never write them to the low ones.
+            "__getstate__": _refuse_copy,
+            ASKED_BY_SCALERS: ScalerGuard(optimizer, self._pairs),
+        }
+        self._own = {name: value for name, value in vars(optimizer).items() if name in self._replaced}
+        vars(optimizer).update(self._replaced)
         _HELD[optimizer] = weakref.ref(self)
 
     @property
@@ -299,13 +302,12 @@ class HeldWeights:
             narrow_state(self.optimizer, pair.working, pair.low)
         for hook in self._hooks:
             hook.remove()
-        if vars(self.optimizer).get("zero_grad") == self._zero_grad:
-            del self.optimizer.zero_grad
-            if self._zero_grad_was_replaced:
-                self.optimizer.zero_grad = self._own_zero_grad  # type: ignore[method-assign]
-        del self.optimizer.holds_low_weights  # type: ignore[attr-defined]
-        remove_guard(self.optimizer)
-        del self.optimizer.__getstate__
+        attributes = vars(self.optimizer)
+        for name, value in self._replaced.items():
+            if attributes.get(name) is value:  # otherwise something else has replaced it since
+                del attributes[name]
+                if name in self._own:
+                    attributes[name] = self._own[name]
         del _HELD[self.optimizer]
 
     # ---- parameters

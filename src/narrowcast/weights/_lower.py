@@ -81,7 +81,9 @@ def lower(
         for parameter in parameters:
             if parameter.dtype in _WIDE_DTYPES:
                 originals[parameter] = parameter.detach().to(torch.float32)
-            _cast_parameter(parameter, dtype)
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(dtype)
+            parameter.grad = None if gradient is None else gradient.to(dtype)
         for buffer in buffers:
             buffer.data = buffer.data.to(dtype)
     for module in modules:
@@ -105,13 +107,6 @@ def _check(tensor: torch.Tensor) -> None:
             f"a tensor of shape {tuple(tensor.shape)} is a {type(tensor.data).__name__}, which cannot change "
             "its format in place: lower the model before it is sharded or quantized"
         )
-
-
-def _cast_parameter(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    gradient, parameter.grad = parameter.grad, None
-    parameter.data = parameter.data.to(dtype)
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)
 
 
 def lost_eps(optimizer: torch.optim.Optimizer) -> float | None:
