@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -22,7 +23,15 @@ from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.training import random_states
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
 from narrowcast.verify._model_state import each_once
-from narrowcast.verify.compare._runs import EXACT, MIXED, REFERENCE, TENSORS, RunSettings, write_result
+from narrowcast.verify.compare._runs import (
+    EXACT,
+    MIXED,
+    REFERENCE,
+    TENSORS,
+    GradientFacts,
+    RunSettings,
+    write_result,
+)
 
 # Steps of one optimizer: another one that seldom steps should not keep the probe going.
 _MOST_STEPS = 64
@@ -148,7 +157,6 @@ class GradientProbe(Probe):
         self._role = settings.purpose
         self._reference = self.folder.parent / REFERENCE / TENSORS
         self._process = os.getpid()
-        self._steps_before = 0
         self._calls = 0
         self._armed = False
         self._first: torch.optim.Optimizer | None = None
@@ -158,8 +166,7 @@ class GradientProbe(Probe):
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counts: dict[torch.optim.Optimizer, int] = {}  # steps of each that were held back
         self._overflowed: set[torch.optim.Optimizer] = set()
-        self._problem: str | None = None
-        self._facts: dict[str, Any] = {"batch": None, "random": [], "scales": []}
+        self._facts = GradientFacts()
         (self.folder / TENSORS).mkdir(exist_ok=True)
 
     def attached(self, attachment: Attachment) -> None:
@@ -189,13 +196,13 @@ class GradientProbe(Probe):
             _until_the_end.enter_context(self._draws)
             if self._role == EXACT:
                 _until_the_end.enter_context(ExactOps())
-        if self._facts["batch"] is None:
-            self._facts["batch"] = fingerprint([args, kwargs])
+        if self._facts.batch is None:
+            self._facts.batch = fingerprint([args, kwargs])
         if module not in self._modules:
             self._first_call(module)
         self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
-            self._problem = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
+            self._facts.problem = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
             self.finish()
             self.attachment.stop()
 
@@ -226,7 +233,9 @@ class GradientProbe(Probe):
             kept = {}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in kept.items()}:
-            self._problem = "The FP32 and the mixed run did not call the same modules in the same order."
+            self._facts.problem = (
+                "The FP32 and the mixed run did not call the same modules in the same order."
+            )
             return
         for name, tensor in tensors.items():
             _put_back(tensor, kept[name].to(tensor.device))
@@ -238,8 +247,8 @@ class GradientProbe(Probe):
         if not self._counts and self._first not in (None, optimizer):
             return  # belongs to an iteration that began before updates were held back
         if optimizer not in self._counts:
-            self._facts["random"].append(random_state())
-            self._facts["scales"].append(self.attachment.loss_scale)
+            self._facts.random.append(random_state())
+            self._facts.scales.append(self.attachment.loss_scale)
         batch = self._counts.get(optimizer, 0)
         self._counts[optimizer] = batch + 1
         if batch == 0 or (batch == 1 and self._role == REFERENCE):
@@ -259,7 +268,7 @@ class GradientProbe(Probe):
         elif optimizer in self._overflowed:
             self._overflowed.remove(optimizer)
             if not self._overflowed:
-                self._facts["good_scale"] = self.attachment.loss_scale
+                self._facts.good_scale = self.attachment.loss_scale
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer, batch: int) -> None:
         """Save name, shape and gradient of each parameter."""
@@ -276,14 +285,14 @@ class GradientProbe(Probe):
         if self._first is None:
             self._first = optimizer
         if not self._armed:
-            self._steps_before += 1
-            if self._steps_before >= self.settings.at_step:
+            self._facts.steps_before += 1
+            if self._facts.steps_before >= self.settings.at_step:
                 self._arm()
         elif self._is_complete():
             self.attachment.stop()
 
     def _is_complete(self) -> bool:
-        most, scales = max(self._counts.values(), default=0), self._facts["scales"]
+        most, scales = max(self._counts.values(), default=0), self._facts.scales
         scale_moves = bool(scales) and self.attachment.loss_scale not in (None, scales[0])
         if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
             return False
@@ -299,17 +308,11 @@ class GradientProbe(Probe):
         """Write what is known so far, since the script may end at any moment."""
         if os.getpid() != self._process:
             return
-        undecidable = self._draws.undecidable if self._draws is not None else None
-        write_result(
-            self.folder,
-            self._facts
-            | {
-                "optimizers": len(self._counts),
-                "never_stepped": self._waiting_for() if self._armed else 0,
-                "problem": self._problem or undecidable,
-                "steps_before": self._steps_before,
-            },
-        )
+        facts = self._facts
+        facts.never_stepped = self._waiting_for() if self._armed else 0
+        if self._draws is not None:
+            facts.problem = facts.problem or self._draws.undecidable
+        write_result(self.folder, msgspec.to_builtins(facts))
 
 
 class OutputProbe(Probe):

@@ -9,6 +9,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import msgspec
 import torch
 
 from narrowcast.errors import ScriptError
@@ -20,6 +21,7 @@ from narrowcast.verify.compare._runs import (
     OUTPUTS,
     REFERENCE,
     TENSORS,
+    GradientFacts,
     ScriptRuns,
     in_short,
     read_result,
@@ -52,26 +54,25 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         reason = f"A run whose updates were held back failed: {in_short(error)}."
         return no_certificate(policy, format, at_step, reason)
     exact: Path | None = None
-    fp32, low = read_result(reference) or {}, read_result(mixed) or {}
+    fp32, low = _facts(reference), _facts(mixed)
     try:
         exact = runs.start(EXACT, "mixed", EXACT, at_step=at_step)
-        rounding_unknown = _difference(fp32, read_result(exact) or {}, at_step)
+        rounding_unknown = _difference(fp32, _facts(exact), at_step)
     except ScriptError as error:
         rounding_unknown = f"{in_short(error)}."
     cannot_tell = _difference(fp32, low, at_step)
-    sums = CertificateSums()
-    for place in range(fp32.get("optimizers", 0)):
+    sums, waiting = CertificateSums(), fp32.never_stepped
+    for place in range(len(fp32.random)):
         problem = _add_optimizer(sums, place, reference, None if rounding_unknown else exact, mixed)
         cannot_tell = cannot_tell or problem
-    waiting = fp32.get("never_stepped", 0)
     return sums.finish(
         policy=policy,
         format=format,
         at_step=at_step,
-        loss_scale=(low.get("scales") or [None])[0],
+        loss_scale=low.scales[0] if low.scales else None,
         cannot_tell=cannot_tell,
         rounding_unknown=rounding_unknown and f"FP32's rounding could not be measured: {rounding_unknown}",
-        note=f"{waiting} of the optimizers did not step in time and was left out." if waiting else None,
+        note=f"Left out: {waiting} of the optimizers, which did not step in time." if waiting else None,
     ).to_dict()
 
 
@@ -86,12 +87,16 @@ def _run_mixed(runs: ScriptRuns, at_step: int) -> Path:
     scale: float | None = None
     for tried in range(_MOST_TRIES):
         folder = runs.start(MIXED, "mixed", MIXED, at_step=at_step, start_scale=scale)
-        good_scale = (read_result(folder) or {}).get("good_scale")
+        good_scale = _facts(folder).good_scale
         if good_scale is None:
             break
         # It suits later batches; if the first one needs a lower scale, go down faster each time.
         scale = good_scale / 4.0**tried
     return folder
+
+
+def _facts(folder: Path) -> GradientFacts:
+    return msgspec.convert(read_result(folder) or {}, GradientFacts)
 
 
 def _add_optimizer(
@@ -128,22 +133,27 @@ def _load(path: Path) -> Any:
     return None
 
 
-def _difference(fp32: dict[str, Any], mixed: dict[str, Any], at_step: int) -> str | None:
+def _difference(fp32: GradientFacts, mixed: GradientFacts, at_step: int) -> str | None:
     """Return why two runs did not see the same batch at the same weights; None: they did."""
-    taken = min(facts.get("steps_before", 0) for facts in (fp32, mixed))
+    taken = min(fp32.steps_before, mixed.steps_before)
     if taken < at_step:
         return f"The script ended after {taken} steps, before step {at_step}."
-    if not fp32.get("optimizers") or not mixed.get("optimizers"):
+    if not fp32.random or not mixed.random:
         return "No torch.optim.Optimizer stepped in the runs that keep gradients: updates are made by hand."
-    must_agree = {
-        "optimizers": "Two runs did not step the same optimizers.",
-        "batch": "Two runs did not see the same batch, though they started with the same seed: the script "
-        "draws it from numbers that no seed fixes.",
-        "random": "Two runs drew different random numbers (as masks of dropout), so the difference of their "
-        "gradients is not that of the formats.",
-    }
-    differing = (reason for key, reason in must_agree.items() if fp32[key] != mixed[key])
-    return fp32["problem"] or mixed["problem"] or next(differing, None)
+    cases = (
+        (len(fp32.random) != len(mixed.random), "Two runs did not step the same optimizers."),
+        (
+            fp32.batch != mixed.batch,
+            "Two runs did not see the same batch, though they started with the same seed: the script draws "
+            "it from numbers that no seed fixes.",
+        ),
+        (
+            fp32.random != mixed.random,
+            "Two runs drew different random numbers (as masks of dropout), so the difference of their "
+            "gradients is not that of the formats.",
+        ),
+    )
+    return fp32.problem or mixed.problem or next((reason for differs, reason in cases if differs), None)
 
 
 # ---- outputs

@@ -188,6 +188,28 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return result
 
 
+class GradientFacts(msgspec.Struct, kw_only=True):
+    """What a run that keeps gradients notes about them.
+
+    Attributes:
+        problem: why they cannot be compared, as a sentence.
+        steps_before: optimizer steps before updates were held back.
+        batch: fingerprint of the inputs of the first call.
+        random: of each optimizer, a hash of the random states when it first stepped.
+        scales: of each optimizer, the loss scale then.
+        good_scale: the first one at which no gradient overflowed, if those of the first batch did.
+        never_stepped: how many optimizers did not step in time.
+    """
+
+    problem: str | None = None
+    steps_before: int = 0
+    batch: str | None = None
+    random: list[str] = []
+    scales: list[float | None] = []
+    good_scale: float | None = None
+    never_stepped: int = 0
+
+
 def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
     """Return why a probe did not see what the script does, if the capture of the run shows it.
 
