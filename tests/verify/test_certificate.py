@@ -74,7 +74,7 @@ def test_sums_are_those_of_float64(dtype):
     assert found.difference == pytest.approx(float(((x - y) ** 2).sum()), rel=1e-14)
 
 
-def test_fp32_gradients_near_each_other_are_not_told_apart_by_fp32_sums():
+def test_close_fp32_gradients_differ_in_float64_sums():
     a = torch.full((1000,), 1.0)
     b = a + 2**-23
     assert compared(a, b).difference == pytest.approx(1000 * 2.0**-46, rel=1e-12)
@@ -191,7 +191,7 @@ def test_rounding_noise_in_fp32_itself_is_not_judged():
 
 
 @pytest.mark.parametrize(("elements", "verdict"), [(15, "pass"), (16, "fail")])
-def test_a_layer_lost_in_full_batch_training_fails_unless_it_has_few_elements(elements, verdict):
+def test_a_layer_lost_in_full_batch_training_fails_unless_tiny(elements, verdict):
     """A sum of few elements may be near zero by chance."""
     bias = torch.full((elements,), 0.01)
     found = finished(made(noise=0.0), ("bias", bias, bias, 0 * bias, bias * (1 + 1e-6)))
@@ -228,7 +228,7 @@ def test_fp32_that_is_not_finite_is_no_reference(column, value):
         assert finished(made(), tuple(parameter)).verdict == "cannot tell"
 
 
-def test_gradients_on_one_side_only_count_as_zeros_and_are_named():
+def test_a_gradient_on_one_side_only_counts_as_zero():
     name, fp32, other, mixed, perturbed = made(name="one")
     gone = finished(made(), (name, fp32, other, None, perturbed))
     assert gone.verdict == "fail"
@@ -250,7 +250,7 @@ def without_second_batch(**settings):
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(0.049, "pass"), (0.051, "cannot tell")])
-def test_without_a_second_batch_for_some_no_noise_is_made_up_for_them(error, verdict):
+def test_parameters_without_a_second_batch_have_no_noise(error, verdict):
     """As of an optimizer that steps for one of the two batches only."""
     alone = without_second_batch(size=100.0, error=100 * error, name="critic", rounding=1e-4)
     found = finished(made(error=0.04), alone)
@@ -269,7 +269,7 @@ def test_without_a_second_batch_for_some_no_noise_is_made_up_for_them(error, ver
 
 
 @pytest.mark.parametrize(("elements", "verdict"), [(15, "cannot tell"), (16, "fail")])
-def test_a_layer_lost_without_a_second_batch_of_its_own_fails_unless_it_has_few_elements(elements, verdict):
+def test_a_lost_layer_without_a_second_batch_fails_unless_tiny(elements, verdict):
     bias = torch.full((elements,), 1e-6)
     found = finished(made(), ("bias", bias, None, 0 * bias, bias * (1 + 1e-6)))
     assert found.verdict == verdict
@@ -277,7 +277,7 @@ def test_a_layer_lost_without_a_second_batch_of_its_own_fails_unless_it_has_few_
         assert "where 0.5 is the limit for a single parameter" in found.reason
 
 
-def test_without_fp32s_rounding_a_single_parameter_fails_nothing():
+def test_one_parameter_cannot_fail_if_rounding_is_unknown():
     unknown = "FP32's rounding is not known: the run by exact ops failed."
     bias = (*made(error=3e-5, noise=1e-7, size=1e-7, name="bias")[:4], None)
     assert finished(made(), bias).verdict == "fail"
@@ -310,7 +310,7 @@ def test_parameters_without_gradients_are_not_judged():
         assert found.worst_parameter is None
 
 
-def test_a_gradient_that_is_zero_for_the_first_batch_only_tests_nothing():
+def test_a_gradient_zero_for_the_first_batch_tests_nothing():
     zero, ones = torch.zeros(4), torch.ones(4)
     for mixed in (zero, None):
         found = finished(("a", zero, ones, mixed, zero))
@@ -337,7 +337,7 @@ def test_gradients_that_are_zero_in_fp32_only():
     assert finished(("a", zero, torch.ones(4), torch.ones(4) * 0.3, zero)).verdict == "fail"
 
 
-def test_when_every_gradient_moves_with_the_last_bit_the_loss_is_asked_about():
+def test_only_rounding_noise_asks_whether_the_loss_changes():
     found = finished(made(rounding=0.5))
     assert found.verdict == "cannot tell"
     assert "does the loss change when it is computed twice" in found.reason

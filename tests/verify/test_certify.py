@@ -100,7 +100,7 @@ def test_fp16_without_a_scale_loses_gradients_of_a_billionth():
     assert found.worst_parameter.relative_error == 1
 
 
-def test_fp16_with_a_dynamic_scale_keeps_what_the_scale_can_reach():
+def test_a_dynamic_scale_keeps_small_gradients_in_fp16():
     found = certified(mlp(), "fp16", scaled(1e-4))
     assert found.verdict == "pass"
     assert found.error_over_noise < 0.005
@@ -115,7 +115,7 @@ def test_a_dynamic_scale_goes_down_until_nothing_overflows():
     assert certified(mlp(), "fp16", scaled(300.0), loss_scale=2 * found.loss_scale).verdict == "fail"
 
 
-def test_a_static_scale_that_overflows_fails_and_names_parameters():
+def test_a_static_scale_that_overflows_names_parameters():
     found = certified(mlp(), "fp16", scaled(1e6), loss_scale=65536.0)
     assert found.verdict == "fail"
     assert found.reason.startswith("Not finite in mixed precision, but in FP32: the gradient of ")
@@ -214,7 +214,7 @@ def test_weights_are_moved_by_their_last_bit_and_put_back():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_narrow_weights_are_compared_with_the_same_weights_in_fp32():
+def test_16_bit_weights_are_compared_with_the_same_in_fp32():
     model = mlp().bfloat16()
     found = nc.certify(model, cross_entropy, *[(x.bfloat16(), y) for x, y in (blobs(1), blobs(2))], "bf16")
     assert found.verdict == "pass"
@@ -255,7 +255,7 @@ def test_a_generator_of_the_users_own_and_pythons_numbers():
     assert torch.equal(generator.get_state(), state)
 
 
-def test_attention_whose_dropout_is_drawn_in_a_kernel_is_computed_without_it(monkeypatch):
+def test_attention_that_draws_in_its_kernel_runs_without_it(monkeypatch):
     """On a CPU no kernel draws: here one that does not is taken for one that does."""
 
     class Suspects(Fp32Draws):

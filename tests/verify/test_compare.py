@@ -92,7 +92,7 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path, compared):
     assert json.dumps(again.own.events) == json.dumps(found.own.events)
 
 
-def test_tensor_memory_is_that_of_tensors_and_does_not_depend_on_the_process(compared):
+def test_tensor_memory_counts_tensors_and_not_the_process(compared):
     """Two tensors of 64 MiB in FP32, their half in bf16, and little else."""
     text = """
         import torch
@@ -114,7 +114,7 @@ def test_tensor_memory_is_that_of_tensors_and_does_not_depend_on_the_process(com
     assert found.only("certificate") is None
 
 
-def test_a_script_that_clears_its_folder_left_no_capture(compared):
+def test_a_script_that_deletes_its_run_folder_is_an_error(compared):
     text = "import os, shutil; shutil.rmtree(os.environ['NARROWCAST_RUN_DIR'])"
     with pytest.raises(ScriptError, match=r"fp32-1 left no capture, so there is nothing to compare"):
         compared(text)
@@ -130,7 +130,7 @@ def test_a_script_with_its_own_mixed_precision_is_refused(compared):
         compared(text)
 
 
-def test_a_training_that_collapses_in_mixed_precision_is_wrong_and_no_failure(compared):
+def test_training_that_collapses_in_mixed_precision_is_a_fail(compared):
     text = trains(
         "nn.Linear(8, 1)",
         "step or net.register_forward_hook(note)",

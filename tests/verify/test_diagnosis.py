@@ -74,7 +74,7 @@ def test_each_part_of_a_step_has_its_share(small):
     assert small["mixed"]["fused"] is False
 
 
-def test_reads_are_counted_at_the_line_of_the_script_without_evaluation(small):
+def test_reads_are_counted_by_line_without_evaluation(small):
     reads = small["mixed"]["reads"]
     counts = {(row["what"], row["count"] / reads["steps"]) for row in reads["sites"]}
     assert counts == {("item()", 1), ("bool()", 1)}
@@ -154,14 +154,14 @@ PROBLEMS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PROBLEMS)
-def test_where_there_are_no_numbers_a_sentence_says_why(diagnosed, kind):
+def test_a_diagnosis_without_numbers_has_a_reason(diagnosed, kind):
     text, sentence = PROBLEMS[kind]
     found = diagnosed(text)
     assert found["problem"] == sentence
     assert found["together"] is None
 
 
-def test_a_policy_that_changes_nothing_is_said_at_once(diagnosed, tmp_path):
+def test_a_policy_that_changes_nothing_starts_no_run(diagnosed, tmp_path):
     found = diagnosed("raise SystemError\n", policy="fp32")
     assert found["problem"] == "mixed precision stays in fp32 here, since the policy is fp32"
     assert not (tmp_path / "runs").exists()

@@ -57,7 +57,7 @@ def test_inputs_by_keyword_and_one_rule_for_softmax():
     assert outputs == [(["bf16"], None), (["fp16"], "softmax: fp16")]
 
 
-def test_layers_in_fp8_are_products_by_their_rule_and_others_say_why_not():
+def test_fp8_layers_are_matmuls_by_rule_and_others_have_a_note():
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10))
     policy = nc.Policy.preset("bf16").with_rules(nc.rule.op("linear", compute="fp8_tensorwise"))
     with pytest.warns(UserWarning, match="fp8 is emulated on cpu"):

@@ -231,7 +231,7 @@ def test_a_generator_of_the_users_own_can_be_put_back():
         assert torch.equal(torch.randn(9, generator=generator), first)
 
 
-def test_it_knows_whether_anything_was_narrow():
+def test_made_narrow_is_set_by_a_16_bit_result():
     with Fp32Draws() as draws:
         torch.ones(3) + 1
         assert not draws.made_narrow

@@ -153,7 +153,7 @@ TWO_ON_ONE_BACKWARD = """
 @pytest.mark.parametrize(
     "at_step", [1, 2, pytest.param(0, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
 )
-def test_optimizers_that_share_a_backward_are_held_back_together(at_step, runs):
+def test_optimizers_of_one_backward_are_held_back_together(at_step, runs):
     """Gradients of 1e-9 without a loss scale are lost, at whatever step one looks."""
     made = runs(TWO_ON_ONE_BACKWARD, policy="fp16", loss_scale="1")
     certificate = certify_script(made, format="fp16", at_step=at_step)
@@ -163,7 +163,7 @@ def test_optimizers_that_share_a_backward_are_held_back_together(at_step, runs):
     assert min(relative.values()) > 0.5
 
 
-def test_a_part_that_is_called_beside_the_whole(runs):
+def test_a_submodule_called_beside_the_model_is_judged_once(runs):
     net = "nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh()), nn.Linear(16, 1))"
     text = trains(net, X, "part = net[0](x).square().mean()", MSE, "loss = loss + part")
     certificate = certify_script(runs(text), format="bf16")
@@ -172,7 +172,7 @@ def test_a_part_that_is_called_beside_the_whole(runs):
     assert [name for name, was in judged.items() if not was] == ["Sequential.0.bias"]
 
 
-def test_rounding_that_could_not_be_measured_fails_nobody(runs):
+def test_a_failed_rounding_run_fails_no_parameter(runs):
     """The run by exact ops fails here; the bias before the batch norm is then neither noise nor lost."""
     modes = "{type(m).__name__ for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()}"
     net = "nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))"
@@ -228,14 +228,14 @@ CANNOT_TELL = {
 
 
 @pytest.mark.parametrize("case", CANNOT_TELL)
-def test_what_cannot_be_compared_is_said(case, runs):
+def test_runs_that_cannot_be_compared_have_a_reason(case, runs):
     text, reason = CANNOT_TELL[case]
     certificate = certify_script(runs(text), format="bf16")
     assert certificate["verdict"] == "cannot tell", certificate
     assert reason in certificate["reason"]
 
 
-def test_a_script_that_reads_what_an_earlier_probe_wrote_is_refused(runs, tmp_path):
+def test_a_script_that_reads_files_of_an_earlier_run_is_refused(runs, tmp_path):
     path = str(tmp_path / "state.pt")
     resumes = f"if not step and os.path.exists({path!r}): net.load_state_dict(torch.load({path!r}))"
     text = trains("nn.Linear(8, 1)", resumes, f"torch.save(net.state_dict(), {path!r})", X, MSE)
@@ -243,7 +243,7 @@ def test_a_script_that_reads_what_an_earlier_probe_wrote_is_refused(runs, tmp_pa
         certify_script(runs(text), format="bf16")
 
 
-def test_a_failing_run_says_which_and_why(runs):
+def test_the_error_of_a_failing_run_names_it_and_the_cause(runs):
     with pytest.raises(ScriptError, match=r"(?s)failed with exit code 1 in its FP32 run; .*ValueError: no"):
         runs("raise ValueError('no')").start("fp32-1", "fp32", "timed", steps=3)
 
@@ -295,7 +295,7 @@ def test_the_verdict_on_outputs(outputs, mixed, verdict, reason):
     assert (found["verdict"], reason in found["reason"]) == (verdict, True), found
 
 
-def test_a_small_output_that_is_lost_is_not_hidden_by_a_large_one(outputs):
+def test_a_lost_small_output_fails_beside_a_large_one(outputs):
     boxes, scores = torch.full((64, 4), 500.0), torch.full((64,), 0.5)
     found = outputs([[boxes, scores]] * 2, [[boxes, scores * 0]] * 2)
     assert (found["verdict"], found["relative_error"]) == ("fail", 1.0)
@@ -323,7 +323,7 @@ def test_only_calls_with_the_same_inputs_are_compared(outputs):
         ([[], []], ("a", "b"), "no output is floating"),
     ],
 )
-def test_outputs_that_say_nothing(outputs, fp32, others, reason):
+def test_outputs_without_information_have_a_reason(outputs, fp32, others, reason):
     found = outputs(fp32, fp32, others=others)
     assert (found["verdict"], found["relative_error"]) == ("cannot tell", None)
     assert reason in found["reason"]

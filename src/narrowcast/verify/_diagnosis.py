@@ -194,7 +194,7 @@ def _operands(kind: str, shape: list[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A few steps for one purpose: it ends after ``steps``, or after ``fewest`` once ``seconds`` are over."""
+    """A few steps for one purpose. Ends after ``steps``, or after ``fewest`` if they took ``seconds``."""
 
     name: str
     steps: int
@@ -209,14 +209,14 @@ PHASES = (
     Phase(name=PROFILED, steps=8, fewest=1, seconds=20.0),
     Phase(name=READS, steps=10, fewest=1, seconds=10.0),
 )
-# A phase in which each step evaluates too does not wait for one that does not.
+# If every step evaluates too, a phase ends after this many times its steps.
 _MOST_TIMES = 3
 
 
 class ProfileProbe(StepProbe):
-    """Time a few steps as they are, record the ops of some, and count the reads of others.
+    """Time a few steps as they are, profile the next ones, and count reads of tensors in the last ones.
 
-    A step with an evaluation in it is left out if there are others.
+    Steps that include an evaluation count only if all do.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
@@ -256,7 +256,7 @@ class ProfileProbe(StepProbe):
     def boundary(self) -> None:
         self._boundaries += 1
         evaluates, self._evaluates = self._evaluates and not self.by_calls, False
-        if self._boundaries == 1:  # what lies before the first step is no step
+        if self._boundaries == 1:  # the first step begins here
             self._enter()
             return
         self._flags.append(evaluates)
@@ -297,7 +297,7 @@ class ProfileProbe(StepProbe):
         self._stamps = [stamp(self._device)]
 
     def _leave(self) -> None:
-        """End the phase that is on, and keep what it showed; it may have come to no step."""
+        """End the current phase and keep its result; it may have seen no step."""
         name = PHASES[self._at].name
         if name == PLAIN and self._flags:
             self._facts["plain"] = self._plain()

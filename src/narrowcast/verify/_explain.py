@@ -23,7 +23,7 @@ from narrowcast.verify.compare._probes import StepProbe
 from narrowcast.verify.compare._runs import EXPLAIN, RunSettings, ScriptRuns, ScriptSettings, why_unseen
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
-_FIRST_ONLY = "the script ended before its second {unit}: what is shown is the first, in which much is set up"
+_FIRST_ONLY = "the script ended before its second {unit}: only the first is shown, which sets much up"
 _COMPILED = "torch.compile was set aside while watching; compiled code fuses operators and makes fewer casts"
 _SCHEMA = 1
 
@@ -83,7 +83,7 @@ def explain(
         notes = _fp8_notes(model, applied.fp8.left_out)
         with OpTrace(wanted, device) as trace:
             trace.paths.add_model(model)
-            model(*inputs, **named_inputs)  # in which PyTorch, the model and the watch set things up
+            model(*inputs, **named_inputs)  # not counted: PyTorch, the model and the trace set things up
             trace.take()
             trace.rules.clear()
             model(*inputs, **named_inputs)
@@ -139,10 +139,9 @@ def explain_script(
 
 
 class ExplainProbe(StepProbe):
-    """Watch every operator of a few steps.
+    """Trace every operator of a few steps.
 
-    The first step, in which much is set up, is left out if there are others; times are the mean of those that
-    are counted.
+    The first step, which sets much up, counts only if there is no other. Times are means.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
@@ -188,7 +187,7 @@ class ExplainProbe(StepProbe):
             self.attachment.stop()
 
     def _end(self) -> None:
-        """Stop watching, while the models still exist whose names the rules are compared with."""
+        """Stop tracing while the models still exist, whose names ``unreached`` compares with the rules."""
         if self.done or self._trace is None:
             return
         self.done = True
@@ -211,7 +210,7 @@ class ExplainProbe(StepProbe):
         self._end()
         if not self._events:
             return
-        # A rule that names no module is listed already, among the rules that no call reached.
+        # Rules that name no module are among those that no call reached, so their notes are not needed.
         notes = [*self._notes, *(text for text in self.attachment.notes if NAMED_NOTHING not in text)]
         start = start_event(self.argv, self.settings.policy, kind="explain")
         with CaptureWriter(self.folder / EXPLANATION) as writer:

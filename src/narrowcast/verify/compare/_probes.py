@@ -1,4 +1,4 @@
-"""What observes a script in the process of its run, to keep gradients or outputs, or to count its memory."""
+"""Observers in the process of a run: they keep gradients or outputs, count memory, or find its steps."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Probe(Observer):
 
 
 class StepProbe(Probe):
-    """Call ``boundary`` where a step ends, until ``done`` is set.
+    """Call ``boundary`` at the end of each training step, until ``done`` is set.
 
-    A step is what lies between two steps of the optimizer that stepped first: loading and evaluation too. In
-    a script that makes no optimizer it is what lies between two calls of the outermost module that was
-    called twice first.
+    A training step is everything between two steps of the optimizer that stepped first, loading and
+    evaluation included. If the script makes no optimizer, it is everything between two calls of the outermost
+    module that was the first to be called twice.
 
     Attributes:
         by_calls: whether steps are counted by calls.
@@ -111,14 +111,14 @@ class StepProbe(Probe):
             self.boundary()
 
     def boundary(self) -> None:
-        """Called where a step ends."""
+        """Handle the end of a step."""
 
     def restart(self) -> None:
-        """Drop what was seen: the calls so far were no steps."""
+        """Drop what was seen, since the calls so far were not steps."""
 
 
 class MemoryProbe(Probe):
-    """Count the bytes of tensors, and notice threads whose tensors are not counted."""
+    """Count the bytes of tensors; give no number if another thread computes, whose tensors are not seen."""
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
