@@ -16,6 +16,11 @@ IMAGE = "<img src=x onerror=window.hacked=1>"
 HOSTILE = f"{BREAKS_OUT}{TEMPLATE}{IMAGE}<a href='javascript:window.hacked=1'>x</a>\u202e\x1b[31m\x00\u2028"
 
 
+def squeezed(text):
+    """The rows of a table word by word: how wide columns are is the business of rich."""
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip(" -\u2500")]
+
+
 def write_lines(path, *events):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -69,16 +74,9 @@ def training(
         settings = {"optimizer": 0, "skipped": skip, "scale": scale if mixed else None}
         events.append({"event": "step", **times, **settings})
     peak = (5.4 if mixed else 8.1) * 2**30
-    ended = end(
-        wall_s=now + 2,
-        steps=steps - skipped,
-        skipped_steps=skipped,
-        backwards=backward,
-        final_scale=scale if mixed else None,
-        peak_tensor_bytes=int(peak),
-        peak_resident_bytes=(812 if mixed else 790) * 2**20,
-    )
-    return events if cut else [*events, ended]
+    counts = {"steps": steps - skipped, "skipped_steps": skipped, "backwards": backward, "wall_s": now + 2}
+    peaks = {"peak_tensor_bytes": int(peak), "peak_resident_bytes": (812 if mixed else 790) * 2**20}
+    return events if cut else [*events, end(final_scale=scale if mixed else None, **counts, **peaks)]
 
 
 def computing(seed, *, mixed, calls=200):
@@ -103,10 +101,7 @@ def parameter(name, ratio, *, judged=True, reason=None):
 
 def certificate(count=14, *, names=None, **changed):
     draw = random.Random(count)
-    names = names or [
-        f"blocks.{n // 4}.{('qkv', 'proj', 'up', 'down')[n % 4]}.{'bias' if n % 7 == 3 else 'weight'}"
-        for n in range(count)
-    ]
+    names = names or [f"blocks.{n // 4}.{('qkv', 'proj', 'up', 'down')[n % 4]}.weight" for n in range(count)]
     parameters = [parameter(name, 0.006 * draw.lognormvariate(0, 0.6)) for name in names]
     if count > 5 and len(names) > 5:
         reason = "its gradient is rounding noise in FP32 itself, as that of a bias before a batch norm is"
@@ -114,15 +109,9 @@ def certificate(count=14, *, names=None, **changed):
     worst = max((p for p in parameters if p["judged"]), key=lambda p: p["error_over_noise"])
     numbers = {"error_over_noise": 0.0071, "relative_error": 0.0034, "cosine": 0.999994}
     made = {"event": "certificate", "policy": "bf16", "format": "bf16", "at_step": 10, "loss_scale": None}
-    return {
-        **made,
-        **numbers,
-        "worst_parameter": {key: worst[key] for key in ("name", "error_over_noise", "relative_error")},
-        "parameters": parameters,
-        "verdict": "pass",
-        "reason": "below 0.05 for all parameters together and for each",
-        **changed,
-    }
+    verdict = {"verdict": "pass", "reason": "below 0.05 for all parameters together and for each"}
+    worst = {key: worst[key] for key in ("name", "error_over_noise", "relative_error")}
+    return {**made, **numbers, "worst_parameter": worst, "parameters": parameters, **verdict, **changed}
 
 
 def output(**changed):
@@ -179,11 +168,9 @@ def fp16(folder):
     """Skips, a scale that moves, and losses that become NaN in mixed precision alone."""
     runs = both(range(3), training, scale=65536.0)
     runs["mixed-1"] = training(1, mixed=True, scale=65536.0, diverges=210)
-    failed = certificate(
-        policy="fp16", format="fp16", error_over_noise=2.19, verdict="fail", reason="2.19 is above 0.05"
-    )
-    started = {"policy": "fp16", "loss_scale": "dynamic"}
-    return comparison(folder, runs, failed, **started)
+    verdict = {"error_over_noise": 2.19, "verdict": "fail", "reason": "2.19 is above 0.05"}
+    failed = certificate(policy="fp16", format="fp16", **verdict)
+    return comparison(folder, runs, failed, policy="fp16", loss_scale="dynamic")
 
 
 def many_parameters(folder, count=300):
@@ -291,11 +278,10 @@ def explained_events(blocks=3, **changed):
     for number in range(blocks):
         path = f"blocks.{number}"
         given = "fp32" if number == 0 else "fp32+bf16"
+        times = {"casts": 6, "cast_bytes": 300_000, "duration_s": 0.01}
         sites += [
             site(f"{path}.norm", "layer_norm", given, "fp32", "fp32", casts=2, cast_bytes=1200),
-            site(
-                f"{path}.qkv", "linear", "fp32", "bf16", "bf16", casts=6, cast_bytes=300_000, duration_s=0.01
-            ),
+            site(f"{path}.qkv", "linear", "fp32", "bf16", "bf16", **times),
             site(path, "softmax.int", "bf16", "fp16", "fp16", rule="softmax: fp16", because="softmax: fp16"),
             site(path, "view", "bf16", None, "bf16", kind="view"),
             site(path, "bmm", "fp16", "bf16", "bf16", within=["einsum"], casts=2, cast_bytes=4096),
@@ -312,14 +298,8 @@ def explained_events(blocks=3, **changed):
     why = "mm runs only inside linear, which is decided about as a whole: a rule for linear reaches it"
     unreached = {"event": "unreached", "rule": "mm: fp16", "reason": why, "enclosing": ["linear"]}
     uncalled = {"rule": "conv2d: fp32", "reason": "conv2d was not called", "enclosing": []}
-    return [
-        start_of,
-        *sites,
-        trip | {"count": 4, "moved_bytes": 8192},
-        unreached,
-        {**unreached, **uncalled},
-        watched(**changed),
-    ]
+    trip |= {"count": 4, "moved_bytes": 8192}
+    return [start_of, *sites, trip, unreached, unreached | uncalled, watched(**changed)]
 
 
 def explained_run(folder, events=None):

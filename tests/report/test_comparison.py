@@ -1,6 +1,8 @@
 """The table of a comparison."""
 
+import made_captures
 import pytest
+from made_captures import squeezed
 
 from narrowcast.report import comparison_table
 
@@ -22,15 +24,10 @@ SIDE = {
 }
 UNKNOWN = dict.fromkeys(SIDE) | {"final_loss": {}, "last_line": "", "runs": []}
 NO_RATIO = dict.fromkeys(("speed", "speed_interval", "peak_tensor_bytes", "peak_resident_bytes"))
-CERTIFICATE = {
-    "error_over_noise": 0.00712345,
-    "relative_error": 0.0034,
-    "cosine": 0.99999,
-    "worst_parameter": {"name": "fc.weight", "error_over_noise": 0.0171, "relative_error": 0.01},
-    "parameters": [],
-    "verdict": "pass",
-    "reason": "below 0.05",
-}
+WORST = {"name": "fc.weight", "error_over_noise": 0.0171, "relative_error": 0.01}
+CERTIFICATE = made_captures.certificate(
+    error_over_noise=0.00712345, worst_parameter=WORST, reason="below 0.05"
+)
 OF_SITE = {
     "difference": -0.000215,
     "seed_spread": 0.0031,
@@ -85,13 +82,7 @@ INFERENCE = made(
     | {"forward_time_s_median": 0.25, "forward_time_s_interval": [0.2, 0.3], "final_loss": {}}
     | {"format": "bf16", "peak_tensor_bytes": 3 * 2**20},
     kind="inference",
-    output={
-        "relative_error": 0.0031,
-        "sqnr_db": 50.17,
-        "calls": 20,
-        "verdict": "pass",
-        "reason": "below 0.05 in every call",
-    },
+    output=made_captures.output(sqnr_db=50.17, calls=20),
     verdict="pass",
 )
 LOST = made(
@@ -133,11 +124,6 @@ Last line of the script's output:
 note: the script has a trait that is worth a note so long that it does not fit
 on one line
 note: b"""
-
-
-def squeezed(text):
-    """Rows word by word: how wide columns are is the business of rich."""
-    return [" ".join(line.split()) for line in text.splitlines() if line.strip(" -\u2500")]
 
 
 def test_the_table_of_a_training():

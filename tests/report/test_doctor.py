@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from made_captures import squeezed
 
 from narrowcast.report import doctor_text
 
@@ -194,11 +195,6 @@ ON_A_GPU = [
     "note, cpu: torch uses 1 of 16 cores",
     "fix: unset OMP_NUM_THREADS",
 ]
-
-
-def squeezed(text):
-    """Rows word by word: how wide columns are is the business of rich."""
-    return [" ".join(line.split()) for line in text.splitlines() if line.strip(" -\u2500")]
 
 
 def test_the_text_of_a_cpu():

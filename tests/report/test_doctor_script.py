@@ -145,10 +145,8 @@ def test_every_line_fits_whatever_is_in_it():
     assert max(map(len, text.splitlines())) <= 79
     assert "and 7 more" in text
     assert "and 5 more lines" in text
-    assert "bmm" not in text
-    assert "bmm 8x4x5x6 (2)" in diagnosis_text(
-        changed(together__sizes=[size((8, 4, 5, 6), kind="batched matmul")])
-    )
+    bmm = size((8, 4, 5, 6), kind="batched matmul")
+    assert "bmm 8x4x5x6 (2)" in diagnosis_text(changed(together__sizes=[bmm]))
 
 
 def test_escape_sequences_are_removed():
@@ -173,13 +171,13 @@ def test_sizes_that_are_no_multiple_of_eight_on_a_gpu():
     words = "256 x 10 x 1024 takes 9 % of the FP32 time, and 10 is not a multiple of 8"
     assert words in said(on_a_gpu())
     assert "multiple of" not in said(FOUND)
-    even = size((256, 16, 1024))
-    assert "multiple of" not in said(on_a_gpu(together__sizes=[even]))
-    rare = size((256, 10, 1024), share=0.04)
-    assert "multiple of" not in said(on_a_gpu(together__sizes=[rare]))
-    channels = size((8, 3, 32, 32, 64, 3, 3, 3), kind="convolution", share=0.2)
-    assert "conv 8x3x32x32, 64x3x3x3 takes 20 %" in said(on_a_gpu(together__sizes=[channels]))
-    assert "and 3 is not a multiple of 8" in said(on_a_gpu(together__sizes=[channels]))
+    even, rare = size((256, 16, 1024)), size((256, 10, 1024), share=0.04)
+    assert "multiple of" not in said(on_a_gpu(together__sizes=[even, rare]))
+    channels = said(
+        on_a_gpu(together__sizes=[size((8, 3, 32, 32, 64, 3, 3, 3), kind="convolution", share=0.2)])
+    )
+    assert "conv 8x3x32x32, 64x3x3x3 takes 20 %" in channels
+    assert "and 3 is not a multiple of 8" in channels
 
 
 @pytest.mark.parametrize(
@@ -197,11 +195,7 @@ def test_sizes_that_are_no_multiple_of_eight_on_a_gpu():
             {"together__products_speedup": 1.0, "together__sizes": [size((2048, 1024, 1024))]},
         ),
         ({"together__speedup": 0.8}, "As it is, the step is faster in FP32.", {"together__speedup": 0.95}),
-        (
-            {"mixed__plain_step_s_high": 8e-3},
-            "spans 53 % of the median",
-            {"mixed__plain_step_s_high": 5.4e-3},
-        ),
+        ({"mixed__plain_step_s_high": 8e-3}, "spans 53 % of", {"mixed__plain_step_s_high": 5.4e-3}),
         ({"fp32__step_s": 12.2e-3}, "profiler a step in FP32 took 2.0x as long", {"fp32__step_s": 9e-3}),
         (
             {"together__limit_machine": 1.1},
@@ -213,7 +207,6 @@ def test_sizes_that_are_no_multiple_of_eight_on_a_gpu():
             "these sizes were not measured on this machine by themselves. Measured: a step is 1.1x as fast",
             {},
         ),
-        ({"together__products_share": 0.0}, "No matmuls were seen", {}),
         ({"together__products_speedup": None}, "No matmuls were seen", {}),
     ],
 )
@@ -223,12 +216,8 @@ def test_each_sentence_has_its_condition(paths, words, otherwise):
 
 
 def test_what_takes_the_most_time_is_changed_first():
-    found = changed(
-        mixed__shares={
-            "products": 0.1, "casts": 0.16, "other_ops": 0.5, "optimizer": 0.2, "loading": 0.3, "python": 0.3,
-        },
-        mixed__loading_share=0.45,
-    )  # fmt: skip
+    shares = {"products": 0.1, "casts": 0.16, "other_ops": 0.5, "optimizer": 0.2, "python": 0.3}
+    found = changed(mixed__shares=shares, mixed__loading_share=0.45)
     lines = [line for line in conclusion(found) if line.startswith(("Change first", "Then"))]
     starts = ["other ops", "loading data", "Python and dispatch", "the optimizer"]
     assert len(lines) == 4

@@ -82,18 +82,6 @@ def test_a_run_gives_its_block_and_its_numbers(tmp_path, capsys):
     assert (numbers["ended"], numbers["notes"]) == (True, [])
 
 
-@pytest.mark.parametrize("make", [made_captures.killed, made_captures.hostile, made_captures.fp16])
-def test_captures_that_were_cut_or_are_hostile_are_shown(tmp_path, capsys, make):
-    folder = make(tmp_path)
-    assert main(["report", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 79
-    assert "\x1b" not in shown
-    assert "\u202e" not in shown
-    assert main(["report", "--json", str(folder)]) == 0
-    assert read_json(capsys.readouterr().out)["finished"] is (make is not made_captures.killed)
-
-
 def test_torch_is_not_imported_and_ascii_terminals_get_hyphens(folder):
     ended = finished(
         [sys.executable, "-c", WITHOUT_TORCH, "report", folder],

@@ -56,25 +56,9 @@ def test_the_interval_of_a_median_covers_95_percent_barely():
             assert coverage(count, low + 2, high - 2) < Fraction(95, 100), count
 
 
-TIMES = st.lists(st.floats(min_value=1e-9, max_value=1e6), max_size=40)
-
-
-@given(st.lists(TIMES, max_size=6))
-def test_an_interval_holds_the_median_of_all_and_of_each_run(runs):
-    found = median_of_runs(runs)
-    if not any(runs):
-        assert found is None
-        return
-    assert found.median_s == statistics.median(itertools.chain(*runs))
-    low, high = found.interval_s
-    assert low <= found.median_s <= high
-    for run in filter(None, runs):
-        alone = median_of_runs([run])
-        assert low <= alone.interval_s[0] <= statistics.median(run) <= alone.interval_s[1] <= high
-
-
 def test_an_interval_covers_those_of_all_runs():
-    """A machine that was busy during one of two runs says so by the width."""
+    """A machine that was busy during one of two runs widens it."""
+    assert median_of_runs([]) is median_of_runs([[], []]) is None
     quick, slow = [1.0] * 50, [3.0] * 50
     assert median_of_runs([quick, slow, quick]) == Spread(median_s=1.0, interval_s=(1.0, 3.0))
     assert median_of_runs([[], [2.0, 1.0], []]) == Spread(median_s=1.5, interval_s=(1.0, 2.0))
@@ -174,13 +158,7 @@ BRANCHES = [
     ([(2.0, 2.5)] * 3, 0.5, 0.0, "cannot tell", "seeds change nothing in this script"),
     ([(1.0, -1.0), (2.0, 0.0), (3.0, 1.0)], -2.0, 1.0, "pass", "lower than FP32's by 2.0 times"),
     ([(1.0, 3.0), (2.0, 4.0), (3.0, 5.5)], 6.5 / 3, 1.0, "fail", "higher than FP32's by 2.2 times"),
-    (
-        [(1.0, 1.0), (2.0, 2.0), (3.0, 12.0)],
-        3.0,
-        1.0,
-        "cannot tell",
-        "and the pairs differ too much",
-    ),
+    ([(1.0, 1.0), (2.0, 2.0), (3.0, 12.0)], 3.0, 1.0, "cannot tell", "and the pairs differ too much"),
 ]
 
 
