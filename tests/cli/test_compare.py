@@ -49,25 +49,6 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def unexplained(value, reasons, path=""):
-    """Paths of every null that neither ``reasons`` nor a ``reason`` beside it explains, versions apart."""
-    if value is None:
-        return [] if reasons.get(path) else [path]
-    if isinstance(value, list):
-        return [p for item in value for p in unexplained(item, reasons, f"{path}[]")]
-    if not isinstance(value, dict):
-        return []
-    found = []
-    for key, item in value.items():
-        explained_here = "[]" in path or ".sites." in path
-        if item is None and explained_here and (value.get("reason") or key == "reason"):
-            continue
-        if key == "versions":
-            continue
-        found += unexplained(item, reasons, f"{path}.{key}".lstrip("."))
-    return found
-
-
 def started(folder):
     """Names of all runs in ``folder``, in the order in which they began."""
     captures = {
@@ -107,24 +88,23 @@ def kept(shared_workshop):
 def test_every_null_of_the_json_has_a_reason(trained):
     assert trained.code == 0, trained.stderr
     result = strict(trained.stdout)
-    assert unexplained(result, result["reasons"]) == []
+    nulls = [key for key, value in result.items() if value is None]
+    for part in ("fp32", "mixed", "ratio", "certificate", "loss"):
+        nulls += [f"{part}.{key}" for key, value in result[part].items() if value is None]
+    assert [path for path in nulls if not result["reasons"].get(path)] == []
 
 
 @pytest.mark.cpu_kind
 def test_numbers_of_a_script_that_trains(trained, kept):
+    ended = "each run was ended after 12 optimizer steps; --steps 0 runs the whole script"
     result = strict(trained.stdout)
-    fp32, mixed, ratio = result["fp32"], result["mixed"], result["ratio"]
+    fp32, mixed = result["fp32"], result["mixed"]
     assert (result["kind"], result["seed"], result["finished"]) == ("training", 3, True)
     assert (result["folder"], result["report"]) == (str(kept), str(kept / "report.html"))
     assert (fp32["format"], mixed["format"], mixed["policy"]) == ("fp32", "bf16", "bf16")
     assert [side[key] for side in (fp32, mixed) for key in ("steps", "skipped_steps", "final_scale")] == [
         12, 0, None, 12, 0, None,
     ]  # fmt: skip
-    assert ratio["speed"] == fp32["step_time_s_median"] / mixed["step_time_s_median"]
-    assert ratio["peak_tensor_bytes"] == mixed["peak_tensor_bytes"] / fp32["peak_tensor_bytes"]
-    for side, value in (fp32, "step_time_s"), (mixed, "step_time_s"), (ratio, "speed"):
-        low, high = side[f"{value}_interval"]
-        assert 0 < low <= side[f"{value}_median" if side is not ratio else value] <= high
     # Parameters and gradients of 8 * 32 + 32 + 32 + 1 numbers, and the least that a process with torch takes.
     assert all(side["peak_tensor_bytes"] >= 2 * 321 * 4 for side in (fp32, mixed))
     assert all(side["peak_resident_bytes"] > 50 * 2**20 for side in (fp32, mixed))
@@ -133,12 +113,15 @@ def test_numbers_of_a_script_that_trains(trained, kept):
     # Rounding to 8 bits moves each product by at most 2**-9 of it, and there are two layers and a square.
     assert fp32["final_loss"][site] == pytest.approx(mixed["final_loss"][site], rel=2.0**-5)
     assert fp32["final_loss"] != mixed["final_loss"]
-    assert result["loss"]["difference"] == mixed["final_loss"][site] - fp32["final_loss"][site]
     assert (result["loss"]["verdict"], result["loss"]["seed_spread"]) == ("cannot tell", None)
     assert (result["certificate"]["verdict"], result["verdict"]) == ("pass", "pass")
     assert 0 < result["certificate"]["error_over_noise"] < 0.05
     assert result["certificate"]["worst_parameter"]["name"].startswith("Sequential.")
     assert result["versions"]["torch"]
+    assert result["notes"][0] == ended
+    # The step that ends a run is its twelfth, before the script says so.
+    assert fp32["last_line"] == mixed["last_line"] == "[red]step[/red] 10"
+    assert all(run.capture.end["stopped"] for run in read_comparison(kept).runs)
 
 
 def test_runs_take_turns_and_those_that_are_not_timed_come_last(trained, kept):
@@ -159,17 +142,6 @@ def test_runs_share_their_seed_and_have_folders_of_their_own(trained, kept):
     # What follows the script's name is its own.
     assert {prints(kept, name)[0].splitlines()[0] for name in RUNS + ASIDE} == {f"words {list(THEIRS)}"}
     assert read_comparison(kept).own.start["argv"] == ["trains.py", *THEIRS]
-
-
-def test_runs_end_after_the_steps_asked_for_and_a_note_says_so(trained, kept):
-    result = strict(trained.stdout)
-    ended = "each run was ended after 12 optimizer steps; --steps 0 runs the whole script"
-    assert result["notes"][0] == ended
-    # The step that ends a run is its twelfth, before the script says so.
-    assert result["fp32"]["last_line"] == result["mixed"]["last_line"] == "[red]step[/red] 10"
-    for run in read_comparison(kept).runs:
-        assert len(run.capture.of("step")) == 12
-        assert run.capture.end["stopped"]
 
 
 def test_talk_is_on_stderr_and_says_what_nobody_could_tell(trained, kept):
@@ -196,19 +168,8 @@ def test_an_earlier_comparison_goes_and_other_files_stay(trained, kept):
 def test_report_shows_the_same_again(trained, kept, capsys):
     assert main(["report", "--json", str(kept)]) == 0
     assert strict(capsys.readouterr().out) == strict(trained.stdout)
-
-
-def test_the_table_shows_what_the_script_wrote_as_it_is(trained, kept, capsys):
     assert main(["report", str(kept)]) == 0
-    text = capsys.readouterr().out
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 79
-    assert ["FP32", "mixed,", "bf16", "change"] in [line.split() for line in lines]
-    assert [line for line in lines if "[red]" in line] == [
-        "  FP32   [red]step[/red] 10",
-        "  mixed  [red]step[/red] 10",
-    ]
-    assert "optimizer steps" in text
+    assert "\n  FP32   [red]step[/red] 10\n  mixed  [red]step[/red] 10\n" in capsys.readouterr().out
 
 
 # ---- three seeds, a module, the whole of it
@@ -252,7 +213,6 @@ def test_three_seeds_give_a_verdict_on_the_losses(three_seeds, shared_workshop):
     assert re.fullmatch(r"the difference is 0\.\d\d of the spread between 3 seeds", loss["reason"])
     assert (result["mixed"]["final_scale"], result["certificate"]["loss_scale"]) == (256.0, 256.0)
     assert (result["certificate"]["format"], result["certificate"]["at_step"]) == ("fp16", 2)
-    assert unexplained(result, result["reasons"]) == []
     # --steps 0 runs the whole script, which needs no note.
     assert (result["fp32"]["steps"], result["mixed"]["steps"]) == (11, 11)
     assert not [note for note in result["notes"] if "was ended" in note]
@@ -296,20 +256,16 @@ def computed(shared_workshop):
 def test_outputs_are_compared_where_nothing_is_trained(computed, shared_workshop):
     assert computed.code == 0, computed.stderr
     result = strict(computed.stdout)
-    fp32, mixed, ratio, output = (result[key] for key in ("fp32", "mixed", "ratio", "output"))
+    fp32, mixed, output = (result[key] for key in ("fp32", "mixed", "output"))
     assert (result["kind"], result["verdict"], output["verdict"]) == ("inference", "pass", "pass")
     # Each of two layers rounds what it multiplies and gives to 8 bits: 2**-9 and some of it each time.
     assert 2.0**-12 < output["relative_error"] < 4 * 2.0**-9
     assert output["sqnr_db"] == pytest.approx(-20 * math.log10(output["relative_error"]), abs=1e-9)
     assert output["calls"] == 3
-    assert ratio["speed"] == fp32["forward_time_s_median"] / mixed["forward_time_s_median"]
-    assert ratio["speed_interval"][0] <= ratio["speed"] <= ratio["speed_interval"][1]
     for side in fp32, mixed:
         assert side["step_time_s_median"] is side["step_time_s_interval"] is side["final_scale"] is None
         assert (side["final_loss"], side["steps"]) == ({}, 0)
         assert side["last_line"] == "computed torch.float32"
-    assert (result["certificate"], result["loss"]) == (None, None)
-    assert unexplained(result, result["reasons"]) == []
     folder = shared_workshop.folder / "computed"
     assert started(folder)[4:] == ["memory-fp32", "memory-mixed", "outputs-fp32", "outputs-mixed"]
 
@@ -333,29 +289,29 @@ def compared(here, monkeypatch, capsys):
     return end
 
 
+def made(folder, seeds=3, changed=(), **verdict):
+    runs = made_captures.both(range(seeds), made_captures.training, steps=20) | dict(changed)
+    return made_captures.comparison(folder, runs, made_captures.certificate(**verdict))
+
+
 def untold(folder):
-    runs = made_captures.both(range(3), made_captures.training, steps=20)
-    event = made_captures.certificate(verdict="cannot tell", reason="masks of dropout differ")
-    return made_captures.comparison(folder, runs, event)
+    return made(folder, verdict="cannot tell", reason="masks of dropout differ")
 
 
 def one_seed(folder):
-    runs = made_captures.both(range(1), made_captures.training, steps=20)
-    return made_captures.comparison(folder, runs, made_captures.certificate())
+    return made(folder, seeds=1)
 
 
 def untold_losses(folder):
     """One of three seeds alone is far higher in mixed precision."""
-    runs = made_captures.both(range(3), made_captures.training, steps=20)
-    far = [event | ({"value": 9.0} if event["event"] == "loss" else {}) for event in runs["mixed-1"]]
-    return made_captures.comparison(folder, runs | {"mixed-1": far}, made_captures.certificate())
+    events = made_captures.training(1, mixed=True, steps=20)
+    far = [event | ({"value": 9.0} if event["event"] == "loss" else {}) for event in events]
+    return made(folder, changed={"mixed-1": far})
 
 
 def diverged(folder):
     """Gradients pass at the start of a training whose losses become NaN later."""
-    runs = made_captures.both(range(3), made_captures.training, steps=20)
-    runs["mixed-1"] = made_captures.training(1, mixed=True, steps=20, diverges=15)
-    return made_captures.comparison(folder, runs, made_captures.certificate())
+    return made(folder, changed={"mixed-1": made_captures.training(1, mixed=True, steps=20, diverges=15)})
 
 
 @pytest.mark.parametrize(
@@ -385,14 +341,3 @@ def test_strict_counts_losses_from_three_repeats_on(compared, make, repeats, cod
     assert found == code
     assert warning.startswith("narrowcast: warning: cannot tell from the losses: ")
     assert compared(make, "--repeats", repeats) == (0, [warning])
-
-
-@pytest.mark.parametrize("words", [["--steps", "-1"], ["--repeats", "0"], ["--at-step", "-2"]])
-def test_numbers_out_of_range_are_wrong_use(here, capsys, words):
-    here.write("trains.py", "raise SystemExit('nobody runs this')")
-    assert main(["compare", *words, "trains.py"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert re.fullmatch(
-        rf"narrowcast: Invalid value for '{words[0]}': .*greater than or equal to [01]\n", said.err
-    )

@@ -50,10 +50,10 @@ def test_text_and_json_of_a_script(workshop):
 
 
 @pytest.mark.long
-def test_a_script_that_fails_is_3(workshop):
+@pytest.mark.parametrize("words", [SHORT, ("explain", "--policy", "bf16")], ids=["doctor", "explain"])
+def test_a_script_that_fails_is_3(workshop, words):
     workshop.write("train.py", "raise ValueError('no data')\n")
-    ended = workshop.narrowcast(*SHORT, "train.py")
-    assert ended.code == 3
-    assert ended.stdout == ""
-    assert "narrowcast: the script failed with exit code 1 in its FP32 run" in ended.stderr
+    ended = workshop.narrowcast(*words, "train.py")
+    assert (ended.code, ended.stdout) == (3, "")
+    assert "narrowcast: the script failed with exit code 1" in ended.stderr
     assert "ValueError: no data" in ended.stderr

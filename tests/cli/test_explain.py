@@ -119,8 +119,7 @@ def test_a_lock_holds_for_the_same_model_from_any_folder(shared):
 
 @pytest.mark.long
 def test_a_lock_without_its_policy_names_the_option(trains):
-    words = ("explain", "--policy", "rules.toml", "--lock", "policy.lock", "train.py")
-    assert trains.narrowcast(*words).code == 0
+    assert trains.narrowcast("explain", "-p", "rules.toml", "--lock", "policy.lock", "train.py").code == 0
     (trains.folder / "rules.toml").rename(trains.folder / "other.toml")
     gone = trains.narrowcast("explain", "--check", "policy.lock", "train.py")
     assert (gone.code, gone.stdout) == (2, "")
@@ -170,20 +169,15 @@ def test_a_script_that_only_computes(workshop, calls):
 
 
 @pytest.mark.long
-def test_a_script_that_ends_in_its_first_step(workshop):
-    workshop.write("train.py", TRAIN.replace("LAYERS", "").replace("range(60)", "range(1)"))
-    found = explained(workshop.narrowcast("explain", "--json", "-p", "bf16", "train.py"))
-    assert (found["unit"], found["steps"], found["complete"]) == ("step", 1, False)
-    assert [one["calls"] for one in of(found, "linear")] == [1, 1]
-    assert found["notes"][0].startswith("the script ended before its second step")
-
-
-@pytest.mark.long
-def test_a_compiled_model_is_watched_uncompiled(workshop):
-    workshop.write("train.py", TRAIN.replace("LAYERS", "model = torch.compile(model)"))
+def test_a_compiled_model_is_watched_uncompiled_for_one_step(workshop):
+    script = TRAIN.replace("LAYERS", "model = torch.compile(model)").replace("range(60)", "range(1)")
+    workshop.write("train.py", script)
     found = explained(workshop.narrowcast("explain", "--json", "-p", "bf16", "train.py"))
     assert [one["path"] for one in of(found, "linear")] == ["0", "2"]
-    assert "torch.compile" in found["notes"][0]
+    assert (found["unit"], found["steps"], found["complete"]) == ("step", 1, False)
+    notes = "; ".join(found["notes"])
+    assert "torch.compile" in notes
+    assert "the script ended before its second step" in notes
 
 
 AUTOCAST = "import torch\nm = torch.nn.Linear(2, 2)\nwith torch.autocast('cpu'):\n    m(torch.ones(1, 2))\n"
@@ -207,15 +201,6 @@ def test_a_sentence_instead_of_a_table(workshop, script, said):
 
 
 @pytest.mark.long
-def test_a_script_that_fails_is_3(workshop):
-    workshop.write("train.py", "raise ValueError('no data')\n")
-    ended = workshop.narrowcast("explain", "-p", "bf16", "train.py")
-    assert (ended.code, ended.stdout) == (3, "")
-    assert ended.stderr.startswith("narrowcast: the script failed with exit code 1")
-    assert "ValueError: no data" in ended.stderr
-
-
-@pytest.mark.long
 def test_a_folder_that_run_uses_again_shows_the_newer_run_alone(trains):
     assert trains.narrowcast("explain", "-p", "bf16", "--run-dir", "kept", "train.py").code == 0
     assert trains.narrowcast("run", "--policy", "fp16", "--run-dir", "kept", "train.py").code == 0
@@ -226,8 +211,6 @@ def test_a_folder_that_run_uses_again_shows_the_newer_run_alone(trains):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("absent.py",), "cannot run absent.py: No such file or directory"),
-        (("--policy", "bf61", "train.py"), "unknown policy 'bf61'. Did you mean \"bf16\"?"),
         (("--policy", "absent.toml", "train.py"), "absent.toml"),
         (("--against", "O3", "train.py"), "holds the model's weights in a low format"),
         (("--check", "absent.lock", "train.py"), "cannot read the lock file absent.lock"),

@@ -33,9 +33,3 @@ def test_what_a_script_said_is_shown_as_it_is(capsys, monkeypatch, rest):
     talk(f"the script failed with exit code 1; it ended with:{rest}")
     said = capsys.readouterr().err
     assert said == f"narrowcast: the script failed\n  with exit code 1; it ended\n  with:{rest}\n"
-
-
-def test_wrong_use_is_wrapped_too(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    assert main(["run", "--loss-scale", "lots", "train.py"]) == 2
-    assert max(map(len, capsys.readouterr().err.splitlines())) <= 40

@@ -77,19 +77,12 @@ def world(workshop):
     return workshop
 
 
+WAYS = ("look.py", "folder", "folder/link.py", "all.zip", "-m package.module", "-m package.inner")
+
+
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param(words.split(), id=words, marks=[pytest.mark.long] * (words not in FAST))
-        for words in (
-            "look.py",
-            "folder",
-            "folder/link.py",
-            "all.zip",
-            "-m package.module",
-            "-m package.inner",
-        )
-    ],
+    [pytest.param(way.split(), id=way, marks=[pytest.mark.long] * (way not in FAST)) for way in WAYS],
 )
 def test_a_script_finds_the_world_of_a_plain_run(world, words):
     plain, ours = world.both(*words, *ARGUMENTS, stdin="a line\nthe\nrest")

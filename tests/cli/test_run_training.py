@@ -74,15 +74,12 @@ def test_threads_train_in_the_run_and_exit_handlers_do_not(with_threads):
 def test_a_run_folder_that_is_named_twice_does_not_mix_two_runs(workshop):
     workshop.write("trains.py", NETWORK, "train(int(sys.argv[1]))\n")
     folder = workshop.folder / "kept"
-    first = workshop.narrowcast(
-        "run", "--policy", "fp16", "--loss-scale", "1024", "--run-dir", "kept", "trains.py", "20"
-    )
+    words = ("run", "--run-dir", "kept", "--policy")
+    first = workshop.narrowcast(*words, "fp16", "--loss-scale", "1024", "trains.py", "20")
     assert first.capture.end["steps"] == 20
     (folder / "capture-rank1.jsonl").write_text((folder / "capture.jsonl").read_text())
     (folder / "picture.png").write_text("of the script")
-    second = workshop.narrowcast(
-        "run", "--policy", "bf16", "--seed", "5", "--run-dir", "kept", "trains.py", "1"
-    )
+    second = workshop.narrowcast(*words, "bf16", "--seed", "5", "trains.py", "1")
     assert second.captures == first.captures
     assert second.capture.start["seed"] == 5
     assert (second.capture.end["steps"], len(second.capture.of("step"))) == (1, 1)
@@ -95,13 +92,8 @@ def test_each_rank_writes_a_capture_and_rank_0_prints(workshop, rank):
     (workshop.folder / "kept").mkdir()
     (workshop.folder / f"kept/capture-rank{1 - rank}.jsonl").write_text("of another process")
     (workshop.folder / "kept/capture-rank2.jsonl").write_text("of an earlier run, with more processes")
-    ours = workshop.narrowcast(
-        "run",
-        "--run-dir",
-        "kept",
-        "shows.py",
-        environment={"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)},
-    )
+    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    ours = workshop.narrowcast("run", "--run-dir", "kept", "shows.py", environment=environment)
     assert (ours.code, ours.stderr) == (0, "")
     assert ours.stdout == f"{workshop.folder / 'kept'}\n"
     assert len(ours.captures) == (rank == 0)

