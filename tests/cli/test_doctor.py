@@ -72,7 +72,6 @@ def test_a_real_measurement_as_a_process(workshop):
     ("words", "said"),
     [
         (("--budget-s", "0"), "expected device_s to be a number of seconds above 0, got 0.0"),
-        (("--budget-s", "nan"), "expected device_s to be a number of seconds above 0, got nan"),
         (("--quick",), "No such option: --quick"),
         (("one", "two"), "cannot run one: No such file or directory"),
         (("--policy", "bf61", "train.py"), "unknown policy 'bf61'. Did you mean \"bf16\"?"),
@@ -121,8 +120,7 @@ def test_a_torch_that_cannot_be_imported_is_one_line(workshop, error):
         "import sys; sys.path.insert(0, '.'); from narrowcast.cli import main; sys.exit(main(['doctor']))"
     )
     ended = workshop.python("-c", script)
-    assert ended.code == 1
-    assert ended.stdout == ""
+    assert (ended.code, ended.stdout) == (1, "")
     assert ended.stderr.startswith("narrowcast: torch cannot be imported (libsomething.so")
     assert ended.stderr.endswith("To install it: pip install --upgrade torch\n")
     assert ended.stderr.count("\n") == 1

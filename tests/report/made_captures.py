@@ -213,10 +213,9 @@ def hostile(folder):
         folder, runs, found, note(long), argv=argv, policy=HOSTILE, loss_scale=HOSTILE, started=1e308
     )
     path = folder / "comparison.jsonl"
-    text = path.read_text().replace("test accuracy 0.981", json.dumps(HOSTILE)[1:-1])
-    for name in runs:
-        text = text.replace(f'"name": "{name}"', f'"name": {json.dumps(HOSTILE)}')
-    path.write_text(text)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    attack = {"name": HOSTILE, "last_line": HOSTILE}
+    write_lines(path, *(event | (attack if event["event"] == "run" else {}) for event in events))
     return folder
 
 

@@ -55,6 +55,7 @@ CHOICE = {
     "speed_against_fp32": 4.0,
     "faster_format": None,
 }
+UNJUDGED = CHOICE | {"rates_agree": None, "judged_at": None, "speed_against_fp32": None}
 LONG = "one call would take about 6.4 s"
 CPU_DEVICE = {
     "device": "cpu",
@@ -118,18 +119,10 @@ GPU_DEVICE = {
         row("add", "large", (2**26,), "fp16", 5e-5, 2.0),
     ],
 }
-NO_KERNELS = {
-    "severity": "error",
-    "device": "cuda:1",
-    "text": "NVIDIA Old has compute capability 5.0, and this torch has kernels for sm_80, sm_90 only",
-    "fix": "install a torch build that includes it: see https://pytorch.org/get-started/locally",
-}
-NOTE = {
-    "severity": "note",
-    "device": "cpu",
-    "text": "torch uses 1 of 16 cores",
-    "fix": "unset OMP_NUM_THREADS",
-}
+FEW_KERNELS = "NVIDIA Old has compute capability 5.0, and this torch has kernels for sm_80, sm_90 only"
+NO_KERNELS = {"severity": "error", "device": "cuda:1", "text": FEW_KERNELS, "fix": "install another torch"}
+FEW_CORES = {"text": "torch uses 1 of 16 cores", "fix": "unset OMP_NUM_THREADS"}
+NOTE = {"severity": "note", "device": "cpu"} | FEW_CORES
 GPU = examination(
     CPU_DEVICE | {"rows": [], "reason": "it is too hot"},
     GPU_DEVICE,
@@ -225,16 +218,6 @@ def test_rates_from_the_cache_have_a_date():
     assert re.search(r"Measured on 2027-01-1. ..:..; --fresh measures again\.", said({}, source="cache"))
 
 
-def test_a_device_without_rates_has_a_reason():
-    text = said({"rows": [], "reason": "no time", "choice": UNJUDGED})
-    assert "Not measured: this CPU (no time)" in text
-    assert "- Nothing was measured that could confirm the choice." in text
-    assert "times the speed" not in text
-
-
-UNJUDGED = CHOICE | {"rates_agree": None, "judged_at": None, "speed_against_fp32": None}
-
-
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -243,6 +226,7 @@ UNJUDGED = CHOICE | {"rates_agree": None, "judged_at": None, "speed_against_fp32
         ({"rates_agree": False, "speed_against_fp32": 0.5}, "disagree: bf16 has 0.50x the speed"),
         ({"rates_agree": False, "faster_format": "fp16"}, "disagree: fp16 is faster at matmul 512 x 512."),
         ({"format": "fp32", "speed_against_fp32": 1.0}, "The rates agree: no other format is faster"),
+        (UNJUDGED, "- Nothing was measured that could confirm the choice."),
     ],
 )
 def test_the_choice_against_the_rates(choice, expected):

@@ -109,8 +109,7 @@ def test_the_policy_is_named_where_it_has_rules_or_is_a_file(start, because, sho
 @pytest.mark.parametrize(
     ("written", "shown"),
     [
-        ("plain gr\u00fc\u00df \U0001f600", "plain gr\u00fc\u00df \U0001f600"),
-        ("[red]x[/red]", "[red]x[/red]"),
+        ("[red]gr\u00fc\u00df[/red] \U0001f600", "[red]gr\u00fc\u00df[/red] \U0001f600"),
         ("\x1b[1;31mred\x1b[0m", "red"),
         ("\x1b[2K\x1b[1A\x1b[?25lx", "x"),
         ("\x1b]8;;https://a.b\x1b\\link\x1b]8;;\x07", "link"),
