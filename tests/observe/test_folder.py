@@ -71,14 +71,8 @@ def test_a_folder_that_takes_no_files_is_refused(tmp_path, monkeypatch):
     ],
 )
 def test_what_an_earlier_run_left_is_deleted_and_nothing_else(tmp_path, from_rank, stays):
-    names = [
-        "capture.jsonl",
-        "capture-rank1.jsonl",
-        "capture-rank2.jsonl",
-        "capture-rank30.jsonl",
-        "capture-process0.jsonl",
-        "explain.jsonl",
-    ]
+    names = ["capture.jsonl", "explain.jsonl", "capture-process0.jsonl"]
+    names += [f"capture-rank{rank}.jsonl" for rank in (1, 2, 30)]
     for name in [*names, "capture-rankx.jsonl", "stdout.txt", "other.txt"]:
         (tmp_path / name).write_text("")
     discard_captures(tmp_path, from_rank=from_rank)

@@ -338,13 +338,10 @@ def test_what_cannot_be_traced_is_refused():
     stepper = nc.Stepper(model, optimizer, "fp32")
     with pytest.raises(SettingError, match="a Stepper brings its optimizers"):
         nc.observe.trace_step(stepper, optimizer)
-    lazy = nn.LazyLinear(1)
-    other = nc.observe.trace_step(lazy, optimizer)
-    with pytest.raises(UnsupportedError, match="parameter weight has no values here"):
-        other.__enter__()
-    meta = nc.observe.trace_step(nn.Linear(1, 1, device="meta"), optimizer)
-    with pytest.raises(UnsupportedError, match="parameter weight has no values here"):
-        meta.__enter__()
+    for without_values in (nn.LazyLinear(1), nn.Linear(1, 1, device="meta")):
+        trace = nc.observe.trace_step(without_values, optimizer)
+        with pytest.raises(UnsupportedError, match="parameter weight has no values here"):
+            trace.__enter__()
     with nc.observe.trace_step(model, optimizer) as trace:
         pass
     with pytest.raises(SettingError, match=r"stage 'backwards' is not in this trace\. Known: forward\."):

@@ -193,12 +193,11 @@ class ExponentHistogram:
     @property
     def exponents(self) -> dict[int, int]:
         """Number of x with 2**e <= abs(x) < 2**(e + 1), by e, rising, down to -149 (subnormals)."""
-        found: dict[int, int] = {}
+        found: Counter[int] = Counter()
         for index, count in self._read().items():
             if index < _BINS:
-                exponent = index // _PLACES + _LOWEST
-                found[exponent] = found.get(exponent, 0) + count
-        return found
+                found[index // _PLACES + _LOWEST] += count
+        return dict(found)
 
     def cast_to(self, format: Format, *, scale: float = 1.0) -> CastCounts:
         """Count what the numbers become when multiplied by ``scale`` and cast to ``format``; exact.

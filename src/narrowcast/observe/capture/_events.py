@@ -1,45 +1,9 @@
 """What each event of a capture holds; checks that the events of a file are that.
 
 A capture is a file of JSON lines. The first one is ``{"event": "start", "schema": 2, "kind": "run", ...}``;
-the others follow in the order in which they happened. ``time_s`` counts from the start.
-
-===========  ================================================================================================
-event        what it holds
-===========  ================================================================================================
-start        argv (of the script), policy, started (seconds since 1970). Of a run also rules (how many),
-             loss_scale, rank, seed, and process (number of a process that the script started)
-note         text for the user
-
-``capture.jsonl`` of a run:
-device       the first region on a device type: its format, and why
-loss         the one number that an outermost ``backward`` (the number of which counts from 1) started from;
-             site: file and line of the call
-step         interval_s: since the last step of the same optimizer; optimizer: in the order of first steps;
-             backward: number of the latest one
-forward      an outermost call of a module before the first backward; gradients: whether autograd recorded;
-             training: the mode of the module
-end          stopped: after as many steps as were asked for; aside: why the script's own mixed precision was
-             left in charge; settings: TF32 and the like; peak_tensor_bytes: of the allocator of CUDA
-
-``comparison.jsonl`` of ``narrowcast compare``; its start also has steps (0: the whole script):
-run          a timed run, when it begins (with ``"ended": false``) and when it has ended; capture: path within
-             the folder; last_line: of stdout
-memory       a run in which the memory of tensors was counted
-certificate  what ``Certificate.to_dict`` returns, for a script that trains
-output       for a script that does not train
-finished     the comparison reached its end
-
-``explain.jsonl`` of ``narrowcast explain``; numbers are sums over all steps:
-site         calls of one operator in one module with one decision. root: class of the model; path: of the
-             module; within: operators around it, outermost first; kind "view": nothing is computed; computes:
-             format that autocast cast the inputs to; listed: whether PyTorch's table has it; casts: those
-             that ran (the cast of a weight is kept for its next use); cast_bytes: read and written by them;
-             duration_s: of all calls, casts included
-round trip   a tensor cast to another format and back with nothing computed in between; formats: three
-unreached    a rule that no call reached; enclosing: operators in which its operator ran
-watched      totals; complete: false if the script ended within the first step; narrow_product_s: of products
-             in a format narrower than fp32
-===========  ================================================================================================
+the others follow in the order in which they happened. ``EVENTS`` lists their fields. A run's start also has
+``rules`` (how many), ``loss_scale``, ``rank``, ``seed`` and ``process`` (number of a process that the script
+started).
 
 A file may come from another machine or from somebody else, so nothing in it is trusted: a wrong type ends in
 one clear error and never in a traceback.
@@ -94,38 +58,41 @@ _PARAMETER = _record(
 )
 _START: dict[str, Any] = {
     "kind": Literal["run", "compare", "explain"],
-    "argv": list[str],
+    "argv": list[str],  # of the script
     "policy": str,
-    "started": _Seconds,
+    "started": _Seconds,  # since 1970; in other events ``time_s`` counts from here
 }
 _START_OF_COMPARISON = _record(
     **_START, loss_scale=str | None, seed=_Count, steps=_Count, repeats=_Count, at_step=_Count
 )
 _CALL: dict[str, Any] = {
-    "root": str,
-    "path": str,
+    "root": str,  # class of the model
+    "path": str,  # of the module
     "phase": Literal["forward", "backward", "optimizer", "outside"],
     "op": str,
 }
 
 EVENTS: dict[str, Any] = {
     "start": _record(**_START),
-    "note": _record(text=str),
-    "device": _record(device_type=str, format=str, because=str),
+    "note": _record(text=str),  # for the user
+    # ---- ``capture.jsonl`` of a run
+    "device": _record(device_type=str, format=str, because=str),  # the first region on a device type
+    # The one number that an outermost ``backward`` started from; site: file and line of the call.
     "loss": _record(time_s=_Seconds, backward=_Count, site=str, value=Number),
     "step": _record(
         time_s=_Seconds,
-        interval_s=_Seconds | None,
-        optimizer=_Count,
+        interval_s=_Seconds | None,  # since the last step of the same optimizer
+        optimizer=_Count,  # in the order of first steps
         skipped=bool,
         scale=Number | None,
-        backward=_Count,
+        backward=_Count,  # number of the latest one, counted from 1
     ),
+    # An outermost call of a module before the first backward; gradients: whether autograd recorded.
     "forward": _record(time_s=_Seconds, duration_s=_Seconds, gradients=bool, training=bool),
     "end": _record(
         exit_code=_Whole | None,
-        stopped=bool,
-        aside=str | None,
+        stopped=bool,  # after as many steps as were asked for
+        aside=str | None,  # why the script's own mixed precision was left in charge
         wall_s=_Seconds | None,
         backwards=_Count | None,
         forwards=_Count | None,
@@ -133,13 +100,16 @@ EVENTS: dict[str, Any] = {
         skipped_steps=_Count,
         final_scale=Number | None,
         peak_resident_bytes=_Count | None,
-        peak_tensor_bytes=_Count | None,
-        settings=_Facts,
+        peak_tensor_bytes=_Count | None,  # of the allocator of CUDA
+        settings=_Facts,  # TF32 and the like
         versions=_Facts,
     ),
+    # ---- ``comparison.jsonl`` of ``narrowcast compare``, whose start has ``steps`` (0: the whole script)
+    # A timed run, when it begins (with ``"ended": false``) and when it has ended. capture: path in the
+    # folder; last_line: of stdout.
     "run": _record(name=str, format=_Format, seed=_Count, capture=str, last_line=str),
     "memory": _record(format=_Format, peak_tensor_bytes=_Count | None, reason=str | None),
-    "certificate": _record(
+    "certificate": _record(  # what ``Certificate.to_dict`` returns, for a script that trains
         policy=str,
         format=str,
         at_step=_Count,
@@ -151,38 +121,42 @@ EVENTS: dict[str, Any] = {
         reason=str,
         **_RATIOS,
     ),
-    "output": _record(
+    "output": _record(  # for a script that does not train
         relative_error=Number | None, sqnr_db=Number | None, calls=_Count, verdict=_Verdict, reason=str
     ),
     "finished": _record(wall_s=_Seconds),
-    "site": _record(
+    # ---- ``explain.jsonl`` of ``narrowcast explain``; numbers are sums over all steps
+    "site": _record(  # calls of one operator in one module with one decision
         **_CALL,
-        within=list[str],
-        kind=Literal["product", "cast", "other", "view", "no floats"],
+        within=list[str],  # operators around it, outermost first
+        kind=Literal["product", "cast", "other", "view", "no floats"],  # view: nothing is computed
         inputs=list[str],
-        computes=str | None,
+        computes=str | None,  # format that autocast cast the inputs to
         outputs=list[str],
         because=str,
         rule=str | None,
-        listed=bool,
+        listed=bool,  # whether PyTorch's table or a rule has it
         calls=_Count,
-        casts=_Count,
-        cast_bytes=_Count,
-        duration_s=_Seconds,
+        casts=_Count,  # those that ran: the cast of a weight is kept for its next use
+        cast_bytes=_Count,  # read and written
+        duration_s=_Seconds,  # of all calls, casts included
     ),
+    # A tensor cast to another format and back with nothing computed in between.
     "round trip": _record(
         formats=list[str], first=_record(**_CALL), second=_record(**_CALL), count=_Count, moved_bytes=_Count
     ),
+    # A rule that no call reached; enclosing: operators in which its operator ran.
     "unreached": _record(rule=str, reason=str, enclosing=list[str]),
-    "watched": _record(
+    "watched": _record(  # totals
         unit=Literal["step", "call"],
         steps=_Count,
-        complete=bool,
+        complete=bool,  # false: the script ended within the first step
         device=str,
         format=str,
         rules=list[str],
         versions=_Facts,
         **dict.fromkeys(("ops", "casts", "moved_bytes", "cast_bytes"), _Count),
+        # narrow: in a format narrower than fp32
         **dict.fromkeys(("duration_s", "cast_s", "product_s", "narrow_product_s"), _Seconds),
     ),
 }

@@ -84,22 +84,17 @@ def explained(capture: Capture) -> dict[str, Any]:
 
 def _per_step(event: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return the fields of an event, sums divided by the number of steps."""
-    return {
-        name: _divided(value, steps) if name in _PER_STEP else value
-        for name, value in event.items()
-        if name != "event"
-    }
-
-
-def _divided(value: float, steps: int) -> float:
-    return value // steps if isinstance(value, int) and value % steps == 0 else value / steps
+    fields = {name: value for name, value in event.items() if name != "event"}
+    for name in fields.keys() & set(_PER_STEP):
+        total = fields[name]
+        whole = isinstance(total, int) and total % steps == 0
+        fields[name] = total // steps if whole else total / steps
+    return fields
 
 
 def _totals(watched: dict[str, Any], steps: int) -> tuple[dict[str, Any], dict[str, str]]:
-    totals = {
-        name: _divided(watched[name], steps)
-        for name in ("ops", "casts", "moved_bytes", "cast_bytes", "duration_s")
-    } | {
+    """Return the totals of one step, and why those that are None are."""
+    totals = {name: value for name, value in _per_step(watched, steps).items() if name in _PER_STEP} | {
         "cast_share_of_ops": _share(watched["casts"], watched["ops"]),
         "cast_share_of_bytes": _share(watched["cast_bytes"], watched["moved_bytes"]),
         "cast_share_of_time": _share(watched["cast_s"], watched["duration_s"]),

@@ -149,7 +149,7 @@ class Operation:
         cast: formats from and to, of a cast between floating-point formats.
         multiplies: format of the narrowest operand of a matmul, convolution or attention.
         rule: the rule for a module whose input or output it casts.
-        site: what it was counted with; set later.
+        site: where it was counted; set later.
     """
 
     op: str

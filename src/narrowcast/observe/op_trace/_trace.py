@@ -39,7 +39,7 @@ _MOST_MODULES = 500  # that a rule's name is compared with
 _MATMULS = ("mm", "addmm", "matmul", "bmm", "baddbmm", "mv", "addmv")
 
 
-class SiteKey(NamedTuple):
+class Site(NamedTuple):
     """What the calls of one operator at one place share; fields of the event ``site``."""
 
     root: str
@@ -56,63 +56,29 @@ class SiteKey(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Site:
-    """Calls of one operator at one place, with the same formats and the same decision."""
-
-    key: SiteKey
-    calls: int = 0
-    operations: list[Operation] = field(default_factory=list)
-
-    def add(self, operations: Sequence[Operation], *, calls: int = 1) -> None:
-        self.calls += calls
-        self.operations += operations
-        for operation in operations:
-            operation.site = self
-
-    def event(self) -> dict[str, Any]:
-        casts = [operation for operation in self.operations if operation.cast is not None]
-        return {
-            "event": "site",
-            **self.key._asdict(),
-            "kind": self._kind(),
-            "calls": self.calls,
-            "casts": len(casts),
-            "cast_bytes": sum(operation.moved_bytes for operation in casts),
-            "duration_s": _took_s(self.operations),
-        }
-
-    def _kind(self) -> str:
-        ran = [operation for operation in self.operations if not operation.is_view]
-        if not ran:
-            return "view"
-        if any(operation.multiplies is not None for operation in ran):
-            return "product"
-        if all(operation.cast is not None for operation in ran):
-            return "cast"
-        return "other" if self.key.inputs or self.key.outputs else "no floats"
-
-
-@dataclass(slots=True, eq=False)
 class Collected:
-    """Sites, and pairs of casts to a format and back."""
+    """What ran at each site, with the number of calls, and pairs of casts to a format and back."""
 
-    sites: dict[SiteKey, Site] = field(default_factory=dict)
+    calls: Counter[Site] = field(default_factory=Counter)
+    operations: dict[Site, list[Operation]] = field(default_factory=dict)
     round_trips: list[tuple[Operation, Operation]] = field(default_factory=list)
 
-    def site(self, key: SiteKey) -> Site:
-        """Return the site with this key, a new one if there is none."""
-        return self.sites.setdefault(key, Site(key))
+    def add(self, site: Site, operations: Sequence[Operation], *, calls: int = 1) -> None:
+        self.calls[site] += calls
+        self.operations.setdefault(site, []).extend(operations)
+        for operation in operations:
+            operation.site = site
 
 
 def together(parts: Sequence[Collected], *, also: Collected | None = None) -> Collected:
     """Join what was collected in several steps; of ``also`` only sites in modules that no part has."""
     found = Collected(round_trips=[trip for part in parts for trip in part.round_trips])
-    sites = [site for part in parts for site in part.sites.values()]
+    for part in parts:
+        for site, operations in part.operations.items():
+            found.add(site, operations, calls=part.calls[site])
     if also is not None:
-        known = {site.key for site in sites}
-        sites += [site for key, site in also.sites.items() if key not in known and key.root]
-    for site in sites:
-        found.site(site.key).add(site.operations, calls=site.calls)
+        for site in [site for site in also.operations if site.root and site not in found.operations]:
+            found.add(site, also.operations[site], calls=also.calls[site])
     return found
 
 
@@ -121,14 +87,14 @@ class _Call:
     """An operator that returned.
 
     Attributes:
-        key: of its ``Site``.
+        site: where it is counted.
         depth: in how many watched operators it was called.
         decided: whether it, or an operator inside it, was decided about.
         operations: that belong to it.
         calls: 0 if only its parts are counted, else 1.
     """
 
-    key: SiteKey
+    site: Site
     depth: int
     decided: bool
     operations: list[Operation]
@@ -197,9 +163,9 @@ class OpTrace:
     # ---- callbacks
 
     def _saw_operation(self, operation: Operation) -> None:
-        if operation.place.fp8_rule is None:
+        if operation.place.fp8_rule is None or operation.depth > 0:
             self._thread.pending.append(operation)
-        else:  # in its order among modules
+        else:  # no watched operator will claim it: it is counted in its order among modules
             with self._lock:
                 self._count_alone(operation)
 
@@ -211,7 +177,7 @@ class OpTrace:
             at -= 1
         inside, pending[at:] = pending[at:], []
         rule = border or call.rule
-        key = SiteKey(
+        site = Site(
             *self.paths.here()[:3],
             op=call.op,
             within=tuple(call.enclosing),
@@ -224,7 +190,7 @@ class OpTrace:
         )
         own = [one for one in inside if isinstance(one, Operation)]
         parts = [one for one in inside if isinstance(one, _Call)]
-        made = _Call(key, depth, call.listed and not call.composite, own)
+        made = _Call(site, depth, call.listed and not call.composite, own)
         with self._lock:
             self.rules.saw(call.op, rule, [operation.op for operation in own])
             if not made.decided and any(part.decided for part in parts):
@@ -241,7 +207,7 @@ class OpTrace:
 
     def _count_call(self, call: _Call) -> None:
         if call.calls:
-            self._collected.site(call.key).add(call.operations)
+            self._collected.add(call.site, call.operations)
 
     def _count_pending(self) -> None:
         """Count what ran in no watched operator: backward, optimizers, code outside of regions."""
@@ -264,7 +230,7 @@ class OpTrace:
             because = _BORDER
         else:
             because = _NO_REGION if operation.inputs else _NO_INPUT
-        key = SiteKey(
+        site = Site(
             *place[:3],
             op=operation.op,
             within=(),
@@ -275,7 +241,7 @@ class OpTrace:
             rule=None if rule is None else str(rule),
             listed=False,
         )
-        self._collected.site(key).add([operation])
+        self._collected.add(site, [operation])
 
 
 # ---- rules
@@ -369,8 +335,7 @@ def trace_events(
         unreached: rules that no call reached.
         facts: more fields of ``watched``.
     """
-    sites = list(seen.sites.values())
-    ran = [operation for site in sites for operation in site.operations if not operation.is_view]
+    ran = [one for operations in seen.operations.values() for one in operations if not one.is_view]
     casts = [operation for operation in ran if operation.cast is not None]
     products = [operation for operation in ran if operation.multiplies is not None]
     totals = {
@@ -384,7 +349,8 @@ def trace_events(
         "product_s": _took_s(products),
         "narrow_product_s": _took_s(product for product in products if product.multiplies not in _WIDE),
     }
-    events = [site.event() for site in sites] + _round_trip_events(seen.round_trips)
+    events = [_site_event(site, seen.calls[site], seen.operations[site]) for site in seen.operations]
+    events += _round_trip_events(seen.round_trips)
     events += [{"event": "unreached", **found} for found in unreached]
     return [json_ready(event) for event in (*events, {**totals, **facts})]
 
@@ -393,10 +359,31 @@ def _took_s(operations: Iterable[Operation]) -> float:
     return sum((operation.took_s() for operation in operations), 0.0)
 
 
+def _site_event(site: Site, calls: int, operations: list[Operation]) -> dict[str, Any]:
+    casts = [operation for operation in operations if operation.cast is not None]
+    ran = [operation for operation in operations if not operation.is_view]
+    if not ran:
+        kind = "view"
+    elif any(operation.multiplies is not None for operation in ran):
+        kind = "product"
+    elif all(operation.cast is not None for operation in ran):
+        kind = "cast"
+    else:
+        kind = "other" if site.inputs or site.outputs else "no floats"
+    return {
+        "event": "site",
+        **site._asdict(),
+        "kind": kind,
+        "calls": calls,
+        "casts": len(casts),
+        "cast_bytes": sum(operation.moved_bytes for operation in casts),
+        "duration_s": _took_s(operations),
+    }
+
+
 def _round_trip_events(pairs: list[tuple[Operation, Operation]]) -> list[dict[str, Any]]:
-    def call(operation: Operation) -> dict[str, str]:
-        key = operation.site.key
-        return {"root": key.root, "path": key.path, "phase": key.phase, "op": key.op}
+    def call(site: Site) -> dict[str, str]:
+        return {"root": site.root, "path": site.path, "phase": site.phase, "op": site.op}
 
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for first, second in pairs:
@@ -407,8 +394,8 @@ def _round_trip_events(pairs: list[tuple[Operation, Operation]]) -> list[dict[st
             {
                 "event": "round trip",
                 "formats": [wide, narrow, wide],
-                "first": call(first),
-                "second": call(second),
+                "first": call(first.site),
+                "second": call(second.site),
                 "count": 0,
                 "moved_bytes": 0,
             },

@@ -98,13 +98,13 @@ class Profile:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        # After an error the device may fail to synchronize; the first error is the one to raise.
-        with contextlib.suppress(RuntimeError) if exc_type is not None else contextlib.nullcontext():
-            self._wait()
-        self._duration_s = time.perf_counter() - self._started_s
         assert self._open is not None
-        self._open.close()
-        self._open = None
+        memory, self._open = self._open, None
+        # After an error the device may fail to synchronize; the first error is the one to raise.
+        with memory:
+            with contextlib.suppress(*([RuntimeError] if exc_type is not None else [])):
+                self._wait()
+            self._duration_s = time.perf_counter() - self._started_s
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -255,12 +255,12 @@ class Recorder:
     """Records what this thread does, and the threads in which autograd runs backward for it.
 
     Args:
-        shapes: record shapes and dtypes of operands, and kernels on GPUs.
-        memory: record what the CPU's allocator hands out.
+        memory: record what the CPU's allocator hands out; else shapes and dtypes of operands, and kernels on
+            GPUs.
     """
 
-    def __init__(self, *, shapes: bool = False, memory: bool = False) -> None:
-        self._shapes, self._memory = shapes, memory
+    def __init__(self, *, memory: bool = False) -> None:
+        self._memory = memory
         self._profile: Any = None
         self._marks = 0
 
@@ -271,13 +271,13 @@ class Recorder:
             UnsupportedError: a profiler runs in this thread already.
         """
         activities = [ProfilerActivity.CPU]
-        if self._shapes and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not self._memory and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize()
         if profiler_is_on():
             raise UnsupportedError("a profiler runs in this thread already: switch that one off")
         recording = torch.profiler.profile(
-            activities=activities, record_shapes=self._shapes, profile_memory=self._memory
+            activities=activities, record_shapes=not self._memory, profile_memory=self._memory
         )
         with without_markers_on_stderr():
             recording.__enter__()  # type: ignore[no-untyped-call]

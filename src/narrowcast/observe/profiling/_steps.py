@@ -67,9 +67,6 @@ class StepProfiler(Recorder):
     print(summarize(profiler.recording()))
     """
 
-    def __init__(self) -> None:
-        super().__init__(shapes=True)
-
     def recording(self) -> Recording:
         """Stop, and return what was recorded.
 
@@ -147,8 +144,7 @@ def summarize(
         sums.add(op)
     for op in mine:
         host.add(op)
-    shares, sizes, calls_ns = _shares(sums.parts_ns, wall, busy), sums.products(), sums.calls_ns
-    in_sizes = sum(row["count"] * row["each_ns"] for row in sizes) or 1
+    shares, calls_ns = _shares(sums.parts_ns, wall, busy), sums.calls_ns
     scale = wall / steps / 1e9
     return {
         "device": device,
@@ -156,16 +152,7 @@ def summarize(
         "step_s": scale,
         "parts_s": {part: share * scale for part, share in shares.items()},
         "shares": shares,
-        "products": [
-            {
-                "kind": row["kind"],
-                "shape": list(row["shape"]),
-                "count": row["count"] / steps,
-                "share": shares[PRODUCTS] * row["count"] * row["each_ns"] / in_sizes,
-                "each_s": row["each_ns"] / 1e9,
-            }
-            for row in sizes
-        ],
+        "products": sums.products(steps, shares[PRODUCTS]),
         "casts": {name: value / steps for name, value in sums.casts.items()} | {"share": shares[CASTS]},
         "ops": {
             "count": len(calls_ns) / steps,
@@ -205,7 +192,7 @@ class _Sums:
         self.parts_ns = dict.fromkeys(PARTS, 0)
         self.casts = {"count": 0, "bytes": 0, "weight_count": 0, "weight_bytes": 0}
         self.calls_ns: list[int] = []
-        self._products: dict[tuple[str, Shape], tuple[Shape, list[int]]] = {}
+        self._products: dict[tuple[str, Shape], tuple[tuple[str, Shape], list[int]]] = {}
 
     def add(self, op: Any, inherited: str = PYTHON, *, is_call: bool = True) -> bool:
         """Add an op and those that it called; return whether one of them is a product."""
@@ -225,8 +212,8 @@ class _Sums:
             self.parts_ns[part] += max(0, op.duration_time_ns - inside_ns)
         if is_product(op.name) and not has_product:
             shapes = [None if tensor is None else tuple(tensor.sizes) for tensor in _operands(op)]
-            kind, shape = product_size(op.name, shapes)
-            _, times = self._products.setdefault(same_size(kind, shape), (shape, []))
+            size = product_size(op.name, shapes)
+            _, times = self._products.setdefault(same_size(*size), (size, []))
             times.append(self._total_ns(op))
         return has_product or is_product(op.name)
 
@@ -244,18 +231,30 @@ class _Sums:
                 self.casts[f"{prefix}count"] += 1
                 self.casts[f"{prefix}bytes"] += moved
 
-    def products(self) -> list[dict[str, Any]]:
-        """Return time and number of products of each size, the one that takes the most time first.
+    def products(self, steps: int, share: float) -> list[dict[str, Any]]:
+        """Return the products of each size in one step, the size that takes the most time first.
+
+        Args:
+            steps: how many were added up.
+            share: of a step that all products take.
 
         Returns:
-            ``kind``, ``shape`` (of the first product of the size), ``count`` and ``each_ns``: the median,
-            since a busy machine makes one product out of hundreds last ten times as long.
+            ``kind``, ``shape`` (of the first product of the size), ``count``, ``share`` and ``each_s``: the
+            median, since a busy machine makes one product out of hundreds last ten times as long.
         """
-        rows = [
-            {"kind": kind, "shape": shape, "count": len(times), "each_ns": statistics.median(times)}
-            for (kind, _), (shape, times) in self._products.items()
+        sizes = [(*key, len(times), statistics.median(times)) for key, times in self._products.values()]
+        sizes.sort(key=lambda size: -size[2] * size[3])
+        total_ns = sum(count * each_ns for _, _, count, each_ns in sizes) or 1
+        return [
+            {
+                "kind": kind,
+                "shape": list(shape),
+                "count": count / steps,
+                "share": share * count * each_ns / total_ns,
+                "each_s": each_ns / 1e9,
+            }
+            for kind, shape, count, each_ns in sizes
         ]
-        return sorted(rows, key=lambda row: -row["count"] * row["each_ns"])
 
 
 def _part_of(op: Any, inherited: str) -> str:
