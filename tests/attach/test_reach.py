@@ -331,6 +331,14 @@ def test_backward_from_a_gradient_edge_is_refused_in_fp16():
             torch.autograd.backward(edge)
 
 
+def test_error_if_nonfinite_meets_overflows():
+    model, (x, y) = network(), data()
+    with Attachment("fp16", Static(scale=SCALE)):
+        (F.mse_loss(model(x), y) * 1e6).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
 class Labelled(torch.Tensor):
     """A tensor subclass as people write them: torch dispatches to it, and calls itself again by name."""
 

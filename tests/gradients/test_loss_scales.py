@@ -52,15 +52,6 @@ def test_a_scale_that_was_read_half_way_goes_on_alike(rule):
         assert device.read() == again.read()
 
 
-def test_any_number_above_zero_is_an_overflow():
-    """Flags of several optimizers are added up."""
-    for found in (0.5, 1.0, 3.0):
-        for rule in RULES:
-            device = placed(Dynamic(scale=4.0, rule=rule))
-            device.move(torch.tensor(found))
-            assert device.read().scale == 2.0, rule
-
-
 @pytest.mark.parametrize("value", [Off(), Static(scale=8.0)])
 def test_a_fixed_scale_does_not_move(value):
     device = placed(value)

@@ -144,6 +144,7 @@ LOSS_SCALES = [
 @pytest.mark.parametrize("way", ["state", "file", "disabled and back", "pickle", "deepcopy"])
 def test_a_scaler_goes_on_from_what_it_saved(way, loss_scale):
     scaler = nc.GradScaler("cpu", loss_scale=loss_scale, patience=3, allow_fp16_gradients=True)
+    scaler.on_step(lambda result: None)  # a listener, which could not be pickled, is not kept
     if way in ("pickle", "deepcopy"):
         again = pickle.loads(pickle.dumps(scaler)) if way == "pickle" else copy.deepcopy(scaler)
         assert again.__getstate__() == scaler.__getstate__()
@@ -166,18 +167,6 @@ def test_a_scaler_goes_on_from_what_it_saved(way, loss_scale):
     if isinstance(loss_scale, Dynamic):
         assert again.get_growth_interval() == loss_scale.growth_interval
     assert again.scale(torch.ones(())).item() == loss_scale.scale
-
-
-def test_pickling_keeps_settings_but_not_listeners():
-    scaler = nc.GradScaler("cpu", 8.0, enabled=False, patience=None, allow_fp16_gradients=True)
-    scaler.on_step(lambda result: None)  # which could not be pickled
-    again = pickle.loads(pickle.dumps(scaler))
-    assert not again.is_enabled()
-    weight = torch.nn.Parameter(torch.ones(2).half())
-    other = pickle.loads(pickle.dumps(nc.GradScaler("cpu", 8.0, patience=1, allow_fp16_gradients=True)))
-    other.scale((weight * math.inf).sum()).backward()
-    with pytest.raises(nc.NarrowcastError, match="1 steps of SGD in a row"):
-        other.step(torch.optim.SGD([weight], lr=0.1))
 
 
 @pytest.mark.parametrize("loss_scale", LOSS_SCALES[:3], ids=repr)

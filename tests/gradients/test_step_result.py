@@ -121,8 +121,7 @@ def test_the_return_value_of_the_optimizer_is_handed_on():
             super().step(closure)
             return word
 
-    model = torch.nn.Linear(3, 2)
-    optimizer, scaler = Counts(model.parameters()), nc.GradScaler("cpu")
+    scaler, (model, optimizer) = nc.GradScaler("cpu"), model_and(Counts)
     backward(scaler, model)
     assert scaler.step(optimizer, word="yes").returned == "yes"
 

@@ -5,7 +5,7 @@ from narrowcast.attach._files import READ_OF_AN_EARLIER_RUN, FilesSeen, FileWatc
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import NAMED_NOTHING
 from narrowcast.attach._run import Observer
-from narrowcast.attach._script import Script, run_script, seed_everything
+from narrowcast.attach._script import Script, run_script
 
 __all__ = [
     "NAMED_NOTHING",
@@ -20,5 +20,4 @@ __all__ = [
     "read_files",
     "run_attached",
     "run_script",
-    "seed_everything",
 ]

@@ -303,10 +303,9 @@ class _Processes:
 
     def _start(self, original: Callable[..., None], process: Any) -> None:
         target = getattr(process, "_target", None)
-        wrapped = getattr(target, "func", None) is _call_attached
         left_alone = self._recorder.left_alone is not None
         library = (getattr(target, "__module__", None) or "").startswith(_OF_LIBRARIES)
-        if left_alone or wrapped or library or _start_method(process) == "fork":
+        if left_alone or library or _start_method(process) == "fork":
             original(process)
             return
         if target is None:

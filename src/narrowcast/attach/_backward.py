@@ -21,7 +21,12 @@ from narrowcast.attach._leaves import Leaf, Leaves, true_gradient
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Patches, Run
-from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped
+from narrowcast.attach._torch_internals import (
+    NO_GRAPH_TASK,
+    graph_task_id,
+    is_functorch_wrapped,
+    map_tensors,
+)
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags, untraced
 
@@ -87,7 +92,7 @@ class Backward:
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        grad_variables: Any = None,
+        *,
         inputs: Any = None,
     ) -> None:
         """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
@@ -98,8 +103,6 @@ class Backward:
             self._regions.finish_traced()
             self._recorder.saw_backward(_one_number(roots), call_site())
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
-        if grad_variables is not None and grad_tensors is None:
-            grad_tensors = grad_variables
         if factor is None or (outermost and not self._scale.active):
             self._torch_backward(tensors, grad_tensors, retain_graph, create_graph, inputs=inputs)
             return
@@ -333,7 +336,7 @@ class TrueView:
         factor = self.factor_now()
         if factor is None:
             return self.hook(*args)
-        result = self.hook(*(_map(argument, lambda g: _true(g, factor)) for argument in args))
+        result = self.hook(*map_tensors(lambda gradient: _true(gradient, factor), args))
         return None if result is None else _scaled_like(result, args[self.replaces], factor)
 
     def __reduce__(self) -> Any:
@@ -346,14 +349,6 @@ def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _true(gradient: torch.Tensor, factor: float) -> torch.Tensor:
     return (gradient.float() if gradient.is_floating_point() else gradient) / factor
-
-
-def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        return tuple(_map(item, change) for item in value)
-    return value
 
 
 def _scaled_like(result: Any, like: Any, factor: float) -> Any:

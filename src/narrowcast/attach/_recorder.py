@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import narrowcast
+from narrowcast.gradients import is_capturing
 from narrowcast.machine import arithmetic_settings, versions
 from narrowcast.observe.capture import CaptureWriter
 
@@ -154,9 +155,10 @@ class Recorder:
         self._lock = threading.RLock()  # another thread of the parent may have held it
         self._unwritten.clear()
 
-    def facts(self, exit_code: int | None) -> dict[str, Any]:
-        """Return the ``end`` event, from which the summary at the end of a run is made."""
-        return {
+    def close(self, exit_code: int | None) -> dict[str, Any]:
+        """Flush, write the ``end`` event, from which the summary of a run is made, and return it."""
+        self.flush()
+        facts = {
             "event": "end",
             "exit_code": exit_code,
             "stopped": self.stopped,
@@ -172,11 +174,6 @@ class Recorder:
             "settings": arithmetic_settings(),
             "versions": versions(),
         }
-
-    def close(self, exit_code: int | None) -> dict[str, Any]:
-        """Flush, write the ``end`` event, and return it."""
-        self.flush()
-        facts = self.facts(exit_code)
         if self._writer:
             self._writer.write(facts)
             self._writer.close()
@@ -195,11 +192,6 @@ def _reading(loss: torch.Tensor) -> Reading | None:
 
 def _read(event: dict[str, Any]) -> dict[str, Any]:
     return {name: value() if callable(value) else value for name, value in event.items()}
-
-
-def is_capturing() -> bool:
-    """Return whether this thread records a CUDA graph, during which nothing may be read from the device."""
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 def _peak_gpu_tensor_bytes() -> int | None:

@@ -17,11 +17,12 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.data import get_worker_info
 
-from narrowcast.attach._recorder import Reading, is_capturing
+from narrowcast.attach._recorder import Reading
 from narrowcast.attach._run import Patches, Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import Applied, autocast, cast_floating, modules_by_path, region_in
 from narrowcast.errors import UnsupportedError
+from narrowcast.gradients import is_capturing
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
 from narrowcast.observe.op_trace import near_module
 from narrowcast.observe.profiling import seconds_between, stamp

@@ -67,11 +67,10 @@ class Script:
         # As Python does: absolute, and otherwise as it was typed.
         file = os.getcwd() if path == "." else os.path.join(os.getcwd(), path)
         spec = _main_inside(file, path) if path else None
-        code = _code_of(spec, path) if spec else _compiled(file, path)
         folder = None if sys.flags.safe_path else str(Path(file).resolve().parent)
         return cls(
             name=Path(os.path.normpath(file)).stem,
-            code=code,
+            code=_code_of(path, file, spec),
             argv=(path, *arguments),
             file=spec.origin or file if spec else file,
             first_path=file if spec else folder,
@@ -98,7 +97,7 @@ class Script:
             raise ScriptError(f"cannot run module {module}: no module of that name was found{hint}")
         return cls(
             name=module,
-            code=_code_of(spec, f"module {module}"),
+            code=_code_of(f"module {module}", spec.origin, spec),
             argv=(spec.origin, *arguments),
             file=spec.origin,
             first_path=here,
@@ -140,31 +139,21 @@ def _spec_of(module: str) -> ModuleSpec | None:
     return _spec_of(f"{module}.__main__") if package and parts[-1] != "__main__" else spec
 
 
-def _code_of(spec: ModuleSpec, what: str) -> types.CodeType:
-    read = getattr(spec.loader, "get_code", None)
+def _code_of(what: str, file: str, spec: ModuleSpec | None) -> types.CodeType:
+    """Return the code of a module, or of a plain file; ``what`` is named in the error."""
     try:
-        code = read(spec.name) if read else None
+        if spec is None:
+            return compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+        code = getattr(spec.loader, "get_code", lambda _: None)(spec.name)
     except (SyntaxError, ValueError) as error:
-        raise _no_python(what, error) from error
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ScriptError(f"cannot run {what}: not valid Python{where}: {error.args[0]}") from error
     except (ImportError, OSError) as error:
-        raise ScriptError(f"cannot run {what}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ScriptError(f"cannot run {what}: {reason}") from error
     if not isinstance(code, types.CodeType):
         raise ScriptError(f"cannot run {what}: it has no Python code")
     return code
-
-
-def _compiled(file: str, path: str) -> types.CodeType:
-    try:
-        return compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
-    except OSError as error:
-        raise ScriptError(f"cannot run {path}: {error.strerror or error}") from error
-    except (SyntaxError, ValueError) as error:
-        raise _no_python(path, error) from error
-
-
-def _no_python(what: str, error: SyntaxError | ValueError) -> ScriptError:
-    where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
-    return ScriptError(f"cannot run {what}: not valid Python{where}: {error.args[0]}")
 
 
 def seed_everything(seed: int) -> None:

@@ -13,6 +13,7 @@ from narrowcast.gradients._steps import (
 )
 from narrowcast.gradients._torch_internals import (
     ASKED_BY_SCALERS,
+    is_capturing,
     leaf_of,
     mark_as_stepped,
     needs_closure,
@@ -30,6 +31,7 @@ __all__ = [
     "check_apart",
     "closure_of",
     "collapse_message",
+    "is_capturing",
     "leaf_of",
     "mark_as_stepped",
     "needs_closure",

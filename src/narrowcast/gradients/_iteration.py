@@ -338,7 +338,7 @@ class Iteration:
         differs = torch.zeros_like(found) if differ is None else differ.to(found)
         values = torch.stack([found, differs, self._loss_scale.factor_for("step")])
         learn_scale = functools.partial(self._loss_scale.learn, moves=self._loss_scale.moves)
-        self._outcomes.report_later(PendingStep(optimizer, result, number, values, learn_scale))
+        self._outcomes.pending.append(PendingStep(optimizer, result, number, values, learn_scale))
         return result
 
 

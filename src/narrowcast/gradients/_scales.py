@@ -25,13 +25,14 @@ class DeviceScale:
     """The loss scale of a scaler, as 0-dim tensors on the device of the first loss.
 
     Attributes:
+        settings: the value that was last set or read; needs no host sync.
         factor: the factor of the loss, float32; None until there is a device.
         good_steps: good steps since the last growth or overflow, int32; None until there is a device.
         moves: how often it was updated.
     """
 
     def __init__(self, value: LossScale) -> None:
-        self._value = value
+        self.settings = value
         self.factor: torch.Tensor | None = None
         self.good_steps: torch.Tensor | None = None
         self._hysteresis_left: torch.Tensor | None = None
@@ -42,12 +43,12 @@ class DeviceScale:
     def place(self, device: torch.device) -> torch.Tensor:
         """Return the factor; the first call puts it on ``device``."""
         if self.factor is None:
-            self.factor = torch.full((), self._value.scale, dtype=torch.float32, device=device)
+            self.factor = torch.full((), self.settings.scale, dtype=torch.float32, device=device)
             self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
-            if isinstance(self._value, Dynamic):
-                self.good_steps.fill_(self._value.good_steps)
-                assert self._value.hysteresis_left is not None
-                self._hysteresis_left = torch.full_like(self.good_steps, self._value.hysteresis_left)
+            if isinstance(self.settings, Dynamic):
+                self.good_steps.fill_(self.settings.good_steps)
+                assert self.settings.hysteresis_left is not None
+                self._hysteresis_left = torch.full_like(self.good_steps, self.settings.hysteresis_left)
         return self.factor
 
     def factor_for(self, method: str) -> torch.Tensor:
@@ -62,12 +63,12 @@ class DeviceScale:
     def factor_on(self, device: torch.device) -> torch.Tensor:
         """Return the factor on ``device``, without placing it there for good."""
         if self.factor is None:
-            return torch.tensor(self._value.scale, dtype=torch.float32, device=device)
+            return torch.tensor(self.settings.scale, dtype=torch.float32, device=device)
         return self.factor.to(device, non_blocking=True)
 
     def copied(self) -> float | torch.Tensor:
         """Return the factor, or a copy of it on its device."""
-        return self._value.scale if self.factor is None else self.factor.clone()
+        return self.settings.scale if self.factor is None else self.factor.clone()
 
     def times(self, outputs: Any) -> Any:
         """Multiply a tensor, or a nesting of tensors, by the factor; fp16 and bf16 in fp32."""
@@ -94,19 +95,14 @@ class DeviceScale:
         """Whether it can be read without a host sync."""
         return self.factor is None or self.factor.device.type == "cpu"
 
-    @property
-    def settings(self) -> LossScale:
-        """The value that was last set or read; needs no host sync."""
-        return self._value
-
     def read(self) -> LossScale:
         """Return the loss scale now; waits for the device."""
-        value = self._value
+        value = self.settings
         if self.factor is None or isinstance(value, Off):
             return value
         if self._untouched:  # known without a sync, except that the device holds it in fp32
-            self._value = replace(value, scale=torch.tensor(value.scale, dtype=torch.float32).item())  # type: ignore[type-var]
-            return self._value
+            self.settings = replace(value, scale=torch.tensor(value.scale, dtype=torch.float32).item())  # type: ignore[type-var]
+            return self.settings
         scale = float(self.factor)
         if isinstance(value, Dynamic):
             assert self.good_steps is not None
@@ -117,7 +113,7 @@ class DeviceScale:
                 good_steps=int(self.good_steps),
                 hysteresis_left=int(self._hysteresis_left),
             )
-        self._value, self._untouched = value, True
+        self.settings, self._untouched = value, True
         self._known = (value.scale, self.moves)
         return value
 
@@ -130,7 +126,7 @@ class DeviceScale:
         assert self.factor is not None
         if self.factor.device.type == "cpu":
             return float(self.factor) < limit
-        value, (known, moves) = self._value, self._known
+        value, (known, moves) = self.settings, self._known
         if isinstance(value, Dynamic):
             return max(known * value.backoff_factor ** (self.moves - moves), value.min_scale) < limit
         return value.scale < limit
@@ -138,7 +134,7 @@ class DeviceScale:
     def set(self, value: LossScale) -> None:
         """Replace the loss scale; it stays on its device."""
         device = None if self.factor is None else self.factor.device
-        self._value, self.factor, self._untouched = value, None, True
+        self.settings, self.factor, self._untouched = value, None, True
         self._known = (value.scale, self.moves)
         if device is not None:
             self.place(device)
@@ -155,7 +151,7 @@ class DeviceScale:
         """
         assert self.factor is not None
         assert self.good_steps is not None
-        value = self._value
+        value = self.settings
         self._untouched = False
         self.moves += 1
         if isinstance(value, Dynamic) and value.rule == "torch":

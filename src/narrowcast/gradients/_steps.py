@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import ScaleCollapseError, ScaleError, UnsupportedError
 from narrowcast.gradients._optimizer_gradients import listed
-from narrowcast.gradients._torch_internals import is_capturing
+from narrowcast.gradients._torch_internals import copied, is_capturing
 
 RANKS_DIFFER = (
     "the ranks of process_group hold different gradients (their norms differ by more than rounding), and "
@@ -216,7 +216,7 @@ class Outcomes:
         self.steps = 0
         self.on_step: OrderedDict[int, Listener] = OrderedDict()
         self.on_skip: OrderedDict[int, Listener] = OrderedDict()
-        self._pending: deque[PendingStep] = deque()
+        self.pending: deque[PendingStep] = deque()  # steps to report once the host can know their flag
         self._skips = SkipsInARow(patience)
 
     def listen(self, listeners: OrderedDict[int, Listener], listener: Listener) -> RemovableHandle:
@@ -230,14 +230,10 @@ class Outcomes:
         self.steps += 1
         return self.steps
 
-    def report_later(self, step: PendingStep) -> None:
-        """Report a step once the host can know its flag."""
-        self._pending.append(step)
-
     def report_pending(self) -> None:
         """Report earlier steps. A whole forward pass lies between, so their flags have arrived."""
-        while self._pending and not is_capturing():
-            step = self._pending.popleft()
+        while self.pending and not is_capturing():
+            step = self.pending.popleft()
             found, ranks_differ, scale = step.read()
             step.result.set_skipped(found > 0)
             step.learn_scale(scale)
@@ -315,50 +311,32 @@ def step_or_restore(
     Returns:
         What ``step`` returned, or the loss of a skipped step; and the ``SkipStep``, None if none was raised.
     """
-    before = Snapshot(optimizer)
-    args, kwargs = with_closure(args, kwargs, evaluate)
+    restore = _snapshot(optimizer)
+    if callable(kwargs.get("closure")):
+        kwargs = {**kwargs, "closure": evaluate}
+    else:
+        args = (evaluate, *args[1:])
     try:
         return step(*args, **kwargs), None
     except SkipStep as skipped:
-        before.restore()
+        restore()
         return skipped.loss, skipped
 
 
-def with_closure(args: Any, kwargs: Any, closure: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return the arguments of a ``step`` with another closure in place of theirs."""
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": closure}
-    return (closure, *args[1:]), kwargs
+def _snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Copy an optimizer's parameters, state and settings; return a function that restores them."""
+    groups = optimizer.param_groups
+    values = [(p, p.detach().clone()) for group in groups for p in group["params"]]
+    state = {parameter: copied(one) for parameter, one in optimizer.state.items()}
+    settings = [copied({key: group[key] for key in group if key != "params"}) for group in groups]
 
-
-class Snapshot:
-    """A copy of an optimizer's parameters, state and settings, to undo a step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        self._state = {key: _copied(value) for key, value in optimizer.state.items()}
-        self._settings = [
-            {key: _copied(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-
-    def restore(self) -> None:
+    def restore() -> None:
         with torch.no_grad():
-            for parameter, value in self._values:
+            for parameter, value in values:
                 parameter.copy_(value)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            group.update(settings)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip(groups, settings, strict=True):
+            group.update(before)
 
-
-def _copied(value: Any) -> Any:
-    """Copy tensors and the containers around them; share anything else, which may not be copyable."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
+    return restore

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
+from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "OptState"
@@ -160,9 +161,15 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def copied(value: Any) -> Any:
+    """Copy tensors and the containers around them; share anything else, which may not be copyable."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_pytree.py
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured, in which a host sync is an error."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Return whether this thread captures a CUDA graph, in which a host sync is an error."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
