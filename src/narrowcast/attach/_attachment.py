@@ -229,16 +229,11 @@ def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None)
 def run_attached(
     script: Script, attachment: Attachment, *, seed: int | None = None, at_end: Callable[[], None]
 ) -> None:
-    """Run ``script`` as ``__main__`` under ``attachment``; its errors propagate.
+    """Run ``script`` as ``__main__`` under ``attachment``, which is not entered yet; its errors propagate.
 
-    The attachment is left when Python itself would end: after the error was shown, and after the end of the
-    script's threads, which may train until then.
-
-    Args:
-        script: to run.
-        attachment: not entered yet.
-        seed: of Python, NumPy and torch, before the script starts; None: they are not seeded.
-        at_end: called after the attachment was left.
+    The attachment is left, and ``at_end`` called, when Python itself would end: after the error was shown,
+    and after the end of the script's threads, which may train until then. With a ``seed``, Python, NumPy and
+    torch are seeded before the script starts.
     """
     process = os.getpid()
 

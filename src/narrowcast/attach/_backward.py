@@ -275,9 +275,7 @@ def _as_tuple(tensors: Any) -> tuple[Any, ...]:
 
 
 def _as_seeds(grad_tensors: Any, count: int) -> list[Any]:
-    if grad_tensors is None:
-        return [None] * count
-    return list(_as_tuple(grad_tensors))
+    return [None] * count if grad_tensors is None else list(_as_tuple(grad_tensors))
 
 
 def _one_number(roots: tuple[Any, ...]) -> torch.Tensor | None:

@@ -9,7 +9,6 @@ import functools
 import getpass
 import json
 import os
-import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -114,7 +113,9 @@ class FileWatch:
             return
         places = [name, *map(str, Path(name).parents)]  # a folder may have been renamed with its files
         earlier = next((self._earlier[place] for place in places if place in self._earlier), None)
-        if earlier is None or not self._written.isdisjoint(places) or not _holds_data(name):
+        if earlier is None or not self._written.isdisjoint(places):
+            return
+        if not os.path.isfile(name) or not os.path.getsize(name):
             return
         # Another process of this run may have written it since this process was started.
         if set(read_files(Path(self._log)).written).isdisjoint(places):
@@ -165,15 +166,6 @@ _in_force: FileWatch | None = None
 def watch_in_force() -> FileWatch | None:
     """Return the ``FileWatch`` of this process, for a process that it starts."""
     return _in_force
-
-
-def _holds_data(name: str) -> bool:
-    """Return whether this is a regular file that is not empty."""
-    try:
-        status = os.stat(name)
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
 def _cache_folders() -> list[Path]:

@@ -34,14 +34,9 @@ Reading = float | Callable[[], float]
 class Recorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
-    A killed run loses at most the events that came less than a second after the last written one.
-
-    Args:
-        writer: of the capture; None: only counts and notes are kept.
-        tell: called with notes that should be shown at once, such as a format that is slow here.
-
-    Attributes:
-        left_alone: why narrowcast does nothing more for this script; None while it does.
+    A killed run loses at most the events that came less than a second after the last written one. Without a
+    writer, only counts and notes are kept. ``left_alone`` is why narrowcast does nothing more for this
+    script; None while it does.
     """
 
     def __init__(

@@ -87,10 +87,7 @@ class Regions:
         self._rules.remove()
 
     def parameter_names(self) -> dict[int, str]:
-        """Return ``id`` of each parameter of the modules that were called -> its name with the class.
-
-        The second module of a class is ``Class-2``, in the order of first calls.
-        """
+        """Return the names; the second module of a class is ``Class-2``, in the order of first calls."""
         return {
             id(parameter): f"{title}.{name}"
             for module, title in reversed(list(self._called.items()))

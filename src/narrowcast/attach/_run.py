@@ -51,10 +51,7 @@ class Patches:
 
 
 class Observer:
-    """Called while an attached script runs; this base class changes nothing.
-
-    Each method is called in the script's own thread, between two of its lines.
-    """
+    """Called while an attached script runs, in the script's own thread; this base class changes nothing."""
 
     def attached(self, attachment: Any) -> None:
         """Called before the script starts, with its ``Attachment``."""
@@ -120,14 +117,9 @@ class RunningScale:
 
 
 class Stopping:
-    """End the script after a number of optimizer steps.
+    """End the script after a number of steps, counted as ``Attachment`` describes; 0: never.
 
-    Backwards are counted instead if the script makes no optimizer or a compiled function hides its steps,
-    and outermost calls of modules if it never goes backward.
-
-    Args:
-        after: optimizer steps, skipped ones included; 0: never.
-        close: writes everything that must be written; called before the process is ended by force.
+    ``close`` writes everything that must be written, before the process is ended by force.
     """
 
     def __init__(self, after: int, close: Callable[[], None]) -> None:
@@ -192,15 +184,10 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the parts of one attachment work with.
+    """What the parts of one attachment share.
 
-    Attributes:
-        policy: with fp32 weights.
-        asked_scale: the loss scale that was asked for; None: dynamic in fp16, else off.
-        scale: the one in force.
-        recorder: counts and writes what happens. ``recorder.left_alone`` tells every part to do nothing.
-        observer: called while the script runs.
-        stopping: ends the script early.
+    ``asked_scale`` is the loss scale that was asked for (None: dynamic in fp16, else off), ``scale`` the one
+    in force. Once ``recorder.left_alone`` is set, every part does nothing.
     """
 
     policy: Policy

@@ -157,11 +157,7 @@ def _code_of(what: str, file: str, spec: ModuleSpec | None) -> types.CodeType:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's (if it is installed) and torch's random numbers, before a script starts.
-
-    Args:
-        seed: from 0 to 2**32 - 1, which all three accept.
-    """
+    """Seed Python's, NumPy's (if it is installed) and torch's random numbers, from 0 to 2**32 - 1."""
     import torch
 
     random.seed(seed)
@@ -182,12 +178,8 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
     """Add ``by`` to every integer that seeds Python's, NumPy's or torch's global generators from now on.
 
     Generators that the script creates, and seeds that it passes to libraries (``random_state=0``), stay as
-    they are: they often determine how data is split, which must be the same in every run.
-
-    Args:
-        patches: puts the functions back.
-        by: at least 1.
-        note: called with a note for the user, each time a seed was shifted.
+    they are: they often determine how data is split, which must be the same in every run. ``note`` is called
+    with a note for the user, each time a seed was shifted.
     """
     import torch
 

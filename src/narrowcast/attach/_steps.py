@@ -40,12 +40,7 @@ class Steps:
     """Wrap the ``step`` of every optimizer class, where torch itself wraps it to call step hooks.
 
     torch's public step hooks can neither omit a step nor see one that raises; a wrapper around the whole
-    step can.
-
-    Args:
-        run: of the attachment.
-        leaves: know which gradients overflowed.
-        names: returns ``id`` of each parameter -> its name.
+    step can. ``names`` returns ``id`` of each parameter -> its name.
     """
 
     def __init__(self, run: Run, leaves: Leaves, names: Callable[[], dict[int, str]]) -> None:

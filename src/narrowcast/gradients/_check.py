@@ -140,18 +140,13 @@ def check_scaled(gradients: OptimizerGradients, scaling: Scaling) -> GradientChe
 def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
     """Divide every gradient of ``optimizer`` by ``scale``, in place, and check whether all are finite.
 
-    For code that keeps a loss scale of its own. Gradients may be of any format and device, dense or sparse,
-    or DTensors, for which every rank gets the same answer. fp16 gradients are accepted; their small values
-    flush to zero. With a scale of 1 nothing is written. The division is a multiplication by the float32
-    nearest to ``1 / scale``, as in torch: exact for powers of two.
-
-    Args:
-        optimizer: all gradients in its ``param_groups``.
-        scale: a positive, finite float32.
+    For code that keeps a loss scale of its own. Gradients may be of any format, fp16 too, on any device,
+    dense, sparse or DTensors. The division is a multiplication by the float32 nearest to ``1 / scale``, as in
+    torch; with a scale of 1 nothing is written.
 
     Returns:
         0-dim float32 on the device of the first gradient (the CPU if there is none), above 0 if a gradient
-        was or became NaN or infinite. No host sync on a GPU.
+        was or became NaN or infinite, on any rank. No host sync on a GPU.
     """
     gradients = gradients_of(optimizer, allow_fp16=True)
     check = check_scaled if scale == 1.0 else unscale
@@ -279,12 +274,8 @@ def total_norm(
 ) -> TotalNorm:
     """Compute the norm in one read of the gradients and one collective for each process group.
 
-    Args:
-        gradients: of sparse ones the values are read as they are.
-        order: of the norm; above 0.
-        scaling: the result is on the device of its factor. Ranks of its process group hold copies of the
-            plain gradients, or different ones if ``sharded``.
-        wide: compute in fp64, for finite gradients whose norm overflows.
+    Of sparse gradients the values are read as they are. The result is on the device of the scale's factor;
+    ``wide``: computed in fp64, for finite gradients whose norm overflows.
     """
     device = scaling.factor.device
     groups = _process_groups(gradients, scaling)

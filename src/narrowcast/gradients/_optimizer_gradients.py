@@ -42,13 +42,10 @@ class NonfiniteFlags:
 def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
     """Check each gradient for NaN and infinities without a host sync on an accelerator.
 
-    Args:
-        gradients: floating or complex tensors of any shape, on any devices, dense or sparse. A sparse
-            one is coalesced first, because an optimizer uses the sums.
-
-    The check reads the largest magnitude, which cannot overflow as a sum of squares can; a NaN makes it NaN.
-    Subnormals and -0.0 are finite. On a CPU the largest magnitude takes ten times as long as the Euclidean
-    norm, so the norm is computed first, and only gradients whose norm is not finite are read again.
+    Sparse gradients are coalesced first, because an optimizer uses the sums. The check reads the largest
+    magnitude, which cannot overflow as a sum of squares can; a NaN makes it NaN. On a CPU the largest
+    magnitude takes ten times as long as the Euclidean norm, so the norm is computed first, and only gradients
+    whose norm is not finite are read again.
     """
     kept: dict[int, torch.Tensor] = {}
     for position, gradient in enumerate(gradients):

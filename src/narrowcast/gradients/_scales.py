@@ -199,11 +199,7 @@ def loss_scale_of(
     max_scale: float | None,
     **settings: Any,
 ) -> LossScale:
-    """Return the loss scale that the arguments of ``GradScaler`` describe.
-
-    Raises:
-        ScaleError: a setting outside its range, or one beside a loss scale, which has settings of its own.
-    """
+    """Return the loss scale that the arguments of ``GradScaler`` describe, or raise ScaleError."""
     limits = {"min_scale": min_scale, "max_scale": max_scale}
     settings |= {name: limit for name, limit in limits.items() if limit is not None}
     if hysteresis != 1:
@@ -227,11 +223,7 @@ def loss_scale_of(
 
 
 def changed(value: LossScale, **settings: Any) -> LossScale:
-    """Return a dynamic loss scale with other settings, or a fixed one with another scale.
-
-    Raises:
-        ScaleError: it has no such setting, or the setting is outside its range.
-    """
+    """Return a dynamic loss scale with other settings, or a fixed one with another scale; else ScaleError."""
     if isinstance(value, Static) and set(settings) == {"scale"}:
         return replace(value, **settings)
     if not isinstance(value, Dynamic):
