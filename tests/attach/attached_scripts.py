@@ -42,9 +42,7 @@ class Runs:
         self._folder = folder
         self._count = 0
 
-    def run(
-        self, text, *words, policy="bf16", stop_after=0, seed_shift=0, patience_s=60, earlier=None, limit_s=60
-    ):
+    def run(self, text, *words, policy="bf16", stop_after=0, patience_s=60, earlier=None, limit_s=60):
         self._count += 1
         folder = self._folder / f"run-{self._count}"
         folder.mkdir()
@@ -53,7 +51,6 @@ class Runs:
             "folder": str(folder),
             "policy": policy,
             "stop_after": stop_after,
-            "seed_shift": seed_shift,
             "patience_s": patience_s,
             "earlier": earlier,
         }
@@ -84,6 +81,5 @@ def run_here(words):
         settings["policy"],
         writer=writer,
         stop_after=settings["stop_after"],
-        seed_shift=settings["seed_shift"],
     )
     run_attached(script, attachment, at_end=lambda: (folder / "at_end").write_text("called"))

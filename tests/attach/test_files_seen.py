@@ -145,7 +145,7 @@ def test_what_ends_no_process(runs):
 
 def test_children_by_fork_spawn_and_loaders_are_seen(runs):
     text = """
-        import multiprocessing, os, sys
+        import multiprocessing
         from torch.utils.data import DataLoader, Dataset
 
         class Writes(Dataset):
@@ -160,20 +160,16 @@ def test_children_by_fork_spawn_and_loaders_are_seen(runs):
 
         if __name__ == "__main__":
             list(DataLoader(Writes(), num_workers=1))
-            for start in "fork", "spawn", "forkserver":
+            for start in "fork", "spawn":
                 child = multiprocessing.get_context(start).Process(target=work, args=(start,))
                 child.start()
                 child.join()
                 assert child.exitcode == 0
-            if os.fork() == 0:
-                work("os.fork")
-                os._exit(0)
-            os.wait()
         """
     ended = runs.run(text, earlier={})
     assert (ended.code, ended.stderr) == (0, "")
     names = {file.removeprefix(f"{runs.work}/") for file in ended.files.written}
-    assert {"loader-0", "loader-1", "fork", "spawn", "forkserver", "os.fork"} <= names
+    assert {"loader-0", "loader-1", "fork", "spawn"} <= names
 
 
 @pytest.mark.parametrize("start", ["", "fork", pytest.param("spawn", marks=pytest.mark.long)])

@@ -23,8 +23,8 @@ def zeroed_by_hand(model, optimizer):
 
 @pytest.mark.parametrize("zero", [
     lambda _, optimizer: optimizer.zero_grad(set_to_none=False), lambda model, _: model.zero_grad(),
-    zeroed_by_hand,
-], ids=["optimizer", "model", "by hand"])  # fmt: skip
+    lambda model, _: model.zero_grad(set_to_none=False), zeroed_by_hand,
+], ids=["optimizer", "model", "model in place", "by hand"])  # fmt: skip
 def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
     """``if not isfinite(norm): continue`` throws the overflow away before any step could be skipped."""
     model, optimizer, *_ = regression(1e-6)
@@ -35,6 +35,7 @@ def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
             if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
                 optimizer.step()
     assert attached.facts["steps"] > 25
+    assert attached.facts["skipped_steps"] == 0  # an overflow that was thrown away skips nothing
     assert attached.facts["final_scale"] < 2.0**16
     assert "the script dropped gradients that had overflowed; the loss scale was lowered" in (
         attached.recorder.notes

@@ -171,19 +171,6 @@ def steps_inside_a_step(model, x):
         ahead.step()
 
 
-def a_closure(model, x):
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(x) - 1).square().sum()
-        loss.backward()
-        return loss
-
-    while True:
-        optimizer.step(closure)
-
-
 def steps_in_hooks_of_backward(model, x):
     parts = {p: torch.optim.SGD([p], 0.01) for p in model.parameters()}
 
@@ -206,7 +193,7 @@ def skipped_steps(model, x):
 
 @pytest.mark.parametrize(
     "train",
-    [several_optimizers, steps_inside_a_step, a_closure, steps_in_hooks_of_backward, skipped_steps],
+    [several_optimizers, steps_inside_a_step, steps_in_hooks_of_backward, skipped_steps],
 )
 def test_what_counts_as_a_step(train):
     skips = train is skipped_steps

@@ -175,24 +175,17 @@ def test_an_overflow_held_back_lowers_the_scale():
 def test_in_fp32_from_now_on(where):
     """Bit for bit what FP32 gives, with nothing scaled: from inside a call on for that call too."""
 
-    class ToFp32(Observer):
-        def attached(self, attachment):
-            self.attachment = attachment
-            self.now("attached")
+    watcher = Noting()
+    noted = getattr(watcher, where)
 
-        def called(self, module, args, kwargs):
-            self.now("called")
+    def noted_and_changed(*event):
+        noted(*event)
+        watcher.attachment.continue_in_fp32()
 
-        def stepped(self, optimizer):
-            self.now("stepped")
-
-        def now(self, event):
-            if event == where:
-                self.attachment.continue_in_fp32()
-
+    setattr(watcher, where, noted_and_changed)
     model, (x, y) = network(), data()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    with Attachment("fp16", observer=ToFp32()) as attached:
+    with Attachment("fp16", observer=watcher) as attached:
         first = model(x)
         F.mse_loss(first, y).backward()
         optimizer.step()
