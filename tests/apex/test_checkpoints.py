@@ -194,21 +194,10 @@ def test_another_number_of_losses_is_warned_of_and_loads_by_position():
     assert scales() == [(2.0, 5), (8.0, 2)]
 
 
-NOT_STATES = {
-    "list": [],
-    "empty": {},
-    "number": {"loss_scaler0": 4.0},
-    "no count": {"loss_scaler0": {"loss_scale": 4.0}},
-    "negative": state_of((4.0, -1)),
-    "NaN": state_of((float("nan"), 0)),
-}
-
-
-@pytest.mark.parametrize("name", NOT_STATES)
-def test_what_is_no_state_is_refused(name):
+def test_what_is_no_state_is_refused():
     made(0, "O1")
     with pytest.raises(ScaleError):
-        amp.load_state_dict(NOT_STATES[name])
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0}})
     assert scales() == [(65536.0, 0)]
 
 

@@ -144,22 +144,3 @@ def test_disabled_casts_come_back_after_an_exception():
         fail()
     assert product().dtype == torch.float16
     assert model(torch.ones(2, 4)).dtype == torch.float16
-
-
-def test_a_region_that_is_open_is_no_place_to_begin_or_to_end():
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(RuntimeError, match="expected no open region"),
-    ):
-        initialize(small_model())
-    assert product().dtype == torch.float32
-    initialize(small_model())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(RuntimeError, match="one that is still open"):
-            amp.shutdown()
-        assert product().dtype == torch.bfloat16
-    assert product().dtype == torch.float16
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="expected the thread that opened"):
-        pool.submit(amp.shutdown).result()
-    amp.shutdown()
-    assert product().dtype == torch.float32

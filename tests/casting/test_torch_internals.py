@@ -169,10 +169,6 @@ def test_hooks_are_not_called_after_an_interrupt():
     assert called == []
 
 
-def test_devices():
-    assert internals.privateuse1_name() == "privateuseone"
-
-
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_compiler_leaves_a_function_alone():
     seen = []

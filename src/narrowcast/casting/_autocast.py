@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from narrowcast.casting import _apply, _regions, _scopes, _torch_internals, _weight_casts
+from narrowcast.casting import _apply, _regions, _scopes, _weight_casts
 from narrowcast.casting._kernels import region_of, root_scope
 from narrowcast.casting._regions import traced_region
 from narrowcast.casting._scopes import scope_on, thread
@@ -215,16 +215,11 @@ def _check_device(device_type: Any, *, enabled: bool) -> None:
 
 
 def _check_dtype(device_type: str, dtype: Any) -> None:
-    if device_type == "cpu" and dtype in _FORMATS:
-        return
-    supported = _FORMATS
-    if device_type == _torch_internals.privateuse1_name():
-        supported = (*getattr(torch, device_type).get_amp_supported_dtype(), torch.float32)
-    if dtype not in supported:
+    if dtype not in _FORMATS:
         hint = f'; write policy="{dtype}" for a preset' if isinstance(dtype, str) else ""
         raise PolicyError(
             f"expected a format that {device_type} can autocast to, got {dtype!r}{hint}. "
-            f"Supported: {', '.join(map(str, dict.fromkeys(supported)))}"
+            f"Supported: {', '.join(map(str, _FORMATS))}"
         )
     if device_type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise PolicyError(

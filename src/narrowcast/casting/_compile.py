@@ -67,12 +67,9 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     compiled: Any = torch.compile(model, **settings)
     compiled.forward = _in_region(compiled.forward, wanted, model, hooks)
     # A copy or a pickle compiles its own model.
-    compiled.__dict__["__reduce_ex__"] = lambda _protocol: (_compile_again, (model, wanted, settings))
+    again = functools.partial(compile, **settings)
+    compiled.__dict__["__reduce_ex__"] = lambda _protocol: (again, (model, wanted))
     return compiled
-
-
-def _compile_again(model: torch.nn.Module, policy: Policy, settings: dict[str, Any]) -> Any:
-    return compile(model, policy, **settings)
 
 
 def _refuse_rules_for_modules(policy: Policy) -> None:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -259,28 +259,22 @@ def once_none_is_open(work: Callable[[], object]) -> None:
 # ---- recomputation
 
 
-@runtime_checkable
-class Owner(Protocol):
-    """The owner of a region that may refuse to open it again."""
-
-    def check_recomputation(self) -> None: ...
-
-
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` bound to the current autocast state, for later calls in any thread.
 
     Raises:
         OrderError: in a call, if hooks that computed a model in that state were removed.
     """
-    owners = [region.owner for region in thread.regions if isinstance(region.owner, Owner)]
+    checks = [getattr(region.owner, "check_recomputation", None) for region in thread.regions]
     cache = torch.is_autocast_cache_enabled()
     devices = sorted({*scopes_here(), *(region.device for region in thread.regions)})
     states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), scope_on(d)) for d in devices]
 
     @functools.wraps(function)
     def in_that_state(*args: Any, **kwargs: Any) -> Any:
-        for one in owners:
-            one.check_recomputation()
+        for check in checks:
+            if check is not None:
+                check()
         absent = [(d, torch.get_autocast_dtype(d), False, None) for d in scopes_here() if d not in devices]
         with regions([*absent, *states], cache):
             return function(*args, **kwargs)

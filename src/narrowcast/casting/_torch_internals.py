@@ -23,13 +23,6 @@ _C: Any = torch._C
 
 # ---- state of autocast
 
-privateuse1_name: Callable[[], str] = _C._get_privateuse1_backend_name
-"""The name of a device that an extension registered; ``privateuseone`` without one.
-
-torch has a public function to set the name, and none to read it.
-"""
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/backend_registration.py
-
 without_autocast: Callable[[], AbstractContextManager[None]] = _C._DisableAutocast
 """Turns the autocast of every device type off, whatever regions are open; torch.autocast takes one type."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp

@@ -1,7 +1,7 @@
-"""O1 in force: models that cast in their calls, a thread that casts outside of them, and cast functions.
+"""Carry out O1: casts in calls of models, in the thread of ``initialize``, and in decorated functions.
 
-Rules about operators (``_rules``) cast most functions of PyTorch. Functions of the user, and the few of
-PyTorch that must be cast as a whole, are replaced or decorated here.
+Rules for operators (``_rules``) cast most functions of PyTorch. The user's functions, and the few of PyTorch
+that are cast as a whole, are decorated or replaced here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _in_force: dict[int, Casts] = {}
 
 
 def _begin(casts: Casts) -> Callable[[], None]:
-    """Let threads that are in a region of this policy find ``casts``; return a function that ends it."""
+    """Use ``casts`` in every region of their policy, in any thread; return a function that ends this."""
     key = id(casts.policy.rules)
     _in_force[key] = casts
     _replace_functions()
@@ -92,7 +92,7 @@ _thread = _Thread()
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Cast nothing inside, in this thread, also in models of O1; an exception ends it as a return does."""
+    """Turn casts off inside, in this thread, also in models of O1; casts come back after an exception."""
     _thread.disabled += 1
     try:
         with _no_region():
@@ -103,7 +103,7 @@ def disable_casts() -> Iterator[None]:
 
 @contextmanager
 def _no_region() -> Iterator[None]:
-    """Cast nothing inside, except in models, which cast by themselves."""
+    """Turn casts off inside, except in models, which open their own regions."""
     with ExitStack() as regions:
         for device in active_scopes():
             regions.enter_context(ScopedRegion(device, torch.get_autocast_dtype(device), False))
@@ -212,7 +212,7 @@ def _replace_functions() -> None:
 
 
 def _cast(function: _F, how_under: Callable[[Casts], WholeCast | None]) -> _F:
-    """Return a function that casts as the casts of the calling thread say, and calls ``function``."""
+    """Wrap ``function`` to cast its arguments by the casts in force in the calling thread."""
 
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ def _call(
     casts: Casts,
     devices: tuple[str, ...],
 ) -> Any:
-    """Call ``function`` with its arguments cast as ``how`` says."""
+    """Call ``function`` with its arguments cast by ``how``."""
     reads_dtypes = how.kind in (BANNED, WIDEST)
     dtypes = _castable_dtypes((args, kwargs), devices) if reads_dtypes else []
     if how.kind == BANNED:

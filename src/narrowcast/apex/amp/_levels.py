@@ -1,4 +1,4 @@
-"""The opt levels of apex: what each one sets, what may be changed, and what is refused."""
+"""Define the opt levels of apex: the settings of each, and which of them may be changed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Properties:
     """The settings of one ``amp.initialize``.
 
     Attributes:
-        enabled: False where amp was asked to do nothing.
+        enabled: False if ``amp.initialize`` was called with ``enabled=False``.
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
         cast_model_type: the type of the model's weights and inputs; None leaves both alone (O1).
-        patch_torch_functions: whether functions cast by ``amp.lists`` (O1).
-        keep_batchnorm_fp32: whether batch norms stay in float32; None where the weights are not cast.
+        patch_torch_functions: whether functions are cast by ``amp.lists`` (O1).
+        keep_batchnorm_fp32: whether batch norms stay in float32; None if weights are not cast.
         master_weights: whether the optimizer updates float32 masters; None under O1.
         loss_scale: ``"dynamic"``, or a fixed number.
         cast_model_outputs: the type of the model's floating outputs; None: float32 where the model is cast
@@ -54,11 +54,11 @@ _LEVELS: dict[str, tuple[Any, ...]] = {
     "O3": (torch.float16, False, False, False, 1.0),
 }
 DISABLED = Properties(enabled=False, opt_level="O0", **dict(zip(_NAMES, _LEVELS["O0"], strict=True)))
-"""The settings where amp was asked to do nothing."""
+"""The settings of ``enabled=False``."""
 
 
 def properties(opt_level: Any, *, half_type: Any = None, **given: Any) -> Properties:
-    """Return the settings of a level, with those ``given`` in place of its own; None keeps the level's."""
+    """Return the settings of a level, replaced by those in ``given`` that are not None."""
     if opt_level not in _LEVELS:
         raise AmpError(
             f"expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is "
@@ -81,7 +81,7 @@ def properties(opt_level: Any, *, half_type: Any = None, **given: Any) -> Proper
 
 
 def _read(opt_level: str, name: str, value: Any) -> Any:
-    """Return one setting in its own type."""
+    """Check one setting and convert it to its type."""
     if opt_level == "O1" and name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
         if name == "cast_model_type" and (value is False or value is torch.float32):
             return None

@@ -1,8 +1,8 @@
-"""The lists of ``amp.lists`` as a policy: rules where they differ from a device's own autocast table.
+"""Turn ``amp.lists`` into a policy, with a rule wherever a list differs from the device's autocast table.
 
-A function's name stands for the operators that it calls, which other functions may call too: ``softmax`` of
-``torch.nn.functional`` is that of ``torch`` and of tensors. Where two names disagree about one operator,
-registered functions win, then names that were moved from apex's own lists.
+The name of a function selects the operators that the function calls. Several functions may call one operator:
+``softmax`` of ``torch.nn.functional``, of ``torch`` and of tensors is the same. If two names disagree about
+an operator, registered functions win, then names that the user moved to another list.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OVERRIDES: dict[str, ModuleType] = {
     TENSOR: tensor_overrides,
 }
 _WORDS = {HALF: "half", FLOAT: "float32", WIDEST: "the widest type", AS_IS: "no list", BANNED: "BANNED_FUNCS"}
-# What PyTorch promotes by itself; the enumeration in tests/apex fails for one that it does not promote.
+# PyTorch promotes the inputs of these itself; tests/apex fails for one of which it does not.
 _PROMOTED_ANYWAY = frozenset({
     "add", "addcdiv", "addcmul", "atan2", "cat", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne", "rsub",
     "stack", "sub",
@@ -62,7 +62,7 @@ Target = tuple[Any, str]
 
 # ---- operators
 
-# Operators of names that no operator has.
+# The operators that functions call whose name is not that of an operator.
 _CALLED = {
     "cross_entropy": "cross_entropy_loss",
     "grid_sample": "grid_sampler",
@@ -71,24 +71,24 @@ _CALLED = {
     "sub": "sub rsub",
     "truediv": "div",
 }
-# Tensor.cpu keeps the type of what it moves. apex cast it, which was a fault.
+# Tensor.cpu keeps the dtype of the tensor. apex cast it, which was a bug.
 _NOTHING = frozenset({"cpu"})
-# Python functions that compute in float32 as a whole, because their operators have other uses that are not on
-# the lists, as the product in local_response_norm. x **= 2 makes x another tensor, as in apex.
+# Python functions that compute in float32 as a whole, because their operators also occur outside the lists,
+# such as the multiplication in local_response_norm. x **= 2 makes x another tensor, as in apex.
 _WHOLE = frozenset({
     "__ipow__", "interpolate", "local_response_norm", "multilabel_soft_margin_loss", "norm", "normalize",
     "softmin",
 })  # fmt: skip
-# apex runs recurrent layers and cells in half, though they are on no list.
+# apex runs recurrent layers and cells in half, although they are on no list.
 _RECURRENT = (
     "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
 )  # fmt: skip
-# Kernels of recurrent layers: the rules about the layers decide, or the device's own table.
+# Kernels of recurrent layers: the rules for the layers decide, or the device's own table.
 _RECURRENT_KERNELS = frozenset({
     "_cudnn_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell",
 })  # fmt: skip
-# Operators on no list that call listed ones in C++, where apex cast nothing. tests/apex finds them: it
-# compares every operator that PyTorch has samples of with itself without casts.
+# Operators on no list that call listed ones in C++, where apex cast nothing. tests/apex finds them by running
+# every operator that PyTorch has samples of with and without casts.
 _CALLS_LISTED = (
     "_safe_softmax", "chain_matmul", "corrcoef", "cov", "cumulative_trapezoid", "einsum", "ldexp",
     "linalg_matmul", "linalg_matrix_power", "linalg_multi_dot", "linalg_pinv", "matrix_exp", "matrix_power",
@@ -107,7 +107,7 @@ def operators_of(name: str) -> tuple[str, ...]:
 
 
 def is_known(name: str) -> bool:
-    """Return whether ``operators_of`` knows everything that the name stands for."""
+    """Return whether ``operators_of`` finds the operators of this name."""
     return name in _NOTHING or bool(operators_of(name))
 
 
@@ -131,8 +131,8 @@ class WholeCast:
 
     Attributes:
         kind: ``HALF``, ``FLOAT``, ``WIDEST`` or ``BANNED``.
-        alone: whether nothing is cast inside it.
-        advice: the text of the error where it refuses half tensors.
+        alone: whether calls inside it are left uncast.
+        advice: the error message for half tensors, if they are refused.
     """
 
     kind: str
@@ -150,14 +150,14 @@ class _Vote:
 def plan(
     half: str, devices: Iterable[str], registered: dict[Key, str]
 ) -> tuple[Policy, dict[Target, WholeCast]]:
-    """Return what the present lists ask for, for models on these device types; ``half`` as ``"fp16"``.
+    """Return the casts of the current lists, for models on these device types; ``half`` as ``"fp16"``.
 
     Args:
         registered: functions of the three modules that the user registered, and how they are cast.
 
     Returns:
-        A policy for functions that go through PyTorch's dispatcher, and the Python functions that are cast
-        as a whole or refuse half tensors.
+        A policy for functions that PyTorch dispatches as operators, and the Python functions that are cast as
+        a whole or refuse half tensors.
     """
     votes = [*_votes(), *(_Vote(kind, _REGISTERED, key) for key, kind in registered.items())]
     whole: dict[Key, WholeCast] = {}
@@ -181,7 +181,7 @@ def plan(
 
 
 def _in_place_forms(wanted: dict[str, str]) -> dict[Key, WholeCast]:
-    """Return in-place forms of functions that compute in float32: a half tensor cannot hold the result."""
+    """Return the in-place forms of float32 functions, which refuse half tensors."""
     found = {}
     for op in dict.fromkeys(base_of(op) for op, kind in wanted.items() if kind == FLOAT):
         advice = (
@@ -195,7 +195,7 @@ def _in_place_forms(wanted: dict[str, str]) -> dict[Key, WholeCast]:
 
 
 def _votes() -> Iterable[_Vote]:
-    """Yield what each name asks for that is on a list, or was taken from one."""
+    """Yield the cast of each name that is on a list or was removed from one."""
     for module, overrides in _OVERRIDES.items():
         now = _kinds(overrides)
         before = _ORIGINAL[module]
@@ -211,7 +211,7 @@ def _votes() -> Iterable[_Vote]:
 
 
 def _kinds(overrides: ModuleType) -> dict[str, list[str]]:
-    """Return what the lists ask for, by name."""
+    """Return the casts that the lists give each name."""
     found: dict[str, list[str]] = {}
     for name, kind in _LISTS.items():
         for entry in getattr(overrides, name, ()):
@@ -221,7 +221,7 @@ def _kinds(overrides: ModuleType) -> dict[str, list[str]]:
     return found
 
 
-# Before the user can edit them, since importing them imports this module first.
+# Read before users can edit the lists, since importing the lists imports this module first.
 _ORIGINAL = {module: _kinds(overrides) for module, overrides in _OVERRIDES.items()}
 
 
@@ -271,7 +271,7 @@ def _rules(wanted: dict[str, str], devices: tuple[str, ...]) -> tuple[Rule, ...]
 
 
 def _is_native(op: str, kind: str, native: list[str | None]) -> bool:
-    """Return whether every device does so by itself."""
+    """Return whether every device casts the operator this way without a rule."""
     if kind == WIDEST and base_of(op) in _PROMOTED_ANYWAY:
         return set(native) <= {None, PROMOTE}
     if op in _RECURRENT_KERNELS:

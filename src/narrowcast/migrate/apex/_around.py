@@ -42,7 +42,7 @@ def write_around(plan: Plan) -> dict[str, str]:
 def _replace_call(
     plan: Plan, reference: Reference, new: str, fixed: dict[str, object], gone: set[str], note: str
 ) -> None:
-    """Call ``new`` in place of a name of apex; ``fixed`` arguments must have their value, and go."""
+    """Replace a name of apex by ``new``; ``fixed`` arguments must have their value, and are removed."""
     source, call = plan.source, plan.call_of(reference)
     plan.done.add(id(reference.node))
     is_test = new == _TORCH_DDP and "isinstance" in source.code(source.parents[reference.node])
@@ -50,7 +50,7 @@ def _replace_call(
         for keyword in call.keywords:
             if keyword.arg in fixed and not is_constant(keyword.value, fixed[keyword.arg]):
                 plan.refuse(
-                    keyword.value, f"{keyword.arg}={source.code(keyword.value)}: {new} has no such way"
+                    keyword.value, f"{keyword.arg}={source.code(keyword.value)}: {new} has no such option"
                 )
         drop_arguments(source, plan.changes, call, gone | fixed.keys())
         plan.note(call, note)
@@ -62,7 +62,7 @@ def _replace_call(
 
 
 def write_master_params(plan: Plan, gradients: Gradients) -> None:
-    """``amp.master_params(optimizer)`` becomes the parameters of its model, or those of its groups."""
+    """Replace ``amp.master_params(optimizer)`` by the parameters of its model, or of its groups."""
     source = plan.source
     for reference in plan.references("amp.master_params"):
         call = plan.call_of(reference)
@@ -83,7 +83,7 @@ def write_master_params(plan: Plan, gradients: Gradients) -> None:
 
 
 def write_states(plan: Plan, states: list[Reference], scaler: str) -> None:
-    """``amp.state_dict`` and ``amp.load_state_dict`` become those of the scaler."""
+    """Replace ``amp.state_dict`` and ``amp.load_state_dict`` by those of the scaler."""
     for reference in states:
         plan.done.add(id(reference.node))
         method = reference.full.rpartition(".")[2]

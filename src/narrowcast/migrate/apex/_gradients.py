@@ -1,4 +1,4 @@
-"""What happens to gradients around the training steps: who reads them, and where they are cleared.
+"""Check where gradients are read and cleared around the training steps, and insert ``unscale_``.
 
 apex's gradients are unscaled when a block ends, torch's when the scaler steps. Code between the two may read
 them, so ``unscale_`` goes before the first statement there that is not known to be harmless. Where gradients
@@ -38,7 +38,7 @@ _IN_BLOCK = "clipping inside this block, before the last backward pass: clip aft
 
 
 class Gradients:
-    """The checks of the gradients of one file, and where they are unscaled."""
+    """Checks the gradients of one file, and unscales them."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -47,7 +47,7 @@ class Gradients:
         self._optimizers = {name for run in training.runs for name in run.optimizers}
 
     def check(self) -> None:
-        """Refuse what would compute with scaled gradients, or skip the scaler's update."""
+        """Refuse code that would use scaled gradients or skip the scaler's update."""
         for run in self.training.runs:
             self._check_flow(run)
             clips = run.blocks[-1][0].statement.body[1:]
@@ -77,7 +77,7 @@ class Gradients:
                     insert_before(source, changes, place, code)
 
     def _check_flow(self, run: Run) -> None:
-        """Refuse what may leave between a backward pass and the step, and exceptions caught around them."""
+        """Refuse jumps between a backward pass and the step, and exceptions caught around them."""
         for statement in [*run.zone, *self.training.before_steps(run)]:
             for node in walk(statement):
                 if isinstance(node, ast.Continue | ast.Break | ast.Return | ast.Raise | ast.Yield):
@@ -157,7 +157,7 @@ class Gradients:
         return found
 
     def _check_reads(self) -> None:
-        """Refuse code that reads or sets gradients where the scaler's are scaled and apex's were not."""
+        """Refuse code that reads or sets gradients that were unscaled with apex and are scaled now."""
         allowed: set[int] = set(self.training.inside_blocks)
         for run in self.training.runs:
             between = [*run.zone, run.top]

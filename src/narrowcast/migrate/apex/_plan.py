@@ -1,7 +1,7 @@
-"""The plan for the apex part of one file, and what the models and optimizers are called in it.
+"""Collect the edits for the apex part of one file, and find the names of its models.
 
-A file is rewritten as a whole or left alone: whatever part finds a shape that is not canonical refuses in the
-plan, with the line and what to write there.
+A file is rewritten as a whole or left alone. Code that is not in a canonical shape is refused, with its line
+and what to write instead.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Plan:
 
     @property
     def autocast(self) -> str:
-        """The region of the target."""
+        """The autocast region of the target library."""
         return _AUTOCAST[self.target]
 
     @property
     def scaler(self) -> str:
-        """The scaler of the target."""
+        """The scaler of the target library."""
         return _SCALER[self.target]
 
     def refuse(self, node: ast.AST, reason: str) -> None:
@@ -82,8 +82,8 @@ class Plan:
     def models(self) -> set[str]:
         """The texts of the models given to ``amp.initialize``.
 
-        Followed through assignments, wrappers as DDP, and calls of functions of this file. Casting also what
-        only has the same name does no harm: O1 casts everywhere.
+        They are followed through assignments, wrappers such as DDP, and calls of functions in this file.
+        Another object of the same name may be cast too, which is harmless: O1 casts everywhere.
         """
         held: set[str] = set()
         for reference in self.source.references:
@@ -135,7 +135,7 @@ class Plan:
         ]
 
     def is_model(self, node: ast.AST) -> bool:
-        """Return whether an expression is a model that apex was given."""
+        """Return whether an expression is a model that was given to apex."""
         return isinstance(node, ast.Name | ast.Attribute) and self.source.code(node) in self.models
 
     def is_forward(self, call: ast.AST) -> bool:
@@ -168,21 +168,21 @@ def _unwrapped(value: ast.expr) -> ast.expr:
 
 
 def outermost_function(source: Source, node: ast.AST) -> Function | None:
-    """Return the function of the module or of a class around ``node``, closures left out."""
+    """Return the outermost function around ``node``: of the module or of a class, not a closure."""
     found = [outer for outer in source.around(node) if isinstance(outer, Function)]
     return found[-1] if found else None
 
 
 def is_apex(full: str) -> bool:
-    """Return whether a full name is of apex."""
+    """Return whether a full name belongs to apex."""
     return full == "apex" or full.startswith("apex.")
 
 
 def device_type(source: Source) -> str:
     """Return the device type of a script for apex, as an expression.
 
-    apex ran on CUDA alone. Other devices are meant only by a script that asks whether there is CUDA, or that
-    names the CPU and nothing else.
+    apex ran only on CUDA. The script uses another device only if it checks for CUDA, or names the CPU and no
+    other device.
     """
     if "cuda.is_available" in source.text:
         return '"cuda" if torch.cuda.is_available() else "cpu"'

@@ -1,4 +1,4 @@
-"""The autocast regions: around the forward pass and the loss, wherever a model of apex is called.
+"""Add autocast regions around the forward pass and the loss, wherever a model of apex is called.
 
 apex casts wherever a listed function is called; a region has a beginning and an end. It goes from the first
 statement that calls a model to the last that computes the loss, and never across a backward pass or a step.

@@ -1,4 +1,4 @@
-"""``amp.initialize`` becomes the construction of a scaler, where every use of the scaler can reach it."""
+"""Replace ``amp.initialize`` by the construction of a scaler, in a scope that every use can reach."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ORDER = (
     "min_loss_scale", "max_loss_scale",
 )  # fmt: skip
 _OWN_LEVEL = ("cast_model_type", "patch_torch_functions", "master_weights", "cast_model_outputs")
-# Arguments that go: their value by default, and what happens instead.
+# Arguments that are removed: their default, and what happens instead.
 _GO: dict[str, tuple[object, str]] = {
     **dict.fromkeys(_OWN_LEVEL, (None, "")),
     "keep_batchnorm_fp32": (None, "weights stay in fp32, those of batch norms too"),
@@ -44,11 +44,11 @@ _O2 = (
     "fp32 and are cast in the region, which takes more memory and is as precise"
 )
 _READ_LEVEL = (
-    "opt_level is read when the script runs: every level but O0 is now O1's way, fp32 weights and "
-    "torch.autocast; half weights of O2 and O3 are not kept; a level that is missing or misspelt, which apex "
-    "refused, counts as O1"
+    "opt_level is read when the script runs: every level but O0 now works as O1, with fp32 weights and "
+    "torch.autocast; O2 and O3 no longer have half weights; a missing or misspelt level, which apex refused, "
+    "counts as O1"
 )
-_STATIC = "a static loss scale is where torch's scaler begins: it halves where a step overflows"
+_STATIC = "a static loss scale is the initial scale of torch's scaler, which halves it after an overflow"
 
 
 @dataclass(slots=True)
@@ -73,12 +73,12 @@ class Setup:
 
     @property
     def is_always_on(self) -> bool:
-        """Whether mixed precision is on once the call was reached."""
+        """Whether the call always turns mixed precision on."""
         return not self.enabled and self.outermost is None
 
 
 def read_setup(plan: Plan, reference: Reference) -> Setup | None:
-    """Read a call of ``initialize``; None where it cannot be rewritten."""
+    """Read a call of ``initialize``; return None if it cannot be rewritten."""
     source, call = plan.source, plan.call_of(reference)
     plan.done.add(id(reference.node))
     if call is None or not is_plain(call):
@@ -108,7 +108,7 @@ def read_setup(plan: Plan, reference: Reference) -> Setup | None:
 
 
 def condition(source: Source, test: ast.expr, holds: bool) -> tuple[str, bool]:
-    """Return a test without the ``not`` before it, and whether it holds."""
+    """Return a test without its leading ``not``, and whether it holds."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, holds = test.operand, not holds
     return source.code(test), holds
@@ -183,7 +183,7 @@ def _read_scale(plan: Plan, setup: Setup, given: dict[str, ast.expr | None]) -> 
 
 
 def is_reached(source: Source, setup: Setup, regions: Iterable[ast.stmt]) -> bool:
-    """Return whether mixed precision is on at every region: ``initialize`` was called by then."""
+    """Return whether ``initialize`` has been called, and enabled, before every region."""
     function = outermost_function(source, setup.statement)
     if not setup.is_always_on or function is None or function.name == "__init__":
         return setup.is_always_on
@@ -191,10 +191,10 @@ def is_reached(source: Source, setup: Setup, regions: Iterable[ast.stmt]) -> boo
 
 
 def write_setup(plan: Plan, setup: Setup, users: Sequence[ast.AST]) -> tuple[str | None, list[str]]:
-    """Construct the scaler in place of ``initialize``, where every one of ``users`` reaches it.
+    """Replace ``initialize`` by the construction of the scaler, in a scope that all ``users`` can reach.
 
-    Returns its name, None without users, and the lines that the module needs: a disabled scaler for code that
-    runs without ``initialize``.
+    Returns the name of the scaler, None without users, and lines for the top of the module: a disabled scaler
+    for code that runs without ``initialize``.
     """
     source, statement, lines, module = plan.source, setup.statement, [], []
     if isinstance(statement, ast.Assign):
@@ -244,7 +244,7 @@ def _bare(code: str) -> str:
 
 
 def _operand(source: Source, node: ast.expr) -> str:
-    """Return the text of an expression, in brackets where it would bind less than a comparison."""
+    """Return the text of an expression, in parentheses if it binds less than a comparison."""
     code = source.code(node)
     simple = isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Constant | ast.Subscript)
     return code if simple else f"({code})"

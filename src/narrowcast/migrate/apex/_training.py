@@ -1,8 +1,8 @@
-"""The training steps of a file: each ``scale_loss`` block and the optimizer steps that follow it.
+"""Find the training steps of a file: each ``scale_loss`` block and the optimizer steps that follow it.
 
-Canonical is a block followed, later in the same suite, by the steps of its optimizers. Between the two may
-lie loops (gradient accumulation in an inner loop), the call of one helper function that holds the block, an
-``if`` for mixed precision around the block, and one ``if`` around the steps (accumulation over iterations).
+In the canonical shape a block is followed, later in the same suite, by the steps of its optimizers. The block
+may be inside loops (gradient accumulation), a helper function that is called once, or an ``if`` for mixed
+precision. The steps may be inside one ``if`` (accumulation over iterations).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _IN_BLOCK = "this step is inside of another block than one if: write it beside t
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One ``with amp.scale_loss(...)``; ``optimizers`` are their texts where the steps are."""
+    """One ``with amp.scale_loss(...)``; ``optimizers`` are the names by which they step."""
 
     statement: ast.With
     call: ast.Call
@@ -134,7 +134,7 @@ class Training:
             self._check_steps()
 
     def _is_fixed(self, test: str) -> bool:
-        """Return whether a condition means the same wherever it stands: its names are set at most once."""
+        """Return whether a condition always has the same value, since its names are set at most once."""
         names = {getattr(node, "id", getattr(node, "attr", "")) for node in walk(ast.parse(f"({test})"))} - {
             ""
         }
@@ -149,7 +149,7 @@ class Training:
                 ] * 2
         return not any(stores.count(name) > 1 for name in names)
 
-    # Blocks, and the way from each to its steps
+    # Blocks, and the suites from each to its steps
 
     def _block(self, reference: Reference) -> Block | None:
         plan, source, call = self.plan, self.source, self.plan.call_of(reference)
@@ -178,7 +178,7 @@ class Training:
         return Block(statement, call, loss, [source.code(one) for one in listed(optimizers)], name.id)
 
     def _check_body(self, statement: ast.With, name: str) -> None:
-        """Accept ``name.backward(...)``, followed by calls that clip, and nothing else that uses the name."""
+        """Refuse a body other than ``name.backward(...)`` followed by calls that clip."""
         first, *others = statement.body
         value = first.value if isinstance(first, ast.Expr) else None
         backward = method_of(value) == "backward" and self.source.code(receiver_of(value)) == name  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ class Training:
         return any(self.steps(node, run.optimizers) for one in between for node in walk(one))
 
     def _way(self, block: Block) -> tuple[list[Level] | None, bool]:
-        """Return the levels from a block to the suite that steps, and whether it may run repeatedly."""
+        """Return the levels from a block to the suite of its steps, and whether the block may repeat."""
         node: ast.stmt = block.statement
         levels: list[Level] = []
         repeated = False
@@ -274,7 +274,7 @@ class Training:
         return method_of(node) == "step" and self.source.code(receiver_of(node)) in optimizers  # type: ignore[arg-type]
 
     def _find_steps(self, run: Run, end: ast.stmt | None) -> None:
-        """Collect the steps of a run: all in its suite, or all in one ``if`` there."""
+        """Collect the steps of a run, which are all in its suite or all in one ``if`` there."""
         suite, begin, source = run.suite, run.blocks[-1][1][-1].statement, self.source
         after = suite[suite.index(begin) + 1 : None if end is None else suite.index(end)]
         inside = (node for one in after for node in walk(one) if self.steps(node, run.optimizers))
@@ -302,7 +302,7 @@ class Training:
             self.plan.refuse(run.steps[-1], "steps in different places: write them side by side")
 
     def in_plain_branch(self, node: ast.AST) -> bool:
-        """Return whether ``node`` is in the branch of an ``if`` that runs where mixed precision is off."""
+        """Return whether ``node`` is in a branch that runs only without mixed precision."""
         inner: ast.AST = node
         for outer in self.source.around(node):
             if isinstance(outer, ast.If) and inner is not outer.test:
@@ -339,7 +339,7 @@ class Training:
                     self.plan.refuse(call, "a step that follows no block of amp.scale_loss in its suite")
 
     def before_steps(self, run: Run) -> list[ast.stmt]:
-        """Return the statements around the steps: in the ``if`` before them, and between them."""
+        """Return the statements between the steps, and those before them in their ``if``."""
         statements = [self.source.statement(step) for step in run.steps]
         suite = self.source.suite(statements[0])
         begin = suite.index(statements[0]) if suite is run.suite else 0
