@@ -1,4 +1,4 @@
-"""What is told of each operator, against formats and casts seen without us, and bytes counted by hand."""
+"""The record of each operator, against formats and casts seen without it, and bytes counted by hand."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def plain(policy, rules=()):
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
-def test_formats_are_those_that_modules_hand_on_without_us(policy):
+def test_formats_are_those_without_the_trace(policy):
     model, x = Net(), torch.randn(3, 16)
     formats, names = {}, {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     hooks = [
@@ -98,7 +98,7 @@ def test_formats_are_those_that_modules_hand_on_without_us(policy):
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "safe"])
-def test_casts_and_their_bytes_are_those_without_us(policy):
+def test_casts_and_their_bytes_are_those_without_the_trace(policy):
     """Also under rules, whose casts of weights are kept for the next use as without a watch."""
     model, x = Net(), torch.randn(3, 16)
     policy = replace(as_policy("safe"), compute="bf16") if policy == "safe" else as_policy(policy)
@@ -129,7 +129,7 @@ def test_the_cast_of_a_weight_under_a_rule_is_made_once_in_a_region():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_is_recomputed_is_forward_again(reentrant):
+def test_recomputation_counts_as_forward(reentrant):
     block, x = Block(), torch.randn(3, 16, requires_grad=True)
     events = watched("bf16", lambda: checkpoint(block, x, use_reentrant=reentrant), block)
     assert only(events, path="up", op="linear", phase="forward")["calls"] == 2
@@ -155,7 +155,7 @@ def test_paths_are_those_of_the_model_inside_wrappers():
 
 
 @pytest.mark.parametrize("root", [False, True])
-def test_the_casts_at_the_border_of_a_module_are_told_by_its_rule(root):
+def test_casts_at_the_border_of_a_module_are_by_its_rule(root):
     """Also of the model itself, whose region has ended when what it returns is cast."""
     layer = nn.Linear(16, 16)
     model = layer if root else nn.Sequential(layer)
@@ -165,7 +165,7 @@ def test_the_casts_at_the_border_of_a_module_are_told_by_its_rule(root):
         trace.paths.add_model(model)
         with nc.apply(model, policy):
             model(x)
-        asked = x.bfloat16()  # by nobody's rule
+        asked = x.bfloat16()  # by no rule
     events = trace_events(trace.take(), trace.unreached(), {})
     borders = [site for site in sites(events, kind="cast") if site["rule"] == str(rule)]
     assert [(site["inputs"], site["outputs"]) for site in borders] == [
@@ -226,7 +226,7 @@ def test_an_exception_inside_leaves_no_hook_and_the_paths_are_right_after_it():
 
 
 def test_rules_that_no_call_reached_and_why():
-    nowhere = "no module that was called is one that it names"
+    nowhere = "it names none of the modules that were called"
     whole = "which is decided about as a whole: a rule for linear reaches it"
     elsewhere = "was decided by a more specific rule, or is outside of its modules"
     reasons = {
@@ -248,7 +248,7 @@ def test_rules_that_no_call_reached_and_why():
     }
 
 
-def test_outside_of_a_region_only_what_ran_is_told():
+def test_outside_of_a_region_only_operations_are_listed():
     model, x = nn.Linear(16, 8), torch.randn(8, 16)
     with OpTrace(as_policy("bf16")) as trace:
         trace.paths.add_model(model)
@@ -258,7 +258,7 @@ def test_outside_of_a_region_only_what_ran_is_told():
     assert (site["op"], site["listed"], site["because"]) == ("addmm", False, "outside of every region")
 
 
-def test_parts_are_put_together_and_only_new_sites_of_another_are_added():
+def test_steps_are_joined_and_only_new_sites_of_the_first_added():
     model, x = Net(), torch.randn(3, 16)
     with OpTrace(as_policy("bf16")) as trace:
         trace.paths.add_model(model)

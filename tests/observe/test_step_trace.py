@@ -166,7 +166,7 @@ def test_a_scaler_that_clips_unscales_too(fused):
     assert numbers(trace)["unscale"][1] == pytest.approx((0.5 * X / norm, 0.5 / norm), rel=1e-5)
 
 
-def test_a_scaler_that_was_not_given_leaves_no_wrong_name():
+def test_a_scaler_that_was_not_given_unscales_before_the_step():
     model, x = one_by_one()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -199,7 +199,7 @@ def test_several_optimizers_step_together():
         assert torch.equal(trace["unscale"].weights[name], trace["forward"].weights[name])
 
 
-def test_what_reduces_gradients_as_the_backward_pass_ends_goes_first():
+def test_gradients_are_recorded_after_their_reduction():
     """As DistributedDataParallel, which waits for the other ranks there."""
     model, x = one_by_one()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
@@ -269,7 +269,7 @@ def test_the_step_is_the_same_to_the_bit(scaler):
     assert all(torch.equal(a, b) for a, b in zip(train(traced=True), train(traced=False), strict=True))
 
 
-def test_the_table_is_80_columns_wide_and_tells_of_long_tensors():
+def test_the_table_is_80_columns_wide():
     model = nn.ModuleDict({"a_block_with_quite_a_long_name": nn.Linear(64, 32)})
     layer = model["a_block_with_quite_a_long_name"]
     model.forward = layer.forward

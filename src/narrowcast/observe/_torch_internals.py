@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses; a test fails when one changes."""
+"""Private names of torch that this package uses; tests of what uses one fail when it changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch._C._autograd import _profiler_enabled
 
 NO_GRAPH_TASK = -1
-# No public name tells a backward pass from the forward:
+# No public name distinguishes a backward pass from the forward:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that this thread is in, or ``NO_GRAPH_TASK``."""

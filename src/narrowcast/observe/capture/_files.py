@@ -274,7 +274,7 @@ def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None 
         name: what runs; part of the name of a new folder.
         asked: the folder that the user named, if any.
         cache: where to make a new folder; None: ``~/.cache/narrowcast``, or a temporary folder if that cannot
-            be written: a run should not fail for want of a place that nobody named.
+            be written, since a run should not fail because of a folder that the user did not name.
 
     Raises:
         FileError: ``asked`` or ``cache`` is given and cannot be written.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowcast.errors import FileError
 from narrowcast.observe.capture import Capture, read_capture
@@ -113,17 +114,14 @@ def _share(part: float, whole: float) -> float | None:
 # ---- rows
 
 
-@dataclass(slots=True, kw_only=True)
-class OpRow:
-    """Calls of one operator with one decision, in one module or in several alike.
+class Columns(NamedTuple):
+    """What the table shows of calls of one operator; those that are alike are one row.
 
     Attributes:
         op: with the operator around it: ``"einsum > bmm"``.
         inputs, computes, outputs: formats; ``computes`` is ``""`` if nothing is cast.
         by: ``"table"``, ``"rule 2"``, ``"unlisted"``, ``"asked"`` for a cast by the script, or ``"-"`` if
             autocast does not decide.
-        calls, casts, cast_bytes, duration_s: of one step, all sites together.
-        time_share: of everything that was watched; None if no time was measured.
     """
 
     op: str
@@ -131,21 +129,6 @@ class OpRow:
     computes: str
     outputs: str
     by: str
-    calls: float
-    casts: float
-    cast_bytes: float
-    duration_s: float
-    time_share: float | None
-
-    def shown(self) -> tuple[str, ...]:
-        """Return what rows share that are added up."""
-        return self.op, self.inputs, self.computes, self.outputs, self.by
-
-    def add(self, more: OpRow) -> None:
-        for name in ("calls", "casts", "cast_bytes", "duration_s"):
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-        if self.time_share is not None and more.time_share is not None:
-            self.time_share += more.time_share
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,12 +138,12 @@ class Group:
     Attributes:
         name: its path, ``*`` for numbers that differ; the class of the model for the model itself.
         paths: how many modules.
-        rows: in the order in which they ran first.
+        rows: ``calls``, ``casts``, ``cast_bytes`` and ``duration_s`` of one step, in the order of calls.
     """
 
     name: str
     paths: int = 1
-    rows: list[OpRow] = field(default_factory=list)
+    rows: dict[Columns, Counter[str]] = field(default_factory=dict)
 
 
 def grouped(found: Mapping[str, Any], *, every: bool = False) -> list[Group]:
@@ -168,7 +151,7 @@ def grouped(found: Mapping[str, Any], *, every: bool = False) -> list[Group]:
 
     Args:
         found: what ``explained`` returned.
-        every: each site alone, also those that compute nothing; else repeated layers together.
+        every: each layer alone, also what computes nothing; else repeated layers together.
     """
     sites = [site for site in found["sites"] if every or site["kind"] not in _SILENT]
     several = has_several_models(found)
@@ -176,26 +159,23 @@ def grouped(found: Mapping[str, Any], *, every: bool = False) -> list[Group]:
     groups: dict[str, Group] = {}
     for site in sites:
         name = _NOT_IN_MODULES.get(site["phase"]) or place_name(site, several=several) or OUTSIDE
-        group, row = groups.setdefault(name, Group(name=name)), _row_of(site, rules)
-        alike = [one for one in group.rows if one.shown() == row.shown() and not every]
-        if alike:
-            alike[0].add(row)
-        else:
-            group.rows.append(row)
+        rows = groups.setdefault(name, Group(name=name)).rows
+        numbers = {name: site[name] for name in ("calls", "casts", "cast_bytes", "duration_s")}
+        rows.setdefault(_columns(site, rules), Counter()).update(numbers)
     if every:
         return list(groups.values())
     layers: dict[Any, Group] = {}
     for group in groups.values():
         pattern = LAYER_NUMBER.sub("*", group.name)
-        first = layers.setdefault((pattern, *(row.shown() for row in group.rows)), group)
+        first = layers.setdefault((pattern, *group.rows), group)
         if first is not group:
             first.name, first.paths = pattern, first.paths + 1
-            for row, more in zip(first.rows, group.rows, strict=True):
-                row.add(more)
+            for columns, numbers in group.rows.items():
+                first.rows[columns].update(numbers)
     return list(layers.values())
 
 
-def _row_of(site: Mapping[str, Any], rules: Mapping[str, str]) -> OpRow:
+def _columns(site: Mapping[str, Any], rules: Mapping[str, str]) -> Columns:
     if site["rule"] is not None:
         by = rules[site["rule"]]
     elif site["phase"] in _NOT_IN_MODULES:
@@ -206,13 +186,12 @@ def _row_of(site: Mapping[str, Any], rules: Mapping[str, str]) -> OpRow:
         by = "asked" if site["kind"] == "cast" else "unlisted"
     else:
         by = NOTHING
-    return OpRow(
+    return Columns(
         op=" > ".join([*site["within"][-1:], site["op"]]),
         inputs="+".join(site["inputs"]) or NOTHING,
         computes="fp8" if (site["computes"] or "").startswith("fp8") else site["computes"] or "",
         outputs="+".join(site["outputs"]) or NOTHING,
         by=by,
-        **{name: site[name] for name in ("calls", "casts", "cast_bytes", "duration_s", "time_share")},
     )
 
 
@@ -240,7 +219,7 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
 
     Args:
         found: what ``explained`` returned.
-        every: each site alone, instead of repeated layers together.
+        every: each layer alone, also what computes nothing; else repeated layers together.
     """
     groups = grouped(found, every=every)
     uncalled = [rule["rule"] for rule in found["unreached"] if rule["reason"].endswith(" was not called")]
@@ -272,6 +251,7 @@ def _template() -> Any:
         "cut": _cut,
         "heading": lambda text: "\n".join(f"{_HEADING}{line}" for line in text.split("\n")),
         "percent": percent,
+        "share_of": lambda part, whole: percent(_share(part, whole)),
         "wrapped": lambda text, first="": "\n".join(wrapped(" ".join(text.split()), first=first)),
     }
     return environment.get_template("table.txt")
@@ -284,11 +264,12 @@ def _cut(text: str, longest: int) -> str:
 
 def _shorten(groups: list[Group]) -> int:
     """Leave out the rows that took the least time if there are too many; return how many."""
-    times = sorted((row.duration_s for group in groups for row in group.rows), reverse=True)
+    times = sorted((row["duration_s"] for group in groups for row in group.rows.values()), reverse=True)
     if len(times) <= _MOST_ROWS:
         return 0
+    least = times[_MOST_ROWS - 1]
     for group in groups:
-        group.rows[:] = [row for row in group.rows if row.duration_s >= times[_MOST_ROWS - 1]]
+        group.rows = {columns: row for columns, row in group.rows.items() if row["duration_s"] >= least}
     groups[:] = [group for group in groups if group.rows]
     return len(times) - sum(len(group.rows) for group in groups)
 

@@ -300,7 +300,7 @@ class ReachedRules:
                 continue
             if rule.is_for_modules and not names_one:
                 outer: list[str] = []
-                reason = f"no module that was called is one that it names{near_module(rule, named)}"
+                reason = f"it names none of the modules that were called{near_module(rule, named)}"
             else:
                 reason, outer = self._why(rule)
             found.append({"rule": str(rule), "reason": reason, "enclosing": outer})
