@@ -524,7 +524,7 @@ NOTES = {
         "in a process group it needs CUDA",
     ),
     "O2": (INITIALIZE.replace("O1", "O2") + LOOP, "half weights and fp32 masters"),
-    "a static scale": (INITIALIZE.replace(")", ", loss_scale=8)") + LOOP, "it halves"),
+    "a static scale": (INITIALIZE.replace(")", ", loss_scale=8)") + LOOP, "halves it after an overflow"),
     "a limit": (INITIALIZE.replace(")", ", min_loss_scale=1.0)") + LOOP, "no such limit"),
     "several losses": (INITIALIZE.replace(")", ", num_losses=3)") + LOOP, "one scaler serves all losses"),
 }  # fmt: skip

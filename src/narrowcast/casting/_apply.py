@@ -35,11 +35,11 @@ _applied: weakref.WeakKeyDictionary[torch.nn.Module, Applied] = weakref.WeakKeyD
 
 
 def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
-    """Have ``model`` compute by ``policy`` whenever it is called, until ``handle.remove()``.
+    """Make ``model`` compute by ``policy`` in every call, until ``handle.remove()``.
 
-    Its calls open the region themselves, rules for modules included; its outputs stay in the formats in which
-    they are computed. Compute the loss inside the model or outside it, and call backward outside. The policy
-    goes with the model into threads (``DataParallel``), through activation checkpointing, and into copies.
+    Each call opens the region and applies rules for modules. Outputs stay in the formats in which they are
+    computed. Compute the loss inside the model or outside, and call backward outside. The policy also holds
+    in other threads (``DataParallel``), in activation checkpointing, and in copies of the model.
     Modules that are added or replaced later follow their rules from the model's next call on.
     If a script turns autocast off inside the model, rules do not turn it on again.
 

@@ -1,8 +1,8 @@
-"""The hooks by which a model computes by a policy: they open its region, and at each module its rules.
+"""Attach hooks that open the region of a policy in a model's call, and enter the scopes of module rules.
 
-They hold the policy, so that it is there in whatever thread calls the module: if no region of it is open,
-they open one. PyTorch calls no hook after a ``KeyboardInterrupt``; a region that it leaves open is closed
-when the exception is freed, and at the latest as the next region opens.
+The hooks hold the policy, so that they work in any thread: if no region of the policy is open, they open one.
+PyTorch calls no hook after a ``KeyboardInterrupt``. A region that stays open is then closed when the
+exception is freed, at the latest when the next region opens.
 
 Dynamo traces the hooks. The region is then chosen once, while Dynamo traces, and its graph enters a region of
 ``torch.autocast``, in whose state the scope is kept (see ``_scopes``).
@@ -54,7 +54,7 @@ _here = _Thread()
 
 
 class OpenCall:
-    """One call of a module with hooks: how many regions it opened, and what its outputs are cast to."""
+    """One call of a module with hooks: the number of regions it opened, and the casts of its outputs."""
 
     __slots__ = ("caller", "hook", "module", "outputs", "regions")
 
@@ -66,7 +66,7 @@ class OpenCall:
         self.outputs: list[_Casts] = []
 
     def check_recomputation(self) -> None:
-        """Refuse to compute again, without its hooks, what was computed under this policy.
+        """Refuse to recompute a forward pass of this policy without its hooks.
 
         Raises:
             OrderError: the policy was removed meanwhile.

@@ -335,7 +335,7 @@ def _binding_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _quiet_kwargs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave a region in float32 out of what ``checkpoint`` restores, since it would warn on a CPU."""
+    """Keep ``checkpoint`` from restoring a region in float32 itself, since it would warn on a CPU."""
 
     @functools.wraps(original)
     def kwargs_of_regions(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Watch every operator where autocast decides about it.
+"""Report each call of an operator together with the decision of autocast about it.
 
 While a watcher is active, all operators that do not write to their arguments have a kernel on the autocast
 key, on top of the existing one: it calls that one and reports the call. Composites are reported, and so are
@@ -35,12 +35,12 @@ class OpCall:
     Attributes:
         op: as ``"linear"`` or ``"softmax.int"``.
         device_type: of the region.
-        inputs, outputs: tensors among the arguments, as given, and among the results, lists flattened.
-        dtype: what eligible inputs were cast to; None: to nothing.
+        inputs, outputs: tensors among the arguments before casts, and among the results, lists flattened.
+        dtype: the dtype that eligible inputs were cast to; None: no cast.
         rule: the rule that decided; None: PyTorch's table, or nothing.
         because: the same in words.
         listed: whether a rule or a table decides about it.
-        composite: whether it was taken apart, so that what it is made of follows as calls of its own.
+        composite: whether it was decomposed; its parts are then reported as calls of their own.
         began, ended: times by the clock, by default in seconds.
         enclosing: the operators that it was called in, outermost first.
     """
@@ -60,7 +60,7 @@ class OpCall:
 
     @property
     def seconds(self) -> float:
-        """How long it took, what it called included, by a clock in seconds."""
+        """Duration of the call and all that it called, if the clock counts seconds."""
         return float(self.ended - self.began)
 
 
