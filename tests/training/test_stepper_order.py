@@ -76,30 +76,6 @@ def test_two_steppers_of_one_optimizer_both_step():
         optimizer.step()
 
 
-def test_a_stepper_that_is_deleted_leaves_no_scaled_gradients():
-    model, optimizer, stepper = made("fp16", accumulate=2)
-    micro_batch(model, stepper)
-    assert model.weight.grad.abs().max() > 100
-    del stepper
-    assert model.weight.grad is None
-    optimizer.step()
-
-
-def test_an_interrupted_backward_starts_a_new_accumulation():
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    model, _, stepper = made("fp16", accumulate=2)
-    micro_batch(model, stepper)
-    out = model(torch.ones(2, 4))
-    out.register_hook(interrupt)
-    loss = out.square().mean()
-    with pytest.raises(KeyboardInterrupt):
-        stepper.step(loss)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert [micro_batch(model, stepper).complete for _ in range(2)] == [False, True]
-
-
 # ---- losses
 
 
@@ -255,19 +231,15 @@ def test_saving_in_an_accumulation_is_refused():
 
 def test_a_state_of_another_stepper_is_refused():
     _, _, stepper = made()
-    state = made()[2].state_dict()
-    state["groups"][""]["schedulers"] = [{}]
-    with pytest.raises(SettingError, match="expected a state with 0 schedulers, as this Stepper has, got 1"):
-        stepper.load_state_dict(state)
     for state in ({"scale": 1.0}, {}, None):
         with pytest.raises(SettingError, match=r"expected what stepper.state_dict\(\) returned"):
             stepper.load_state_dict(state)
     model = nn.Linear(4, 1)
     adam = nc.Stepper(model, torch.optim.Adam(model.parameters()), "bf16")
-    with pytest.raises(SettingError, match="expected the state of Adam, got that of another optimizer"):
+    with pytest.raises(SettingError, match="expected the state of Adam, as this Stepper has, got that of"):
         adam.load_state_dict(stepper.state_dict())
     _, _, with_masters = made(O2)
-    with pytest.raises(SettingError, match="expected a state with 1 masters, as this Stepper has, got 0"):
+    with pytest.raises(SettingError, match="expected the state of SGD, masters, as"):
         with_masters.load_state_dict(stepper.state_dict())
 
 
