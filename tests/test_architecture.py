@@ -25,7 +25,7 @@ BUDGETS = {
     "casting": 4_509,  # to become 4,400
     "gradients": 2_323,  # to become 2,300: a link beside each private name of torch
     "weights": 1_462,  # to become 1,450
-    "training": 2_471,  # to become 2,300
+    "training": 2_464,  # to become 2,300
     "observe": 3_208,  # to become 2,800
     "attach": 2_641,  # to become 2,600
     "verify": 3_142,  # to become 2,900
@@ -37,8 +37,8 @@ BUDGETS = {
     "__init__": 113,
     "__main__": 7,
 }
-MOST_FILES = 195  # to become 190
-MOST_TEST_LINES = 49_200  # to become 40,000
+MOST_FILES = 190
+MOST_TEST_LINES = 40_800  # to become 40,000
 MOST_PUBLIC_NAMES = 95
 PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
 ORDER = list(BUDGETS)
