@@ -74,7 +74,7 @@ APEX_MODULES = [path for path in APEX_MODULES if not path.stem.startswith("_") o
 PRIVATE_FILES = [path for path in FILES if path.stem not in ENTRIES | {"errors"} and path not in APEX_MODULES]
 
 
-def test_every_folder_is_a_package_of_the_house():
+def test_every_folder_is_a_package():
     folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders <= set(ORDER)
 
