@@ -205,7 +205,7 @@ def test_a_mixed_gradient_that_is_not_finite_fails_and_is_named(value):
     mixed[3] = value
     found = finished(made(), (name, fp32, other, mixed, perturbed), cannot_tell="Masks differ.")
     assert found.verdict == "fail"
-    assert found.reason == "Not finite in mixed precision, but in FP32: the gradient of broken."
+    assert found.reason == "Finite in FP32 and not in mixed precision: the gradient of broken."
     assert found.worst_parameter.name == "broken"
     assert found.worst_parameter.error_over_noise == math.inf
     assert found.worst_parameter.cosine is None

@@ -118,7 +118,7 @@ def test_a_dynamic_scale_goes_down_until_nothing_overflows():
 def test_a_static_scale_that_overflows_names_parameters():
     found = certified(mlp(), "fp16", scaled(1e6), loss_scale=65536.0)
     assert found.verdict == "fail"
-    assert found.reason.startswith("Not finite in mixed precision, but in FP32: the gradient of ")
+    assert found.reason.startswith("Finite in FP32 and not in mixed precision: the gradient of ")
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])

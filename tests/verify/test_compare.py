@@ -146,7 +146,7 @@ def test_training_that_collapses_in_mixed_precision_is_a_fail(compared):
     assert "25 steps of SGD in a row were skipped" in certificate["reason"]
     assert summary(found)["verdict"] == "fail"
     found = compared(text, policy="fp16", steps=4)
-    assert "Not finite in mixed precision" in found.only("certificate")["reason"]
+    assert "Finite in FP32 and not in mixed precision" in found.only("certificate")["reason"]
     assert summary(found)["verdict"] == "fail"
 
 

@@ -27,7 +27,7 @@ class Leaf:
     Attributes:
         overflow: number of the backward that left a gradient in it that was not finite; 0: none.
         skipped: an optimizer has skipped a step because of it.
-        clean_since: number of the backward before which its gradient was dropped.
+        clean_since: the first backward whose overflow still counts; earlier gradients were dropped.
         owned: an optimizer has stepped on it, or has skipped.
         checked: the gradient that the last check read, and its version.
         before: its version and some of its values when a backward ended, to detect updates that no

@@ -71,7 +71,7 @@ class Steps:
                 patches.replace(kind, "step", self._wrap(step))
 
     def uninstall(self) -> None:
-        """Give each class that torch wrapped since then the wrapper that torch alone would have made."""
+        """Restore torch's own ``step`` on optimizer classes that were first used during the attachment."""
         self._installed = False
         self._backstop.remove()
         for kind in _subclasses(torch.optim.Optimizer):

@@ -168,8 +168,8 @@ def acquire(device_type: str, ops: tuple[str, ...]) -> None:
 def release(device_type: str, ops: tuple[str, ...]) -> None:
     """Remove each kernel that no other policy needs, as soon as no region is open in any thread.
 
-    Policies end when garbage is collected. In the middle of a region a weight would be cast again, for
-    PyTorch's kernel, and the gradients of its two casts would be added in another format.
+    Policies end when garbage is collected. If a kernel went inside a region, PyTorch's would cast a weight a
+    second time, and the gradients of its two casts would be added in the low format.
     """
     with _lock:
         users = _libraries[device_type].users

@@ -364,7 +364,7 @@ class Hook:
         dtype = by_inputs
         if not depends_on_inputs(rule.compute):
             dtype = compute_dtype(rule.compute, dtype_of(scope.resolved.lower), (), device)
-        # Rules for operators inside come first; without any, nothing is cast.
+        # An "as-is" module keeps autocast on only if a rule names an operator inside it.
         on = CASTS_TO[rule.compute] is not None or scope.rules_operators
         region = _Region(device, torch.get_autocast_dtype(device) if dtype is None else dtype, on, scope)
         output = None

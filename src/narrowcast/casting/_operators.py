@@ -328,7 +328,7 @@ def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
 
 
 _CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
-# PyTorch's kernels cast others, as those of fp8, like these.
+# Tensors of other formats, such as fp8, go to PyTorch's own kernel.
 _FORMATS = frozenset({
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,

@@ -2,9 +2,9 @@
 
 PyTorch keeps the casts of its own kernels by weight alone, until the outermost region ends. With the training
 loop inside the region, the optimizer would write the weights, and the model would compute with the old casts.
-So a step of any optimizer, ``Module.load_state_dict`` and a backward pass inside a region drop the casts; the
-backward pass for code that writes weights outside of a step, as SAM and updates by hand, or between the calls
-of a closure, as LBFGS. Other writes inside a region (for example an average of weights that is copied in) are
+So a step of any optimizer, ``Module.load_state_dict`` and a backward pass inside a region drop the casts. The
+backward pass does so because SAM, updates by hand and LBFGS's closures write weights without a step that is
+seen here. Other writes inside a region (for example an average of weights that is copied in) are
 not detected: call ``nc.drop_casts()`` after them.
 
 Kernels of ours keep casts by thread, weight, dtype and whether gradients are recorded. A cast is not used if

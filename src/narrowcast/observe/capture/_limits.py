@@ -14,11 +14,10 @@ from collections.abc import Sequence
 # that rounds badly and one that loses a little of its gradient look the same.
 TOTAL_LIMIT = 0.05
 TOTAL_FAILS = 0.1
-# Error of one parameter, against its noise or its gradient, whichever is larger: with few elements either is
-# small by chance now and then (a bias of one element reached 0.22 of its noise at a relative error of 0.025),
-# both seldom are. The largest found in the models above is 0.13 (a batch norm's bias, batches of 8). A
-# gradient that is flushed to zero is off by its own size, and by 0.7 or more of the larger one, since the
-# noise is in the gradient too.
+# Error of one parameter, over its noise or its gradient, whichever is larger: with few elements one of them
+# may be small by chance (a bias of one element reached 0.22 of its noise at a relative error of 0.025), but
+# rarely both. The largest found in the models above is 0.13 (a batch norm's bias, batches of 8). A gradient
+# that is flushed to zero is off by itself, and its noise is at most 1.4 times that: a ratio of 0.7 or more.
 PARAMETER_LIMIT = 0.25
 # Relative error of one parameter without noise, of at least so many elements: fewer sum to little by chance.
 LOST = 0.5

@@ -33,8 +33,8 @@ _ROUNDING_NOISE = "its gradient is rounding noise in FP32 itself"
 _MISSING_FP32 = "it has a gradient in mixed precision and none in FP32, which counts as zero"
 _MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which counts as zero"
 
-# Relative error that passes whatever the noise: two and a half roundoffs of bf16 (2**-8), as products and
-# sums of rounded factors have it. Large batches have little noise, and full ones none.
+# Relative error that passes whatever the noise: two and a half roundoffs (2**-8) of bf16, by rounding alone.
+# Needed because large batches have little noise to divide by, and full batches none.
 ROUNDING_SIZE = 0.01
 # Relative error where both batches are the same: about ten roundoffs of bf16, what is left of them after a
 # dozen layers; a direction within 3 degrees of FP32's. Without noise to compare with, a gradient that
@@ -58,7 +58,7 @@ def _void(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> tup
     )
     cases = (
         (of_fp32, CANNOT_TELL, f"FP32 itself is not finite: the gradient of {of_fp32}."),
-        (of_mixed, FAIL, f"Not finite in mixed precision, but in FP32: the gradient of {of_mixed}."),
+        (of_mixed, FAIL, f"Finite in FP32 and not in mixed precision: the gradient of {of_mixed}."),
         (cannot_tell, CANNOT_TELL, cannot_tell or ""),
         (of_second, CANNOT_TELL, f"FP32 is not finite on the second batch: {of_second}."),
         (not any(p.judged for p in parameters), CANNOT_TELL, _nothing_judged(parameters)),
