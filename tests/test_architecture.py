@@ -22,7 +22,7 @@ BUDGETS = {
     "machine": 1_200,
     "policy": 1_561,  # the words of rules stand in one table, with a link beside each private name
     "scaling": 460,
-    "casting": 4_509,  # to become 4,400
+    "casting": 4_485,  # to become 4,400
     "gradients": 2_323,  # to become 2,300: a link beside each private name of torch
     "weights": 1_462,  # to become 1,450
     "training": 2_464,  # to become 2,300

@@ -48,8 +48,6 @@ def test_what_is_told():
     assert ruled.inputs[0].dtype == BF16
     assert ruled.outputs[0] is out[0]
     assert (product.listed, product.composite, ruled.listed) == (True, False, True)
-    assert product.device_type == "cpu"
-    assert product.seconds > 0
 
 
 def test_composites_and_what_they_are_made_of():

@@ -9,7 +9,6 @@ there. Calls that other kernels make are reported where they are cast, as the ma
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,19 +33,16 @@ class OpCall:
 
     Attributes:
         op: as ``"linear"`` or ``"softmax.int"``.
-        device_type: of the region.
         inputs, outputs: tensors among the arguments before casts, and among the results, lists flattened.
         dtype: the dtype that eligible inputs were cast to; None: no cast.
         rule: the rule that decided; None: PyTorch's table, or nothing.
         because: the same in words.
         listed: whether a rule or a table decides about it.
         composite: whether it was decomposed; its parts are then reported as calls of their own.
-        began, ended: times by the clock, by default in seconds.
         enclosing: the operators that it was called in, outermost first.
     """
 
     op: str
-    device_type: str
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     dtype: torch.dtype | None
@@ -54,14 +50,7 @@ class OpCall:
     because: str
     listed: bool
     composite: bool
-    began: Any
-    ended: Any
     enclosing: tuple[str, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the call and all that it called, if the clock counts seconds."""
-        return float(self.ended - self.began)
 
 
 class _Thread(threading.local):
@@ -79,12 +68,7 @@ def ops_under_way() -> tuple[str, ...]:
 
 
 @contextmanager
-def watch_ops(
-    listener: Callable[[OpCall], None],
-    *,
-    device_type: str = "cpu",
-    clock: Callable[[], Any] = time.perf_counter,
-) -> Iterator[None]:
+def watch_ops(listener: Callable[[OpCall], None], *, device_type: str = "cpu") -> Iterator[None]:
     """Call ``listener`` after each operator in regions on ``device_type``, in every thread.
 
     A watched operator takes some 10 microseconds longer. What ``listener`` itself computes is watched too,
@@ -97,7 +81,7 @@ def watch_ops(
         raise OrderError(
             "expected no other trace of operators, got one that is still open: leave its with statement first"
         )
-    watch = _Watch(device_type, listener, clock)
+    watch = _Watch(device_type, listener)
     watch.begin()
     _kernels.overlays.append(watch)
     try:
@@ -110,12 +94,9 @@ def watch_ops(
 class _Watch:
     """The kernels of one watcher."""
 
-    def __init__(
-        self, device_type: str, listener: Callable[[OpCall], None], clock: Callable[[], Any]
-    ) -> None:
+    def __init__(self, device_type: str, listener: Callable[[OpCall], None]) -> None:
         self._device_type = device_type
         self._listener = listener
-        self._clock = clock
         self._libraries: dict[str, Any] = {}
 
     def begin(self) -> None:
@@ -142,7 +123,7 @@ class _Watch:
 
     def _watched(self, op: str, below: Callable[..., Any]) -> Callable[..., Any]:
         """Return the kernel of ``op``; PyTorch may call it after ``end``, see ``own_kernel``."""
-        device_type, listener, clock = self._device_type, self._listener, self._clock
+        device_type, listener = self._device_type, self._listener
         kind = native_table(device_type).get(op)
         composite = has_kernel(qualified(op), "CompositeImplicitAutograd")
 
@@ -157,9 +138,7 @@ class _Watch:
             _thread.under_way.append(op)
             _thread.taken_apart.append(taken_apart)
             try:
-                began = clock()
                 result = below(keyset, *args, **kwargs)
-                ended = clock()
             finally:
                 _thread.under_way.pop()
                 _thread.taken_apart.pop()
@@ -172,7 +151,6 @@ class _Watch:
             listener(
                 OpCall(
                     op=op,
-                    device_type=device_type,
                     inputs=tuple(inputs),
                     outputs=tuple(_operators.tensors_in(result)),
                     dtype=dtype,
@@ -180,8 +158,6 @@ class _Watch:
                     because=because,
                     listed=compute is not None,
                     composite=taken_apart,
-                    began=began,
-                    ended=ended,
                     enclosing=enclosing,
                 )
             )
