@@ -6,6 +6,7 @@ Warnings are errors (pyproject.toml) and the order is random (pytest-randomly, w
 import multiprocessing.process
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -111,6 +112,21 @@ def fork_server():
     server = ForkServer()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, one a process: Playwright refuses a second one beside it."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="browser: playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("browser: there is no chromium on this machine (Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield launched
+        launched.close()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import shutil
 import sys
 import types
 from pathlib import Path
@@ -84,27 +83,19 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 
 @pytest.mark.long
-def test_pages_fit_any_window_and_fetch_nothing(site):
-    sync_api = pytest.importorskip("playwright.sync_api", reason="browser: playwright is not installed")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("browser: there is no chromium on this machine (Debian: apt-get install chromium)")
+def test_pages_fit_any_window_and_fetch_nothing(site, browser):
     wrong = []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        page = browser.new_page()
-        page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
-        page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or wrong.append(asked.url))
-        for path in pages(site):
-            page.goto(path.as_uri())
-            for width in WIDTHS:
-                page.set_viewport_size({"width": width, "height": 900})
-                if page.evaluate("document.documentElement.scrollWidth") > width:
-                    wrong.append(f"{path.name} is wider than {width}")
-            broken = "all => all.filter(one => one.complete && !one.naturalWidth).length"
-            if page.eval_on_selector_all("img", broken):
-                wrong.append(f"{path.name} has a broken picture")
-        browser.close()
+    page = browser.new_page()
+    page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
+    page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or wrong.append(asked.url))
+    for path in pages(site):
+        page.goto(path.as_uri())
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            if page.evaluate("document.documentElement.scrollWidth") > width:
+                wrong.append(f"{path.name} is wider than {width}")
+        broken = "all => all.filter(one => one.complete && !one.naturalWidth).length"
+        if page.eval_on_selector_all("img", broken):
+            wrong.append(f"{path.name} has a broken picture")
+    page.close()
     assert wrong == []

@@ -139,7 +139,7 @@ def test_a_rule_that_names_no_module_is_told_once_with_a_near_name(trains):
     ended = trains.narrowcast("explain", "-p", "rules.toml", "-m", "train")
     assert ended.code == 0, ended.stderr
     assert ended.stdout.count("LayerNrm") == 1
-    assert 'it names (did you mean "LayerNorm"?)' in " ".join(ended.stdout.split())
+    assert 'modules that were called (did you mean "LayerNorm"?)' in " ".join(ended.stdout.split())
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """Pages in a real browser: they draw, fetch nothing, run nothing of a capture, and fit any window."""
 
-import shutil
-
 import made_captures
 import pytest
 
@@ -18,20 +16,6 @@ MAKES = {
     "hostile explanation": made_captures.hostile_explanation,
 }
 FAST = ("training", "explained")
-
-
-@pytest.fixture(scope="session")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="browser: playwright is not installed")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("browser: there is no chromium on this machine (Debian: apt-get install chromium)")
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        yield launched
-        launched.close()
 
 
 class Opened:
