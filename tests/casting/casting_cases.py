@@ -1,6 +1,7 @@
 """What the tests of casting share: formats, policies, small models, comparisons, threads."""
 
 import copy
+import io
 import pickle
 import threading
 
@@ -66,6 +67,13 @@ def eager(model, policy, x):
 
 def pickled(value):
     return pickle.loads(pickle.dumps(value))
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def has_no_hooks(model):

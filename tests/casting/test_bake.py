@@ -1,14 +1,13 @@
 """nc.bake: weights stored in the format that their layers compute in, with the bits of nc.apply."""
 
 import copy
-import io
 import sys
 import textwrap
 
 import pytest
 import torch
 import torch.nn.functional as F
-from casting_cases import BF16, FP16, FP32, Calls, assert_same, has_no_hooks, pickled, rules
+from casting_cases import BF16, FP16, FP32, Calls, assert_same, has_no_hooks, pickled, rules, saved
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -323,13 +322,6 @@ X = torch.linspace(-1, 1, 16).view(2, 8)
 def small():
     torch.manual_seed(3)
     return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4)).eval()
-
-
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, pickled, saved])

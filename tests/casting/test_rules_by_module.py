@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass
@@ -10,7 +9,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from casting_cases import BF16, FP16, FP32, Calls, assert_same, eager, has_no_hooks, pickled, rules, trained
+from casting_cases import (
+    BF16,
+    FP16,
+    FP32,
+    Calls,
+    assert_same,
+    eager,
+    has_no_hooks,
+    pickled,
+    rules,
+    saved,
+    trained,
+)
 from torch import nn
 
 import narrowcast as nc
@@ -247,13 +258,6 @@ def test_a_part_called_by_itself_opens_its_region():
 
 
 # ---- copies
-
-
-def saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, pickled, saved])

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy
 import pytest
 import torch
-from checkpoint_launches import same
+from checkpoint_launches import Bomb, same
 from hypothesis import example, given, settings
 from torch import nn
 
@@ -184,14 +184,6 @@ def test_a_file_of_another_program_is_refused(tmp_path):
     torch.save({"model": nn.Linear(3, 2).state_dict()}, path)
     assert "is read with torch.load" in refused(path, nn.Linear(3, 2))
     assert "No such file or directory" in refused(tmp_path / "missing.ckpt", nn.Linear(3, 2))
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):

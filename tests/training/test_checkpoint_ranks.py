@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_launches import facts_of
+from checkpoint_launches import Bomb, facts_of
 
 from narrowcast.errors import CheckpointError
 from narrowcast.training import load_checkpoint, save_checkpoint
@@ -167,14 +167,6 @@ def test_an_altered_or_missing_byte_of_a_folder_is_found(one):
         file.write_bytes(whole)
     assert load_checkpoint(path, model).position == "here"
     assert torch.equal(model.weight, before)
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def test_metadata_of_torch_cannot_run_code(tmp_path):
