@@ -9,7 +9,7 @@ from training_scripts import MSE, X, trains
 
 from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
-from narrowcast.verify.compare._probes import fingerprint
+from narrowcast.verify.compare._probes import fingerprint, random_state
 from narrowcast.verify.compare._results import certify_script, output_from_probes
 from narrowcast.verify.compare._runs import TENSORS, read_result, write_result
 
@@ -24,6 +24,16 @@ def test_a_fingerprint_is_of_every_bit_shape_and_dtype():
     assert len({fingerprint([other]) for other in others}) == len(others)
     assert fingerprint([torch.zeros(1)]) != fingerprint([-torch.zeros(1)])
     assert fingerprint([torch.empty(0)]) != fingerprint([])
+
+
+def test_fingerprints_and_random_states_need_no_numpy(monkeypatch):
+    """torch runs without NumPy; its tensors then raise in ``numpy()``."""
+    monkeypatch.setattr(torch.Tensor, "numpy", None)
+    assert fingerprint([torch.ones(2)]) != fingerprint([torch.zeros(2)])
+    before = random_state()
+    assert random_state() == before
+    torch.rand(1)
+    assert random_state() != before
 
 
 def test_a_result_is_written_whole_and_a_damaged_one_is_none(tmp_path):

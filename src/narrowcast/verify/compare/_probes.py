@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import threading
@@ -352,7 +353,7 @@ def fingerprint(value: Any) -> str:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes(plain))
     return digest.hexdigest()
 
 
@@ -361,5 +362,10 @@ def random_state() -> str:
     states = random_states()
     digest = hashlib.blake2b(repr((states["python"], states["numpy"])).encode(), digest_size=16)
     for state in (states["torch"], *states["devices"].values()):
-        digest.update(state.numpy().tobytes())
+        digest.update(_bytes(state))
     return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor in CPU memory, without NumPy, which torch runs without."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
