@@ -1,8 +1,14 @@
 """Gradients: scaled, unscaled, checked, clipped, and stepped on if they are finite."""
 
 from narrowcast.gradients._check import unscale_by
-from narrowcast.gradients._optimizer_gradients import NonfiniteFlags, check_apart, nonfinite_flags
+from narrowcast.gradients._optimizer_gradients import (
+    NonfiniteFlags,
+    check_apart,
+    nonfinite_flags,
+    parameters_of,
+)
 from narrowcast.gradients._scaler import GradScaler
+from narrowcast.gradients._scales import multiplied
 from narrowcast.gradients._steps import (
     SkipsInARow,
     SkipStep,
@@ -34,9 +40,11 @@ __all__ = [
     "is_capturing",
     "leaf_of",
     "mark_as_stepped",
+    "multiplied",
     "needs_closure",
     "nodes_below",
     "nonfinite_flags",
+    "parameters_of",
     "step_or_restore",
     "unscale_by",
     "untraced",

@@ -66,10 +66,10 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
 
 def _flags(members: list[torch.Tensor]) -> torch.Tensor:
     """Check non-empty tensors of one device and dtype."""
-    if members[0].device.type != "cpu":
-        return ~torch.isfinite(torch.stack(list(torch._foreach_norm(members, math.inf))))
-    flags = ~torch.isfinite(torch.stack(list(torch._foreach_norm(members, 2.0))))
-    for position in flags.nonzero().flatten().tolist():
+    on_host = members[0].device.type == "cpu"
+    norms = _torch_internals.norms_in_own_dtype(members, 2.0 if on_host else math.inf)
+    flags = ~torch.isfinite(torch.stack(norms))
+    for position in flags.nonzero().flatten().tolist() if on_host else ():
         flags[position] = ~torch.isfinite(members[position]).all()
     return flags
 
@@ -106,6 +106,11 @@ class OptimizerGradients:
         return nonfinite_flags(self.values)
 
 
+def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of optimizers, in the order of their groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
 def gradients_of(
     optimizer: torch.optim.Optimizer,
     *,
@@ -122,7 +127,7 @@ def gradients_of(
         ScaleError: a gradient is in fp16 without ``allow_fp16``.
         UnsupportedError: a DTensor gradient that is not yet reduced.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     gradients = list(map(_GRAD, parameters))
     kinds = set(map(type, gradients))
     if type(None) in kinds:

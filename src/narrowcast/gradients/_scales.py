@@ -6,8 +6,9 @@ a host sync. The values are the reference: tests drive both through the same ste
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -71,19 +72,8 @@ class DeviceScale:
         return self.settings.scale if self.factor is None else self.factor.clone()
 
     def times(self, outputs: Any) -> Any:
-        """Multiply a tensor, or a nesting of tensors, by the factor; fp16 and bf16 in fp32."""
-        if isinstance(outputs, torch.Tensor):
-            wide = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
-            return wide * self.place(outputs.device).to(outputs.device, non_blocking=True)
-        if isinstance(outputs, Mapping):
-            return {key: self.times(item) for key, item in outputs.items()}
-        if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-            return type(outputs)(*map(self.times, outputs))
-        if isinstance(outputs, list | tuple):
-            return type(outputs)(map(self.times, outputs))
-        if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
-            return map(self.times, outputs)
-        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}")
+        """Multiply ``outputs`` by the factor, which the first tensor places on its device."""
+        return multiplied(outputs, lambda device: self.place(device).to(device, non_blocking=True))
 
     def shared_factor(self) -> torch.Tensor | None:
         """Return the factor itself, which the caller may write to."""
@@ -186,6 +176,23 @@ class DeviceScale:
         restored = ~overflow if value.rule in ("apex", "deepspeed_consecutive") else grows
         left = torch.where(overflow, (left - 1).clamp_(min=int(deepspeed)), left)
         self._hysteresis_left.copy_(torch.where(restored, value.hysteresis, left))
+
+
+def multiplied(outputs: Any, factor_on: Callable[[torch.device], torch.Tensor]) -> Any:
+    """Multiply a tensor, or a nesting of tensors, by the factor on its device; fp16 and bf16 in fp32."""
+    if isinstance(outputs, torch.Tensor):
+        wide = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+        return wide * factor_on(outputs.device)
+    times = functools.partial(multiplied, factor_on=factor_on)
+    if isinstance(outputs, Mapping):
+        return {key: times(item) for key, item in outputs.items()}
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*map(times, outputs))
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(map(times, outputs))
+    if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
+        return map(times, outputs)
+    raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}")
 
 
 # ---- settings

@@ -15,7 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import ScaleCollapseError, ScaleError, UnsupportedError
-from narrowcast.gradients._optimizer_gradients import listed
+from narrowcast.gradients._optimizer_gradients import listed, parameters_of
 from narrowcast.gradients._torch_internals import copied, is_capturing
 
 RANKS_DIFFER = (
@@ -43,7 +43,7 @@ class StepResult:
         complete: False while gradients accumulate and no step is due (``Stepper(accumulate=...)``).
     """
 
-    __slots__ = ("_found_inf", "_grad_norm", "_name", "_nonfinite", "_scale", "complete", "returned")
+    __slots__ = ("_found_inf", "_grad_norm", "_nonfinite", "_scale", "complete", "returned")
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ def step_or_restore(
 def _snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Copy an optimizer's parameters, state and settings; return a function that restores them."""
     groups = optimizer.param_groups
-    values = [(p, p.detach().clone()) for group in groups for p in group["params"]]
+    values = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
     state = {parameter: copied(one) for parameter, one in optimizer.state.items()}
     settings = [copied({key: group[key] for key in group if key != "params"}) for group in groups]
 

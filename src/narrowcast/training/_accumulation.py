@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowcast.casting import drop_casts
 from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import StepResult, nodes_below
-from narrowcast.training._torch_internals import NORM_WITH_STATISTICS, run_casts_of_leaves_soon
+from narrowcast.training._torch_internals import run_casts_of_leaves_soon
+from narrowcast.weights import is_batch_or_instance_norm
 
 RESTORE = ("norms", "all", "none")
 
@@ -111,7 +112,7 @@ class Statistics:
 
     def _buffers(self) -> Iterator[torch.Tensor]:
         for module in self._model.modules():
-            if self._restore == "all" or isinstance(module, NORM_WITH_STATISTICS):
+            if self._restore == "all" or is_batch_or_instance_norm(module):
                 yield from module.buffers(recurse=False)
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.casting import Applied, applied_to, cast_floating
 from narrowcast.errors import PolicyError, SettingError
-from narrowcast.gradients import GradScaler, check_apart
+from narrowcast.gradients import GradScaler, check_apart, parameters_of
 from narrowcast.policy import Policy, as_policy, resolve
 from narrowcast.scaling import Off, Static
 from narrowcast.training._optimizer_group import OptimizerGroup
@@ -106,7 +106,7 @@ def _check_parameters(model: torch.nn.Module, by_name: Mapping[Any, list[torch.o
     for optimizers in by_name.values():
         for optimizer in optimizers:
             held = held_by(optimizer)
-            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            mine = set(map(id, parameters_of(optimizer)))
             mine |= {id(low) for low, _ in held.parameters} if held else set()
             if not mine & known:
                 raise SettingError(
@@ -125,8 +125,7 @@ def _warn_of_lost_updates(optimizers: Sequence[torch.optim.Optimizer], *, low_we
                 f"{name} keeps its state in fp16 with the weights, where its eps of {eps} is 0 and weights "
                 'become NaN: give it eps=1e-4, or use policy="O2"'
             )
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not low_weights and any(p.dtype == torch.bfloat16 for p in parameters):
+        if not low_weights and any(p.dtype == torch.bfloat16 for p in parameters_of(optimizer)):
             warning = (
                 f"{name} updates weights held in bf16, which loses updates smaller than 2**-9 of a weight: "
                 'policy="O2" keeps fp32 masters, nc.weights.hold less, and nc.weights.UpdateMeter measures '
@@ -240,7 +239,7 @@ def _hold_weights(
     if originals is None:
         return named
     for optimizer in (one for optimizers in by_name.values() for one in optimizers):
-        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        mine = set(parameters_of(optimizer))
         own = {p: value for p, value in originals.items() if p in mine}
         held = held_by(optimizer) or hold(optimizer, originals=own)
         named |= {id(master): names[id(low)] for low, master in held.parameters if id(low) in names}

@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
-from narrowcast.gradients import GradScaler, StepResult, needs_closure
+from narrowcast.gradients import GradScaler, StepResult, needs_closure, parameters_of
 from narrowcast.weights import HeldWeights, held_by
 
 
@@ -90,16 +90,11 @@ class OptimizerGroup:
         """The model's own parameters, in which gradients accumulate."""
         low_of: dict[torch.Tensor, torch.Tensor]
         low_of = {working: low for held in self.held for low, working in held.parameters}
-        return [low_of.get(parameter, parameter) for parameter in self._working_parameters()]
-
-    def _working_parameters(self) -> list[torch.Tensor]:
-        """What the optimizers update: masters, or the model's own parameters."""
-        return [
-            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-        ]
+        return [low_of.get(parameter, parameter) for parameter in parameters_of(*self.optimizers)]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._working_parameters() if p.grad is not None]
+        """Return those that the optimizers use: of masters, or of the model's own parameters."""
+        return [p.grad for p in parameters_of(*self.optimizers) if p.grad is not None]
 
     # ---- backward
 
@@ -212,7 +207,7 @@ class OptimizerGroup:
             if self.max_value is not None:
                 scaler.clip_grad_value_(optimizer, self.max_value)
         if self.max_norm is not None:
-            parameters = self._working_parameters()
+            parameters = parameters_of(*self.optimizers)
             if scaler.process_group is None:
                 norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
             else:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowcast.casting import region_in
 from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
-from narrowcast.gradients import GradScaler, StepResult
+from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, format_name, policy_name
 from narrowcast.training._accumulation import Statistics, Synchronization, WeightCasts
 from narrowcast.training._make import cast_inputs, formats_of, make_groups, place_rules
@@ -198,11 +198,13 @@ class Stepper:
         A gradient that overflows is infinite here, and the step that uses it is skipped. ``options`` are
         those of ``torch.autograd.grad``.
         """
-        first = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-        factor = self._group(name).scaler.factor_on(first.device)
-        gradients = torch.autograd.grad(_times(outputs, factor), inputs, create_graph=create_graph, **options)
-        inverse = factor.reciprocal()
-        return tuple(None if g is None else _times(g, inverse) for g in gradients)
+        factor_on = self._group(name).scaler.factor_on
+        scaled = multiplied(outputs, factor_on)
+        gradients = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **options)
+        return tuple(
+            None if g is None else multiplied(g, lambda device: factor_on(device).reciprocal())
+            for g in gradients
+        )
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
@@ -401,11 +403,3 @@ class Stepper:
 
 def _incomplete(group: OptimizerGroup) -> StepResult:
     return StepResult(found_inf=False, scale=group.scaler.factor(), complete=False)
-
-
-def _times(outputs: Any, factor: torch.Tensor) -> Any:
-    """A tensor or several, times ``factor``; low-precision ones in fp32."""
-    if not isinstance(outputs, torch.Tensor):
-        return [_times(output, factor) for output in outputs]
-    low = outputs.dtype in (torch.float16, torch.bfloat16)
-    return (outputs.float() if low else outputs) * factor

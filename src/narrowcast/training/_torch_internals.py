@@ -13,9 +13,6 @@ from narrowcast.gradients import leaf_of
 _SOONEST = 2**64 - 1
 """Of the nodes that are ready, autograd runs the one with the largest number; leaves have this number."""
 _CAST = "ToCopyBackward0"
-# Batch and instance norms; torch has no public name for modules with running statistics.
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/batchnorm.py
-NORM_WITH_STATISTICS = torch.nn.modules.batchnorm._NormBase
 
 
 def run_casts_of_leaves_soon(nodes: Iterable[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import SettingError, UnsupportedError, near_names
-from narrowcast.gradients import ASKED_BY_SCALERS
+from narrowcast.gradients import ASKED_BY_SCALERS, untraced
 from narrowcast.weights._gradients import (
     ScalerGuard,
     clear,
@@ -20,7 +20,7 @@ from narrowcast.weights._gradients import (
     take,
 )
 from narrowcast.weights._lower import LOW_DTYPES
-from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, untraced, version_of
+from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, version_of
 from narrowcast.weights._update_methods import (
     Kahan,
     Masters,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from narrowcast.errors import SettingError, UnsupportedError
+from narrowcast.weights._torch_internals import NORM_BASE
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -20,9 +21,7 @@ def is_batch_or_instance_norm(module: torch.nn.Module) -> bool:
 
     As apex's ``keep_batchnorm_fp32``, which also keeps instance normalization.
     """
-    return isinstance(module, torch.nn.modules.batchnorm._NormBase) and bool(
-        module.affine or module.track_running_stats
-    )
+    return isinstance(module, NORM_BASE) and bool(module.affine or module.track_running_stats)
 
 
 def lower(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import SettingError, UnsupportedError
+from narrowcast.gradients import parameters_of, untraced
 from narrowcast.weights._held import HeldWeights, held_by
 from narrowcast.weights._lower import LOW_DTYPES
 from narrowcast.weights._torch_internals import (
@@ -20,7 +21,6 @@ from narrowcast.weights._torch_internals import (
     local,
     step_without_hooks,
     tensors_in,
-    untraced,
 )
 from narrowcast.weights._update_methods import widened
 
@@ -286,7 +286,7 @@ def aimed_values(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.T
     Raises:
         UnsupportedError: the optimizer has something that cannot be copied.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     with torch.no_grad():
         shadows = {parameter: _shadow_of(parameter) for parameter in parameters}
         shadow = _shadow_optimizer(optimizer, shadows)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-untraced: Callable[[Callable[..., Any]], Callable[..., Any]] = vars(torch)["_disable_dynamo"]
-"""Decorate a function that ``torch.compile`` calls without tracing it as torch's optimizers do."""
-# torch.compiler.disable loads the compiler at once: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
+# torch has no public base class of batch and instance norms.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/batchnorm.py
+NORM_BASE = torch.nn.modules.batchnorm._NormBase
 
 # torch offers hooks before and after a step, and no way to call the step without them.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError, SettingError
+from narrowcast.gradients import parameters_of
 from narrowcast.policy import format_name
 from narrowcast.training._random import random_states, set_random_states
 from narrowcast.training._stepper import Stepper
@@ -270,10 +271,6 @@ def kind_of(one: Any) -> str:
     if isinstance(one, HeldWeights):
         return one.updates
     return f"torch.amp.{name}" if name == "GradScaler" and type(one).__module__.startswith("torch") else name
-
-
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def described(optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
