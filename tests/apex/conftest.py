@@ -1,6 +1,7 @@
-"""What tests of the apex layer share: nothing is left in force by one that fails."""
+"""What tests of the apex layer share: O1 in each half, and nothing left in force by a test that fails."""
 
 import pytest
+from o1 import HALVES, begin
 
 from narrowcast.apex import amp
 
@@ -12,3 +13,16 @@ def _nothing_in_force(request):
         amp.shutdown()
         amp._amp_state.verbosity = 1
         amp._amp_state.allow_incoming_model_not_fp32 = False
+
+
+@pytest.fixture(params=HALVES.values(), ids=HALVES, scope="module")
+def half_of_module(request):
+    begin(request.param)
+    yield request.param
+    amp.shutdown()
+
+
+@pytest.fixture
+def half(half_of_module):
+    """The half in which O1 casts; the tests of a module share one ``amp.initialize``."""
+    return half_of_module

@@ -1,8 +1,12 @@
-"""O1 for calls outside of models."""
+"""The two formats of half, and O1 for calls outside of models."""
 
+import pytest
 import torch
 
 from narrowcast.apex import amp
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 
 def begin(half=torch.float16):

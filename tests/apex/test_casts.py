@@ -3,14 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from o1 import begin
 
 from listed_calls import FUNCTIONAL, TENSOR, TORCH, prepared
-from narrowcast.apex import amp
 from narrowcast.apex.amp import lists
 from narrowcast.errors import AmpError
 
-HALVES = [torch.float16, torch.bfloat16]
 CALLS = {
     "functional": (lists.functional_overrides, FUNCTIONAL),
     "torch": (lists.torch_overrides, TORCH),
@@ -28,18 +25,6 @@ def names_on(*lists_of_a_module):
         for name in getattr(door, list_name, ())
         if name not in NOT_CALLED
     ]
-
-
-@pytest.fixture(params=HALVES, ids=["fp16", "bf16"], scope="module")
-def half_of_module(request):
-    begin(request.param)
-    yield request.param
-    amp.shutdown()
-
-
-@pytest.fixture
-def half(half_of_module):
-    return half_of_module
 
 
 def call(module, name, *dtypes):

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from o1 import HALVES
 
 from narrowcast.apex import amp
 from narrowcast.errors import ScaleError
@@ -72,9 +73,6 @@ def saved(model, optimizer):
 def read(file):
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.mark.parametrize("num_losses", [1, 2])

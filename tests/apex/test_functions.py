@@ -5,14 +5,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from o1 import begin
+from o1 import begin, halves
 
 from narrowcast.apex import amp
 from narrowcast.apex.amp import lists
 from narrowcast.errors import AmpError, PolicyError
-
-HALVES = [torch.float16, torch.bfloat16]
-halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
 
 
 @pytest.fixture(autouse=True)

@@ -98,40 +98,31 @@ def test_sgd_follows_apexs_formula(momentum, dampening, nesterov):
     assert_close(params, expected)
 
 
-def test_a_state_that_apex_saved_goes_on():
+@pytest.mark.parametrize(
+    ("kind", "settings", "states", "names", "more"),
+    [
+        (FusedAdam, {}, ("exp_avg", "exp_avg_sq"), ("betas", "eps"), {"bias_correction": True, "step": 5}),
+        (FusedSGD, {"momentum": 0.9}, ("momentum_buffer",), ("momentum", "dampening", "nesterov"), {}),
+    ],
+)
+def test_a_state_that_apex_saved_goes_on(kind, settings, states, names, more):
     """apex keeps the steps in the group, and none of torch's own settings."""
     params = parameters()
-    whole = FusedAdam(params, lr=0.05, weight_decay=0.1)
+    whole = kind(params, lr=0.05, weight_decay=0.1, **settings)
     run(whole, params, range(5))
     saved = whole.state_dict()
-    step = {int(s["step"]) for s in saved["state"].values()}
-    group = {k: saved["param_groups"][0][k] for k in ("lr", "betas", "eps", "weight_decay", "params")}
+    group = {k: saved["param_groups"][0][k] for k in ("lr", "weight_decay", "params", *names)}
     apexs = {
-        "state": {i: {k: s[k].clone() for k in ("exp_avg", "exp_avg_sq")} for i, s in saved["state"].items()},
-        "param_groups": [{**group, "bias_correction": True, "step": step.pop()}],
+        "state": {i: {k: s[k].clone() for k in states} for i, s in saved["state"].items()},
+        "param_groups": [group | more],
     }
     resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    optimizer = FusedAdam(resumed)
+    optimizer = kind(resumed, lr=1.0)
     optimizer.load_state_dict(apexs)
     assert optimizer.param_groups[0]["fused"]
     assert optimizer.param_groups[0]["lr"] == 0.05
     run(whole, params, range(5, 9))
     run(optimizer, resumed, range(5, 9))
-    assert all(map(torch.equal, params, resumed))
-
-
-def test_a_state_of_fused_sgd_goes_on():
-    params = parameters()
-    whole = FusedSGD(params, lr=0.05, momentum=0.9)
-    run(whole, params, range(3))
-    apexs = copy.deepcopy(whole.state_dict())
-    names = {"lr", "momentum", "dampening", "weight_decay", "nesterov", "params"}
-    apexs["param_groups"] = [{k: v for k, v in g.items() if k in names} for g in apexs["param_groups"]]
-    resumed = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    optimizer = FusedSGD(resumed, lr=1.0)
-    optimizer.load_state_dict(apexs)
-    run(whole, params, range(3, 6))
-    run(optimizer, resumed, range(3, 6))
     assert all(map(torch.equal, params, resumed))
 
 

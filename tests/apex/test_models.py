@@ -6,11 +6,10 @@ from collections import namedtuple
 
 import pytest
 import torch
+from o1 import halves
 
 from narrowcast.apex import amp
 
-HALVES = [torch.float16, torch.bfloat16]
-halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
 Pair = namedtuple("Pair", "left right")
 
 

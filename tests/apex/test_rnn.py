@@ -2,25 +2,11 @@
 
 import pytest
 import torch
-from o1 import begin
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from narrowcast.apex import amp
 
-HALVES = [torch.float16, torch.bfloat16]
 SIZES = {"batch": 2, "inputs": 3, "hidden": 4, "steps": 5}
-
-
-@pytest.fixture(params=HALVES, ids=["fp16", "bf16"], scope="module")
-def half_of_module(request):
-    begin(request.param)
-    yield request.param
-    amp.shutdown()
-
-
-@pytest.fixture
-def half(half_of_module):
-    return half_of_module
 
 
 def tensors(values):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from o1 import HALVES
 
 import narrowcast as nc
 from listed_calls import FUNCTIONAL, TENSOR, TORCH, prepared
@@ -9,7 +10,6 @@ from narrowcast.apex.amp import _rules, lists
 from narrowcast.apex.amp._rules import plan
 from narrowcast.policy import overloads_of
 
-HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NOT_BY_RULES = {*_rules._WHOLE, "cpu"}
 # A method of torch.Tensor is called by the same operator as the function of torch.
 CALLS = {**TENSOR, **TORCH, **FUNCTIONAL}

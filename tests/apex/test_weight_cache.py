@@ -2,12 +2,10 @@
 
 import pytest
 import torch
+from o1 import halves
 
 import narrowcast as nc
 from narrowcast.apex import amp
-
-HALVES = [torch.float16, torch.bfloat16]
-halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
 
 
 def initialize(model, half, **settings):

@@ -5,14 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from o1 import halves
 from torch.autograd import grad as imported_grad
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.apex import amp
-
-HALVES = [torch.float16, torch.bfloat16]
-halves = pytest.mark.parametrize("half", HALVES, ids=["fp16", "bf16"])
 
 
 def product(size=4):

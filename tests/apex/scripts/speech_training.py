@@ -77,33 +77,11 @@ def reduce_tensor(tensor, world_size):
     return reduced / world_size
 
 
-def save_checkpoint(model, optimizer, iteration, amp_run, path):
-    checkpoint = {
-        "iteration": iteration,
-        "state_dict": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-    }
-    if amp_run:
-        checkpoint["amp"] = amp.state_dict()
-    torch.save(checkpoint, path)
-
-
-def load_checkpoint(model, optimizer, amp_run, path):
-    checkpoint = torch.load(path, map_location="cpu")
-    model.load_state_dict(checkpoint["state_dict"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    if amp_run:
-        amp.load_state_dict(checkpoint["amp"])
-    return checkpoint["iteration"]
-
-
 def parse_args():
     parser = argparse.ArgumentParser(description="Speech synthesis at toy size")
     parser.add_argument("--amp", action="store_true", help="mixed precision")
     parser.add_argument("--distributed", action="store_true", help="started by torchrun")
     parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--save", help="write a checkpoint at the end")
-    parser.add_argument("--resume", help="go on from a checkpoint")
     return parser.parse_args()
 
 
@@ -128,11 +106,8 @@ def main():
             model = DDP(model)
 
     criterion = SpeechLoss()
-    first = load_checkpoint(model, optimizer, args.amp, args.resume) if args.resume else 0
     model.train()
     for iteration, batch in zip(range(args.iterations), batches()):
-        if iteration < first:
-            continue
         model.zero_grad()
         x, y = batch_to_device(batch, device)
 
@@ -155,8 +130,6 @@ def main():
         optimizer.step()
         print(f"iteration {iteration} loss {reduced_loss.hex()} norm {grad_norm.item().hex()}")
 
-    if args.save:
-        save_checkpoint(model, optimizer, args.iterations, args.amp, args.save)
     total = sum(parameter.detach().double().abs().sum().item() for parameter in model.parameters())
     print(f"parameters {total.hex()}")
     if distributed_run:
