@@ -1,4 +1,4 @@
-"""Programs that earlier versions rewrote incorrectly, by what was wrong with each.
+"""Programs that earlier versions rewrote incorrectly, or might have, by what was wrong with each.
 
 ``REWRITTEN`` are rewritten today, and train alike; ``LEFT`` are refused. In one iteration the gradients
 overflow.
@@ -95,6 +95,27 @@ def logged(stepping, before=""):
 LOSS_OF_ONE = "one.zero_grad()\n" + LOSS + BLOCK
 NOW_AND_THEN = "if i % 3 == 0:\n    continue\none.step()\n"
 TIMER = "import contextlib\n\ntimer = contextlib.nullcontext\n"
+TRAINER = """
+
+class Trainer:
+    def __init__(self, net, opt):
+        self.net, self.opt = amp.initialize(net, opt, opt_level="O1", verbosity=0)
+
+    def limit(self):
+        limit(self.net)
+
+    def train(self):
+        for i, x in data():
+            self.opt.zero_grad()
+            loss = self.net(x).float().sum() / 256
+            with amp.scale_loss(loss, self.opt) as scaled:
+                scaled.backward()
+            clip(self)
+            self.opt.step()
+
+
+Trainer(model, one).train()
+"""
 REWRITTEN = {
     "a helper that reads gradients": after_backward("limit(model)\n"),
     "an object that was given the model": after_backward("clip()\n", CLIP),
@@ -107,32 +128,8 @@ REWRITTEN = {
         "    limit(model)\n\n\n"
         "def fire(name):\n    kept[name]()\n",
     ),
-    "a trainer that is handed on": HEAD
-    + textwrap.dedent(
-        """\
-        made = {}
-        exec("def clip(t):\\n    t.net.weight.grad.clamp_(-0.01, 0.01)", made)
-        clip = made["clip"]
-
-
-        class Trainer:
-            def __init__(self, net, opt):
-                self.net, self.opt = amp.initialize(net, opt, opt_level="O1", verbosity=0)
-
-            def train(self):
-                for i, x in data():
-                    self.opt.zero_grad()
-                    loss = self.net(x).float().sum() / 256
-                    with amp.scale_loss(loss, self.opt) as scaled:
-                        scaled.backward()
-                    clip(self)
-                    self.opt.step()
-
-
-        Trainer(model, one).train()
-        """
-    )
-    + TAIL,
+    "a trainer that is handed on": HEAD + "clip = eval('lambda t: limit(t.net)')\n" + TRAINER + TAIL,
+    "a method of a trainer": HEAD + TRAINER.replace("clip(self)", "self.limit()") + TAIL,
 }
 LEFT = {
     "a look between two helpers": program(

@@ -281,11 +281,6 @@ def test_torch_names_become_narrowcast(name):
     assert migrated(before, "narrowcast").text == after
 
 
-def test_torch_names_stay_without_a_request():
-    text = TO_NARROWCAST["full names"][0]
-    assert migrated(text).text == text
-
-
 KEPT = {
     "a module that it has not": (
         "from apex.normalization import FusedLayerNorm as LN\n",
