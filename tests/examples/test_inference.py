@@ -2,7 +2,7 @@
 
 import re
 
-from example_runs import load, run, succeeded
+from example_runs import run, succeeded
 from matplotlib.image import imread
 
 SMALL = ("--size", "16", "--hidden", "8", "--epochs", "40", "--passes", "3", "--device", "cpu")
@@ -34,10 +34,3 @@ def test_it_measures_and_draws(tmp_path):
     assert lines[-1] == f"picture {there / 'inference.png'}"
     assert imread(there / "inference.png").shape[1] > 1000
     assert [path.name for path in tmp_path.iterdir()] == ["a folder"]
-
-
-def test_what_is_no_gain_is_said():
-    example = load("inference.py")
-    assert example.verdict(1.74) == "1.74 times as fast"
-    assert example.verdict(1.04) == "no gain on this machine (1.04)"
-    assert example.verdict(0.5) == "no gain on this machine (0.50)"
