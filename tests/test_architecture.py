@@ -38,7 +38,7 @@ BUDGETS = {
     "__main__": 7,
 }
 MOST_FILES = 190
-MOST_TEST_LINES = 40_800  # to become 40,000
+MOST_TEST_LINES = 40_509  # to become 40,000
 MOST_PUBLIC_NAMES = 95
 PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
 ORDER = list(BUDGETS)
@@ -72,11 +72,6 @@ FILES = sorted(SOURCE.rglob("*.py"))
 APEX_MODULES = [path for path in FILES if package_of(path) == "apex" and not path.stem.startswith("__")]
 APEX_MODULES = [path for path in APEX_MODULES if not path.stem.startswith("_") or path.stem == "_amp_state"]
 PRIVATE_FILES = [path for path in FILES if path.stem not in ENTRIES | {"errors"} and path not in APEX_MODULES]
-
-
-def test_every_folder_is_a_package():
-    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders <= set(ORDER)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
@@ -139,11 +134,6 @@ def test_public_names_exist_and_others_raise():
     assert dir(narrowcast) == sorted(narrowcast.__all__)
     with pytest.raises(AttributeError, match="no attribute 'autocats'"):
         _ = narrowcast.autocats
-
-
-def test_nothing_is_imported_by_star():
-    for path in FILES:
-        assert "import *" not in path.read_text(encoding="utf-8"), path
 
 
 def modules_after(code: str) -> set[str]:
