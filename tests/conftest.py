@@ -141,7 +141,7 @@ def _warnings_come_again():
     """What is said once a process is said to each test, whatever tests came before."""
     weight_casts = sys.modules.get("narrowcast.casting._weight_casts")
     if weight_casts is not None:
-        weight_casts.forget_warnings()
+        weight_casts._process.backward_warned = False
 
 
 def pytest_addoption(parser):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.casting._weight_casts import forget_warnings
+from narrowcast.casting import _weight_casts
 from narrowcast.errors import OrderError
 
 rule = nc.rule
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 def warned(work):
-    forget_warnings()
+    _weight_casts._process.backward_warned = False
     with pytest.warns(UserWarning, match="backward was called inside"):
         work()
 

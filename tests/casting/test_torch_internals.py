@@ -1,7 +1,4 @@
-"""The private names of torch that regions and rules need: this fails loudly when one moves or changes.
-
-Those that graphs need are in ``test_graph_internals``.
-"""
+"""The private names of torch that regions and rules need: this fails loudly when one moves or changes."""
 
 import inspect
 import sys
@@ -190,6 +187,8 @@ def test_the_compiler_leaves_a_function_alone():
     assert torch.equal(compiled(X), (X * 2 + 1) * 3)
     assert seen == [False, False]
     assert len(graphs) == 2  # before and after it; nothing of it
+    with pytest.raises(internals.dynamo_error()):
+        torch.compile(lambda x: alone(x) + 1, backend="eager", fullgraph=True)(X)
     torch._dynamo.reset()
 
 

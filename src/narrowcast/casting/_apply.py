@@ -101,8 +101,7 @@ class Applied:
         if strict:
             refuse_missed(self.missed)
         _remove_stale_hooks(modules, self.policy)
-        self.fp8 = apply_fp8(model, self.policy, strict=strict)
-        self.missed |= self.fp8.missed
+        self.fp8 = apply_fp8(model, self.policy)
         self._shared = Shared(self.policy, opens, admits)
         # Weak, since the hook of the model holds the model.
         self._hooks: weakref.WeakSet[Hook] = weakref.WeakSet()
@@ -269,19 +268,31 @@ def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
 
 
 def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
-    """Return the rules for modules that select nothing in ``model``, each with an error message."""
+    """Return the rules that select nothing in ``model``, each with an error message.
+
+    A rule for modules must select one, and a rule with an fp8 recipe a linear layer.
+    """
     modules = [(path, module) for paths, module in all_paths(model) for path in paths]
     named = [(path, class_names(type(module))) for path, module in modules]
+    linears = [path for path, module in modules if isinstance(module, torch.nn.Linear)]
     missed = {}
     for rule in policy.rules:
-        if not rule.is_for_modules or any(names_module(rule, path, names) for path, names in named):
+        in_fp8 = rule.compute in FP8_RECIPES
+        if not rule.is_for_modules and not in_fp8:
             continue
-        if rule.module is not None:
-            guess = near_names(rule.module, [path for path, _ in modules if path][:40])
-        else:
-            kinds = sorted({type(module).__name__ for _, module in modules})
-            guess = near_names(str(rule.module_type).rpartition(".")[2], kinds)
-        missed[rule] = f"this {type(modules[0][1]).__name__} has no {rule.target}. {guess}"
+        selected = [path for path, names in named if names_module(rule, path, names)]
+        if in_fp8:
+            if not any(path == p or not p or path.startswith(f"{p}.") for path in linears for p in selected):
+                known = near_names(rule.module or "", linears[:8]) if linears else "The model has none."
+                wanted = f"expected a torch.nn.Linear for the rule {rule}"
+                missed[rule] = f"{wanted}, got none in {rule.target}. {known}"
+        elif not selected:
+            if rule.module is not None:
+                guess = near_names(rule.module, [path for path, _ in modules if path][:40])
+            else:
+                kinds = sorted({type(module).__name__ for _, module in modules})
+                guess = near_names(str(rule.module_type).rpartition(".")[2], kinds)
+            missed[rule] = f"this {type(modules[0][1]).__name__} has no {rule.target}. {guess}"
     return missed
 
 

@@ -107,15 +107,8 @@ class autocast:  # noqa: N801 (torch's spelling)
             self._traced = [*(self._traced or ()), self._again()]
             self._traced[-1].__enter__()
         else:
-            _regions.enter(
-                self,
-                self.device,
-                self.fast_dtype,
-                self._enabled,
-                self._cache_enabled,
-                scope=self._inner_scope(),
-                warns=self._warns,
-            )
+            state = self.device, self.fast_dtype, self._enabled, self._cache_enabled
+            _regions.enter(self, *state, scope=self._inner_scope(), warns=self._warns)
         return self
 
     def _inner_scope(self) -> Scope | None:
@@ -148,7 +141,16 @@ class autocast:  # noqa: N801 (torch's spelling)
                 f'"with nc.autocast({self.device!r}):"'
             )
 
-        return _decorate(self, func)
+        @functools.wraps(func)
+        def decorate_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            # A new object where code is traced: Dynamo enters no object that it has not seen made.
+            with self._again() if torch.compiler.is_compiling() else self:
+                return func(*args, **kwargs)
+
+        # The error of torch.jit.script, under torch's own name.
+        unsupported = "@autocast() decorator is not supported in script mode"
+        vars(decorate_autocast)["__script_unsupported"] = unsupported
+        return decorate_autocast
 
     def _again(self) -> Any:
         if self._policy is not None:
@@ -160,18 +162,6 @@ class autocast:  # noqa: N801 (torch's spelling)
             f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled}, "
             f"cache_enabled={self._cache_enabled})"
         )
-
-
-def _decorate(region: autocast, func: Callable[_P, _R]) -> Callable[_P, _R]:
-    @functools.wraps(func)
-    def decorate_autocast(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # A new object where code is traced: Dynamo enters no object that it has not seen made.
-        with region._again() if torch.compiler.is_compiling() else region:
-            return func(*args, **kwargs)
-
-    # The error of torch.jit.script, under torch's own name.
-    decorate_autocast.__script_unsupported = "@autocast() decorator is not supported in script mode"  # type: ignore[attr-defined]
-    return decorate_autocast
 
 
 def _checked(
@@ -243,10 +233,10 @@ class ScopedRegion(autocast):
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self._warns = warns
-        self._given = scope
+        self._rules = scope
 
     def _inner_scope(self) -> Scope | None:
-        return self._given
+        return self._rules
 
 
 def region_in(policy: Policy, device_type: str, dtype: torch.dtype, *, warns: bool = False) -> ScopedRegion:
@@ -423,8 +413,9 @@ class LastingRegion:
             self._open_regions = list(thread.regions)
             self._regions = opened.pop_all()
         self._watching = ExitStack()
-        self._watching.enter_context(_weight_casts.loading_watched())
-        self._watching.enter_context(backward_outside(policy))
+        self._watching.enter_context(_backward_outside(policy))
+        _weight_casts.watch_loading(1)
+        self._watching.callback(_weight_casts.watch_loading, -1)
         _weight_casts.watch_optimizers()
         self._depth = len(dtypes)
 
@@ -465,7 +456,7 @@ _process = _Process()
 
 
 @contextmanager
-def backward_outside(policy: Policy) -> Iterator[None]:
+def _backward_outside(policy: Policy) -> Iterator[None]:
     """Meanwhile, backward passes that begin in a region of ``policy`` cast nothing, in any thread."""
     with _process.lock:
         _process.rules.append(policy.rules)

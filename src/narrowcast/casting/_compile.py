@@ -19,7 +19,11 @@ from narrowcast.casting._apply import CompiledHooks, missed_rules, refuse_missed
 from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_hooks import device_types
 from narrowcast.casting._regions import regions
-from narrowcast.casting._torch_internals import guard_hooks_of_modules, trace_backward_outside_of_regions
+from narrowcast.casting._torch_internals import (
+    dynamo_error,
+    guard_hooks_of_modules,
+    trace_backward_outside_of_regions,
+)
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
 from narrowcast.policy import FP8_RECIPES, Policy, Scope, with_fp32_weights
@@ -95,7 +99,7 @@ def _in_region(
         with regions(_regions_of(policy, module, args, kwargs), torch.is_autocast_cache_enabled()):
             try:
                 return function(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except dynamo_error() as error:
                 raise _own_error(error) or error from None
 
     return in_region

@@ -180,17 +180,13 @@ def release(device_type: str, ops: tuple[str, ...]) -> None:
 
 def _remove_unneeded() -> None:
     with _lock:
-        unneeded = {
-            device_type: [op for op in library.installed if op not in library.users]
-            for device_type, library in _libraries.items()
-        }
-        if not any(unneeded.values()):
-            return
-        with _overlays_removed():
-            for device_type, ops in unneeded.items():
-                for op in ops:
-                    _libraries[device_type].drop(op)
-        _functorch.update()
+        every = [(library, op) for library in _libraries.values() for op in library.installed]
+        unneeded = [(library, op) for library, op in every if op not in library.users]
+        if unneeded:
+            with _overlays_removed():
+                for library, op in unneeded:
+                    library.drop(op)
+            _functorch.update()
 
 
 @contextmanager
@@ -215,7 +211,9 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
         try:
             action: Any = scope.actions[op]
         except KeyError:
-            action = _prepare(op, scope)
+            decision = scope.decide(op)
+            action = None if decision is None else _operators.action_for(op, decision, scope)
+            scope.actions[op] = action
         if action is None:
             return native(keyset, *args, **kwargs)
         if is_exporting():
@@ -232,15 +230,6 @@ def _refuse_export(op: str, scope: Scope) -> None:
         f"{op} was called while torch.export traced it inside a region whose policy decides about it{because}"
         ", and an exported program keeps no region around it: export it outside of the region"
     )
-
-
-def _prepare(op: str, scope: Scope) -> _operators.Action | None:
-    decision = scope.decide(op)
-    action: _operators.Action | None = (
-        None if decision is None else _operators.action_for(op, decision, scope)
-    )
-    scope.actions[op] = action
-    return action
 
 
 # ---- in front of torch.func
@@ -294,13 +283,13 @@ def _kernel_in_front(op: str, below: _Kernel, has_own: bool) -> _Kernel:
 
     @skipped_by_dynamo
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        for device, scope in scopes_here().items():
-            if torch.is_autocast_enabled(device) and _is_on(device, args, kwargs):
-                action: Any = scope.actions.get(word, missing)
-                if action is missing:
-                    action = scope.actions[word] = _prepare_in_front(op, scope, has_own)
-                return below(keyset, *args, **kwargs) if action is None else action(keyset, args, kwargs)
-        return below(keyset, *args, **kwargs)
+        action: Any = None
+        scope = _scope_of(args, kwargs)
+        if scope is not None:
+            action = scope.actions.get(word, missing)
+            if action is missing:
+                action = scope.actions[word] = _prepare_in_front(op, scope, has_own)
+        return below(keyset, *args, **kwargs) if action is None else action(keyset, args, kwargs)
 
     return kernel
 
@@ -324,19 +313,23 @@ def _kernel_inside(op: str, below: _Kernel, _has_own: bool) -> _Kernel:
 
     @skipped_by_dynamo
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        for device, scope in scopes_here().items():
-            if torch.is_autocast_enabled(device) and _is_on(device, args, kwargs):
-                decision = scope.decide(op)
-                if decision is not None and decision.compute != UNLISTED:
-                    raise UnsupportedError(
-                        f"{op} was called inside another operator under torch.vmap, which passes over what "
-                        f"is decided about it ({decision.because}); call it by itself, or give the other "
-                        "operator a rule"
-                    )
+        scope = _scope_of(args, kwargs)
+        decision = None if scope is None else scope.decide(op)
+        if decision is not None and decision.compute != UNLISTED:
+            raise UnsupportedError(
+                f"{op} was called inside another operator under torch.vmap, which passes over what is "
+                f"decided about it ({decision.because}); call it by itself, or give the other operator a rule"
+            )
         return below(keyset, *args, **kwargs)
 
     return kernel
 
 
-def _is_on(device: str, args: Any, kwargs: Any) -> bool:
-    return any(one.device.type == device for one in _operators.tensors_in((*args, *kwargs.values())))
+def _scope_of(args: Any, kwargs: Any) -> Scope | None:
+    """Return the scope in force where autocast is on and a call has tensors; None: there is none."""
+    for device, scope in scopes_here().items():
+        if torch.is_autocast_enabled(device):
+            tensors = _operators.tensors_in((*args, *kwargs.values()))
+            if any(one.device.type == device for one in tensors):
+                return scope
+    return None

@@ -225,7 +225,7 @@ class Hook:
             return self._after(module, output)
         if self.shared.admits is not None:
             return _untraced(self._after, module, output)
-        return self._traced_after(kwargs, output)
+        return self._traced_after(module, kwargs, output)
 
     # ---- called by Python
 
@@ -307,11 +307,9 @@ class Hook:
                 given.update(named)
         return args, given
 
-    def _traced_after(self, kwargs: Any, output: Any) -> Any:
-        if not isinstance(kwargs, _TracedArguments):
-            if not self.shared.removed:
-                torch._dynamo.graph_break()  # another hook replaced the arguments: run in Python
-            return output
+    def _traced_after(self, module: torch.nn.Module, kwargs: Any, output: Any) -> Any:
+        if not isinstance(kwargs, _TracedArguments):  # another hook replaced the arguments: run in Python
+            return output if self.shared.removed else _untraced(self._after, module, output)
         regions, outputs = kwargs.calls[self.key]
         for region in reversed(regions):
             region.__exit__(None, None, None)

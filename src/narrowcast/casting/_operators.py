@@ -63,16 +63,8 @@ def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
         return with_autocast_off
     redispatch, after = boxed_redispatch(op), after_autocast(device_type)
     if may_get_numbers(op):
-
-        def with_tensors(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            return redispatch(keyset & after, *tensors_for_numbers(op, args), **kwargs)
-
-        return with_tensors
-
-    def go_on(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        return redispatch(keyset & after, *args, **kwargs)
-
-    return go_on
+        return lambda keyset, *a, **k: redispatch(keyset & after, *tensors_for_numbers(op, a), **k)
+    return lambda keyset, *args, **kwargs: redispatch(keyset & after, *args, **kwargs)
 
 
 def plain_call(op: Any) -> Callable[..., Any]:
@@ -345,9 +337,7 @@ def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     kind = native_table(device_type).get(op)
     if kind not in (LOWER, FP32, FP32_SET_DTYPE) or not is_of_pytorch(fetched):
         return call
-    action = native_action(op, kind, device_type)
-
-    call = without_autocast_cache(call)
+    action, call = native_action(op, kind, device_type), without_autocast_cache(call)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))

@@ -130,23 +130,15 @@ def set_scope(scope: Scope | None, device_type: str) -> None:
 
 def autocast_state_of(scope: Scope | None, device_type: str) -> list[tuple[str, torch.dtype]]:
     """Return the device types whose autocast dtypes stand for ``scope``, with these dtypes."""
-    mark = (_NEUTRAL, None) if scope is None else mark_of(scope)
+    mark = (_NEUTRAL, None) if scope is None else scope.mark or _choose_mark(scope)
     carriers = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
     if not _process.beyond:
         return [(carriers[0], mark[0])]
     return [(carriers[0], mark[0]), (carriers[1], mark[1] or _NEUTRAL)]
 
 
-def mark_of(scope: Scope) -> _Mark:
-    """Return the dtypes that stand for ``scope``.
-
-    Raises:
-        UnsupportedError: the process has used up all of them.
-    """
-    return scope.mark if scope.mark is not None else _choose_mark(scope)
-
-
 def _choose_mark(scope: Scope) -> _Mark:
+    """Choose the dtypes that stand for ``scope``; UnsupportedError if the process has used up all of them."""
     device_type = scope.resolved.device_type
     with _lock:
         identity = (device_type, repr(scope.identity))

@@ -280,6 +280,13 @@ def guard_hooks_of_modules() -> None:
         dynamo.reset_code_caches()
 
 
+def dynamo_error() -> type[Exception]:
+    """Return the class of what ``torch.compile`` raises in place of an error that it meets."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/exc.py
+    error: type[Exception] = sys.modules["torch._dynamo.exc"].TorchDynamoException
+    return error
+
+
 # ---- containers
 
 

@@ -76,7 +76,7 @@ def cast_where(value: _ValueT, dtype: torch.dtype, wants: Callable[[torch.Tensor
         casts.append((tensor, tensor.to(dtype)))
         return casts[-1][1]
 
-    result: _ValueT = map_tensors(value, cast)
+    result: _ValueT = _map(value, cast)[0]
     return result
 
 
@@ -88,17 +88,15 @@ def tensors_inside(value: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors(value, note)
+    _map(value, note)
     return found
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``value`` with ``function`` of each of its tensors; itself where nothing changed."""
-    return _map(value, function)[0]
-
-
 def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, bool]:
-    """As ``map_tensors``; also return whether anything changed, since Dynamo cannot compare by ``is``."""
+    """Return ``value`` with ``function`` of each of its tensors, and whether anything changed.
+
+    Where nothing changed it is ``value`` itself, which Dynamo cannot find out by ``is``.
+    """
     if isinstance(value, torch.Tensor):
         made = function(value)
         return made, made is not value

@@ -17,8 +17,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ def drop_casts() -> None:
 def watch_writes() -> None:
     """Called when the first region of the process opens in which a backward pass is worth a warning."""
     watch_optimizers()
-    _watch_loading(1)
+    watch_loading(1)
     below = _autograd.backward
     if _process.last_backward is None or _process.last_backward.__wrapped__ is not below:
         _process.last_backward = _watched_backward(below)
@@ -119,7 +118,7 @@ def watch_writes() -> None:
 
 def stop_watching_writes() -> None:
     """Called when the last such region closes."""
-    _watch_loading(-1)
+    watch_loading(-1)
     ours = _process.our_backward
     # A later replacement goes on calling ours, which outside of regions only calls the original.
     if ours is not None and _autograd.backward is ours:
@@ -134,22 +133,11 @@ def watch_optimizers() -> None:
         _process.optimizers_hooked = True
 
 
-@contextmanager
-def loading_watched() -> Iterator[None]:
-    """Inside, drop the casts after each ``load_state_dict``, in any thread."""
-    _watch_loading(1)
-    try:
-        yield
-    finally:
-        _watch_loading(-1)
+def watch_loading(users: int) -> None:
+    """Drop the casts after each ``load_state_dict``, in any thread, while there are users.
 
-
-def forget_warnings() -> None:
-    """Let the next backward pass inside a region warn again, as in a fresh process."""
-    _process.backward_warned = False
-
-
-def _watch_loading(users: int) -> None:
+    ``users`` is 1 for one more, or -1 for one less.
+    """
     _process.loading_users += users
     if _process.loading_users:
         _torch_internals.replace_loaded_keys(_DroppingKeys)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from os import PathLike
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
+from narrowcast.casting._operators import CASTABLE
 from narrowcast.casting._tree import modules_by_path, scopes_by_path
 from narrowcast.casting._weight_casts import stacklevel_outside
-from narrowcast.errors import PolicyError, near_names
-from narrowcast.policy import FP8_RECIPES, Policy, Rule, as_policy, class_names, names_module, resolved
+from narrowcast.errors import PolicyError
+from narrowcast.policy import FP8_RECIPES, Policy, Rule, resolved
 
-CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _MULTIPLE = 16
-_SHOWN_PATHS = 8
 _NO_INSTRUCTIONS = "has no fp8 instructions"
 
 
@@ -35,21 +34,19 @@ class Fp8Use:
         return self
 
 
+@dataclass(eq=False)
 class Fp8Handle:
-    """The result of ``apply_fp8``.
+    """The layers of a model that multiply in fp8, and those that cannot.
 
     Attributes:
         converted: path in the model -> recipe, for each layer that multiplies in fp8.
         left_out: path in the model -> why not, in words, for each other module that an fp8 rule selects.
-        missed: fp8 rule -> error message, for each rule that meets no linear layer.
     """
 
-    def __init__(self, left_out: dict[str, str], missed: dict[Rule, str]) -> None:
-        self.converted: dict[str, str] = {}
-        self.left_out = left_out
-        self.missed = missed
-        self.use = Fp8Use()
-        self.layers: list[torch.nn.Linear] = []
+    converted: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    use: Fp8Use = field(default_factory=Fp8Use)
+    layers: list[torch.nn.Linear] = field(default_factory=list)
 
     def remove(self) -> None:
         """Make the layers ``torch.nn.Linear`` again: the same objects with their parameters and hooks.
@@ -65,55 +62,34 @@ class Fp8Handle:
         return f"Fp8Handle({len(self.converted)} converted, {len(self.left_out)} left out)"
 
 
-def apply_fp8(
-    model: torch.nn.Module, policy: Policy | str | PathLike[str], *, strict: bool = True
-) -> Fp8Handle:
-    """Convert the linear layers of ``model`` for which fp8 rules of ``policy`` win.
+def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
+    """Convert the linear layers of ``model`` for which fp8 rules of ``policy`` win; see docs/fp8.md.
 
     A layer stays the same object, with its fp32 parameters, hooks and mode; its class becomes ``Fp8Linear``.
-    Without fp8 rules nothing happens, and torchao is not imported. Call it before ``torch.compile`` and
-    ``fully_shard``. Which rule wins is as for the operator ``linear`` called in that module.
-
-    Layers convert if they are ``torch.nn.Linear`` and of no subclass (LoRA, parametrizations and the
-    projections of ``torch.nn.MultiheadAttention`` compute otherwise), with a weight in fp32, bf16 or fp16
-    whose in and out features are multiples of 16. On a CPU the same numbers are multiplied in fp32, with a
-    warning. Layers on a GPU without fp8 instructions are left out with a warning, since bf16 is faster and
-    more exact there.
-
-    The numbers are described in docs/fp8.md.
-
-    Args:
-        model: any module; the paths of rules leave out wrappers (DDP, ``torch.compile``).
-        policy: a ``Policy``, the name of a preset, or a file.
-        strict: raise if an fp8 rule meets no linear layer.
+    Without fp8 rules nothing happens, and torchao is not imported. On a CPU the same numbers are multiplied
+    in fp32, with a warning. Layers on a GPU without fp8 instructions are left out with a warning, since bf16
+    is faster and more exact there.
 
     Raises:
         MissingModuleError: torchao is not installed (``pip install 'narrowcast[fp8]'``), or is too old.
-        PolicyError: an fp8 rule meets no linear layer of ``model``, or the model has fp8 layers already.
-        UnsupportedError: later, in a backward with ``create_graph=True`` through such a layer. The transforms
-            of ``torch.func`` raise torch's own RuntimeError there.
-
-    Sources: https://github.com/pytorch/ao/tree/main/torchao/float8; OCP 8-bit Floating Point Specification
-    (OFP8) 1.0.
+        PolicyError: the model has fp8 layers already.
     """
-    policy = as_policy(policy)
-    rules = [one for one in policy.rules if one.compute in FP8_RECIPES]
-    if not rules:
-        return Fp8Handle({}, {})
-    found = _sites(model, policy)
-    missed = {rule: why for rule in rules if (why := _why_missed(rule, model)) is not None}
-    if missed and strict:
-        raise PolicyError(next(iter(missed.values())))
+    handle = Fp8Handle()
+    if not any(one.compute in FP8_RECIPES for one in policy.rules):
+        return handle
+    for path, module in modules_by_path(model):
+        if is_fp8(module):
+            raise PolicyError(f"{path!r} is an fp8 layer already: remove() the handle of its policy first")
     from narrowcast.casting.fp8 import _linear  # imports torchao
 
-    selected = [(site, rule) for site in found if (rule := _fp8_rule(site)) is not None]
-    reasons = {site.path: _why_not(site.module) for site, _ in selected}
-    handle = Fp8Handle({path: why for path, why in reasons.items() if why is not None}, missed)
-    chosen = [(site, rule) for site, rule in selected if reasons[site.path] is None]
-    _warn([site.module for site, _ in chosen], handle.left_out)  # first: a warning may be an error
-    for site, rule in chosen:
-        handle.layers.append(_linear.convert_layer(site.module, rule, handle.use))
-        handle.converted[site.path] = rule.compute
+    sites = _selected(model, policy)
+    reasons = {site.path: _why_not(site.module) for site in sites}
+    handle.left_out.update((path, why) for path, why in reasons.items() if why is not None)
+    chosen = [site for site in sites if site.path not in handle.left_out]
+    _warn([site.module for site in chosen], handle.left_out)  # first: a warning may be an error
+    for site in chosen:
+        handle.layers.append(_linear.convert_layer(site.module, site.rule, handle.use))
+        handle.converted[site.path] = site.rule.compute
     return handle
 
 
@@ -122,8 +98,8 @@ def unconverted(model: torch.nn.Module, policy: Policy) -> dict[str, str | None]
 
     The value is why a layer cannot, or None if it could.
     """
-    found = [site for site in _sites(model, policy, with_fp8=True) if _fp8_rule(site) is not None]
-    return {site.path: _why_not(site.module) for site in found if not is_fp8(site.module)}
+    sites = _selected(model, policy)
+    return {site.path: _why_not(site.module) for site in sites if not is_fp8(site.module)}
 
 
 def is_fp8(module: torch.nn.Module) -> bool:
@@ -157,52 +133,39 @@ def has_fp8(device: torch.device) -> bool:
 
 
 class _Site(NamedTuple):
-    """A module at its first path in the model, and the rule that decides ``linear`` inside it."""
+    """A module at its first path in the model, and the fp8 rule that wins for ``linear`` inside it."""
 
     path: str
     module: Any
-    winner: Rule | None
+    rule: Rule
 
 
-def _sites(model: torch.nn.Module, policy: Policy, *, with_fp8: bool = False) -> list[_Site]:
-    """Return every module of ``model``.
-
-    Raises:
-        PolicyError: one is an fp8 layer already, unless ``with_fp8``.
-    """
-    for path, module in modules_by_path(model):
-        if is_fp8(module) and not with_fp8:
-            raise PolicyError(f"{path!r} is an fp8 layer already: remove() the handle of its policy first")
+def _selected(model: torch.nn.Module, policy: Policy) -> list[_Site]:
+    """Return the modules of ``model`` that fp8 rules select, whether they can multiply in fp8 or not."""
+    modules = modules_by_path(model)
+    for _, module in modules:
         if not is_fp8(module):
             restore_layer(module)  # in a copy of the model whose policy was removed
     root = resolved(policy, "cpu", "bf16").root  # which rule wins does not depend on the device
     scopes = scopes_by_path(model, policy, root)
-    return [_Site(path, module, scopes[path].rule_of("linear")) for path, module in modules_by_path(model)]
+    winners = ((path, module, scopes[path].rule_of("linear")) for path, module in modules)
+    return [
+        _Site(path, module, rule)
+        for path, module, rule in winners
+        if rule is not None and rule.compute in FP8_RECIPES and _is_meant(module, rule)
+    ]
 
 
-def _why_missed(rule: Rule, model: torch.nn.Module) -> str | None:
-    """Explain that an fp8 rule selects no linear layer; None if it does."""
-    modules = modules_by_path(model)
-    linears = [path for path, module in modules if isinstance(module, torch.nn.Linear)]
-    selected = [p for p, module in modules if names_module(rule, p, class_names(type(module)))]
-    inside = any(path == p or not p or path.startswith(f"{p}.") for path in linears for p in selected)
-    if inside or (linears and not rule.is_for_modules):
-        return None
-    known = near_names(rule.module or "", linears[:_SHOWN_PATHS]) if linears else "The model has none."
-    return f"expected a torch.nn.Linear for the rule {rule}, got none in {rule.target}. {known}"
+def _is_meant(module: torch.nn.Module, rule: Rule) -> bool:
+    """Return whether ``module`` is expected to multiply in fp8 by a rule that wins inside it.
 
-
-def _fp8_rule(site: _Site) -> Rule | None:
-    """Return the rule that wins at ``site`` if it has an fp8 recipe, or None."""
-    rule = site.winner
-    if rule is None or rule.compute not in FP8_RECIPES:
-        return None
-    if isinstance(site.module, torch.nn.Linear):
-        return rule
-    # A module with matrices of its own, as MultiheadAttention, is expected to follow a module rule.
-    matrices = [p for p in site.module.parameters(recurse=False) if p.dim() > 1 and p.is_floating_point()]
-    is_meant = rule.op is None or isinstance(site.module, torch.nn.MultiheadAttention)
-    return rule if matrices and is_meant else None
+    One with matrices of its own, as MultiheadAttention, is expected to follow a module rule.
+    """
+    if isinstance(module, torch.nn.Linear):
+        return True
+    own = module.parameters(recurse=False)
+    matrices = any(one.dim() > 1 and one.is_floating_point() for one in own)
+    return matrices and (rule.op is None or isinstance(module, torch.nn.MultiheadAttention))
 
 
 def _why_not(module: torch.nn.Module) -> str | None:

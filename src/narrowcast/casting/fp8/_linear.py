@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from narrowcast.casting._operators import CASTABLE
 from narrowcast.casting._scopes import region_dtype
-from narrowcast.casting.fp8._convert import CASTABLE, Fp8Use, has_fp8
+from narrowcast.casting.fp8._convert import Fp8Use, has_fp8
 from narrowcast.errors import MissingModuleError, UnsupportedError
 from narrowcast.policy import Rule
 
