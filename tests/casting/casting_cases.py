@@ -1,7 +1,6 @@
 """What the tests of casting share: formats, policies, small models, comparisons, threads."""
 
 import copy
-import io
 import pickle
 import threading
 
@@ -65,15 +64,13 @@ def eager(model, policy, x):
         return trained(model, x)
 
 
+def linear_by_hand(layer, x, dtype):
+    with torch.no_grad():
+        return nn.functional.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+
+
 def pickled(value):
     return pickle.loads(pickle.dumps(value))
-
-
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def has_no_hooks(model):

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 import torch.nn.functional as F
-from casting_cases import BF16, FP16, FP32, Calls, assert_same, has_no_hooks, pickled, rules, saved
+from casting_cases import BF16, FP16, FP32, Calls, assert_same, has_no_hooks, pickled, rules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -324,7 +324,7 @@ def small():
     return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4)).eval()
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
 @torch.no_grad()
 def test_a_copy_is_baked_on_its_own(make):
     policy = rules(nc.rule.module("2", compute="fp32"))

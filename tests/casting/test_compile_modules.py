@@ -11,18 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from casting_cases import (
-    BF16,
-    COMPILES,
-    FP16,
-    FP32,
-    Calls,
-    assert_same,
-    eager,
-    has_no_hooks,
-    rules,
-    trained,
-)
+from casting_cases import BF16, COMPILES, FP16, FP32, Calls, assert_same, eager, has_no_hooks, rules, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,10 +145,7 @@ HANDED = {
         lambda: Calls(lambda self, x: self.i(x), i=nn.Identity()),
         rule("i", compute="fp32", output="fp16"),
     ),
-    "dropout without effect": (
-        lambda: after(nn.Dropout).eval(),
-        rule("1", compute="fp32", output="fp16"),
-    ),
+    "dropout without effect": (lambda: after(nn.Dropout).eval(), rule("1", compute="fp32", output="fp16")),
     "one value twice": (
         lambda: after(lambda: Calls(lambda self, x: (x, x)[1])),
         rule("1", compute="fp32", output="fp16"),

@@ -68,9 +68,5 @@ def test_policies_share_one_cache_on_disk(tmp_path, way):
         assert found["error"] <= 2**-8
         assert found["gradient_error"] <= 2**-6
         seen.append(found["hits"] > 0)
-    assert seen == [
-        False,
-        False,
-        True,
-        True,
-    ]  # another policy's graph is none of ours, and the cache was read
+    # Another policy's graph is none of ours, and the cache was read.
+    assert seen == [False, False, True, True]

@@ -196,10 +196,7 @@ def test_norm_by_its_overload_with_a_dtype(given):
 
 
 def test_binary_cross_entropy_is_refused_with_two_ways_out():
-    with (
-        region(FP16),
-        pytest.raises(UnsupportedError, match="use binary_cross_entropy_with_logits"),
-    ):
+    with region(FP16), pytest.raises(UnsupportedError, match="use binary_cross_entropy_with_logits"):
         F.binary_cross_entropy(X.sigmoid(), X.sigmoid())
     with region(FP16, nc.rule.op("binary_cross_entropy", compute="fp32")):
         assert F.binary_cross_entropy(X.half().sigmoid(), X.sigmoid()).dtype == FP32

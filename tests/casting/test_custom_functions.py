@@ -1,8 +1,6 @@
 """Custom autograd functions: the forward's region in the backward, and inputs cast wherever they are."""
 
 import collections
-import dataclasses
-import typing
 
 import pytest
 import torch
@@ -15,17 +13,6 @@ from narrowcast.errors import DeviceError, OrderError, PolicyError
 pytestmark = COMPILES
 TORCH = (torch.amp.custom_fwd, torch.amp.custom_bwd)
 OURS = (nc.custom_fwd, nc.custom_bwd)
-
-
-class Pair(typing.NamedTuple):
-    x: torch.Tensor
-    w: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    x: torch.Tensor
-    w: torch.Tensor
 
 
 def product(decorators, cast_inputs=None, seen=None):
@@ -125,8 +112,6 @@ def capturing(custom_fwd, cast_inputs=FP32):
 @pytest.mark.parametrize(
     "argument",
     [
-        Pair(torch.ones(1).to(BF16), torch.ones(1)),
-        Arguments(torch.ones(1).to(BF16), torch.ones(1)),
         [{"a": (torch.ones(1).to(FP16), [torch.ones(1).to(BF16)])}],
         {torch.ones(1).to(BF16)},
         collections.OrderedDict(a=torch.ones(1).to(BF16)),

@@ -11,11 +11,7 @@ from narrowcast.errors import DeviceError, PolicyError
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        (
-            ("cdua",),
-            DeviceError,
-            "type 'cdua'.* Did you mean \"cuda\"[?] Known: cpu, cuda, xpu",
-        ),
+        (("cdua",), DeviceError, "type 'cdua'.* Did you mean \"cuda\"[?] Known: cpu, cuda, xpu"),
         (("CPU",), DeviceError, 'Did you mean "cpu"'),
         (("mpss",), DeviceError, 'Did you mean "mps"'),
         (("meta",), DeviceError, "unknown device type 'meta'"),

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from casting_cases import BF16, FP16, FP32, CountCasts, in_threads
+from casting_cases import BF16, FP16, FP32, CountCasts, in_threads, linear_by_hand
 from torch import nn
 
 import narrowcast as nc
@@ -171,16 +171,11 @@ def _nested_formats(formats, layer, x):
 @pytest.mark.parametrize("formats", list(itertools.product((BF16, FP16, FP32), repeat=3)))
 def test_nested_formats_share_a_layer(formats):
     layer, x = nn.Linear(8, 8), torch.randn(2, 8)
-    expected = {dtype: _explicit(layer, x, dtype) for dtype in formats}
+    expected = {dtype: linear_by_hand(layer, x, dtype) for dtype in formats}
     results = _nested_formats(formats, layer, x)
     for result, dtype in zip(results, [*formats, *reversed(formats)], strict=True):
         assert result.dtype == dtype
         assert torch.equal(result, expected[dtype])
-
-
-def _explicit(layer, x, dtype):
-    with torch.no_grad():
-        return torch.nn.functional.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
 
 
 def test_another_format_inside_a_disabled_region_inside_a_region():
@@ -190,9 +185,9 @@ def test_another_format_inside_a_disabled_region_inside_a_region():
         with nc.autocast("cpu", enabled=False):
             assert layer(x).dtype == FP32
             with nc.autocast("cpu", FP16):
-                assert torch.equal(layer(x), _explicit(layer, x, FP16))
+                assert torch.equal(layer(x), linear_by_hand(layer, x, FP16))
             assert layer(x).dtype == FP32
-        assert torch.equal(layer(x), _explicit(layer, x, BF16))
+        assert torch.equal(layer(x), linear_by_hand(layer, x, BF16))
 
 
 def test_ours_inside_torchs():
@@ -283,7 +278,7 @@ def test_two_threads_in_different_formats_share_a_layer():
     (before, after), other = in_threads(first, second)
     for result, dtype in ((before, BF16), (other, FP16), (after, BF16)):
         assert result.dtype == dtype
-        assert torch.equal(result, _explicit(layer, x, dtype))
+        assert torch.equal(result, linear_by_hand(layer, x, dtype))
 
 
 def test_two_threads_in_one_format_share_the_cache():
@@ -302,7 +297,7 @@ def test_two_threads_in_one_format_share_the_cache():
 @pytest.mark.long
 def test_many_threads_nest_formats_around_shared_layers():
     layers, x = [nn.Linear(16, 16) for _ in range(3)], torch.randn(2, 16)
-    expected = {d: [_explicit(layer, x, d) for layer in layers] for d in (BF16, FP16, FP32)}
+    expected = {d: [linear_by_hand(layer, x, d) for layer in layers] for d in (BF16, FP16, FP32)}
 
     def thread(seed):
         def run():

@@ -9,19 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from casting_cases import (
-    BF16,
-    FP16,
-    FP32,
-    Calls,
-    assert_same,
-    eager,
-    has_no_hooks,
-    pickled,
-    rules,
-    saved,
-    trained,
-)
+from casting_cases import BF16, FP16, FP32, Calls, assert_same, eager, has_no_hooks, pickled, rules, trained
 from torch import nn
 
 import narrowcast as nc
@@ -111,6 +99,8 @@ def test_values_are_those_of_casts_by_hand(compute, region):
 
 # ---- which rule wins
 
+# tests/policy has every choice of rules.
+
 
 @pytest.mark.parametrize(
     ("given", "expected"),
@@ -120,37 +110,17 @@ def test_values_are_those_of_casts_by_hand(compute, region):
         pytest.param([rule.module("inner", op="linear", compute="fp16"),
                       rule.module("inner", compute="fp32")],
                      {"inner": FP16}, id="an operator inside before the module"),
-        pytest.param([rule.module("inner", op="linear", compute="fp16"),
-                      rule.module("inner.lin", compute="fp32")],
-                     {"inner": FP16}, id="an operator inside before a module further inside"),
         pytest.param([rule.op("linear", compute="fp32"), rule.module("inner", compute="fp16")],
                      {"inner": FP16, "head": FP32, "twin": FP32}, id="a module before an operator"),
-        pytest.param([rule.op("linear", compute="fp32")],
-                     {"inner": FP32, "head": FP32, "twin": FP32}, id="an operator before the table"),
-        pytest.param([rule.module("*", compute="fp16")],
-                     dict.fromkeys(NATIVE, FP16), id="a glob"),
         pytest.param([rule.module("*", compute="fp32"), rule.module("inner*", compute="fp16")],
                      {**dict.fromkeys(NATIVE, FP32), "inner": FP16}, id="the later of two globs"),
-        pytest.param([rule.module_type(nn.Linear, compute="fp16")],
-                     {"inner": FP16, "head": FP16, "twin": FP16}, id="a class"),
-        pytest.param([rule.module("head", compute="fp32"), rule.module_type(nn.Linear, compute="fp16")],
-                     {"inner": FP16, "head": FP16, "twin": FP16}, id="the later of a path and a class"),
-        pytest.param([rule.module("head", type=nn.Linear, compute="fp32"),
-                      rule.module_type(nn.Linear, compute="fp16")],
-                     {"inner": FP16, "head": FP32, "twin": FP32}, id="a path with a class before a class"),
         pytest.param([rule.module("", compute="fp16")],
                      dict.fromkeys(NATIVE, FP16), id="the model itself"),
-        pytest.param([rule.module("", op="softmax", compute="fp16")],
-                     {"softmax": FP16}, id="an operator of the model"),
-        pytest.param([rule.module("norm", compute="lower")], {"norm": BF16}, id="the region's format"),
         pytest.param([rule.module("inner", compute="as-is"),
                       rule.module("inner", op="linear", compute="fp16")],
                      {"inner": FP16}, id="an operator inside what is left as it is"),
         pytest.param([rule.module("inner", compute="as-is"), rule.module("inner.lin", compute="fp16")],
                      {"inner": FP16}, id="a module inside what is left as it is"),
-        pytest.param([rule.module("inner", compute="as-is"),
-                      rule.module("inner.lin", op="linear", compute="fp16")],
-                     {"inner": FP16}, id="an operator of a module inside what is left as it is"),
     ],
 )  # fmt: skip
 def test_which_rule_wins(given, expected):
@@ -260,7 +230,7 @@ def test_a_part_called_by_itself_opens_its_region():
 # ---- copies
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
 def test_a_copy_keeps_the_policy_and_may_have_another(again):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     with nc.apply(model, rules(rule.module("1", compute="fp16"))):
@@ -273,12 +243,10 @@ def test_a_copy_keeps_the_policy_and_may_have_another(again):
         assert twin(X).dtype == FP32
 
 
-def test_a_deep_copy_keeps_the_policy_until_it_is_removed():
+def test_a_deep_copy_loses_the_policy_with_the_model():
     model = Model()
-    handle = nc.apply(model, rules(rule.module("norm", compute="fp16")))
-    twin = copy.deepcopy(model)
-    assert (twin(X)["norm"].dtype, twin(X)["head"].dtype) == (FP16, BF16)
-    handle.remove()
+    with nc.apply(model, rules(rule.module("norm", compute="fp16"))):
+        twin = copy.deepcopy(model)
     assert (twin(X)["norm"].dtype, twin(X)["head"].dtype) == (FP32, FP32)
 
 
@@ -294,9 +262,6 @@ def test_remove_leaves_no_hook(when):
     handle.remove()
     handle.remove()
     assert has_no_hooks(model)
-    for part in model.modules():
-        assert not part._forward_pre_hooks_with_kwargs
-        assert not part._forward_hooks_always_called
     assert_same(model(X)["head"], Model()(X)["head"])
 
 

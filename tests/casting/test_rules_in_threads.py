@@ -133,19 +133,6 @@ def test_replicas_in_threads():
             assert all(torch.equal(out, expected) for out in found)
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")
-def test_data_parallel():
-    devices = list(range(torch.cuda.device_count()))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).cuda()
-    parallel = nn.DataParallel(model, devices * 2 if len(devices) == 1 else devices)
-    with nc.apply(model, AS_FP16):
-        out = parallel(torch.randn(8, 4, device="cuda"))
-    assert out.dtype == FP16
-    out.float().sum().backward()
-    assert all(weight.grad is not None for weight in model.parameters())
-
-
 def test_torchs_custom_bwd_keeps_the_region_and_loses_its_rules():
     """It knows of no rules; nc.custom_bwd, on a forward of either's custom_fwd, does what it can."""
     seen = []

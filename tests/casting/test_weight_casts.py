@@ -162,16 +162,6 @@ def test_a_write_takes_effect_at_once(layer, write):
     assert not torch.equal(after, before)
 
 
-def test_a_loaded_state_takes_effect_at_once(layer):
-    other = nn.Linear(4, 4, bias=False)
-    with nc.autocast("cpu", policy=POLICY):
-        layer(X)
-        layer.load_state_dict(other.state_dict())
-        assert torch.equal(layer(X), by_hand(other))
-        layer.load_state_dict(nn.Linear(4, 4, bias=False).state_dict(), assign=True)
-        assert torch.equal(layer(X), by_hand(layer))
-
-
 def test_writes_through_data_need_drop_casts(layer):
     """They leave no trace: the one exception, of rules and of PyTorch's own casts alike."""
     plain = nc.Policy(compute="fp16")

@@ -7,7 +7,6 @@ so that it is there in whatever thread calls the module: if no region of it is o
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,7 +29,6 @@ from narrowcast.policy import (
     with_fp32_weights,
 )
 
-_ModuleAtPaths = tuple[tuple[str, ...], torch.nn.Module]  # a module with every path to it
 _applied: weakref.WeakKeyDictionary[torch.nn.Module, Applied] = weakref.WeakKeyDictionary()
 
 
@@ -153,11 +151,7 @@ class _ModelHook(Hook):
     ) -> None:
         super().__init__(shared, rules, module, opening=shared.opens)
         self._model = weakref.ref(model)
-
-    @functools.cached_property
-    def _names_modules(self) -> bool:
-        # A policy does not change, and one made of apex's lists has 200 rules to look through.
-        return self.policy.names_modules
+        self._names_modules = shared.policy.names_modules  # not at each call: apex's lists have 200 rules
 
     def follow_model(self, module: torch.nn.Module) -> None:
         if self._names_modules and (self._structure is None or not self._structure.holds()):
@@ -239,7 +233,7 @@ def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -
     return tuple(one for one in rules_of(policy, paths, module) if one.compute not in FP8_RECIPES)
 
 
-def _remove_stale_hooks(modules: list[_ModuleAtPaths], policy: Policy) -> None:
+def _remove_stale_hooks(modules: Iterable[tuple[tuple[str, ...], torch.nn.Module]], policy: Policy) -> None:
     """Remove hooks that were copied with a model; refuse if a module has another policy."""
     for paths, module in modules:
         for hook in hooks_on(module):

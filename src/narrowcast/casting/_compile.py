@@ -62,7 +62,12 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since 2.12
         settings.setdefault("isolate_recompiles", True)
     if not isinstance(model, torch.nn.Module):
-        _refuse_rules_for_modules(wanted)
+        for rule in wanted.rules:
+            if rule.is_for_modules or rule.compute in FP8_RECIPES:
+                raise UnsupportedError(
+                    f"expected a module to compile with a rule for modules ({rule}), got a function: compile "
+                    "the module that it calls, or leave the rule out"
+                )
         return _in_region(torch.compile(model, **settings), wanted)
     refuse_missed(missed_rules(wanted, model))
     hooks = CompiledHooks(wanted)
@@ -74,15 +79,6 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     again = functools.partial(compile, **settings)
     compiled.__dict__["__reduce_ex__"] = lambda _protocol: (again, (model, wanted))
     return compiled
-
-
-def _refuse_rules_for_modules(policy: Policy) -> None:
-    for rule in policy.rules:
-        if rule.is_for_modules or rule.compute in FP8_RECIPES:
-            raise UnsupportedError(
-                f"expected a module to compile with a rule for modules ({rule}), got a function: compile the "
-                "module that it calls, or leave the rule out"
-            )
 
 
 def _in_region(

@@ -160,13 +160,6 @@ def is_eligible(tensor: torch.Tensor, device: str) -> bool:
     return tensor.is_cpu if device == "cpu" else tensor.device.type == device
 
 
-def _to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return an eligible ``tensor`` in ``dtype``; the cast of a weight is kept for its next use."""
-    if isinstance(tensor, torch.nn.Parameter) and tensor.dtype is torch.float32 and is_cacheable(tensor):
-        return cast_weight(tensor, dtype)
-    return tensor.to(dtype)
-
-
 # ---- the call
 
 
@@ -233,9 +226,13 @@ def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) ->
 
 
 def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
+    """Return eligible tensors in ``dtype``; the cast of a weight is kept for its next use."""
     if isinstance(value, torch.Tensor):
-        eligible = value.dtype is not dtype and is_eligible(value, device)
-        return _to_dtype(value, dtype) if eligible else value
+        if value.dtype is dtype or not is_eligible(value, device):
+            return value
+        if isinstance(value, torch.nn.Parameter) and value.dtype is torch.float32 and is_cacheable(value):
+            return cast_weight(value, dtype)
+        return value.to(dtype)
     if isinstance(value, list | tuple):
         return type(value)([_cast(one, dtype, device) for one in value])
     return value

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import MISSING, fields, replace
+from collections.abc import Collection
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from narrowcast.policy._policy import Policy
 from narrowcast.policy._rule import Rule
 
 VERSION = 1
+_RULE_KEYS = ("module", "module_type", "op", "compute", "output")  # in the order of a file
 _HEADER = "# A policy of narrowcast: which operators and modules compute in which format.\n"
 
 
@@ -35,21 +37,22 @@ def write(policy: Policy, path: Path) -> None:
     Raises:
         PolicyError: the file cannot be written.
     """
-    data = dumps(policy).encode()
     try:
+        data = dumps(policy).encode()
         with replacing(path) as file:
             file.write(data)
-    except (OSError, ValueError) as error:  # ValueError: an invalid file name
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name, or a glob that is no text
         raise PolicyError(f"cannot write the policy to {path}: {_reason(error)}") from error
 
 
 def dumps(policy: Policy) -> str:
     """Return ``policy`` as TOML."""
     lines = [_HEADER + f"version = {VERSION}"]
-    lines += [_line(f.name, getattr(policy, f.name)) for f in fields(policy) if _is_written(f, policy)]
+    changed = {f.name: value for f in fields(policy) if (value := getattr(policy, f.name)) != f.default}
+    lines += [_line(name, value) for name, value in changed.items() if name != "rules"]
     for rule in policy.rules:
         lines += ["", "[[rule]]"]
-        lines += [_line(f.name, getattr(rule, f.name)) for f in _rule_fields() if _is_written(f, rule)]
+        lines += [_line(name, value) for name in _RULE_KEYS if (value := getattr(rule, name)) is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -95,7 +98,7 @@ def _check_version(version: Any, path: Path) -> None:
 
 
 def _rule(found: dict[str, Any], where: str) -> Rule:
-    _check_keys(found, [f.name for f in _rule_fields()], where)
+    _check_keys(found, _RULE_KEYS, where)
     if "compute" not in found:
         raise PolicyError(f"{where} does not say what to compute in: write compute = ...")
     try:
@@ -104,22 +107,10 @@ def _rule(found: dict[str, Any], where: str) -> Rule:
         raise PolicyError(f"{where}: {error}") from None
 
 
-def _check_keys(found: dict[str, Any], known: list[str], where: str) -> None:
+def _check_keys(found: dict[str, Any], known: Collection[str], where: str) -> None:
     for key in found:
         if key not in known:
             raise PolicyError(f"{where}: unknown key {key!r}. {near_names(key, known)}")
-
-
-def _rule_fields() -> list[Any]:
-    """Return the fields in the order of a file: the selector, then the effect."""
-    order = ("module", "module_type", "op", "compute", "output")
-    return sorted(fields(Rule), key=lambda f: order.index(f.name))
-
-
-def _is_written(field: Any, value: Any) -> bool:
-    if field.name == "rules":
-        return False
-    return field.default is MISSING or getattr(value, field.name) != field.default
 
 
 def _line(name: str, value: str | bool) -> str:
