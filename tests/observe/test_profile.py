@@ -11,9 +11,16 @@ from torch.nn import functional as F
 from narrowcast.attach import call_site
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe._torch_internals import profiler_is_on
-from narrowcast.observe.profiling import HostReads, StepProfiler, is_product, read_rows, summarize
+from narrowcast.observe.profiling import (
+    HostReads,
+    Recorder,
+    is_product,
+    read_rows,
+    recorded_steps,
+    summarize,
+)
 from narrowcast.observe.profiling._block import MARK
-from narrowcast.observe.profiling._steps import Recording, _recording, product_size, union_ns
+from narrowcast.observe.profiling._steps import Recording, product_size, union_ns
 
 STEP_NS = 1000
 
@@ -197,7 +204,6 @@ def test_a_step_is_summed_up_and_shares_add_up_to_one():
     assert found["shares"]["products"] == pytest.approx(0.5)
     assert found["shares"]["other_ops"] == pytest.approx(0.05), "what another thread does is not waited for"
     assert found["shares"]["python"] == pytest.approx(0.45)
-    assert found["parts_s"]["products"] == pytest.approx(50e-9)
     (size,) = found["products"]
     assert (size["kind"], size["shape"], size["count"]) == ("matmul", [2, 4, 3], 1)
     assert (size["share"], size["each_s"]) == (pytest.approx(0.5), pytest.approx(50e-9))
@@ -209,7 +215,7 @@ def test_no_step_is_an_error():
     with pytest.raises(UnsupportedError, match="no step was recorded"):
         summarize(Recording(ops=[], marks_ns=[5]))
     with pytest.raises(UnsupportedError, match="a range of torch's profiler is open"):
-        _recording([op("my range", 9, op(MARK, 1))], [])
+        recorded_steps([op("my range", 9, op(MARK, 1))], SimpleNamespace(events=list))
 
 
 # ---- a known network
@@ -234,12 +240,12 @@ def trainer():
 
 def profiled(step, steps=3, **more):
     step()
-    profiler = StepProfiler()
+    profiler = Recorder()
     profiler.start()
     for _ in range(steps):
         step()
         profiler.mark()
-    return summarize(profiler.recording(), **more)
+    return summarize(recorded_steps(*profiler.stop()), **more)
 
 
 def test_casts_and_products_of_a_known_network_are_counted():
@@ -262,7 +268,7 @@ def test_casts_and_products_of_a_known_network_are_counted():
 
 def test_the_record_of_a_kernel_names_the_op_of_the_tree():
     """A kernel on a GPU is found by the number that its op has in both of torch's records."""
-    profiler = StepProfiler()
+    profiler = Recorder()
     profiler.start()
     torch.ones(3) @ torch.ones(3)
     tree, results = profiler.stop()
@@ -292,7 +298,7 @@ def test_kernels_are_those_of_the_op_that_launched_them():
         kernel(20, 45, 2, annotation=True),
         kernel(10, 5, 2, device=torch.profiler.DeviceType.CPU),
     ]
-    found = _recording(tree, events)
+    found = recorded_steps(tree, SimpleNamespace(events=lambda: events))
     assert (found.marks_ns, found.thread, found.kernels_ns) == ([0, 100], 3, {3: 35})
     assert found.intervals_ns == [(20, 50), (60, 65)]
     assert summarize(found, device="cuda")["shares"]["products"] == pytest.approx(0.35)
@@ -302,14 +308,14 @@ def test_another_profiler_is_said():
     with torch.profiler.profile():
         assert profiler_is_on()
         with pytest.raises(UnsupportedError, match="a profiler runs in this thread already"):
-            StepProfiler().start()
+            Recorder().start()
     assert not profiler_is_on()
-    profiler = StepProfiler()
+    profiler = Recorder()
     profiler.start()
     with torch.profiler.profile():
         torch.ones(3)
     with pytest.raises(UnsupportedError, match="another profiler ran in this thread"):
-        profiler.recording()
+        profiler.stop()
 
 
 # ---- reads

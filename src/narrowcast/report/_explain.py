@@ -17,10 +17,14 @@ from narrowcast.errors import FileError
 from narrowcast.observe.capture import EXPLANATION
 from narrowcast.observe.explanation import (
     LAYER_NUMBER,
+    NOTHING,
+    OUTSIDE,
+    SILENT,
+    UNLISTED,
+    columns_of,
     explained,
     explained_lines,
-    has_several_models,
-    place_name,
+    place_names,
     read_explanation,
 )
 from narrowcast.report._render import terminal_text
@@ -30,8 +34,6 @@ VERSION = 1
 """Of the lock file."""
 _MOST = 40
 _MOST_LINES = 3_000
-_SILENT = ("view", "no floats")
-_UNLISTED = "unlisted"
 _HEAD = "# What ran in which format: narrowcast explain --lock wrote it, --check compares.\n"
 _FACTS = ("policy", "torch", "device", "format")
 _ADVICE = "write it anew with narrowcast explain --lock"
@@ -105,7 +107,7 @@ class Decided(
     @property
     def words(self) -> str:
         """All but the place: ``fp32 as bf16 -> bf16, by table``."""
-        by = self.by if self.by == _UNLISTED else f"by {self.by}"
+        by = self.by if self.by == UNLISTED else f"by {self.by}"
         computes = f" as {self.computes}" if self.computes else ""
         times = "" if self.calls == 1 else f", {self.calls:g} calls"
         return f"{self.inputs}{computes} -> {self.outputs}, {by}{times}"
@@ -133,23 +135,14 @@ def decided_sites(found: Mapping[str, Any]) -> list[Decided]:
     Without what computes nothing, and without backward, the optimizer and code outside of regions, in which
     nothing is decided.
     """
-    several, decided = has_several_models(found), []
+    name_of, decided = place_names(found), []
     for site in found["sites"]:
-        by = site["rule"] or ("table" if site["listed"] else _UNLISTED)
-        in_region = by != _UNLISTED or site["because"].startswith(_UNLISTED)
-        if site["kind"] in _SILENT or not in_region or site["because"].startswith("backward"):
+        columns = columns_of(site)
+        if site["kind"] in SILENT or columns.by == NOTHING or site["because"].startswith("backward"):
             continue
-        decided.append(
-            Decided(
-                module=printable(place_name(site, several=several)),
-                op=printable(" > ".join([*site["within"], site["op"]])),
-                inputs="+".join(site["inputs"]) or "-",
-                computes=site["computes"] or "",
-                outputs="+".join(site["outputs"]) or "-",
-                by=printable(by),
-                calls=site["calls"],
-            )
-        )
+        values = {name: printable(value) for name, value in columns._asdict().items()}
+        values["by"] = UNLISTED if columns.by == "asked" else values["by"]
+        decided.append(Decided(module=printable(name_of(site)), calls=site["calls"], **values))
     return decided
 
 
@@ -186,8 +179,7 @@ def differences_text(
     width = max(map(len, sides))
     shown = [
         {
-            "where": (f"{pattern}  x {len(same)}" if len(same) > 1 else same[0].module)
-            or "outside of modules",
+            "where": (f"{pattern}  x {len(same)}" if len(same) > 1 else same[0].module) or OUTSIDE,
             "op": op,
             "sides": [
                 (name.ljust(width), decided or ("not called",))

@@ -18,8 +18,9 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 from narrowcast.observe.profiling import (
     HostReads,
-    StepProfiler,
+    Recorder,
     read_rows,
+    recorded_steps,
     same_size,
     seconds_between,
     stamp,
@@ -225,7 +226,7 @@ class ProfileProbe(StepProbe):
         self._device = "cpu"
         self._weights: set[int] = set()
         self._known: set[int] = set()
-        self._profiler: StepProfiler | None = None
+        self._profiler: Recorder | None = None
         self._reads: HostReads | None = None
         self._begin()
 
@@ -285,7 +286,7 @@ class ProfileProbe(StepProbe):
         name = PHASES[self._at].name
         self._flags, self._counted = [], []
         if name == PROFILED:
-            self._profiler = StepProfiler()
+            self._profiler = Recorder()
             try:
                 self._profiler.start()
             except UnsupportedError as error:
@@ -321,12 +322,12 @@ class ProfileProbe(StepProbe):
         low, middle, high = statistics.quantiles([*usual, *usual], n=4, method="inclusive")
         return {"steps": len(usual), "step_s": middle, "step_s_low": low, "step_s_high": high}
 
-    def _keep_profile(self, profiler: StepProfiler) -> None:
+    def _keep_profile(self, profiler: Recorder) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
         left_out = [number for number, evaluates in enumerate(self._flags) if evaluates]
         try:
-            recording = profiler.recording()
+            recording = recorded_steps(*profiler.stop())
             if self._flags:
                 self._facts["profile"] = summarize(
                     recording, device=self._device, left_out=left_out, weights=self._weights

@@ -6,7 +6,7 @@ import functools
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ Line = tuple[str, bool]
 """Text, and whether it is a heading."""
 
 WIDTH = 79
-OUTSIDE, NOTHING = "outside of modules", "-"
+OUTSIDE, NOTHING, UNLISTED = "outside of modules", "-", "unlisted"
 _NOT_IN_MODULES = {"backward": "backward", "optimizer": "optimizer"}
 LAYER_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A number that is a part of a path, as the 3 of ``blocks.3.norm``."""
@@ -27,7 +27,8 @@ LAYER_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _NUMBER_INSIDE = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 _SCHEMA = 1
 _PER_STEP = ("ops", "calls", "count", "casts", "cast_bytes", "moved_bytes", "duration_s")
-_SILENT = ("view", "no floats")
+SILENT = ("view", "no floats")
+"""Kinds of sites that compute nothing."""
 _MOST_ROWS = 60
 _UNITS = ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -115,12 +116,12 @@ def _share(part: float, whole: float) -> float | None:
 
 
 class Columns(NamedTuple):
-    """What the table shows of calls of one operator; those that are alike are one row.
+    """What is shown of calls of one operator; those that are alike are one row.
 
     Attributes:
-        op: with the operator around it: ``"einsum > bmm"``.
+        op: with the operators around it: ``"einsum > bmm"``.
         inputs, computes, outputs: formats; ``computes`` is ``""`` if nothing is cast.
-        by: ``"table"``, ``"rule 2"``, ``"unlisted"``, ``"asked"`` for a cast by the script, or ``"-"`` if
+        by: the rule, ``"table"``, ``"unlisted"``, ``"asked"`` for a cast by the script, or ``"-"`` if
             autocast does not decide.
     """
 
@@ -131,40 +132,42 @@ class Columns(NamedTuple):
     by: str
 
 
-@dataclass(slots=True, kw_only=True)
-class Group:
-    """A module, or several whose paths differ in numbers alone, with its rows.
+def columns_of(site: Mapping[str, Any]) -> Columns:
+    """Return what is shown of a site."""
+    by = site["rule"] or ("table" if site["listed"] else NOTHING)
+    if by == NOTHING and site["because"].startswith("unlisted"):
+        by = "asked" if site["kind"] == "cast" else UNLISTED
+    return Columns(
+        op=" > ".join([*site["within"], site["op"]]),
+        inputs="+".join(site["inputs"]) or NOTHING,
+        computes=site["computes"] or "",
+        outputs="+".join(site["outputs"]) or NOTHING,
+        by=by,
+    )
 
-    Attributes:
-        name: its path, ``*`` for numbers that differ; the class of the model for the model itself.
-        paths: how many modules.
-        rows: ``calls``, ``casts``, ``cast_bytes`` and ``duration_s`` of one step, in the order of calls.
-    """
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """A module, or several whose paths differ in numbers alone: ``*`` stands for these."""
 
     name: str
     paths: int = 1
+    # ``calls``, ``casts``, ``cast_bytes`` and ``duration_s`` of one step, in the order of calls
     rows: dict[Columns, Counter[str]] = field(default_factory=dict)
 
 
-def grouped(found: Mapping[str, Any], *, every: bool = False) -> list[Group]:
-    """Return the rows of a table.
-
-    Args:
-        found: what ``explained`` returned.
-        every: each layer alone, also what computes nothing; else repeated layers together.
-    """
-    sites = [site for site in found["sites"] if every or site["kind"] not in _SILENT]
-    several = has_several_models(found)
-    rules = {rule: f"rule {number}" for number, rule in enumerate(rules_of(sites), start=1)}
-    groups: dict[str, Group] = {}
-    for site in sites:
-        name = _NOT_IN_MODULES.get(site["phase"]) or place_name(site, several=several) or OUTSIDE
-        rows = groups.setdefault(name, Group(name=name)).rows
-        numbers = {name: site[name] for name in ("calls", "casts", "cast_bytes", "duration_s")}
-        rows.setdefault(_columns(site, rules), Counter()).update(numbers)
+def _grouped(found: Mapping[str, Any], *, every: bool) -> list[_Group]:
+    name_of = place_names(found)
+    groups: dict[str, _Group] = {}
+    for site in found["sites"]:
+        if every or site["kind"] not in SILENT:
+            name = _NOT_IN_MODULES.get(site["phase"]) or name_of(site) or OUTSIDE
+            rows = groups.setdefault(name, _Group(name=name)).rows
+            numbers = {name: site[name] for name in ("calls", "casts", "cast_bytes", "duration_s")}
+            rows.setdefault(columns_of(site), Counter()).update(numbers)
     if every:
         return list(groups.values())
-    layers: dict[Any, Group] = {}
+    layers: dict[Any, _Group] = {}
     for group in groups.values():
         pattern = LAYER_NUMBER.sub("*", group.name)
         first = layers.setdefault((pattern, *group.rows), group)
@@ -175,40 +178,18 @@ def grouped(found: Mapping[str, Any], *, every: bool = False) -> list[Group]:
     return list(layers.values())
 
 
-def _columns(site: Mapping[str, Any], rules: Mapping[str, str]) -> Columns:
-    if site["rule"] is not None:
-        by = rules[site["rule"]]
-    elif site["phase"] in _NOT_IN_MODULES:
-        by = NOTHING
-    elif site["listed"]:
-        by = "table"
-    elif site["because"].startswith("unlisted"):
-        by = "asked" if site["kind"] == "cast" else "unlisted"
-    else:
-        by = NOTHING
-    return Columns(
-        op=" > ".join([*site["within"][-1:], site["op"]]),
-        inputs="+".join(site["inputs"]) or NOTHING,
-        computes="fp8" if (site["computes"] or "").startswith("fp8") else site["computes"] or "",
-        outputs="+".join(site["outputs"]) or NOTHING,
-        by=by,
-    )
+def place_names(found: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
+    """Return a function that names the module of a site: its path, after its model's class if models differ.
 
+    The name is empty outside of modules.
+    """
+    several = len({site["root"] for site in found["sites"] if site["root"]}) > 1
 
-def has_several_models(found: Mapping[str, Any]) -> bool:
-    """Return whether paths need the class of their model to be told apart."""
-    return len({site["root"] for site in found["sites"] if site["root"]}) > 1
+    def name_of(place: Mapping[str, Any]) -> str:
+        root, path = place["root"], place["path"]
+        return f"{root}.{path}" if several and path else path or root
 
-
-def place_name(place: Mapping[str, Any], *, several: bool) -> str:
-    """Return the path of a module, after its model's class if there are ``several``; empty outside."""
-    root, path = place["root"], place["path"]
-    return f"{root}.{path}" if several and path else path or root
-
-
-def rules_of(sites: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the rules that decided about a site, in the order in which they did first."""
-    return list(dict.fromkeys(site["rule"] for site in sites if site["rule"] is not None))
+    return name_of
 
 
 # ---- lines
@@ -221,7 +202,7 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
         found: what ``explained`` returned.
         every: each layer alone, also what computes nothing; else repeated layers together.
     """
-    groups = grouped(found, every=every)
+    groups = _grouped(found, every=every)
     uncalled = [rule["rule"] for rule in found["unreached"] if rule["reason"].endswith(" was not called")]
     unreached = [f"{r['rule']}: {r['reason']}" for r in found["unreached"] if r["rule"] not in uncalled]
     if uncalled:
@@ -230,8 +211,8 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
         found=found,
         left_out=0 if every else _shorten(groups),
         groups=groups,
-        rules=rules_of(found["sites"]),
-        round_trips=round_trips_in_words(found),
+        rules=list(dict.fromkeys(site["rule"] for site in found["sites"] if site["rule"] is not None)),
+        round_trips=_round_trips_in_words(found),
         unreached=unreached,
     )
     lines = text.rstrip("\n").split("\n")
@@ -262,7 +243,7 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 2]}.."
 
 
-def _shorten(groups: list[Group]) -> int:
+def _shorten(groups: list[_Group]) -> int:
     """Leave out the rows that took the least time if there are too many; return how many."""
     times = sorted((row["duration_s"] for group in groups for row in group.rows.values()), reverse=True)
     if len(times) <= _MOST_ROWS:
@@ -274,14 +255,12 @@ def _shorten(groups: list[Group]) -> int:
     return len(times) - sum(len(group.rows) for group in groups)
 
 
-def round_trips_in_words(found: Mapping[str, Any]) -> list[str]:
+def _round_trips_in_words(found: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each round trip, repeated layers together, the most bytes first."""
-    several = has_several_models(found)
+    name_of = place_names(found)
 
     def called(place: Mapping[str, str]) -> str:
-        name = place_name(place, several=several)
-        if place["phase"] in _NOT_IN_MODULES:
-            name = f"the {place['phase']}"
+        name = f"the {place['phase']}" if place["phase"] in _NOT_IN_MODULES else name_of(place)
         return f"{place['op']} {f'in {name}' if name else OUTSIDE}"
 
     alike: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}

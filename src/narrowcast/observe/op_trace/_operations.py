@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowcast.casting import modules_by_path, ops_under_way, rule_that_casts
+from narrowcast.casting import modules_by_path, ops_under_way, rule_that_casts, tensors_inside
 from narrowcast.observe._torch_internals import NO_GRAPH_TASK, graph_task_id
 from narrowcast.observe.profiling import is_product, seconds_between, stamp
 from narrowcast.policy import Rule, format_name
@@ -136,50 +136,28 @@ class ModulePaths:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One operation that ran.
-
-    Attributes:
-        op: such as ``"mm"`` or ``"add.Tensor"``.
-        place: where it was called.
-        depth: in how many watched operators it ran.
-        stamps: before and after it.
-        moved_bytes: read and written; 0 for a view.
-        is_view: whether it returns the memory of its input.
-        inputs, outputs: formats of its floating-point tensors.
-        cast: formats from and to, of a cast between floating-point formats.
-        multiplies: format of the narrowest operand of a matmul, convolution or attention.
-        rule: the rule for a module whose input or output it casts.
-        site: where it was counted; set later.
-    """
+    """One operation that ran."""
 
     op: str
     place: Place
-    depth: int
+    depth: int  # in how many watched operators it ran
     stamps: tuple[Any, Any]
-    moved_bytes: int
+    moved_bytes: int  # read and written; 0 for a view
     is_view: bool
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # formats of floating-point tensors
     outputs: tuple[str, ...]
-    rule: Rule | None
-    multiplies: str | None
-    cast: tuple[str, str] | None = None
-    site: Any = None
-    _took_s: float | None = None
+    rule: Rule | None  # for a module whose input or output it casts
+    multiplies: str | None  # format of the narrowest operand of a matmul, convolution or attention
+    cast: tuple[str, str] | None = None  # floating-point formats from and to
+    site: Any = None  # where it was counted
 
     def took_s(self) -> float:
         """Return its seconds; waits for a GPU to finish it."""
-        if self._took_s is None:
-            self._took_s = seconds_between(*self.stamps)
-        return self._took_s
+        return seconds_between(*self.stamps)
 
 
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports each operation, also those of autograd's own threads.
-
-    Args:
-        paths: where calls are made.
-        report: called with each operation, in the thread that ran it.
-    """
+    """Calls ``report`` with each operation in the thread that ran it, also in those of autograd."""
 
     def __init__(self, paths: ModulePaths, report: Callable[[Operation], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -196,7 +174,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name_of(func)
         if name is None:
             return func(*args, **kwargs)
-        given = list(_tensors([*args, *kwargs.values()]))
+        given = tensors_inside((args, kwargs))
         place = self._paths.here()
         # A CUDA graph that is being captured takes no events that tell the time.
         on_gpu = any(tensor.is_cuda for tensor in given) and not torch.cuda.is_current_stream_capturing()
@@ -204,7 +182,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         began = stamp(clock)
         result = func(*args, **kwargs)
         ended = stamp(clock)
-        made = list(_tensors(result if isinstance(result, tuple | list) else (result,)))
+        made = tensors_inside(result)
         is_view = _is_view(func)
         operation = Operation(
             op=name.removeprefix("aten::"),
@@ -248,14 +226,6 @@ def _narrowest_operand(given: list[torch.Tensor]) -> str | None:
     """Return the format of the narrowest matrix; a bias or a running sum may be wider."""
     dtypes = [tensor.dtype for tensor in given if tensor.is_floating_point() and tensor.dim() > 1]
     return format_name(min(dtypes, key=lambda dtype: dtype.itemsize)) if dtypes else None
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
 
 
 @functools.cache

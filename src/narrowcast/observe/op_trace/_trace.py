@@ -46,13 +46,13 @@ class Site(NamedTuple):
     path: str
     phase: str
     op: str
-    within: tuple[str, ...]
     inputs: tuple[str, ...]
-    computes: str | None
     outputs: tuple[str, ...]
     because: str
-    rule: str | None
-    listed: bool
+    within: tuple[str, ...] = ()
+    computes: str | None = None
+    rule: str | None = None
+    listed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -82,28 +82,10 @@ def together(parts: Sequence[Collected], *, also: Collected | None = None) -> Co
     return found
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """An operator that returned.
-
-    Attributes:
-        site: where it is counted.
-        depth: in how many watched operators it was called.
-        decided: whether it, or an operator inside it, was decided about.
-        operations: that belong to it.
-        calls: 0 if only its parts are counted, else 1.
-    """
-
-    site: Site
-    depth: int
-    decided: bool
-    operations: list[Operation]
-    calls: int = 1
-
-
 class _Thread(threading.local):
-    def __init__(self, all_pending: list[list[_Call | Operation]]) -> None:
-        self.pending: list[_Call | Operation] = []  # what no operator that returned has claimed yet
+    def __init__(self, all_pending: list[list[Operation]]) -> None:
+        self.pending: list[Operation] = []  # those that no operator has claimed yet
+        self.has_decided_part = False  # in the outermost operator that runs
         all_pending.append(self.pending)
 
 
@@ -133,7 +115,7 @@ class OpTrace:
         self.rules = ReachedRules(policy)
         self._device_type = device_type
         self._watch = OperationWatch(self.paths, self._saw_operation)
-        self._all_pending: list[list[_Call | Operation]] = []  # of every thread
+        self._all_pending: list[list[Operation]] = []  # of every thread
         self._thread = _Thread(self._all_pending)
         self._lock = threading.Lock()
         self._collected = Collected()
@@ -170,51 +152,41 @@ class OpTrace:
                 self._count_alone(operation)
 
     def _saw_call(self, call: Any) -> None:
-        """Count an operator as a whole if nothing inside it was decided, else what is inside by itself."""
-        depth, border, pending = len(call.enclosing), rule_that_casts(), self._thread.pending
-        at = len(pending)
-        while at and pending[at - 1].depth > depth:
-            at -= 1
-        inside, pending[at:] = pending[at:], []
+        """Count an operator that was decided about, and an outermost one with what is left inside it."""
+        depth, thread = len(call.enclosing), self._thread
+        border = rule_that_casts()
         rule = border or call.rule
-        site = Site(
-            *self.paths.here()[:3],
-            op=call.op,
-            within=tuple(call.enclosing),
-            inputs=formats_of(call.inputs),
-            computes=None if call.dtype is None else format_name(call.dtype),
-            outputs=formats_of(call.outputs),
-            because=call.because if border is None else _BORDER,
-            rule=None if rule is None else str(rule),
-            listed=bool(call.listed),
-        )
-        own = [one for one in inside if isinstance(one, Operation)]
-        parts = [one for one in inside if isinstance(one, _Call)]
-        made = _Call(site, depth, call.listed and not call.composite, own)
+        is_decided = call.listed and not call.composite
+        inside: list[Operation] = []
+        if is_decided or depth == 0:
+            at = len(thread.pending)
+            while at and thread.pending[at - 1].depth > depth:
+                at -= 1
+            inside, thread.pending[at:] = thread.pending[at:], []
+        is_empty = thread.has_decided_part and all(operation.is_view for operation in inside)
+        thread.has_decided_part = depth > 0 and (is_decided or thread.has_decided_part)
         with self._lock:
-            self.rules.saw(call.op, rule, [operation.op for operation in own])
-            if not made.decided and any(part.decided for part in parts):
-                for part in parts:
-                    self._count_call(part)
-                made.decided = True
-                made.calls = int(any(not operation.is_view for operation in own))
-            else:
-                made.operations = own + [operation for part in parts for operation in part.operations]
-            if depth == 0:
-                self._count_call(made)
-            else:
-                pending.append(made)
-
-    def _count_call(self, call: _Call) -> None:
-        if call.calls:
-            self._collected.add(call.site, call.operations)
+            self.rules.saw(call.op, rule, [operation.op for operation in inside])
+            if not is_decided and (depth > 0 or is_empty):
+                return
+            site = Site(
+                *self.paths.here()[:3],
+                op=call.op,
+                inputs=formats_of(call.inputs),
+                outputs=formats_of(call.outputs),
+                because=call.because if border is None else _BORDER,
+                within=tuple(call.enclosing),
+                computes=None if call.dtype is None else format_name(call.dtype),
+                rule=None if rule is None else str(rule),
+                listed=call.listed,
+            )
+            self._collected.add(site, inside)
 
     def _count_pending(self) -> None:
         """Count what ran in no watched operator: backward, optimizers, code outside of regions."""
         for pending in list(self._all_pending):
-            for one in pending:
-                if isinstance(one, Operation):
-                    self._count_alone(one)
+            for operation in pending:
+                self._count_alone(operation)
             pending.clear()
 
     def _count_alone(self, operation: Operation) -> None:
@@ -233,13 +205,11 @@ class OpTrace:
         site = Site(
             *place[:3],
             op=operation.op,
-            within=(),
             inputs=operation.inputs,
-            computes=computes,
             outputs=operation.outputs,
             because=because,
+            computes=computes,
             rule=None if rule is None else str(rule),
-            listed=False,
         )
         self._collected.add(site, [operation])
 
@@ -250,9 +220,7 @@ class OpTrace:
 def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str:
     """Return ``" (did you mean "encoder.*"?)"`` for a rule that names no module, or ``""``.
 
-    Args:
-        rule: for modules.
-        named: path and names of the class of each module that there is.
+    ``named``: path and names of the class of each module that there is.
     """
     if rule.module is not None:
         asked, known = rule.module, dict.fromkeys(path for path, _ in named if path)
@@ -285,11 +253,7 @@ class ReachedRules:
             self._around.setdefault(name, Counter())[op] += 1
 
     def unreached(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> list[dict[str, Any]]:
-        """Return ``rule``, ``reason`` and ``enclosing`` (operators around it) of each rule not reached.
-
-        Args:
-            modules: path and module of each module that was called.
-        """
+        """Return ``rule``, ``reason`` and ``enclosing`` (operators around it) of each rule not reached."""
         named = [(path, class_names(type(module))) for path, module in modules]
         found = []
         for rule in self._rules:
@@ -328,13 +292,7 @@ class ReachedRules:
 def trace_events(
     seen: Collected, unreached: list[dict[str, Any]], facts: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the events of a trace, ``watched`` with its totals last.
-
-    Args:
-        seen: what was collected.
-        unreached: rules that no call reached.
-        facts: more fields of ``watched``.
-    """
+    """Return the events of a trace, the last one ``watched``: totals and ``facts``."""
     ran = [one for operations in seen.operations.values() for one in operations if not one.is_view]
     casts = [operation for operation in ran if operation.cast is not None]
     products = [operation for operation in ran if operation.multiplies is not None]
@@ -385,21 +343,20 @@ def _round_trip_events(pairs: list[tuple[Operation, Operation]]) -> list[dict[st
     def call(site: Site) -> dict[str, str]:
         return {"root": site.root, "path": site.path, "phase": site.phase, "op": site.op}
 
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    count: Counter[Any] = Counter()
+    moved_bytes: Counter[Any] = Counter()
     for first, second in pairs:
-        assert first.cast is not None
-        wide, narrow = first.cast
-        event = found.setdefault(
-            (first.site, second.site, first.cast),
-            {
-                "event": "round trip",
-                "formats": [wide, narrow, wide],
-                "first": call(first.site),
-                "second": call(second.site),
-                "count": 0,
-                "moved_bytes": 0,
-            },
-        )
-        event["count"] += 1
-        event["moved_bytes"] += first.moved_bytes + second.moved_bytes
-    return list(found.values())
+        key = (first.site, second.site, first.cast)
+        count[key] += 1
+        moved_bytes[key] += first.moved_bytes + second.moved_bytes
+    return [
+        {
+            "event": "round trip",
+            "formats": [*formats, formats[0]],
+            "first": call(one),
+            "second": call(other),
+            "count": count[one, other, formats],
+            "moved_bytes": moved_bytes[one, other, formats],
+        }
+        for one, other, formats in count
+    ]

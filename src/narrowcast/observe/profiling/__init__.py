@@ -1,11 +1,18 @@
 """Time and memory: of a block of code, and of the parts of a training step."""
 
-from narrowcast.observe.profiling._block import LiveTensorBytes, Profile, profile, seconds_between, stamp
+from narrowcast.observe.profiling._block import (
+    LiveTensorBytes,
+    Profile,
+    Recorder,
+    profile,
+    seconds_between,
+    stamp,
+)
 from narrowcast.observe.profiling._steps import (
     HostReads,
-    StepProfiler,
     is_product,
     read_rows,
+    recorded_steps,
     same_size,
     summarize,
 )
@@ -14,10 +21,11 @@ __all__ = [
     "HostReads",
     "LiveTensorBytes",
     "Profile",
-    "StepProfiler",
+    "Recorder",
     "is_product",
     "profile",
     "read_rows",
+    "recorded_steps",
     "same_size",
     "seconds_between",
     "stamp",

@@ -254,9 +254,15 @@ def seconds_between(earlier: Any, later: Any) -> float:
 class Recorder:
     """Records what this thread does, and the threads in which autograd runs backward for it.
 
-    Args:
-        memory: record what the CPU's allocator hands out; else shapes and dtypes of operands, and kernels on
-            GPUs.
+    With ``memory`` it records what the CPU's allocator hands out, else shapes and dtypes of operands, and
+    kernels on GPUs. To record steps, start it, mark each end of a step, and stop it between steps::
+
+        recorder = Recorder()
+        recorder.start()
+        for _ in range(3):
+            step()
+            recorder.mark()
+        print(summarize(recorded_steps(*recorder.stop())))
     """
 
     def __init__(self, *, memory: bool = False) -> None:

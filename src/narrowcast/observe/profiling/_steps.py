@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.profiling._block import MARK, Recorder
+from narrowcast.observe.profiling._block import MARK
 
 PARTS = ("products", "casts", "other_ops", "optimizer", "loading", "python")
 PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = PARTS
@@ -37,50 +37,26 @@ _DISTURBED = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Some recorded steps.
+    """Some recorded steps."""
 
-    Attributes:
-        ops: the outermost ops of every thread, in order, as torch's profiler represents them: ``name``,
-            ``start_time_ns``, ``duration_time_ns`` on the host with the ops that it called (``children``),
-            ``start_tid`` and ``correlation_id``.
-        marks_ns: where steps begin and end, one more than there are steps.
-        thread: in which the script steps.
-        intervals_ns: start and end of everything that ran on a GPU.
-        kernels_ns: time on the GPU of what each op launched itself, by its ``correlation_id``.
-    """
-
+    # The outermost ops of every thread, as torch's profiler represents them: ``name``, ``start_time_ns``,
+    # ``duration_time_ns`` on the host with the ops that it called (``children``), ``correlation_id``.
     ops: Sequence[Any]
-    marks_ns: Sequence[int]
-    thread: int = 1
-    intervals_ns: Sequence[tuple[int, int]] = ()
-    kernels_ns: Mapping[int, int] = field(default_factory=dict)
+    marks_ns: Sequence[int]  # where steps begin and end, one more than there are steps
+    thread: int = 1  # in which the script steps
+    intervals_ns: Sequence[tuple[int, int]] = ()  # of everything that ran on a GPU
+    kernels_ns: Mapping[int, int] = field(default_factory=dict)  # on the GPU, by the op that launched it
 
 
-class StepProfiler(Recorder):
-    """Records the ops of some steps; start it, mark each end of a step, stop it between steps::
+def recorded_steps(tree: Iterable[Any], results: Any) -> Recording:
+    """Return the steps between the marks of a ``Recorder``, from what its ``stop`` returned.
 
-    profiler = StepProfiler()
-    profiler.start()
-    for _ in range(3):
-        step()
-        profiler.mark()
-    print(summarize(profiler.recording()))
+    Raises:
+        UnsupportedError: a range of the script encloses the steps.
     """
-
-    def recording(self) -> Recording:
-        """Stop, and return what was recorded.
-
-        Raises:
-            UnsupportedError: another profiler ran meanwhile, or a range of the script encloses the steps.
-        """
-        tree, results = self.stop()
-        return _recording(tree, results.events())
-
-
-def _recording(tree: Iterable[Any], events: Iterable[Any]) -> Recording:
     kernels: dict[int, int] = defaultdict(int)
     intervals = []
-    for event in events:
+    for event in results.events():
         # Annotations of the host appear on the GPU too, around the kernels that it launched.
         on_gpu = event.device_type() == torch.profiler.DeviceType.CUDA and not event.is_user_annotation()
         if on_gpu and event.duration_ns() > 0:
@@ -110,20 +86,20 @@ def summarize(
     """Sum up what one step spends its time on; means over the recorded steps.
 
     On a CPU time is that of ops in the script's thread, and the rest of a step is Python and dispatch. On a
-    GPU time is that of kernels, and the rest is the GPU waiting.
+    GPU time is that of kernels, and the rest is the GPU waiting. Steps that lasted half as long again as the
+    median are left out: something else was running.
 
     Args:
-        recording: made by ``StepProfiler``. Steps that lasted half as long again as the median are left out:
-            something else was running.
+        recording: what ``recorded_steps`` returned.
         device: type of the model's device.
         left_out: numbers of steps that are not like the others, such as those with an evaluation.
         weights: storages of the parameters.
 
     Returns:
-        JSON-ready: ``steps``; ``step_s`` under the profiler; ``parts_s`` and ``shares`` (sum 1) of products,
-        casts, other ops, the optimizer, loading of data, and Python (on a GPU: waiting); ``products`` by size
-        with ``count``, ``share`` of the step and ``each_s``, the median; ``casts``; ``ops`` with their number
-        and mean time; ``loading_share`` of the host's time; ``gpu_busy_share``, null on a CPU.
+        JSON-ready: ``steps``; ``step_s`` under the profiler; ``shares`` (sum 1) of products, casts, other
+        ops, the optimizer, loading of data, and Python (on a GPU: waiting); ``products`` by size with
+        ``count``, ``share`` of the step and ``each_s``, the median; ``casts``; ``ops`` with their number and
+        mean time; ``loading_share`` of the host's time; ``gpu_busy_share``, null on a CPU.
 
     Raises:
         UnsupportedError: there is no step in it.
@@ -145,12 +121,10 @@ def summarize(
     for op in mine:
         host.add(op)
     shares, calls_ns = _shares(sums.parts_ns, wall, busy), sums.calls_ns
-    scale = wall / steps / 1e9
     return {
         "device": device,
         "steps": steps,
-        "step_s": scale,
-        "parts_s": {part: share * scale for part, share in shares.items()},
+        "step_s": wall / steps / 1e9,
         "shares": shares,
         "products": sums.products(steps, shares[PRODUCTS]),
         "casts": {name: value / steps for name, value in sums.casts.items()} | {"share": shares[CASTS]},
@@ -173,25 +147,19 @@ def _shares(parts: dict[str, int], wall: int, busy: int | None) -> dict[str, flo
 
 
 class _Sums:
-    """What ops of some steps add up to.
+    """What ops of some steps add up to; without ``kernels_ns``, time is that of ops on the host.
 
-    Args:
-        kernels_ns: of a ``Recording``, to add the time of kernels; None: the time of ops on the host.
-        weights: storages of the parameters.
-
-    Attributes:
-        parts_ns: nanoseconds of each part. An op belongs to the part that its own name says, else to that of
-            its caller: the softmax inside an attention is the attention's, a cast inside a linear layer is a
-            cast, a matmul inside an optimizer is a product.
-        casts: ``count`` and ``bytes`` (read and written) of all casts, ``weight_`` those of parameters.
-        calls_ns: durations of the ops that Python or autograd called, not of those that ops called.
+    An op belongs to the part that its own name says, else to that of its caller: the softmax inside an
+    attention is the attention's, a cast inside a linear layer is a cast, a matmul inside an optimizer is a
+    product.
     """
 
     def __init__(self, kernels_ns: Mapping[int, int] | None = None, weights: Iterable[int] = ()) -> None:
         self._kernels_ns, self._weights = kernels_ns, frozenset(weights)
         self.parts_ns = dict.fromkeys(PARTS, 0)
+        # Bytes are read and written; ``weight_``: of parameters.
         self.casts = {"count": 0, "bytes": 0, "weight_count": 0, "weight_bytes": 0}
-        self.calls_ns: list[int] = []
+        self.calls_ns: list[int] = []  # of ops that Python or autograd called, not of those that ops called
         self._products: dict[tuple[str, Shape], tuple[tuple[str, Shape], list[int]]] = {}
 
     def add(self, op: Any, inherited: str = PYTHON, *, is_call: bool = True) -> bool:
@@ -232,16 +200,8 @@ class _Sums:
                 self.casts[f"{prefix}bytes"] += moved
 
     def products(self, steps: int, share: float) -> list[dict[str, Any]]:
-        """Return the products of each size in one step, the size that takes the most time first.
-
-        Args:
-            steps: how many were added up.
-            share: of a step that all products take.
-
-        Returns:
-            ``kind``, ``shape`` (of the first product of the size), ``count``, ``share`` and ``each_s``: the
-            median, since a busy machine makes one product out of hundreds last ten times as long.
-        """
+        """Return the products of each size in one step, of which all take ``share``, the slowest first."""
+        # A median: on a busy machine one product out of hundreds lasts ten times as long.
         sizes = [(*key, len(times), statistics.median(times)) for key, times in self._products.values()]
         sizes.sort(key=lambda size: -size[2] * size[3])
         total_ns = sum(count * each_ns for _, _, count, each_ns in sizes) or 1
@@ -326,15 +286,10 @@ def is_product(name: str) -> bool:
 
 
 def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]:
-    """Return kind and size of a product.
+    """Return kind and size of a product from the ``shapes`` of its arguments (None: not a tensor).
 
-    Args:
-        name: of the operator.
-        shapes: of its arguments by position; None for what is not a tensor.
-
-    Returns:
-        ``("matmul", (M, N, K))`` for an M x K matrix times a K x N one, ``("batched matmul", (B, M, N, K))``,
-        ``("convolution", input + weight)``, ``("attention", query + key)`` or ``("recurrent layer", input)``.
+    ``("matmul", (M, N, K))`` is an M x K matrix times a K x N one; others are ``("batched matmul", (B, M, N,
+    K))``, ``("convolution", input + weight)``, ``("attention", query + key)``, ``("recurrent layer", input)``.
     """
     op = name.partition("::")[2]
     # Backward of these gets the gradient of the output first.
