@@ -13,7 +13,7 @@ def test_a_killed_comparison_has_what_it_had(tmp_path):
     found = read_comparison(made_captures.killed(tmp_path))
     assert not found.finished
     assert [run.capture.end is not None for run in found.runs] == [True, True, True, False]
-    assert found.only("certificate") is None
+    assert found.own.last("certificate") is None
 
 
 def test_a_run_that_had_begun_counts_as_far_as_it_came(tmp_path):

@@ -186,23 +186,6 @@ def test_an_operator_of_a_promote_rule_is_one_row_with_its_decision():
     assert (site["computes"], site["calls"], site["casts"]) == ("fp32", 1, 1)
 
 
-def test_round_trips_are_casts_with_nothing_between():
-    x = torch.randn(8, 8)
-
-    def there_and_back():
-        lost = x.bfloat16().t().float()  # a view is nothing
-        kept = (x.bfloat16() * 2).float()
-        narrow = x.bfloat16()
-        narrow.add_(1)
-        written = narrow.float()
-        return lost + kept + written
-
-    events = watched("bf16", there_and_back)
-    trips = of(events, "round trip")
-    assert [(trip["formats"], trip["count"]) for trip in trips] == [(["fp32", "bf16", "fp32"], 1)]
-    assert trips[0]["moved_bytes"] == 2 * 64 * 6
-
-
 def test_an_exception_inside_leaves_no_hook_and_the_paths_are_right_after_it():
     class Stops(nn.Module):
         def forward(self, x):

@@ -285,14 +285,9 @@ def test_the_table_is_80_columns_wide():
         "stage         tensor             weight                  gradient",
         "------------  -----------------  ----------------------  -----------------------",
         "forward       a_block_with_quite_a_long_name.weight",
-        "                                 norm inf                none",
-        "                32x64            min  -4.0000",
-        "                                 max  3.0000",
-        "                                 1 not finite",
+        "                                 1 not finite            none",
         "              a_block_with_quite_a_long_name.bias",
         "                                 norm 5.6569e-07         none",
-        "                32               min  1.0000e-07",
-        "                                 max  1.0000e-07",
     ]
 
 

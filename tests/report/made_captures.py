@@ -291,14 +291,10 @@ def explained_events(blocks=3, **changed):
         site(None, "mm", "bf16", None, "bf16", phase="backward", because="backward", duration_s=0.02),
         site(None, "addcdiv_", "fp32", None, "fp32", phase="optimizer", because="outside of every region"),
     ]
-    first = {"root": "Net", "path": "blocks.0", "phase": "forward", "op": "softmax.int"}
-    second = {"root": "", "path": "", "phase": "backward", "op": "_to_copy"}
-    trip = {"event": "round trip", "formats": ["fp32", "bf16", "fp32"], "first": first, "second": second}
     why = "mm runs only inside linear, which is decided about as a whole: a rule for linear reaches it"
     unreached = {"event": "unreached", "rule": "mm: fp16", "reason": why, "enclosing": ["linear"]}
     uncalled = {"rule": "conv2d: fp32", "reason": "conv2d was not called", "enclosing": []}
-    trip |= {"count": 4, "moved_bytes": 8192}
-    return [start_of, *sites, trip, unreached, unreached | uncalled, watched(**changed)]
+    return [start_of, *sites, unreached, unreached | uncalled, watched(**changed)]
 
 
 def explained_run(folder, events=None):
@@ -318,13 +314,10 @@ def hostile_explanation(folder):
             return [attack(item) for item in value]
         return value
 
-    fixed = ("event", "phase", "kind", "unit", "schema", "first", "second", "versions")
+    fixed = ("event", "phase", "kind", "unit", "schema", "versions")
     events = [
         {name: value if name in fixed else attack(value) for name, value in event.items()}
         for event in explained_events()
     ]
     events[0]["kind"] = "explain"
-    for event in events:
-        if event["event"] == "round trip":
-            event["first"] = event["first"] | {"path": HOSTILE, "op": HOSTILE, "root": HOSTILE}
     return explained_run(folder, [*events, note(HOSTILE)])

@@ -38,10 +38,6 @@ optimizer
 
 rule 1: softmax: fp16
 
-Cast to another format and back, a step
-  fp32 > bf16 > fp32: softmax.int in blocks.0, then _to_copy in the backward: 2
-    times, 4.0 KiB
-
 Rules that no call reached
   mm: fp16: mm runs only inside linear, which is decided about as a whole: a
     rule for linear reaches it

@@ -176,21 +176,6 @@ class ExponentHistogram:
         return self._read().total()
 
     @property
-    def zeros(self) -> int:
-        """How many zeros of either sign."""
-        return self._read()[_ZERO]
-
-    @property
-    def infinities(self) -> int:
-        """How many infinities of either sign."""
-        return self._read()[_INFINITE]
-
-    @property
-    def nans(self) -> int:
-        """How many NaNs."""
-        return self._read()[_NAN]
-
-    @property
     def exponents(self) -> dict[int, int]:
         """Number of x with 2**e <= abs(x) < 2**(e + 1), by e, rising, down to -149 (subnormals)."""
         found: Counter[int] = Counter()
@@ -231,7 +216,7 @@ class ExponentHistogram:
         there = [index for index in self._read() if index < _BINS]
         if not there:
             return None
-        top = max(there, key=lambda index: _ends(index)[1])
+        top = there[-1]
         shift = format.max_exponent - (top // _PLACES + _LOWEST)
         while _outcome(format, top, shift) == "overflowed":
             shift -= 1
@@ -265,23 +250,13 @@ def _bins_of(values: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitude > _INFINITY, _NAN, bins)
 
 
-def _ends(index: int) -> tuple[float, float]:
-    """Return the smallest and the largest number of a bin, exact."""
+def _outcome(format: Format, index: int, shift: int) -> str:
+    """Return the outcome of the numbers of a bin: that of its smallest, since it is the same for all."""
     exponent, place = divmod(index, _PLACES)
     edge, is_at_edge = divmod(place, 2)
-    first, last = (_EDGES[edge],) * 2 if is_at_edge else (_EDGES[edge - 1] + 1, _EDGES[edge] - 1)
-    shift = exponent + _LOWEST - _BITS
-    return math.ldexp((1 << _BITS) + first, shift), math.ldexp((1 << _BITS) + last, shift)
-
-
-def _outcome(format: Format, index: int, shift: int) -> str:
-    """Return the outcome of the numbers of a bin. Rounding is monotonic, so its two ends decide."""
-    first, last = (_what_is(format, round_to(format, math.ldexp(end, shift))) for end in _ends(index))
-    assert first == last, f"{format.name} changes its outcome within a bin"
-    return first
-
-
-def _what_is(format: Format, value: float) -> str:
+    fraction = _EDGES[edge] if is_at_edge else _EDGES[edge - 1] + 1
+    smallest = math.ldexp((1 << _BITS) + fraction, exponent + _LOWEST - _BITS + shift)
+    value = round_to(format, smallest)
     if not math.isfinite(value):
         return "overflowed"
     if value == 0:

@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Self
 
 import torch
 
 from narrowcast.casting import tensors_inside
 from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
-from narrowcast.gradients import StepResult
 from narrowcast.observe._torch_internals import at_the_end_of_backward, graph_task_id
 from narrowcast.training import Stepper
 from narrowcast.weights import held_by
@@ -159,7 +157,10 @@ class StepTrace:
             for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
                 self._record_change(one)
             if name in _STEPPING:
-                self._after_scaler_step(scaler, result)
+                found_inf = self._found_inf is not None and bool(self._found_inf > 0)
+                self.skipped = self._step_count == 0 or found_inf or bool(self.skipped)
+                self.scale = float(scaler.get_scale())
+                self._record(STEP)
             return result
 
         if name in vars(scaler):  # another trace is open
@@ -167,14 +168,6 @@ class StepTrace:
         else:
             hooks.callback(delattr, scaler, name)
         setattr(scaler, name, call)
-
-    def _after_scaler_step(self, scaler: torch.amp.GradScaler, result: Any) -> None:
-        results = result if isinstance(result, list | tuple) else [result]
-        ours = [one for one in results if isinstance(one, StepResult)]
-        found_inf = self._found_inf is not None and bool(self._found_inf > 0)
-        self.skipped = self._step_count == 0 or found_inf or bool(self.skipped)
-        self.scale = ours[0].scale if ours else float(scaler.get_scale())
-        self._record(STEP)
 
     # ---- copies
 
@@ -220,8 +213,8 @@ class StepTrace:
         scale = "" if self.scale is None else f", loss scale {self.scale:g}"
         lines = [f"one step of {type(self._model).__name__}: {ending}{scale}"]
         for name, tensor in (self.inputs | self.outputs).items():
-            numbers = ", ".join(" ".join(line.split()) for line in _cell(tensor))
-            lines.append(f"{name}  {_dtype(tensor)} {_shape(tensor)}  {numbers}")
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            lines.append(f"{name}  {str(tensor.dtype).removeprefix('torch.')} {shape}  {_cell(tensor)}")
         lines += [_row(*_WIDTHS), _row(*("-" * width for width in _WIDTHS.values()))]
         for stage in self.stages:
             label = "step skipped" if stage.name == STEP and self.skipped else stage.name
@@ -328,30 +321,25 @@ def _is_same(gradient: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
 # ---- text
 
 
-def _cell(tensor: torch.Tensor | None) -> list[str]:
-    """Return the numbers of a small tensor, else its norm and the range of its finite numbers."""
+def _cell(tensor: torch.Tensor | None) -> str:
+    """Return the numbers of a small tensor, else its norm, or how many of its numbers are not finite."""
     if tensor is None:
-        return ["none"]
+        return "none"
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double().flatten()
     if tensor.numel() <= _MOST_SHOWN:
-        return [", ".join(map(_number, flat.tolist())) or "empty"]
-    finite = flat[flat.isfinite()]
-    lines = [f"norm {_number(float(torch.linalg.vector_norm(flat)))}"]
-    if finite.numel():
-        lines += [f"min  {_number(float(finite.min()))}", f"max  {_number(float(finite.max()))}"]
-    if bad := flat.numel() - finite.numel():
-        lines.append(f"{bad} not finite")
-    return lines
+        return ", ".join(map(_number, flat.tolist())) or "empty"
+    if bad := flat.numel() - int(flat.isfinite().sum()):
+        return f"{bad} not finite"
+    return f"norm {_number(float(torch.linalg.vector_norm(flat)))}"
 
 
 def _stage_lines(stage: Stage, label: str) -> list[str]:
     """Return the rows of one stage; a long name has a line of its own."""
     rows: list[tuple[str, str, str]] = []
     for name, weight in stage.weights.items():
+        cells = (_cell(weight), _cell(stage.gradients[name]))
         is_long = len(name) > _WIDTHS["tensor"]
-        rows += [(name, "", "")] if is_long else []
-        names = ["" if is_long else name] + [f"  {_shape(weight)}"] * (weight.numel() > _MOST_SHOWN)
-        rows += zip_longest(names, _cell(weight), _cell(stage.gradients[name]), fillvalue="")
+        rows += [(name, "", ""), ("", *cells)] if is_long else [(name, *cells)]
     return [_row("" if number else label, *row) for number, row in enumerate(rows)]
 
 
@@ -364,11 +352,3 @@ def _number(value: float) -> str:
     if value == 0 or _FIXED_FROM <= abs(value) < _FIXED_BELOW or not math.isfinite(value):
         return f"{value:.4f}"
     return f"{value:.4e}"
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"

@@ -63,7 +63,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         title=_script(start["argv"]),
         command=_command("compare", start),
         start=start,
-        finished=comparison.only("finished"),
+        finished=comparison.own.last("finished"),
         found=found,
         faster=which_is_faster(found["ratio"]),
         rows=rows(found),

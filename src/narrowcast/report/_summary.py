@@ -257,7 +257,7 @@ def _output(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] |
 
 
 def _event(comparison: ComparisonCapture, name: str, absent: dict[str, Any], reason: str) -> dict[str, Any]:
-    event = comparison.only(name)
+    event = comparison.own.last(name)
     if event is None:
         return {**absent, "verdict": "cannot tell", "reason": reason}
     return {key: value for key, value in event.items() if key != "event"}

@@ -125,7 +125,7 @@ def explain_script(
         return explained(read_explanation(folder / EXPLANATION))
     advice = "watch its model with nc.explain(model, policy, batch)"
     unknown = ("device", "format", "unit", "steps", "complete", "totals")
-    lists: dict[str, Any] = {name: [] for name in ("rules", "sites", "round_trips", "unreached", "notes")}
+    lists: dict[str, Any] = {name: [] for name in ("rules", "sites", "unreached", "notes")}
     return {
         "schema": _SCHEMA,
         "target": list(settings.target),

@@ -65,12 +65,6 @@ _START: dict[str, Any] = {
 _START_OF_COMPARISON = _record(
     **_START, loss_scale=str | None, seed=_Count, steps=_Count, repeats=_Count, at_step=_Count
 )
-_CALL: dict[str, Any] = {
-    "root": str,  # class of the model
-    "path": str,  # of the module
-    "phase": Literal["forward", "backward", "optimizer", "outside"],
-    "op": str,
-}
 
 EVENTS: dict[str, Any] = {
     "start": _record(**_START),
@@ -127,7 +121,10 @@ EVENTS: dict[str, Any] = {
     "finished": _record(wall_s=_Seconds),
     # ---- ``explain.jsonl`` of ``narrowcast explain``; numbers are sums over all steps
     "site": _record(  # calls of one operator in one module with one decision
-        **_CALL,
+        root=str,  # class of the model
+        path=str,  # of the module
+        phase=Literal["forward", "backward", "optimizer", "outside"],
+        op=str,
         within=list[str],  # operators around it, outermost first
         kind=Literal["product", "cast", "other", "view", "no floats"],  # view: nothing is computed
         inputs=list[str],
@@ -140,10 +137,6 @@ EVENTS: dict[str, Any] = {
         casts=_Count,  # those that ran: the cast of a weight is kept for its next use
         cast_bytes=_Count,  # read and written
         duration_s=_Seconds,  # of all calls, casts included
-    ),
-    # A tensor cast to another format and back with nothing computed in between.
-    "round trip": _record(
-        formats=list[str], first=_record(**_CALL), second=_record(**_CALL), count=_Count, moved_bytes=_Count
     ),
     # A rule that no call reached; enclosing: operators in which its operator ran.
     "unreached": _record(rule=str, reason=str, enclosing=list[str]),
@@ -164,10 +157,6 @@ EVENTS: dict[str, Any] = {
 
 def checked_event(event: Any, where: str) -> Event:
     """Return ``event`` with every field of its kind in its type; other fields and other kinds are kept.
-
-    Args:
-        event: what a line of JSON held.
-        where: file and line, for the message.
 
     Raises:
         FileError: not an event, or a field is missing or of another type.

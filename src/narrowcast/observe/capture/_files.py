@@ -119,18 +119,21 @@ class Capture:
     def start(self) -> Event:
         return self.events[0]
 
+    def last(self, kind: str) -> Event | None:
+        """Return the latest event of one kind, or None."""
+        events = self.of(kind)
+        return events[-1] if events else None
+
     @property
     def end(self) -> Event | None:
         """The last line of a run; None if the run was killed."""
-        ends = self.of("end")
-        return ends[-1] if ends else None
+        return self.last("end")
 
     def totals(self) -> Event:
         """Return the ``end`` event; if the run was killed, as much of it as its steps show."""
         if self.end is not None:
             return self.end
-        steps = self.of("step")
-        last = steps[-1] if steps else {}
+        steps, last = self.of("step"), self.last("step") or {}
         skipped_steps = sum(step["skipped"] for step in steps)
         known = {
             "event": "end",
@@ -226,11 +229,6 @@ class ComparisonCapture:
     def finished(self) -> bool:
         """Whether the comparison reached its end; False if it was killed."""
         return bool(self.own.of("finished"))
-
-    def only(self, kind: str) -> dict[str, Any] | None:
-        """Return the latest event of a kind that happens once, or None."""
-        events = self.own.of(kind)
-        return events[-1] if events else None
 
 
 def read_comparison(folder: Path) -> ComparisonCapture:

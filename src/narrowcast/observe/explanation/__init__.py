@@ -23,10 +23,8 @@ OUTSIDE, NOTHING, UNLISTED = "outside of modules", "-", "unlisted"
 _NOT_IN_MODULES = {"backward": "backward", "optimizer": "optimizer"}
 LAYER_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A number that is a part of a path, as the 3 of ``blocks.3.norm``."""
-# In a sentence, a number alone is not a part of a path.
-_NUMBER_INSIDE = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 _SCHEMA = 1
-_PER_STEP = ("ops", "calls", "count", "casts", "cast_bytes", "moved_bytes", "duration_s")
+_PER_STEP = ("ops", "calls", "casts", "cast_bytes", "moved_bytes", "duration_s")
 SILENT = ("view", "no floats")
 """Kinds of sites that compute nothing."""
 _MOST_ROWS = 60
@@ -56,7 +54,7 @@ def explained(capture: Capture) -> dict[str, Any]:
     Returns:
         JSON-ready: ``schema``, ``target``, ``policy``, ``rules``, ``problem`` (a sentence if there are no
         numbers, else null), ``device``, ``format``, ``unit``, ``steps``, ``totals`` (of one step), ``sites``,
-        ``round_trips``, ``unreached``, ``notes``, ``reasons`` (path of each number that is null -> why) and
+        ``unreached``, ``notes``, ``reasons`` (path of each number that is null -> why) and
         ``versions``. Times and bytes are of one step, shares are of all that was watched.
     """
     watched = capture.of("watched")[-1]
@@ -76,7 +74,6 @@ def explained(capture: Capture) -> dict[str, Any]:
         **{name: watched[name] for name in ("rules", "device", "format", "unit", "steps", "complete")},
         "totals": totals,
         "sites": sites,
-        "round_trips": [_per_step(trip, steps) for trip in capture.of("round trip")],
         "unreached": [_per_step(rule, steps) for rule in capture.of("unreached")],
         "notes": [note["text"] for note in capture.of("note")],
         "reasons": reasons,
@@ -212,7 +209,6 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
         left_out=0 if every else _shorten(groups),
         groups=groups,
         rules=list(dict.fromkeys(site["rule"] for site in found["sites"] if site["rule"] is not None)),
-        round_trips=_round_trips_in_words(found),
         unreached=unreached,
     )
     lines = text.rstrip("\n").split("\n")
@@ -253,27 +249,6 @@ def _shorten(groups: list[_Group]) -> int:
         group.rows = {columns: row for columns, row in group.rows.items() if row["duration_s"] >= least}
     groups[:] = [group for group in groups if group.rows]
     return len(times) - sum(len(group.rows) for group in groups)
-
-
-def _round_trips_in_words(found: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each round trip, repeated layers together, the most bytes first."""
-    name_of = place_names(found)
-
-    def called(place: Mapping[str, str]) -> str:
-        name = f"the {place['phase']}" if place["phase"] in _NOT_IN_MODULES else name_of(place)
-        return f"{place['op']} {f'in {name}' if name else OUTSIDE}"
-
-    alike: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
-    for trip in found["round_trips"]:
-        words = f"{' > '.join(trip['formats'])}: {called(trip['first'])}, then {called(trip['second'])}"
-        alike.setdefault(_NUMBER_INSIDE.sub("*", words), []).append((words, trip))
-    sentences = []
-    for pattern, same in alike.items():
-        count, moved = (sum(trip[name] for _, trip in same) for name in ("count", "moved_bytes"))
-        words = pattern if len(same) > 1 else same[0][0]
-        times = f"{count_text(count)} time{'s' * (count != 1)}"
-        sentences.append((moved, f"{words}: {times}, {bytes_text(moved)}"))
-    return [sentence for _, sentence in sorted(sentences, key=lambda each: -each[0])]
 
 
 # ---- words

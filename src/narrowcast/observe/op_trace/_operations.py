@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,12 +143,11 @@ class Operation:
     stamps: tuple[Any, Any]
     moved_bytes: int  # read and written; 0 for a view
     is_view: bool
+    is_cast: bool  # between floating-point formats
     inputs: tuple[str, ...]  # formats of floating-point tensors
     outputs: tuple[str, ...]
     rule: Rule | None  # for a module whose input or output it casts
     multiplies: str | None  # format of the narrowest operand of a matmul, convolution or attention
-    cast: tuple[str, str] | None = None  # floating-point formats from and to
-    site: Any = None  # where it was counted
 
     def took_s(self) -> float:
         """Return its seconds; waits for a GPU to finish it."""
@@ -162,10 +160,6 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, paths: ModulePaths, report: Callable[[Operation], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._paths, self._report = paths, report
-        self._lock = threading.Lock()
-        # By storage of the result: casts whose result nothing has written to since.
-        self._casts: dict[int, tuple[Any, Operation]] = {}
-        self.round_trips: list[tuple[Operation, Operation]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -184,36 +178,24 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ended = stamp(clock)
         made = tensors_inside(result)
         is_view = _is_view(func)
-        operation = Operation(
-            op=name.removeprefix("aten::"),
-            place=place,
-            depth=len(ops_under_way()),
-            stamps=(began, ended),
-            moved_bytes=0 if is_view else sum(_bytes(tensor) for tensor in (*given, *made)),
-            is_view=is_view,
-            inputs=formats_of(given),
-            outputs=formats_of(made),
-            rule=rule_that_casts(),
-            multiplies=_narrowest_operand(given) if is_product(name.partition(".")[0]) else None,
+        inputs, outputs = formats_of(given), formats_of(made)
+        is_cast = name in _CASTS and len(inputs) == len(outputs) == 1 and inputs != outputs
+        self._report(
+            Operation(
+                op=name.removeprefix("aten::"),
+                place=place,
+                depth=len(ops_under_way()),
+                stamps=(began, ended),
+                moved_bytes=0 if is_view else sum(_bytes(tensor) for tensor in (*given, *made)),
+                is_view=is_view,
+                is_cast=is_cast,
+                inputs=inputs,
+                outputs=outputs,
+                rule=rule_that_casts(),
+                multiplies=_narrowest_operand(given) if is_product(name.partition(".")[0]) else None,
+            )
         )
-        formats = (*operation.inputs, *operation.outputs)
-        with self._lock:
-            if func._schema.is_mutable:
-                for tensor in given:
-                    self._casts.pop(_storage(tensor), None)
-            elif name in _CASTS and len(formats) == 2 and operation.inputs != operation.outputs:
-                operation.cast = formats
-                self._find_round_trip(operation, given[0], made[0])
-        self._report(operation)
         return result
-
-    def _find_round_trip(self, cast: Operation, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Record whether ``cast`` undoes an earlier one, and remember it."""
-        earlier = self._casts.get(_storage(source))
-        if earlier is not None and not earlier[0].expired() and earlier[1].cast == (cast.cast or ())[::-1]:
-            self.round_trips.append((earlier[1], cast))
-        weak = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
-        self._casts[_storage(result)] = (weak, cast)
 
 
 def formats_of(tensors: Any) -> tuple[str, ...]:
@@ -241,13 +223,6 @@ def _name_of(func: Any) -> str | None:
 def _is_view(func: Any) -> bool:
     aliases = [one.alias_info for one in func._schema.returns]
     return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)  # sparse tensors and wrappers have none
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -8,10 +8,9 @@ bytes and its casts. An operation belongs to the innermost operator in which it 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -33,7 +32,6 @@ _NO_REGION = "outside of every region"
 _NO_INPUT = "it has no input to cast"
 _BORDER = "a rule for the module casts what goes in, or what comes out"
 _WIDE = ("fp32", "float64", "complex64", "complex128")
-_MOST_NAMES = 3
 _MOST_MODULES = 500  # that a rule's name is compared with
 # Which of these a matmul becomes depends on its bias and its number of dimensions.
 _MATMULS = ("mm", "addmm", "matmul", "bmm", "baddbmm", "mv", "addmv")
@@ -55,31 +53,18 @@ class Site(NamedTuple):
     listed: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Collected:
-    """What ran at each site, with the number of calls, and pairs of casts to a format and back."""
-
-    calls: Counter[Site] = field(default_factory=Counter)
-    operations: dict[Site, list[Operation]] = field(default_factory=dict)
-    round_trips: list[tuple[Operation, Operation]] = field(default_factory=list)
-
-    def add(self, site: Site, operations: Sequence[Operation], *, calls: int = 1) -> None:
-        self.calls[site] += calls
-        self.operations.setdefault(site, []).extend(operations)
-        for operation in operations:
-            operation.site = site
+Collected = dict[Site, list[list[Operation]]]
+"""What ran at each site: the operations of each call."""
 
 
-def together(parts: Sequence[Collected], *, also: Collected | None = None) -> Collected:
+def together(parts: Iterable[Collected], *, also: Collected | None = None) -> Collected:
     """Join what was collected in several steps; of ``also`` only sites in modules that no part has."""
-    found = Collected(round_trips=[trip for part in parts for trip in part.round_trips])
+    found: Collected = {}
     for part in parts:
-        for site, operations in part.operations.items():
-            found.add(site, operations, calls=part.calls[site])
-    if also is not None:
-        for site in [site for site in also.operations if site.root and site not in found.operations]:
-            found.add(site, also.operations[site], calls=also.calls[site])
-    return found
+        for site, calls in part.items():
+            found.setdefault(site, []).extend(calls)
+    others = {site: calls for site, calls in (also or {}).items() if site.root and site not in found}
+    return found | others
 
 
 class _Thread(threading.local):
@@ -118,7 +103,7 @@ class OpTrace:
         self._all_pending: list[list[Operation]] = []  # of every thread
         self._thread = _Thread(self._all_pending)
         self._lock = threading.Lock()
-        self._collected = Collected()
+        self._collected: Collected = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -134,8 +119,7 @@ class OpTrace:
         """Return what was seen since entering, or since the last call of this method."""
         with self._lock:
             self._count_pending()
-            found, self._collected = self._collected, Collected()
-            found.round_trips, self._watch.round_trips = self._watch.round_trips, []
+            found, self._collected = self._collected, {}
         return found
 
     def unreached(self) -> list[dict[str, Any]]:
@@ -180,7 +164,7 @@ class OpTrace:
                 rule=None if rule is None else str(rule),
                 listed=call.listed,
             )
-            self._collected.add(site, inside)
+            self._collected.setdefault(site, []).append(inside)
 
     def _count_pending(self) -> None:
         """Count what ran in no watched operator: backward, optimizers, code outside of regions."""
@@ -211,7 +195,7 @@ class OpTrace:
             computes=computes,
             rule=None if rule is None else str(rule),
         )
-        self._collected.add(site, [operation])
+        self._collected.setdefault(site, []).append([operation])
 
 
 # ---- rules
@@ -241,7 +225,7 @@ class ReachedRules:
     def clear(self) -> None:
         self._reached: set[Rule] = set()
         self._called: set[str] = set()
-        self._around: dict[str, Counter[str]] = {}
+        self._around: dict[str, str] = {}  # the first operator in which an operation ran
 
     def saw(self, op: str, rule: Rule | None, below: Iterable[str]) -> None:
         """Count a call of ``op`` in which operations ``below`` ran."""
@@ -249,8 +233,9 @@ class ReachedRules:
         self._called |= names
         if rule is not None:
             self._reached.add(rule)
-        for name in {each for inner in below for each in (inner, base_of(inner))} - names:
-            self._around.setdefault(name, Counter())[op] += 1
+        for inner in below:
+            for name in {inner, base_of(inner)} - names:
+                self._around.setdefault(name, op)
 
     def unreached(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> list[dict[str, Any]]:
         """Return ``rule``, ``reason`` and ``enclosing`` (operators around it) of each rule not reached."""
@@ -276,14 +261,12 @@ class ReachedRules:
         op = str(rule.op)
         if op in self._called:
             return f"each call of {op} was decided by a more specific rule, or is outside of its modules", []
-        around = self._around.get(op, Counter())
-        if not around and op in _MATMULS:
-            around = sum((self._around.get(same, Counter()) for same in _MATMULS), Counter())
-        outer = [name for name, _ in around.most_common(_MOST_NAMES)]
-        if not outer:
+        names = (op, *(_MATMULS if op in _MATMULS else ()))
+        outer = next((self._around[name] for name in names if name in self._around), None)
+        if outer is None:
             return f"{op} was not called", []
-        whole = f"{' and '.join(outer)}, which {'is' if len(outer) == 1 else 'are'} decided about as a whole"
-        return f"{op} runs only inside {whole}: a rule for {base_of(outer[0])} reaches it", outer
+        whole = f"{outer}, which is decided about as a whole"
+        return f"{op} runs only inside {whole}: a rule for {base_of(outer)} reaches it", [outer]
 
 
 # ---- events of a capture
@@ -293,8 +276,8 @@ def trace_events(
     seen: Collected, unreached: list[dict[str, Any]], facts: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the events of a trace, the last one ``watched``: totals and ``facts``."""
-    ran = [one for operations in seen.operations.values() for one in operations if not one.is_view]
-    casts = [operation for operation in ran if operation.cast is not None]
+    ran = [one for calls in seen.values() for one in chain(*calls) if not one.is_view]
+    casts = [operation for operation in ran if operation.is_cast]
     products = [operation for operation in ran if operation.multiplies is not None]
     totals = {
         "event": "watched",
@@ -307,8 +290,7 @@ def trace_events(
         "product_s": _took_s(products),
         "narrow_product_s": _took_s(product for product in products if product.multiplies not in _WIDE),
     }
-    events = [_site_event(site, seen.calls[site], seen.operations[site]) for site in seen.operations]
-    events += _round_trip_events(seen.round_trips)
+    events = [_site_event(site, len(calls), list(chain(*calls))) for site, calls in seen.items()]
     events += [{"event": "unreached", **found} for found in unreached]
     return [json_ready(event) for event in (*events, {**totals, **facts})]
 
@@ -318,13 +300,13 @@ def _took_s(operations: Iterable[Operation]) -> float:
 
 
 def _site_event(site: Site, calls: int, operations: list[Operation]) -> dict[str, Any]:
-    casts = [operation for operation in operations if operation.cast is not None]
+    casts = [operation for operation in operations if operation.is_cast]
     ran = [operation for operation in operations if not operation.is_view]
     if not ran:
         kind = "view"
     elif any(operation.multiplies is not None for operation in ran):
         kind = "product"
-    elif all(operation.cast is not None for operation in ran):
+    elif all(operation.is_cast for operation in ran):
         kind = "cast"
     else:
         kind = "other" if site.inputs or site.outputs else "no floats"
@@ -337,26 +319,3 @@ def _site_event(site: Site, calls: int, operations: list[Operation]) -> dict[str
         "cast_bytes": sum(operation.moved_bytes for operation in casts),
         "duration_s": _took_s(operations),
     }
-
-
-def _round_trip_events(pairs: list[tuple[Operation, Operation]]) -> list[dict[str, Any]]:
-    def call(site: Site) -> dict[str, str]:
-        return {"root": site.root, "path": site.path, "phase": site.phase, "op": site.op}
-
-    count: Counter[Any] = Counter()
-    moved_bytes: Counter[Any] = Counter()
-    for first, second in pairs:
-        key = (first.site, second.site, first.cast)
-        count[key] += 1
-        moved_bytes[key] += first.moved_bytes + second.moved_bytes
-    return [
-        {
-            "event": "round trip",
-            "formats": [*formats, formats[0]],
-            "first": call(one),
-            "second": call(other),
-            "count": count[one, other, formats],
-            "moved_bytes": moved_bytes[one, other, formats],
-        }
-        for one, other, formats in count
-    ]

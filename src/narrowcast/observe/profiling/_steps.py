@@ -288,8 +288,8 @@ def is_product(name: str) -> bool:
 def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]:
     """Return kind and size of a product from the ``shapes`` of its arguments (None: not a tensor).
 
-    ``("matmul", (M, N, K))`` is an M x K matrix times a K x N one; others are ``("batched matmul", (B, M, N,
-    K))``, ``("convolution", input + weight)``, ``("attention", query + key)``, ``("recurrent layer", input)``.
+    ``("matmul", (M, N, K))`` is an M x K matrix times a K x N one. Others: ``("batched matmul", (B, M, N,
+    K))``, ``("convolution", input + weight)``, ``("attention", query + key)``, ``("recurrent layer", input)``
     """
     op = name.partition("::")[2]
     # Backward of these gets the gradient of the output first.
