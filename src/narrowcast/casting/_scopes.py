@@ -32,6 +32,7 @@ _FORMATS = tuple(
 )
 _lock = threading.Lock()
 _Mark = tuple[torch.dtype, torch.dtype | None]
+_NO_SCOPE: _Mark = (_NEUTRAL, None)
 # By device type and identity of a scope, its mark; by device type and mark, the scopes (of equal policies).
 _marks: dict[tuple[str, str], _Mark] = {}
 _by_mark: dict[tuple[str, torch.dtype, torch.dtype | None], list[weakref.ref[Scope]]] = {}
@@ -104,11 +105,16 @@ def rule_that_casts() -> Rule | None:
 
 def scope_on(device_type: str) -> Scope | None:
     """Return the scope of this thread's calls on ``device_type``; None: no rule is in force."""
+    if device_type not in _process.device_types:  # asked at each call and region, so the fast way first
+        return None
     carrier, beyond = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
-    second = torch.get_autocast_dtype(beyond) if _process.beyond else None
-    if second not in _FORMATS:
-        second = None
-    for reference in _by_mark.get((device_type, torch.get_autocast_dtype(carrier), second), ()):
+    first, second = torch.get_autocast_dtype(carrier), None
+    if first is _NEUTRAL:
+        return None
+    if _process.beyond:
+        second = torch.get_autocast_dtype(beyond)
+        second = second if second in _FORMATS else None
+    for reference in _by_mark.get((device_type, first, second), ()):
         scope = reference()
         if scope is not None:
             return scope
@@ -123,14 +129,18 @@ def scopes_here() -> dict[str, Scope]:
 
 def set_scope(scope: Scope | None, device_type: str) -> None:
     """Set the scope of this thread's calls; None: no rule is in force."""
-    for carrier, dtype in autocast_state_of(scope, device_type):
-        torch.set_autocast_dtype(carrier, dtype)
-        torch.set_autocast_enabled(carrier, dtype != _NEUTRAL)
+    first, second = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
+    mark = _NO_SCOPE if scope is None else scope.mark or _choose_mark(scope)
+    torch.set_autocast_dtype(first, mark[0])
+    torch.set_autocast_enabled(first, mark[0] is not _NEUTRAL)
+    if _process.beyond:
+        torch.set_autocast_dtype(second, mark[1] or _NEUTRAL)
+        torch.set_autocast_enabled(second, mark[1] is not None)
 
 
 def autocast_state_of(scope: Scope | None, device_type: str) -> list[tuple[str, torch.dtype]]:
     """Return the device types whose autocast dtypes stand for ``scope``, with these dtypes."""
-    mark = (_NEUTRAL, None) if scope is None else scope.mark or _choose_mark(scope)
+    mark = _NO_SCOPE if scope is None else scope.mark or _choose_mark(scope)
     carriers = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
     if not _process.beyond:
         return [(carriers[0], mark[0])]
