@@ -111,7 +111,7 @@ def test_in_place_forms_of_float32_functions_refuse_half(name, half):
 
 
 @pytest.mark.parametrize("name", ["add_", "mul_", "addcmul_", "atan2_"])
-def test_in_place_forms_of_promoting_functions_keep_the_type_they_write_to(name, half):
+def test_in_place_forms_of_promoting_functions_keep_the_type(name, half):
     x = torch.ones(2, dtype=half)
     arguments = (torch.ones(2),) * (2 if name == "addcmul_" else 1)
     assert getattr(x, name)(*arguments) is x

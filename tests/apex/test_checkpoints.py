@@ -182,7 +182,7 @@ def scales():
     return [(scaler.loss_scale(), scaler._unskipped) for scaler in amp._amp_state.loss_scalers]
 
 
-def test_another_number_of_losses_is_warned_of_and_loads_by_position():
+def test_another_number_of_losses_warns_and_loads_by_position():
     made(0, "O1", num_losses=2)
     with pytest.warns(UserWarning, match="holds 3 loss scales, and amp.initialize made 2"):
         amp.load_state_dict(state_of((4.0, 1), (8.0, 2), (16.0, 3)))

@@ -190,7 +190,7 @@ def test_gradients_that_the_script_throws_away_are_gone(level, settings, stepped
     assert torch.equal(model.weight, (before.float() - 0.5 * X).to(model.weight.dtype))
 
 
-def test_changing_gradients_of_half_weights_is_said_to_have_no_effect(capsys):
+def test_changed_gradients_of_half_weights_are_reported(capsys):
     model, optimizer = start("O2", lambda p: torch.optim.SGD(p, lr=1.0))
     amp._amp_state.verbosity = 1
     for _ in range(2):
@@ -279,7 +279,7 @@ def test_what_comes_in_the_wrong_order_or_place_is_refused():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("delayed", [False, True])
-def test_another_loss_that_goes_backward_in_the_block_is_refused(level, delayed):
+def test_another_loss_backward_in_the_block_is_refused(level, delayed):
     model, optimizer = start(level)
     backward(model, optimizer, delay_unscale=delayed)
     loss = loss_of(model)
@@ -318,7 +318,7 @@ def test_gradients_may_be_cleared_in_a_block(level, settings, how, to_none):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_scaled_loss_that_goes_backward_after_its_block_is_refused(level):
+def test_a_scaled_loss_backward_after_its_block_is_refused(level):
     model, optimizer = start(level)
     with amp.scale_loss(loss_of(model), optimizer) as scaled:
         pass

@@ -110,7 +110,7 @@ def test_the_speech_script_migrated_trains_as_it_did(runs):
 
 
 @pytest.mark.parametrize(("script", "options"), [("speech_training", ()), ("language_apex", "O1")])
-def test_in_fp32_and_under_o1_a_migrated_script_computes_the_same(runs, script, options):
+def test_a_migrated_script_computes_the_same(runs, script, options):
     apex, torchs, ours = (runs[script, way, options] for way in ("apex", *TARGETS))
     assert_same_numbers(apex, torchs)
     assert_same_numbers(apex, ours)

@@ -25,6 +25,15 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.BatchNorm1d(4))
 
 
+def train(given, optimizer, **settings):
+    """Three steps, of which the first may overflow."""
+    amp.initialize(given, optimizer, verbosity=0, **settings)
+    for _ in range(3):
+        with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+
 def whole_state(optimizer):
     gc.collect()  # policies end with what holds them, and their kernels with them
     return {
@@ -50,11 +59,7 @@ def test_the_process_is_as_before(level):
     given = model()
     optimizer = torch.optim.Adam(given.parameters())
     before = whole_state(optimizer)
-    amp.initialize(given, optimizer, opt_level=level, verbosity=0)
-    with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
-    del loss
+    train(given, optimizer, opt_level=level)
     amp.shutdown()
     compare(whole_state(optimizer), before)
     amp.shutdown()
@@ -63,11 +68,7 @@ def test_the_process_is_as_before(level):
 def test_masters_return_to_the_weights_in_full():
     given = torch.nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.Adam(given.parameters(), lr=2.0**-14)
-    amp.initialize(given, optimizer, opt_level="O2", verbosity=0)
-    for _ in range(3):
-        with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
+    train(given, optimizer, opt_level="O2")
     (master,) = amp.master_params(optimizer)
     full, moment = master.detach().clone(), optimizer.state[master]["exp_avg"].clone()
     amp.shutdown()
@@ -82,11 +83,8 @@ def test_models_and_optimizers_can_be_freed(level):
     optimizer = torch.optim.Adam(given.parameters())
     weak = [weakref.ref(one) for one in (given, given[0].weight, optimizer)]
     settings = {"enabled": False} if level == "off" else {"opt_level": level}
-    amp.initialize(given, optimizer, **settings, verbosity=0)
-    with amp.scale_loss(given(torch.randn(3, 4)).sum(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
-    del given, optimizer, loss
+    train(given, optimizer, **settings)
+    del given, optimizer
     gc.collect()
     assert [one() for one in weak] == [None, None, None]
     amp.shutdown()
@@ -96,7 +94,7 @@ def test_a_model_that_is_initialized_again_has_the_latest():
     given = model()
     amp.initialize(given, opt_level="O1", verbosity=0)
     amp.initialize(given, opt_level="O1", half_type=torch.bfloat16, verbosity=0)
-    assert given[0].register_forward_hook(lambda _m, _a, output: seen.append(output.dtype))
+    given[0].register_forward_hook(lambda _m, _a, output: seen.append(output.dtype))
     seen = []
     given(torch.ones(2, 4))
     assert seen == [torch.bfloat16]
