@@ -8,7 +8,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from scenarios import data, network, notes_of, regression
-from test_overflow import all_finite, assert_same, backward, copies_of
+from test_overflow import backward
 from torch import nn
 
 from narrowcast.attach import Attachment
@@ -40,29 +40,6 @@ def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
     assert "the script dropped gradients that had overflowed; the loss scale was lowered" in (
         attached.recorder.notes
     )
-
-
-@pytest.mark.parametrize("make", [
-    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, fused=True),
-    torch.optim.RAdam,
-], ids=["SGD", "AdamW fused", "RAdam"])  # fmt: skip
-def test_a_scheduler_wrapped_the_step_before(make):
-    model = network()
-    optimizer = make(model.parameters())
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
-        backward(model)
-        optimizer.step()
-        before = copies_of(optimizer)
-        model.zero_grad()
-        backward(model, 1e6)
-        optimizer.step()
-        assert_same(before, copies_of(optimizer))
-        model.zero_grad()
-        backward(model)
-        optimizer.step()
-    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
-    assert all_finite(optimizer)
 
 
 def test_a_closure_of_a_step_wrapped_before_is_refused():
@@ -126,7 +103,7 @@ def test_a_function_that_sees_scaled_gradients_is_named_once():
     assert sum(said in note for note in attached.recorder.notes) == 1
     with Attachment("bf16") as attached:
         F.mse_loss(Normalized.apply(model(x)), y).backward()
-    assert not notes_of(attached)[:-1]
+    assert not any(said in note for note in attached.recorder.notes)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])

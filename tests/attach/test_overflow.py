@@ -74,10 +74,15 @@ def closure_for(model, optimizer, factor=lambda: 1.0):
     return closure
 
 
-@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
-def test_a_skipped_step_changes_nothing(name):
+@pytest.mark.parametrize(
+    ("name", "scheduled"),
+    [(name, False) for name in DENSE_OPTIMIZERS] + [(name, True) for name in ("SGD", "AdamW fused", "RAdam")],
+)
+def test_a_skipped_step_changes_nothing(name, scheduled):
     model = network()
     optimizer = DENSE_OPTIMIZERS[name](model.parameters())
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step before we do
     groups = [list(group["params"]) for group in optimizer.param_groups]
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
         backward(model)

@@ -117,21 +117,6 @@ def test_threads_that_train_at_once():
 # ---- gradients that the script looks at
 
 
-def gradient_seen(attach_as, register):
-    model, (x, y) = network(), data()
-    seen = []
-
-    def see(*gradients):
-        seen.extend(gradient.clone() for gradient in gradients)
-
-    with Attachment(*attach_as):
-        hidden = model[:2](x)
-        handle = register(model, hidden, see)
-        F.mse_loss(model[2:](hidden), y).backward()
-        handle.remove()
-    return seen
-
-
 HOOKS = {
     "tensor": lambda model, hidden, see: hidden.register_hook(see),
     "parameter": lambda model, hidden, see: model[0].weight.register_hook(see),
@@ -150,48 +135,58 @@ HOOKS = {
 }
 
 
-def assert_near(found, expected, tolerance=2.0**-8):
-    """By default up to 16 roundoffs of fp16 on the way."""
+def assert_near(found, expected, tolerance):
     assert len(found) == len(expected) > 0
     for f, e in zip(found, expected, strict=True):
         assert (f - e).norm() / e.norm() < tolerance
 
 
+def assert_as_in_fp32(run, scale=2.0**12, tolerance=2.0**-8):
+    """``run`` returns the same gradients in fp16; by default with up to 16 roundoffs on the way."""
+    with Attachment("fp32"):
+        expected = run()
+    with Attachment("fp16", Static(scale=scale)):
+        found = run()
+    assert_near(found, expected, tolerance)
+
+
 @pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
 def test_hooks_see_true_gradients(register):
-    expected = gradient_seen(("fp32",), register)
-    assert_near(gradient_seen(("fp16", Static(scale=2.0**12)), register), expected)
+    def seen():
+        (model, (x, y)), found = (network(), data()), []
+        hidden = model[:2](x)
+        handle = register(model, hidden, lambda *gradients: found.extend(one.clone() for one in gradients))
+        F.mse_loss(model[2:](hidden), y).backward()
+        handle.remove()
+        return found
+
+    assert_as_in_fp32(seen)
 
 
 @pytest.mark.parametrize("way", ["retain_grad", "retain_grad, twice", "inputs"])
 def test_gradients_inside_the_graph_are_true_and_accumulate(way):
-    def kept(*attach_as):
+    def kept():
         model, (x, y) = network(), data()
-        with Attachment(*attach_as):
-            hidden = model[:2](x)
-            if "retain" in way:
-                hidden.retain_grad()
-            loss = F.mse_loss(model[2:](hidden), y)
-            for _ in range(1 + ("twice" in way)):
-                loss.backward(
-                    retain_graph=True, inputs=[hidden, model[4].weight] if way == "inputs" else None
-                )
+        hidden = model[:2](x)
+        if "retain" in way:
+            hidden.retain_grad()
+        loss = F.mse_loss(model[2:](hidden), y)
+        for _ in range(1 + ("twice" in way)):
+            loss.backward(retain_graph=True, inputs=[hidden, model[4].weight] if way == "inputs" else None)
         assert (model[0].weight.grad is None) == (way == "inputs")
         with warnings.catch_warnings(action="ignore"):
             return hidden.grad, model[4].weight.grad
 
-    assert_near(kept("fp16", Static(scale=2.0**12)), kept("fp32"))
+    assert_as_in_fp32(kept)
 
 
 def test_autograd_grad_is_true_also_where_the_scale_overflows():
-    def slopes(*attach_as):
+    def slopes():
         model, (x, y) = network(), data()
-        with Attachment(*attach_as):
-            return torch.autograd.grad(F.mse_loss(model(x), y) * 100, list(model.parameters()))
+        return torch.autograd.grad(F.mse_loss(model(x), y) * 100, list(model.parameters()))
 
-    expected = slopes("fp32")
     for scale in (2.0**4, 2.0**24):
-        assert_near(slopes("fp16", Static(scale=scale)), expected, 2.0**-7)
+        assert_as_in_fp32(slopes, scale, 2.0**-7)
 
 
 def test_a_function_that_runs_a_pass_inside_its_backward():
@@ -216,15 +211,14 @@ def test_a_function_that_runs_a_pass_inside_its_backward():
             out.backward(gradient)
             return None, copy.grad
 
-    def train(*attach_as):
+    def train():
         torch.manual_seed(0)
         layer, x = nn.Linear(4, 4), torch.randn(8, 4)
         weight = nn.Parameter(torch.randn(4, 4))
-        with Attachment(*attach_as):
-            Adjoint.apply(layer(x), weight).square().mean().backward()
+        Adjoint.apply(layer(x), weight).square().mean().backward()
         return layer.weight.grad, weight.grad
 
-    assert_near(train("fp16", Static(scale=2.0**10)), train("fp32"))
+    assert_as_in_fp32(train, 2.0**10)
 
 
 # ---- what is refused, and what is left to the script
@@ -338,13 +332,12 @@ class Labelled(torch.Tensor):
 
 
 def test_a_loss_of_a_tensor_subclass_is_scaled_once():
-    def gradient(*attach_as):
+    def gradient():
         model, (x, y) = network(), data()
-        with Attachment(*attach_as):
-            torch.autograd.backward(F.mse_loss(model(x), y).as_subclass(Labelled))
-        return model[0].weight.grad
+        torch.autograd.backward(F.mse_loss(model(x), y).as_subclass(Labelled))
+        return [model[0].weight.grad]
 
-    assert_near([gradient("fp16", Static(scale=2.0**12))], [gradient("fp32")])
+    assert_as_in_fp32(gradient)
 
 
 def test_backward_from_a_leaf():
