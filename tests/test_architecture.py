@@ -147,7 +147,7 @@ def test_torch_free_packages_do_not_import_torch(package):
     assert "torch" not in modules_after(f"import narrowcast.{package}")
 
 
-def test_the_library_imports_neither_the_compiler_nor_what_only_the_command_needs():
+def test_the_library_imports_neither_compiler_nor_command():
     loaded = modules_after("import narrowcast as nc; nc.autocast; nc.apply; nc.Policy; nc.certify")
     assert not {"typer", "rich", "jinja2", "torch._dynamo"} & loaded
 

@@ -34,7 +34,7 @@ def begun(and_then):
     return process, int(process.stdout.readline())
 
 
-def test_one_that_hangs_is_ended_with_all_that_it_started_and_their_stacks_are_told():
+def test_a_process_that_hangs_is_ended_with_its_children():
     process, rank = begun("one.wait()")
     with pytest.raises(pytest.fail.Exception, match=r"was ended after 0.1 s(.|\n)*in waits_here"):
         end(process, limit_s=0.1)

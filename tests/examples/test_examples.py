@@ -80,18 +80,11 @@ def test_refuses_what_it_cannot_run(script, options, message, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture(scope="module")
-def small_sine(tmp_path_factory):
-    """One run in an empty folder, told to leave its picture in a folder that does not exist yet."""
-    folder = tmp_path_factory.mktemp("sine")
-    there = folder / "a run" / "of mine"
-    done = run("quantized_sine.py", *SMALL_SINE, folder=folder, NARROWCAST_RUN_DIR=str(there))
-    return folder, there / "quantized_sine.png", succeeded(done)
-
-
 @pytest.mark.long
-def test_sine_learns_and_says_its_loss_last(small_sine):
-    folder, path, lines = small_sine
+def test_sine_learns_and_says_its_loss_last(tmp_path):
+    there = tmp_path / "a run" / "of mine"  # a folder that does not exist yet
+    done = run("quantized_sine.py", *SMALL_SINE, folder=tmp_path, NARROWCAST_RUN_DIR=str(there))
+    path, lines = there / "quantized_sine.png", succeeded(done)
     assert lines[0] == "48 by 48 pixels, 4 levels, 2 hidden layers of 64, 300 epochs, device cpu, seed 0"
     picture, took, final = lines[-3:]
     assert picture == f"picture {path}"
@@ -99,7 +92,7 @@ def test_sine_learns_and_says_its_loss_last(small_sine):
     last = re.fullmatch(r"final loss (\d\.\d{4})", final)
     assert last, final
     assert float(last[1]) < LARGEST_LOSS
-    assert [found for found in folder.rglob("*") if found.is_file()] == [path]
+    assert [found for found in tmp_path.rglob("*") if found.is_file()] == [path]
     coloured = np.ptp(imread(path)[..., :3], axis=2) > 0.1  # the two pictures, on grey paper
     assert 0.3 < coloured.mean() < 0.9
 

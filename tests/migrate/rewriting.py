@@ -1,8 +1,11 @@
-"""What the tests of rewritings share: a migration that is checked to parse and to be stable."""
+"""What the tests of rewritings share: a migration that is checked to parse and to be stable, and runs."""
 
 import ast
+import contextlib
+import io
 import textwrap
 
+from narrowcast.apex import amp
 from narrowcast.migrate import Settings, migrate_text
 
 
@@ -22,3 +25,18 @@ def left_alone(outcome):
 def told(outcome):
     """The messages of what was changed."""
     return [finding.message for finding in outcome.findings if finding.fixed]
+
+
+def numbers(text):
+    """What a script prints, run in this process, with narrowcast in place of apex; a warning is an error."""
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(
+                compile(text.replace("from apex", "from narrowcast.apex"), "s.py", "exec"),
+                {"__name__": "__main__"},
+            )
+    finally:
+        amp.shutdown()
+        amp._amp_state.verbosity = 1
+    return [float(word) for word in out.getvalue().split()]

@@ -492,7 +492,7 @@ def test_a_package_may_hand_apex_on():
     assert "may import this name of apex" in left_alone(outcome)[0][1]
 
 
-def test_a_file_that_asks_whether_apex_is_there_keeps_its_question():
+def test_a_file_that_asks_for_apex_keeps_its_question():
     text = "try:\n    from apex import amp\n    there = True\nexcept ImportError:\n    there = False\n"
     assert migrated(text).text == text
 

@@ -4,8 +4,6 @@ The losses are linear in the weights and all numbers are short: gradients, scale
 float16, so that the weights agree to the bit; only a norm that is clipped to is rounded in another order.
 """
 
-import contextlib
-import io
 import textwrap
 
 import pytest
@@ -13,9 +11,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from once_wrong import LEFT, REWRITTEN, TWO_MODELS
-from rewriting import left_alone, migrated
-
-from narrowcast.apex import amp
+from rewriting import left_alone, migrated, numbers
 
 HEAD = """\
 import torch
@@ -52,28 +48,6 @@ def _torch_is_ready():
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.SGD([weight]).step()
-
-
-@pytest.fixture(autouse=True)
-def _undone():
-    yield
-    amp.shutdown()
-    amp._amp_state.verbosity = 1
-
-
-def numbers(text):
-    """What a script prints, run in this process, with narrowcast in place of apex."""
-    out = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out):
-            exec(
-                compile(text.replace("from apex", "from narrowcast.apex"), "s.py", "exec"),
-                {"__name__": "__main__"},
-            )
-    finally:
-        amp.shutdown()
-        amp._amp_state.verbosity = 1
-    return [float(word) for word in out.getvalue().split()]
 
 
 def trains_alike(text, target, rel=NORMS):
@@ -352,14 +326,6 @@ def check(text, target):
     assert numbers(outcome.text) == pytest.approx(numbers(text), rel=2**-16)
 
 
-@settings(max_examples=8, **SLOW)
-@given(programs(), st.sampled_from(TARGETS))
-def test_a_random_program_trains_alike_or_is_left_alone(text, target):
-    check(text, target)
-
-
-@pytest.mark.long
-@settings(max_examples=1_000, **SLOW)
-@given(programs(), st.sampled_from(TARGETS))
-def test_many_random_programs_train_alike_or_are_left_alone(text, target):
-    check(text, target)
+@pytest.mark.parametrize("count", [8, pytest.param(1_000, marks=pytest.mark.long)])
+def test_random_programs_train_alike_or_are_left_alone(count):
+    settings(max_examples=count, **SLOW)(given(programs(), st.sampled_from(TARGETS))(check))()

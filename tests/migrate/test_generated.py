@@ -1,19 +1,14 @@
 """Random programs: the migrated text parses, keeps all other lines, and is stable."""
 
 import ast
-import os
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from narrowcast.migrate import Settings, migrate_text
 
-LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
-EXAMPLES = settings(
-    max_examples=4_000 if LONG else 40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 # No rewriting looks at these, and none of them is indented or moved.
 KEPT = "keep"
 
@@ -138,9 +133,12 @@ def nested(lines):
     return [f">{line}" for line in lines]
 
 
-@EXAMPLES
-@given(programs(), st.sampled_from(["torch", "narrowcast"]))
-def test_what_is_made_parses_keeps_other_lines_and_is_stable(text, target):
+@pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
+def test_what_is_made_parses_keeps_other_lines_and_is_stable(count):
+    settings(max_examples=count, **SLOW)(given(programs(), st.sampled_from(["torch", "narrowcast"]))(check))()
+
+
+def check(text, target):
     ast.parse(text)
     outcome = migrate_text(text, Settings(target=target))
     ast.parse(outcome.text)

@@ -65,7 +65,7 @@ def test_what_narrowcast_has_instead_can_be_called(call):
     assert eval(call.replace('"cuda"', '"cpu"'), scope) is not None
 
 
-def test_what_is_not_answered_for_stands_on_the_page_with_what_is_there_instead():
+def test_the_page_names_what_is_not_provided_and_what_instead():
     (table,) = re.findall(r"^Not provided is.*?(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\| (.*`.*) \| (.*) \|$", table, re.MULTILINE)
     named = " ".join(left for left, _ in rows)

@@ -1,12 +1,10 @@
 """``torch.cuda.amp`` and ``torch.cpu.amp`` become ``torch.amp``, and that narrowcast on request."""
 
-import contextlib
-import io
 import warnings
 
 import pytest
 import torch
-from rewriting import left_alone, migrated
+from rewriting import left_alone, migrated, numbers
 
 GOLDEN = {
     "a full name": (
@@ -207,20 +205,12 @@ for step in range(4):
 """
 
 
-def printed(text):
-    """The numbers that a script prints, run in this process; a warning is an error."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(text, "script.py", "exec"), {"__name__": "__main__"})
-    return [float(word) for word in out.getvalue().split()]
-
-
 @pytest.mark.parametrize("target", ["torch", "narrowcast"])
 def test_a_migrated_script_trains_alike_without_a_warning(target):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the deprecated names
-        before = printed(NATIVE)
-    assert printed(migrated(NATIVE, target).text) == before
+        before = numbers(NATIVE)
+    assert numbers(migrated(NATIVE, target).text) == before
 
 
 TO_NARROWCAST = {
