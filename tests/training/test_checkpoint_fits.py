@@ -56,8 +56,8 @@ def refused(path, *parts, **options):
     [
         (lambda: net(4, 3, 2, 2), "the checkpoint lacks 2.weight, 2.bias"),
         (lambda: net(4, 3), "the model has no 1.weight, 1.bias"),
-        (lambda: net(4, 5, 2), r"0.weight has shape \(5, 4\), and had \(3, 4\)"),
-        (lambda: net(4, 3, 2).bfloat16(), "0.weight is bfloat16 here, and was saved in float32"),
+        (lambda: net(4, 5, 2), r"0.weight is float32 of shape \(5, 4\) here, and was float32 of shape \(3, 4\)"),
+        (lambda: net(4, 3, 2).bfloat16(), "0.weight is bfloat16 of shape .* here, and was float32"),
     ],
     ids=["larger", "smaller", "wider", "bf16"],
 )
@@ -111,7 +111,7 @@ def test_a_missing_part_is_refused_unless_the_model_is_alone(path):
     save_checkpoint(path, model, optimizer, scaler=scaler, position=3)
     assert "Give it as scaler=..." in refused(path, model, optimizer)
     message = refused(path, model, optimizer, scheduler=scheduler, scaler=scaler)
-    assert "the checkpoint holds no scheduler '0' (it has none)" in message
+    assert "it holds no scheduler '0' (it has none)" in message
     evaluated = net(4, 2, seed=1)
     torch.rand(5)
     before = torch.get_rng_state()

@@ -1,12 +1,10 @@
 """Checkpoints of several processes on gloo, in DDP and ``fully_shard``, loaded by as many and by others."""
 
-import io
-import pickle
 import shutil
 
 import pytest
 import torch
-from checkpoint_launches import Bomb, facts_of
+from checkpoint_launches import facts_of
 
 from narrowcast.errors import CheckpointError
 from narrowcast.training import load_checkpoint, save_checkpoint
@@ -113,7 +111,7 @@ def test_what_one_rank_cannot_do_stops_all_and_changes_nothing(few):
     assert own_save.startswith("a checkpoint holds dicts, lists")
     assert "position is a object" in own_save
     assert other_save == f"rank 1 failed: CheckpointError: {own_save}"
-    assert "the checkpoint holds no scheduler 'beside the Stepper 0'" in load
+    assert "it holds no scheduler 'beside the Stepper 0'" in load
     assert other_load == f"rank 0 failed: CheckpointError: {load}"
     assert found["unchanged"]
     assert found["folders"] == 2, "the marker and the data"
@@ -167,17 +165,6 @@ def test_an_altered_or_missing_byte_of_a_folder_is_found(one):
         file.write_bytes(whole)
     assert load_checkpoint(path, model).position == "here"
     assert torch.equal(model.weight, before)
-
-
-def test_metadata_of_torch_cannot_run_code(tmp_path):
-    from narrowcast.training._torch_internals import read_metadata_of_tensors
-
-    data = pickle.dumps(Bomb(tmp_path / "ran"))
-    with pytest.raises(pickle.UnpicklingError, match=r"would run io\.open"):
-        read_metadata_of_tensors(io.BytesIO(data))
-    assert not (tmp_path / "ran").exists()
-    pickle.loads(data).close()
-    assert (tmp_path / "ran").exists(), "it would have"
 
 
 def test_a_folder_without_a_complete_checkpoint(one):

@@ -9,7 +9,7 @@ from stepper_runs import loss_of, made, micro_batch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import OrderError, SettingError, UnsupportedError
+from narrowcast.errors import CheckpointError, OrderError, SettingError, UnsupportedError
 
 O2 = nc.Policy(compute="fp16", master_weights=True)
 
@@ -232,14 +232,14 @@ def test_saving_in_an_accumulation_is_refused():
 def test_a_state_of_another_stepper_is_refused():
     _, _, stepper = made()
     for state in ({"scale": 1.0}, {}, None):
-        with pytest.raises(SettingError, match=r"expected what stepper.state_dict\(\) returned"):
+        with pytest.raises(CheckpointError, match=r"expected what stepper.state_dict\(\) returned"):
             stepper.load_state_dict(state)
     model = nn.Linear(4, 1)
     adam = nc.Stepper(model, torch.optim.Adam(model.parameters()), "bf16")
-    with pytest.raises(SettingError, match="expected the state of Adam, as this Stepper has, got that of"):
+    with pytest.raises(CheckpointError, match="the optimizer '0' is of Adam, and was of SGD"):
         adam.load_state_dict(stepper.state_dict())
     _, _, with_masters = made(O2)
-    with pytest.raises(SettingError, match="expected the state of SGD, masters, as"):
+    with pytest.raises(CheckpointError, match="it holds no held weights '0'"):
         with_masters.load_state_dict(stepper.state_dict())
 
 

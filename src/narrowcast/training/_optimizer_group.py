@@ -223,37 +223,6 @@ class OptimizerGroup:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    # ---- saving
-
-    def state_dict(self) -> dict[str, Any]:
-        self.scaler.report_pending()  # the schedulers may still have to move for the last step
-        return {
-            "kinds": self._kinds(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "masters": [held.state_dict() for held in self.held],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "scaler": self.scaler.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        kinds = state.get("kinds", ())
-        if list(kinds) != self._kinds():
-            raise SettingError(
-                f"expected the state of {', '.join(self._kinds())}, as this Stepper has, got that of "
-                f"{', '.join(kinds)}: make it with the arguments of the one that was saved"
-            )
-        live: dict[str, list[Any]]
-        live = {"optimizers": self.optimizers, "masters": self.held, "schedulers": self.schedulers}
-        for name, here in live.items():
-            for one, theirs in zip(here, state[name], strict=True):
-                one.load_state_dict(theirs)
-        self.scaler.load_state_dict(state["scaler"])
-
-    def _kinds(self) -> list[str]:
-        """Name what is saved: many classes load the state of another class without an error."""
-        classes = [type(one).__name__ for one in (*self.optimizers, *self.schedulers)]
-        return classes + [held.updates for held in self.held]
-
     def restart(self) -> None:
         """Discard gradients, and accept the schedulers where they are now."""
         self._last_epochs = {}

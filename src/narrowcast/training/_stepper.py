@@ -12,13 +12,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.casting import region_in
-from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
+from narrowcast.errors import CheckpointError, OrderError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, format_name, policy_name
 from narrowcast.training._accumulation import Statistics, Synchronization, WeightCasts
 from narrowcast.training._make import cast_inputs, formats_of, make_groups, place_rules
 from narrowcast.training._optimizer_group import OptimizerGroup, check_loss, claim, release
 from narrowcast.training._random import random_states, set_random_states
+from narrowcast.training._state import Fit, Objects
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
@@ -240,6 +241,10 @@ class Stepper:
         Raises:
             OrderError: during an accumulation, whose gradients would be lost.
         """
+        self._refuse_unfinished()
+        return {"steps": self.steps, "objects": Objects(self.model, self._groups).state()}
+
+    def _refuse_unfinished(self) -> None:
         for name, group in self._groups.items():
             if group.filled:
                 raise OrderError(
@@ -247,26 +252,22 @@ class Stepper:
                     f"{f' ({name})' if name else ''}, and gradients are not saved: call flush() or "
                     "finish the step"
                 )
-        groups = {"" if name is None else name: group.state_dict() for name, group in self._groups.items()}
-        return {"steps": self.steps, "groups": groups}
+            group.scaler.report_pending()  # the schedulers may still have to move for the last step
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, and discard accumulated gradients; load the model's state too.
 
         Raises:
-            SettingError: the state is of a Stepper with other optimizers, masters or schedulers.
+            CheckpointError: the state is of a Stepper with other optimizers, masters, schedulers or
+                parameters. Nothing was loaded.
         """
-        names = {name or "" for name in self._groups}
-        saved = state.get("groups") if isinstance(state, Mapping) else None
-        if not isinstance(saved, Mapping) or set(saved) != names:
-            found = sorted(map(repr, saved if isinstance(saved, Mapping) else state or ()))
-            raise SettingError(
-                f"expected what stepper.state_dict() returned for optimizers {sorted(names)} ('' without a "
-                f"name), got one with {', '.join(found) or 'nothing'}"
-            )
-        for key, group in self._groups.items():
-            group.load_state_dict(saved[key or ""])
-        self._restart(int(state["steps"]))
+        if not isinstance(state, Mapping) or set(state) != {"steps", "objects"}:
+            found = ", ".join(map(repr, state or ())) or "nothing"
+            raise CheckpointError(f"expected what stepper.state_dict() returned, got one with {found}")
+        objects = Objects(self.model, self._groups)
+        objects.check(Fit("the state of the Stepper"), state["objects"])
+        objects.load(state["objects"])
+        self._restart(state["steps"])
 
     def _restart(self, steps: int) -> None:
         """Continue after ``steps`` with states that were just loaded, the model's statistics among them."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from narrowcast.gradients import leaf_of
 
@@ -28,38 +25,20 @@ def run_casts_of_leaves_soon(nodes: Iterable[Any]) -> None:
                 node._set_sequence_nr(_SOONEST)
 
 
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/metadata.py
-_METADATA_NAMES = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-            "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-}  # fmt: skip
+def metadata_classes() -> list[Any]:
+    """Return the classes in the metadata that ``torch.distributed.checkpoint`` makes of tensors.
 
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype) or (module, name) in _METADATA_NAMES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it would run {module}.{name} when it is read")
-
-
-def read_metadata_of_tensors(file: IO[bytes]) -> Any:
-    """Read the metadata that ``torch.distributed.checkpoint`` pickles, without running other code.
-
-    torch's ``FileSystemReader.read_metadata`` unpickles without restrictions:
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/filesystem.py
-
-    Raises:
-        pickle.UnpicklingError: it names anything else.
+    torch's ``FileSystemReader.read_metadata`` unpickles them without restrictions, so that a file could run
+    code: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/filesystem.py
     """
-    return _MetadataUnpickler(file).load()
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    return [
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.TensorStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+    ]

@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,8 +51,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
         file.write(b"\n%s %d sha256 %s\n" % (FORMAT.encode(), VERSION, digest.encode()))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint file.
+def read(path: Path, classes: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the content of a checkpoint file, in which instances of ``classes`` may be.
 
     Raises:
         CheckpointError: the file is truncated, altered, of a newer version or another program, or it would
@@ -76,7 +76,7 @@ def read(path: Path) -> dict[str, Any]:
         raise damaged(path, f"its SHA-256 is {found}, and was {written}")
     try:
         # Protocol 2 of pickle writes b"" as a call of bytes.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([bytes]):
+        with warnings.catch_warnings(), torch.serialization.safe_globals([bytes, *classes]):
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:

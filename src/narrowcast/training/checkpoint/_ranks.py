@@ -3,6 +3,7 @@
     PATH/checkpoint.narrowcast    names the folder with the data; replaced in one step, at the end
     PATH/0123...cdef/rank_0.pt    the tree of rank 0, as a checkpoint file
     PATH/0123...cdef/rank_1.pt    that of rank 1, without the tensors that are equal to those of rank 0
+    PATH/0123...cdef/sharded.pt   metadata of DTensors
     PATH/0123...cdef/...          DTensors, by torch.distributed.checkpoint
 
 In the tree of a rank, a tensor on the "meta" device stands for one that is in another file.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import pickle
 import re
 import shutil
 import uuid
@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from narrowcast._files import sync_folder
 from narrowcast.errors import CheckpointError
-from narrowcast.training._torch_internals import read_metadata_of_tensors
+from narrowcast.training._state import Fit, few
+from narrowcast.training._torch_internals import metadata_classes
 from narrowcast.training.checkpoint import _file
 from narrowcast.training.checkpoint._file import Place, damaged, mapped, name_of
-from narrowcast.training.checkpoint._state import Fit, few
 
-MARKER = "checkpoint.narrowcast"
+MARKER, SHARDED = "checkpoint.narrowcast", "sharded.pt"
 _DATA = re.compile(r"[0-9a-f]{32}")
 Result = TypeVar("Result")
 Layouts = Mapping[Place, torch.Tensor]
@@ -175,7 +175,10 @@ def _save_sharded(data: Path, sharded: Mapping[str, torch.Tensor], ranks: Ranks)
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with _errors_of_torch():
-        save(dict(sharded), storage_writer=FileSystemWriter(data), no_dist=not ranks.together)
+        metadata = save(dict(sharded), storage_writer=FileSystemWriter(data))
+    metadata.storage_meta = None  # the path
+    content = {"metadata": metadata}
+    ranks.agreed(lambda: _file.write(data / SHARDED, content) if ranks.rank == 0 else None)
 
 
 @contextlib.contextmanager
@@ -337,15 +340,11 @@ def _load_sharded(data: Path, sharded: dict[str, torch.Tensor]) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    try:
-        with (data / ".metadata").open("rb") as file:
-            metadata = read_metadata_of_tensors(file)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{data / '.metadata'} was not read: {error}") from error
+    metadata = _file.read(data / SHARDED, metadata_classes())["metadata"]
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return metadata  # torch's own method would run code in the file
+            return metadata  # torch's own method would run code in its file .metadata
 
     with _errors_of_torch():
         load(sharded, storage_reader=Reader(data), no_dist=True)  # each rank reads for itself
