@@ -132,8 +132,7 @@ def test_too_many_skips_name_the_parameters():
 @pytest.mark.parametrize("restore", ["norms", "all"])
 def test_the_flag_may_stay_on_the_device(restore):
     """As with a fused optimizer on CUDA: the buffers are chosen by a tensor, without reading it."""
-    from narrowcast.gradients import StepResult
-    from narrowcast.training._accumulation import Statistics
+    from narrowcast.training._optimizer_group import Statistics
 
     for flag in (0.0, 1.0):
         model = Normalized()
@@ -143,7 +142,7 @@ def test_the_flag_may_stay_on_the_device(restore):
         statistics.remember()
         model(torch.randn(5, 6) * math.inf)
         after = values(model)
-        statistics.end(StepResult(found_inf=torch.tensor(flag), scale=1.0))
+        statistics.restore(torch.tensor(flag) > 0)
         wanted = before if flag else after
         assert all(
             torch.allclose(wanted[name].float(), model.state_dict()[name].float(), equal_nan=True)

@@ -14,7 +14,7 @@ from narrowcast.errors import PolicyError, SettingError
 from narrowcast.gradients import GradScaler, check_apart, parameters_of
 from narrowcast.policy import Policy, as_policy, resolve
 from narrowcast.scaling import Off, Static
-from narrowcast.training._optimizer_group import OptimizerGroup
+from narrowcast.training._optimizer_group import OptimizerGroup, Settings
 from narrowcast.weights import held_by, hold, lost_eps, lower
 
 
@@ -43,16 +43,12 @@ def make_groups(
     optimizer: Any,
     policy: Policy,
     formats: Mapping[str, torch.dtype],
-    *,
-    accumulate: int,
-    max_norm: float | None,
-    max_value: float | None,
+    settings: Settings,
     scheduler: Any,
     scaler: Any,
     process_group: Any | None,
 ) -> dict[str | None, OptimizerGroup]:
     """A group for each named optimizer, or one under None."""
-    _check_settings(accumulate, max_norm, max_value)
     by_name = _optimizers_by_name(optimizer)
     _check_parameters(model, by_name)
     schedulers = _by_same_names("scheduler", scheduler, by_name)
@@ -67,25 +63,8 @@ def make_groups(
         made = _scaler_for(scalers[name], formats, process_group, low_weights=policy.low_weights)
         made.name_parameters(names)
         _warn_of_lost_updates(optimizers, low_weights=policy.low_weights)
-        groups[name] = OptimizerGroup(
-            optimizers,
-            made,
-            _as_list(schedulers[name]),
-            accumulate=accumulate,
-            max_norm=max_norm,
-            max_value=max_value,
-        )
+        groups[name] = OptimizerGroup(optimizers, made, _as_list(schedulers[name]), settings)
     return groups
-
-
-def _check_settings(accumulate: int, max_norm: float | None, max_value: float | None) -> None:
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise SettingError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
-    for name, value in (("max_norm", max_norm), ("max_value", max_value)):
-        if value is not None and not (isinstance(value, int | float) and value > 0):
-            raise SettingError(f"{name} must be a number above 0, or None, got {value!r}")
-    if max_norm is not None and max_value is not None:
-        raise SettingError("expected max_norm or max_value, got both: clip by one of them")
 
 
 def _optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Optimizer]]:
@@ -177,14 +156,13 @@ def _scaler_for(
     return GradScaler(loss_scale=schedule, process_group=process_group, allow_fp16_gradients=low_weights)
 
 
-def place_rules(model: torch.nn.Module, policy: Policy) -> Applied | None:
+def place_rules(model: torch.nn.Module, policy: Policy) -> list[Applied]:
     """Let modules follow the rules of ``policy`` in the regions of the ``Stepper``; return the handle.
 
-    Returns None if there are no rules for modules, or ``nc.apply`` was called with the same policy.
+    There is none without rules for modules, or if ``nc.apply`` was called with the same policy.
     """
-    if not policy.names_modules or applied_to(model, policy) is not None:
-        return None
-    return Applied(model, policy, opens=False)
+    placed = not policy.names_modules or applied_to(model, policy) is not None
+    return [] if placed else [Applied(model, policy, opens=False)]
 
 
 def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> Any:

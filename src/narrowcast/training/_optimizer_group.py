@@ -1,21 +1,50 @@
-"""Optimizers that step together, with their scaler, their schedulers and the gradients accumulated so far."""
+"""Optimizers that step together, and what a Stepper keeps over the micro-batches of their step."""
 
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
-from narrowcast.gradients import GradScaler, StepResult, needs_closure, parameters_of
-from narrowcast.weights import HeldWeights, held_by
+from narrowcast.casting import drop_casts
+from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError, near_names
+from narrowcast.gradients import GradScaler, StepResult, needs_closure, nodes_below, parameters_of
+from narrowcast.training._torch_internals import run_casts_of_leaves_soon
+from narrowcast.weights import HeldWeights, held_by, is_batch_or_instance_norm
+
+RESTORE = ("norms", "all", "none")
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a Stepper that hold for each group; SettingError if one is outside its range."""
+
+    accumulate: int
+    max_norm: float | None
+    max_value: float | None
+
+    def __post_init__(self) -> None:
+        accumulate = self.accumulate
+        if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+            raise SettingError(f"accumulate must be a whole number of at least 1, got {accumulate!r}")
+        for name, value in (("max_norm", self.max_norm), ("max_value", self.max_value)):
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise SettingError(f"{name} must be a number above 0, or None, got {value!r}")
+        if self.max_norm is not None and self.max_value is not None:
+            raise SettingError("expected max_norm or max_value, got both: clip by one of them")
+
+
+@dataclass(eq=False)
 class OptimizerGroup:
     """One or several optimizers that step together, all or none, on the same accumulated gradients.
 
@@ -24,26 +53,18 @@ class OptimizerGroup:
         stepping: whether the Stepper is stepping them now; a step by hand is refused.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        scaler: GradScaler,
-        schedulers: Sequence[Any],
-        *,
-        accumulate: int,
-        max_norm: float | None,
-        max_value: float | None,
-    ) -> None:
-        self.optimizers = list(optimizers)
-        self.scaler = scaler
-        self.schedulers = list(schedulers)
-        self.accumulate = accumulate
-        self.max_norm = max_norm
-        self.max_value = max_value
-        self.filled = 0
-        self.stepping = False
+    optimizers: list[torch.optim.Optimizer]
+    scaler: GradScaler
+    schedulers: list[Any]
+    settings: Settings
+    filled: int = 0
+    stepping: bool = False
+
+    def __post_init__(self) -> None:
         self._written: list[tuple[int, int]] = []
         self._last_epochs: dict[int, Any] = {}
+        self._results = 0
+        self.accumulate = self.settings.accumulate
         self.held: list[HeldWeights] = [h for o in self.optimizers if (h := held_by(o)) is not None]
         self.needs_closure = any(map(needs_closure, self.optimizers))
         if self.needs_closure and self.held:
@@ -53,7 +74,6 @@ class OptimizerGroup:
             )
         for scheduler in self.schedulers:
             _check_scheduler(scheduler, self.optimizers)
-        self._results = 0
 
     def move_schedulers(self, _: StepResult) -> None:
         self._results += 1
@@ -81,11 +101,6 @@ class OptimizerGroup:
         return self.filled + 1 >= self.accumulate or bool(self.held)
 
     @property
-    def leaves_unreduced(self) -> bool:
-        """Whether the gradients of an unfinished accumulation are not reduced by DDP."""
-        return self.accumulate > 1 and not self.held
-
-    @property
     def parameters(self) -> list[torch.Tensor]:
         """The model's own parameters, in which gradients accumulate."""
         low_of: dict[torch.Tensor, torch.Tensor]
@@ -107,9 +122,7 @@ class OptimizerGroup:
     ) -> None:
         """Add the gradients of one micro-batch, scaled, and divided by the number of micro-batches.
 
-        Args:
-            inputs: the only parameters that get gradients; None: all.
-            one_rank: whether no other rank computes gradients of these parameters.
+        Only ``inputs`` get gradients, if given. With ``one_rank`` no other rank computes gradients of them.
         """
         self._check_gradients()
         scaled = self.scaler.scale(loss)
@@ -149,11 +162,7 @@ class OptimizerGroup:
     # ---- step
 
     def step(self, filled: float | None = None) -> StepResult:
-        """Clip, check and step on the accumulated gradients.
-
-        Args:
-            filled: the number of micro-batches in them, averaged over the ranks; None: ``accumulate``.
-        """
+        """Clip, check and step on the gradients of ``filled`` micro-batches (the mean over the ranks)."""
         if filled is not None and filled < self.accumulate:
             with torch.no_grad():
                 for gradient in self._gradients():
@@ -191,30 +200,30 @@ class OptimizerGroup:
         return result
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.max_value is not None:
-            self.scaler.clip_grad_value_(optimizer, self.max_value)
-        elif self.max_norm is not None:
-            self.scaler.clip_grad_norm_(optimizer, self.max_norm)
+        if self.settings.max_value is not None:
+            self.scaler.clip_grad_value_(optimizer, self.settings.max_value)
+        elif self.settings.max_norm is not None:
+            self.scaler.clip_grad_norm_(optimizer, self.settings.max_norm)
 
     def _clip_and_step(self) -> StepResult:
-        scaler = self.scaler
+        scaler, max_norm, max_value = self.scaler, self.settings.max_norm, self.settings.max_value
         if len(self.optimizers) == 1:
             self._clip(self.optimizers[0])
             return scaler.step(self.optimizers[0])
         norm = None
         for optimizer in self.optimizers:
             scaler.unscale_(optimizer)
-            if self.max_value is not None:
-                scaler.clip_grad_value_(optimizer, self.max_value)
-        if self.max_norm is not None:
+            if max_value is not None:
+                scaler.clip_grad_value_(optimizer, max_value)
+        if max_norm is not None:
             parameters = parameters_of(*self.optimizers)
             if scaler.process_group is None:
-                norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+                norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             else:
                 # The norm of each optimizer over all ranks; at infinity nothing is clipped.
                 norms = [scaler.clip_grad_norm_(optimizer, math.inf) for optimizer in self.optimizers]
                 norm = torch.linalg.vector_norm(torch.stack(norms))
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return StepResult.joined(scaler.step_together(self.optimizers), grad_norm=norm)
 
     def zero(self) -> None:
@@ -274,10 +283,7 @@ _GROUPS: weakref.WeakSet[OptimizerGroup] = weakref.WeakSet()
 
 
 def claim(group: OptimizerGroup) -> list[RemovableHandle]:
-    """Reserve the scaler of a group, watch its optimizers, and let its schedulers move.
-
-    Returns:
-        The handles of the hooks, for ``release``.
+    """Reserve the scaler of a group, watch its optimizers, and let its schedulers move; return the handles.
 
     Raises:
         SettingError: the scaler belongs to another group, of this Stepper or another.
@@ -315,3 +321,183 @@ def _refuse_by_hand(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
             "be scaled or incomplete. Call result = stepper.step(loss), which steps; to step by hand, delete "
             "the Stepper first (del stepper), which discards an unfinished accumulation"
         )
+
+
+# ---- what a Stepper keeps over the micro-batches of a step
+
+
+class WeightCasts:
+    """Keeps the weight casts of one thread over the micro-batches of a step.
+
+    torch drops weight casts when the outermost region of a thread ends, so each micro-batch would cast every
+    weight again. One level of autocast nesting, held from the first region to the step, keeps them.
+
+    A kept cast is a graph node that is older than the rest of the next micro-batch's graph, and autograd runs
+    old nodes last: the low-precision gradient of every weight, and DDP's reduction, would wait for the end of
+    the backward pass. These nodes are told to run early.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        # A cast would keep the whole weight, which fully_shard gathers and frees layer by layer.
+        self._sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+        self._thread: int | None = None  # that keeps casts now
+        self._versions = 0
+        self._new = False
+
+    def keep(self) -> None:
+        """Keep casts beyond the regions of this thread from now on; drop those of changed weights.
+
+        A write through ``.data`` changes no version and is not seen. Casts of sharded weights are not kept.
+        """
+        if self._sharded:
+            return
+        versions = sum(parameter._version for parameter in self._parameters)
+        if self._thread is None:
+            self._thread = threading.get_ident()
+            torch.autocast_increment_nesting()
+            self._leave = weakref.finalize(self, _leave, self._thread)
+            self._new = True
+        elif versions != self._versions:
+            self.forget()
+        self._check_thread()
+        self._versions = versions
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Let the backward of casts that this loss has made, and that later ones share, run early."""
+        if self._thread is not None and self._new and loss.grad_fn is not None:
+            run_casts_of_leaves_soon(nodes_below([loss.grad_fn]))
+            self._new = False
+
+    def drop(self) -> None:
+        """Drop every cast, and keep no new ones."""
+        if self._thread is not None:
+            self._check_thread()
+            self._leave()
+            self._thread = None
+
+    def forget(self) -> None:
+        """Drop every cast, and keep new ones."""
+        drop_casts()
+        self._new = True
+
+    def _check_thread(self) -> None:
+        if self._thread != threading.get_ident():
+            raise OrderError(
+                "expected every micro-batch of a step in one thread, got a second one: the weight casts are "
+                "kept in the first; finish the step there, or use accumulate=1"
+            )
+
+
+def _leave(thread: int) -> None:
+    if threading.get_ident() == thread:  # the count of another thread is out of reach
+        torch.autocast_decrement_nesting()
+    drop_casts()
+
+
+class Statistics:
+    """Buffers as they were at the start of an accumulation, in case its step is skipped.
+
+    A batch norm that saw an overflow keeps running_mean = inf although the step is skipped. ``torch.where``
+    on the overflow flag restores the old values without waiting for the device.
+    """
+
+    def __init__(self, model: torch.nn.Module, restore: str) -> None:
+        if restore not in RESTORE:
+            raise SettingError(f"unknown restore={restore!r}. {near_names(str(restore), RESTORE)}")
+        self._model = model
+        self._restore = restore
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def remember(self) -> None:
+        """Copy the current values, unless those of the accumulation's start are kept already."""
+        if self._kept is None and self._restore != "none" and torch.is_grad_enabled():
+            with torch.no_grad():
+                self._kept = [(buffer, buffer.detach().clone()) for buffer in self._buffers()]
+
+    def _buffers(self) -> Iterator[torch.Tensor]:
+        for module in self._model.modules():
+            if self._restore == "all" or is_batch_or_instance_norm(module):
+                yield from module.buffers(recurse=False)
+
+    @torch.no_grad()
+    def restore(self, skipped: torch.Tensor | bool = True) -> None:
+        """Restore the values if the step was skipped, and keep them."""
+        flag = torch.as_tensor(skipped)
+        for buffer, before in self._kept or () if skipped is not False else ():
+            buffer.copy_(torch.where(flag.to(buffer.device, non_blocking=True), before, buffer))
+
+    def forget(self) -> None:
+        self._kept = None
+
+
+class Synchronization:
+    """Has DDP reduce gradients once a step, with the last micro-batch."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._no_sync = ExitStack()
+        self._open = False
+        # DDP learns a static graph in its first backward pass, which fails without a reduction. An extra
+        # reduction changes nothing: the mean of means over the same ranks is the mean.
+        self._learns = any(module.static_graph for module in self.ddp)
+
+    def begin(self, *, reduces: bool) -> None:
+        """Start a micro-batch; DDP decides in the forward pass what its backward pass will do."""
+        if reduces or self._learns:
+            self.end()
+        elif not self._open:
+            self._open = True
+            for module in self.ddp:
+                self._no_sync.enter_context(module.no_sync())
+
+    def after_backward(self) -> None:
+        self._learns = False
+        self.end()
+
+    def end(self) -> None:
+        """Let DDP reduce from now on."""
+        self._open = False
+        self._no_sync.close()
+
+    @torch.no_grad()
+    def reduce_now(self, count: float) -> float:
+        """Average over the ranks a count, and, unless it is 0, gradients that no backward pass reduced."""
+        group = self.ddp[0].process_group
+        total = torch.tensor(count, device=next(self.ddp[0].parameters()).device)
+        dist.all_reduce(total, group=group)
+        for module in self.ddp if total else ():
+            ignored = module.parameters_to_ignore
+            parameters = [
+                parameter
+                for name, parameter in module.module.named_parameters()
+                if parameter.requires_grad and name not in ignored
+            ]
+            if parameters:
+                _average(parameters, module.process_group)
+        return float(total) / dist.get_world_size(group)
+
+
+def _average(parameters: Sequence[torch.nn.Parameter], group: Any) -> None:
+    """Average gradients over the ranks, which may have reached different parameters.
+
+    Raises:
+        UnsupportedError: a gradient is sparse.
+    """
+    kinds = [0 if one.grad is None else 1 + one.grad.is_sparse for one in parameters]
+    kind = torch.tensor(kinds, device=parameters[0].device)
+    dist.all_reduce(kind, dist.ReduceOp.MAX, group=group)
+    if int(kind.max()) > 1:
+        raise UnsupportedError(
+            "sparse gradients of an unfinished accumulation cannot be reduced under "
+            "DistributedDataParallel: use dense gradients (sparse=False), or finish every accumulation"
+        )
+    works = []
+    for parameter, reached in zip(parameters, kind.tolist(), strict=True):
+        if reached:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(dist.get_world_size(group))
+            works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+    for work in works:
+        work.wait()

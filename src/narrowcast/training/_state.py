@@ -1,7 +1,10 @@
-"""The live objects of a run: their state, whether a saved one fits them, and loading it."""
+"""The live objects of a run and its random states: saved, compared with what is live, and loaded."""
 
 from __future__ import annotations
 
+import importlib.util
+import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -9,9 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError, SettingError
-from narrowcast.gradients import parameters_of
+from narrowcast.gradients import listed, parameters_of
 from narrowcast.policy import format_name
-from narrowcast.training._random import random_states, set_random_states
 from narrowcast.weights import HeldWeights, held_by
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
@@ -42,9 +44,6 @@ class Objects:
 
     A Stepper has a group for each named optimizer, ``""`` for one without a name. A checkpoint has one more
     for what was given beside the Stepper; without a Stepper there is only ``""``.
-
-    Args:
-        groups: those of a Stepper.
     """
 
     def __init__(self, model: torch.nn.Module, groups: Mapping[str | None, Any]) -> None:
@@ -218,6 +217,8 @@ class Run:
                 "FullyShardedDataParallel keeps flat pieces that fit no other number of ranks: shard the "
                 "model with torch.distributed.fsdp.fully_shard"
             )
+        if stepper is not None and not hasattr(stepper, "_groups"):
+            raise CheckpointError(f"expected stepper to be a nc.Stepper, got {type(stepper).__name__}")
         self.model = model
         self.stepper = stepper
         self.objects = Objects(model, {} if stepper is None else stepper._groups)
@@ -235,23 +236,21 @@ class Run:
             formats = {device: format_name(dtype) for device, dtype in self.stepper.formats.items()}
             stepper = {"steps": self.stepper.steps, "formats": formats}
         return {
-            "model": {name: value for name, (_, value) in self.model_state().items()},
+            "model": self.model_state(),
             "stepper": stepper,
             "objects": self.objects.state(),
             "random": random_states(),
         }
 
-    def model_state(self) -> dict[str, tuple[str, Any]]:
-        """By the name without wrappers: the model's own name, and the value."""
-        state = self.model.state_dict()
-        found = {canonical(self.model, name): (name, value) for name, value in state.items()}
-        return found if len(found) == len(state) else {name: (name, value) for name, value in state.items()}
+    def model_state(self) -> dict[str, Any]:
+        """The model's state by names without wrappers."""
+        return {canonical(self.model, name): value for name, value in self.model.state_dict().items()}
 
     def layouts(self) -> dict[tuple[Any, ...], torch.Tensor]:
         """By place in the tree: a tensor whose kind, and perhaps shape, the one there has."""
         found: dict[tuple[Any, ...], torch.Tensor] = {
             ("model", name): value
-            for name, (_, value) in self.model_state().items()
+            for name, value in self.model_state().items()
             if isinstance(value, torch.Tensor)
         }
         for key, one in self.objects.of_kind("optimizers").items():
@@ -289,13 +288,13 @@ class Run:
                 )
 
     def _check_model(self, fit: Fit, theirs: Mapping[str, Any]) -> None:
-        mine = {name: value for name, (_, value) in self.model_state().items()}
+        mine = self.model_state()
         same = "Make the model that was saved"
         missing, unknown = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
         if missing:
-            fit.refuse(f"the checkpoint lacks {few(missing)}", same)
+            fit.refuse(f"the checkpoint lacks {listed(missing)}", same)
         if unknown:
-            fit.refuse(f"the model has no {few(unknown)}", same)
+            fit.refuse(f"the model has no {listed(unknown)}", same)
         for name, here in mine.items():
             if isinstance(here, torch.Tensor) and form_of(here) != form_of(theirs[name]):
                 fit.refuse(f"{name} is {form_of(here)} here, and was {form_of(theirs[name])}", same)
@@ -310,8 +309,8 @@ class Run:
             self.objects.load(tree["objects"])
             if self.stepper is not None:
                 self.stepper._restart(tree["stepper"]["steps"])
-            mine = self.model_state().items()
-            state = {own: tree["model"][name] for name, (own, _) in mine if name in tree["model"]}
+            names = self.model.state_dict()
+            state = {name: tree["model"][canonical(self.model, name)] for name in names}
             self.model.load_state_dict(state, strict=False)
             if tree["random"] is not None:
                 fit.notes.extend(set_random_states(tree["random"]))
@@ -336,7 +335,67 @@ def canonical(model: torch.nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def few(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+# ---- random states
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of torch (CPU and devices in use), of ``random``, and of NumPy if it is imported.
+
+    A device that this process has not used yet has no state, and is not initialized for it.
+    """
+    numpy = sys.modules.get("numpy")
+    return {
+        "torch": torch.get_rng_state(),
+        "devices": {name: _module(name).get_rng_state(*_index(name)) for name in _devices(in_use=True)},
+        "python": random.getstate(),
+        "numpy": None if numpy is None else _plain(numpy.random.get_state(legacy=False)),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> list[str]:
+    """Set ``states``; return notes on those that could not be set."""
+    notes = []
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    for name, state in states["devices"].items():
+        if name in _devices(in_use=False):
+            _module(name).set_rng_state(state, *_index(name))
+        else:
+            notes.append(f"the random state of {name} was not set: this process has no such device")
+    for name in _devices(in_use=True):
+        if name not in states["devices"]:
+            notes.append(f"the checkpoint holds no random state of {name}: it is unchanged")
+    if states["numpy"] is None:
+        if "numpy" in sys.modules:
+            notes.append("the checkpoint holds no random state of NumPy: it is unchanged")
+    elif importlib.util.find_spec("numpy") is None:
+        notes.append("the random state of NumPy was not set: it is not installed here")
+    else:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    return notes
+
+
+def _devices(*, in_use: bool) -> list[str]:
+    """The accelerators of this machine, or those that this process has initialized (all of torch.mps)."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or (in_use and not getattr(_module(kind.type), "is_initialized", lambda: True)()):
+        return []
+    return [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]
+
+
+def _module(name: str) -> Any:
+    return torch.get_device_module(name.partition(":")[0])
+
+
+def _index(name: str) -> tuple[int, ...]:
+    kind, _, index = name.partition(":")
+    return () if kind == "mps" else (int(index),)  # torch.mps has one device, and takes no index
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's arrays as lists, which NumPy accepts."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from narrowcast.casting import region_in
 from narrowcast.errors import CheckpointError, OrderError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, format_name, policy_name
-from narrowcast.training._accumulation import Statistics, Synchronization, WeightCasts
 from narrowcast.training._make import cast_inputs, formats_of, make_groups, place_rules
-from narrowcast.training._optimizer_group import OptimizerGroup, check_loss, claim, release
-from narrowcast.training._random import random_states, set_random_states
-from narrowcast.training._state import Fit, Objects
+from narrowcast.training._optimizer_group import (
+    OptimizerGroup,
+    Settings,
+    Statistics,
+    Synchronization,
+    WeightCasts,
+    check_loss,
+    claim,
+    release,
+)
+from narrowcast.training._state import Fit, Objects, random_states, set_random_states
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
@@ -83,17 +89,9 @@ class Stepper:
         self._statistics = Statistics(model, restore)
         self._policy = as_policy(policy)
         self._formats = formats_of(model, self._policy)
+        settings = Settings(accumulate, max_norm, max_value)
         self._groups = make_groups(
-            model,
-            optimizer,
-            self._policy,
-            self._formats,
-            accumulate=accumulate,
-            max_norm=max_norm,
-            max_value=max_value,
-            scheduler=scheduler,
-            scaler=scaler,
-            process_group=process_group,
+            model, optimizer, self._policy, self._formats, settings, scheduler, scaler, process_group
         )
         self.model = model
         self.steps = 0
@@ -106,16 +104,13 @@ class Stepper:
                 "use accumulate=1, or one Stepper for each"
             )
         groups = list(self._groups.values())
-        handles: list[RemovableHandle] = []
+        handles: list[Any] = []
         weakref.finalize(self, release, groups, handles).atexit = False
         for group in groups:
             handles += claim(group)
-        rules = place_rules(model, self._policy)
-        if rules is not None:
-            weakref.finalize(self, rules.remove).atexit = False
+        handles += place_rules(model, self._policy)
         if self._policy.holds_low_weights:
-            inputs = cast_inputs(model, self._formats)
-            weakref.finalize(self, inputs.remove).atexit = False
+            handles.append(cast_inputs(model, self._formats))
 
     # ---- training
 
@@ -181,10 +176,8 @@ class Stepper:
         result = _incomplete(groups[0])
         for group in groups:
             filled = float(group.filled)
-            if self._synchronization.ddp and group.leaves_unreduced:
-                filled = self._synchronization.mean_of_ranks(filled)
-                if filled:
-                    self._synchronization.reduce_now()
+            if self._synchronization.ddp and group.accumulate > 1 and not group.held:
+                filled = self._synchronization.reduce_now(filled)
             if filled:
                 result = self._finish(group, functools.partial(group.step, filled))
         return result
@@ -221,10 +214,7 @@ class Stepper:
 
     def zero_grad(self) -> None:
         """Discard every unfinished accumulation: gradients and statistics."""
-        for group in self._groups.values():
-            group.zero()
-        self._statistics.rewind()
-        self._end_accumulation()
+        self._discard(self._groups.values())
 
     def drop_casts(self) -> None:
         """Cast every weight again; needed only after a write through ``.data`` during an accumulation."""
@@ -350,9 +340,7 @@ class Stepper:
                         other.zero()
         except BaseException:
             # The gradients hold part of a backward pass: start a new accumulation.
-            group.zero()
-            self._statistics.rewind()
-            self._end_accumulation()
+            self._discard([group])
             raise
         finally:
             self._synchronization.after_backward()
@@ -362,15 +350,21 @@ class Stepper:
         """End the accumulation with ``step``, whether it is taken, skipped or raises."""
         try:
             result = step()
-            self._statistics.end(result)
+            self._statistics.restore(result.skipped_on_device())
         except BaseException:
-            self._statistics.rewind()
+            self._statistics.restore()
             raise
         finally:
             group.zero()
             self._end_accumulation()
         self.steps += 1
         return result
+
+    def _discard(self, groups: Iterable[OptimizerGroup]) -> None:
+        for group in groups:
+            group.zero()
+        self._statistics.restore()
+        self._end_accumulation()
 
     def _end_accumulation(self) -> None:
         self._synchronization.end()

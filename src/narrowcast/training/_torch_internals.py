@@ -33,12 +33,5 @@ def metadata_classes() -> list[Any]:
     """
     from torch.distributed.checkpoint import filesystem, metadata
 
-    return [
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.TensorStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.TensorProperties,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-    ]
+    here = [one for one in vars(metadata).values() if getattr(one, "__module__", "") == metadata.__name__]
+    return [*here, filesystem._StorageInfo]

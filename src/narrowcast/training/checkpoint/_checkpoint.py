@@ -14,7 +14,6 @@ import torch
 from narrowcast.errors import CheckpointError, PolicyError
 from narrowcast.policy import Policy, as_policy, policy_in, policy_name, policy_text
 from narrowcast.training._state import Fit, Run
-from narrowcast.training._stepper import Stepper
 from narrowcast.training.checkpoint import _file, _ranks
 from narrowcast.training.checkpoint._file import storable
 from narrowcast.training.checkpoint._ranks import Ranks, Saved
@@ -86,7 +85,6 @@ def save_checkpoint(
     """
     ranks = Ranks()
     target = Path(path)
-    _check_stepper(stepper)
     run = Run(model, optimizer, stepper, scheduler, scaler)
     kept = _policy_of(stepper, policy)
 
@@ -151,7 +149,6 @@ def load_checkpoint(
     """
     ranks = Ranks()
     source = Path(path)
-    _check_stepper(stepper)
     run = Run(model, optimizer, stepper, scheduler, scaler)
     wanted = _policy_of(stepper, policy)
     fit = Fit(source)
@@ -187,11 +184,6 @@ def _read(path: Path, ranks: Ranks) -> Saved:
     """Read a file; a rank beyond the first has no tree of its own in it."""
     tree = _file.read(path)
     return Saved(common=tree, own=tree if ranks.rank == 0 else None)
-
-
-def _check_stepper(stepper: Any) -> None:
-    if stepper is not None and not isinstance(stepper, Stepper):
-        raise CheckpointError(f"expected stepper to be a nc.Stepper, got {type(stepper).__name__}")
 
 
 def _policy_of(stepper: Any, policy: Any) -> Policy | None:

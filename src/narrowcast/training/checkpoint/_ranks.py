@@ -12,8 +12,10 @@ In the tree of a rank, a tensor on the "meta" device stands for one that is in a
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
+import operator
 import re
 import shutil
 import uuid
@@ -28,7 +30,8 @@ import torch.distributed as dist
 
 from narrowcast._files import sync_folder
 from narrowcast.errors import CheckpointError
-from narrowcast.training._state import Fit, few
+from narrowcast.gradients import listed
+from narrowcast.training._state import Fit
 from narrowcast.training._torch_internals import metadata_classes
 from narrowcast.training.checkpoint import _file
 from narrowcast.training.checkpoint._file import Place, damaged, mapped, name_of
@@ -285,12 +288,13 @@ def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Layouts) -> dict[str
         mine = {key: tree[key] for key in ("random", "position")}
         tree = {**common, **mine, **({"random": None} if own is None else {})}
         _note_other_count(saved, ranks, fit)
-    tree = mapped(tree, lambda value, place: _at(common, place) if _is_elsewhere(value) else value)
     sharded: dict[str, torch.Tensor] = {}  # what torch.distributed.checkpoint saved, read in place
 
     def leaf(value: Any, place: Place) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            value = functools.reduce(operator.getitem, place, common)
         like = _like(value, place, layouts)
-        if _is_elsewhere(value):
+        if isinstance(value, torch.Tensor) and value.is_meta:
             empty = (
                 torch.empty_like(value, device="cpu")
                 if like is None
@@ -298,7 +302,12 @@ def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Layouts) -> dict[str
             )
             sharded[name_of(place)] = empty.detach()
             return sharded[name_of(place)]
-        return value if like is None else _distributed(value, like)
+        if like is None:
+            return value
+        from torch.distributed.tensor import distribute_tensor
+
+        # This rank's part of a whole tensor, which every rank has.
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
     cut: dict[str, Any] = mapped(tree, leaf)
     if sharded and saved.data is not None:
@@ -319,20 +328,12 @@ def _note_other_count(saved: Saved, ranks: Ranks, fit: Fit) -> None:
     places = [place for place in saved.differing if place[0] in ("model", "objects")]
     states = [name_of(place) for place in places if place[0] == "objects" and "generators" not in place]
     if states:
-        fit.refuse(f"ranks had different values of {few(states)}", "Load it with as many ranks as saved it")
+        fit.refuse(
+            f"ranks had different values of {listed(states)}", "Load it with as many ranks as saved it"
+        )
     if places:
-        names = few([name_of(place) for place in places])
+        names = listed([name_of(place) for place in places])
         fit.notes.append(f"ranks had different values of {names}: every rank takes those of rank 0")
-
-
-def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _at(tree: Any, place: Place) -> Any:
-    for key in place:
-        tree = tree[key]
-    return tree
 
 
 def _load_sharded(data: Path, sharded: dict[str, torch.Tensor]) -> None:
@@ -348,13 +349,6 @@ def _load_sharded(data: Path, sharded: dict[str, torch.Tensor]) -> None:
 
     with _errors_of_torch():
         load(sharded, storage_reader=Reader(data), no_dist=True)  # each rank reads for itself
-
-
-def _distributed(whole: torch.Tensor, like: Any) -> Any:
-    """This rank's part of a whole tensor, which every rank has."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _like(value: Any, place: Place, layouts: Layouts) -> Any:
