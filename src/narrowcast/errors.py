@@ -28,7 +28,7 @@ apex raise in the same place, so that existing ``except`` clauses keep working.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "AmpError",
@@ -110,3 +110,13 @@ def near_names(name: str, known: Iterable[str]) -> str:
     meant = [known_name for known_name in names if near and known_name.lower() == near[0]]
     guess = f'Did you mean "{meant[0]}"? ' if meant else ""
     return f"{guess}Known: {', '.join(names)}."
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """List the first ``most`` names for a message, and how many more there are.
+
+    >>> few(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

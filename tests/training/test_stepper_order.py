@@ -88,7 +88,7 @@ def test_losses_that_no_backward_can_start_from_are_refused():
     with pytest.raises(SettingError, match=r"a loss of one element, got shape \(2, 1\): take its mean"):
         stepper.step(model(torch.ones(2, 4)))
     for wrong, name in ((1.0, "float"), ({}, "dict: add several losses")):
-        with pytest.raises(SettingError, match=f"expected a loss or a function, got {name}"):
+        with pytest.raises(SettingError, match=f"expected a loss, got {name}"):
             stepper.step(wrong)
     other = nn.Linear(4, 1)
     with pytest.raises(OrderError, match="no parameter of this SGD got a gradient from this loss"):

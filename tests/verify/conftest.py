@@ -34,8 +34,8 @@ def runs(tmp_path, script_of):
 
     def make(text, *arguments, policy="bf16", loss_scale=None):
         target = (script_of(text), *arguments)
-        settings = ScriptSettings(target=target, policy=policy, folder=tmp_path / "runs")
-        return ScriptRuns(settings, loss_scale=loss_scale)
+        settings = {"policy": policy, "loss_scale": loss_scale, "folder": tmp_path / "runs"}
+        return ScriptRuns(ScriptSettings(target=target, **settings))
 
     return make
 
@@ -60,7 +60,7 @@ def _forked_runs(request, monkeypatch):
 
     def popen(command, *, stdout, stderr, env, **_):
         server = request.getfixturevalue("fork_server")
-        words = command[3:]  # after python -m narrowcast.verify
+        words = command[3:]  # after python -m narrowcast.verify.compare._child
         function = "narrowcast.verify.compare._child:main"
         return server.start(function, words, stdout=stdout.name, stderr=stderr.name, env=env)
 

@@ -13,7 +13,6 @@ import narrowcast as nc
 from narrowcast.errors import OrderError, PolicyError, ScaleError, SettingError, UnsupportedError
 from narrowcast.verify import _certify
 from narrowcast.verify._dispatch_modes import Fp32Draws
-from narrowcast.verify._model_state import last_bit_moved
 
 CLASSES = 5
 
@@ -138,7 +137,7 @@ def test_with_draws_of_their_own_the_formats_would_differ(monkeypatch):
     found = certified(VAE(), "bf16", vae_loss)
     assert found.error_over_noise > 0.2
     assert found.verdict == "cannot tell"
-    assert found.reason.startswith("The random numbers of torch were in another place after the mixed pass")
+    assert found.reason.startswith("The random numbers were in another place after the mixed pass")
 
 
 def test_fp32_has_no_error():
@@ -195,32 +194,6 @@ def test_every_pass_begins_with_the_same_buffers():
     model = mlp(Counting())
     assert certified(model).verdict == "pass"
     assert model[2].calls == 0
-
-
-def test_weights_are_moved_by_their_last_bit_and_put_back():
-    model = mlp()
-    with torch.no_grad():
-        model[0].bias[:3] = torch.tensor([0.0, -0.0, 1.0])
-    before = [p.detach().clone() for p in model.parameters()]
-    state = torch.get_rng_state()
-    with last_bit_moved(model):
-        for weight, was in zip(model.parameters(), before, strict=True):
-            neighbours = [torch.nextafter(was, torch.full_like(was, end)) for end in (-9.0, 9.0)]
-            down, up = (weight == one for one in neighbours)
-            assert ((down | up) ^ (was == 0)).all()
-            assert torch.equal(weight[was == 0], was[was == 0])
-            assert weight.numel() < 99 or (down.any() and up.any())
-    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_16_bit_weights_are_compared_with_the_same_in_fp32():
-    model = mlp().bfloat16()
-    found = nc.certify(model, cross_entropy, *[(x.bfloat16(), y) for x, y in (blobs(1), blobs(2))], "bf16")
-    assert found.verdict == "pass"
-    assert found.error_over_noise > 0.0005
-    assert found.reason.endswith("FP32 computes with the same weights, cast.")
-    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
 def test_a_model_with_a_region_of_its_own_has_no_fp32_gradient():
@@ -332,16 +305,14 @@ def test_everything_is_as_before_also_when_the_loss_raises(fails_in):
     assert [p.data_ptr() for p in model.parameters()] == held[2]
 
 
-def test_expanded_buffers_and_parameters_are_put_back_too():
-    """Their elements share memory, into which torch refuses to write."""
+def test_expanded_buffers_and_parameters_are_left_alone():
+    """Their elements share memory, to which torch refuses to write."""
     model = mlp()
     model.register_buffer("seen", torch.arange(4.0).expand(3, 4))
     model.gain = nn.Parameter(torch.full((1,), 0.7).expand(CLASSES))
     seen, before = model.seen, everything(model)
 
     def loss_fn(model, batch):
-        assert torch.equal(model.seen, torch.arange(4.0).expand(3, 4))
-        model.seen[0].add_(1)
         return F.cross_entropy(model[2](model[1](model[0](batch[0]))) * model.gain, batch[1])
 
     found = certified(model, loss_fn=loss_fn)
@@ -368,13 +339,13 @@ def test_inside_a_region():
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
-        (lambda model, batch: 1.0, "a tensor of one element, got float"),
-        (lambda model, batch: model(batch[0]), r"got shape \(64, 5\): take its mean"),
+        (lambda model, batch: 1.0, "expected a loss, got float"),
+        (lambda model, batch: model(batch[0]), r"of one element, got shape \(64, 5\): take its mean"),
         (lambda model, batch: model(batch[0]).detach().mean(), "got one that needs no gradient"),
     ],
 )
 def test_a_loss_that_is_none(loss_fn, words):
-    with pytest.raises(SettingError, match=words):
+    with pytest.raises((SettingError, OrderError), match=words):
         certified(mlp(), loss_fn=loss_fn)
 
 
@@ -384,6 +355,8 @@ def test_models_that_cannot_be_certified():
         certified(frozen)
     with pytest.raises(SettingError, match=r"expected a torch\.nn\.Module, got function"):
         certified(lambda x: x)
+    with pytest.raises(UnsupportedError, match=r"needs fp32 weights.*: give it model\.float"):
+        certified(mlp().bfloat16())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = nn.DataParallel(mlp())

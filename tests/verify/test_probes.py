@@ -9,7 +9,8 @@ from training_scripts import MSE, X, trains
 
 from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
-from narrowcast.verify.compare._probes import fingerprint, random_state
+from narrowcast.verify._model_state import random_state
+from narrowcast.verify.compare._probes import fingerprint
 from narrowcast.verify.compare._results import certify_script, output_from_probes
 from narrowcast.verify.compare._runs import TENSORS, read_result, write_result
 

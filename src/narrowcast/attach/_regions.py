@@ -21,7 +21,7 @@ from narrowcast.attach._recorder import Reading
 from narrowcast.attach._run import Patches, Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import Applied, autocast, cast_floating, modules_by_path, region_in
-from narrowcast.errors import UnsupportedError
+from narrowcast.errors import UnsupportedError, few
 from narrowcast.gradients import is_capturing
 from narrowcast.machine import best_format, known_device_types, slow_format_warning
 from narrowcast.observe.op_trace import near_module
@@ -31,7 +31,6 @@ from narrowcast.scaling import Dynamic
 
 NAMED_NOTHING = "named no module of what the script called"
 """Ending of the note on a rule that matched no module."""
-_LAYERS_SHOWN = 3
 
 
 class _Thread(threading.local):
@@ -394,12 +393,7 @@ class _ModuleRules:
                 for rule in missed
             ),
             *(
-                f"{_shortened(paths)} {'does' if len(paths) == 1 else 'do'} not multiply in fp8: {why}"
+                f"{few(paths)} {'does' if len(paths) == 1 else 'do'} not multiply in fp8: {why}"
                 for why, paths in self._left_out.items()
             ),
         ]
-
-
-def _shortened(paths: list[str]) -> str:
-    shown = ", ".join(paths[:_LAYERS_SHOWN])
-    return shown if len(paths) <= _LAYERS_SHOWN else f"{shown} and {len(paths) - _LAYERS_SHOWN} more"

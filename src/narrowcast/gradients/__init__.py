@@ -4,7 +4,6 @@ from narrowcast.gradients._check import unscale_by
 from narrowcast.gradients._optimizer_gradients import (
     NonfiniteFlags,
     check_apart,
-    listed,
     nonfinite_flags,
     parameters_of,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "collapse_message",
     "is_capturing",
     "leaf_of",
-    "listed",
     "mark_as_stepped",
     "multiplied",
     "needs_closure",

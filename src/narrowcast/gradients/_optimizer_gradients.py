@@ -9,7 +9,7 @@ from operator import attrgetter
 
 import torch
 
-from narrowcast.errors import ScaleError, SettingError, UnsupportedError
+from narrowcast.errors import ScaleError, SettingError, UnsupportedError, few
 from narrowcast.gradients import _torch_internals
 
 # With a thousand small gradients these attribute reads are most of what a step costs.
@@ -216,18 +216,13 @@ def labels_of(
     return [labels.get(id(parameter), f"shape {tuple(parameter.shape)}") for parameter in parameters]
 
 
-def listed(labels: Sequence[str]) -> str:
-    """Join the first five labels and the number of the rest."""
-    return ", ".join(labels[:5]) + (f" and {len(labels) - 5} more" if len(labels) > 5 else "")
-
-
 def _fp16_message(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> str:
     narrow = [p for p in parameters if p.grad is not None and p.grad.dtype is torch.float16]
     half = labels_of(optimizer, narrow, names)
     return (
-        f"expected gradients in fp32, got fp16 for {listed(half)}: an update smaller than 2**-11 of a weight "
+        f"expected gradients in fp32, got fp16 for {few(half, 5)}: an update smaller than 2**-11 of a weight "
         'in fp16 is lost. Keep fp32 master weights with nc.Stepper(model, optimizer, policy="O2"), or pass '
         "allow_fp16_gradients=True to nc.GradScaler to continue in fp16"
     )

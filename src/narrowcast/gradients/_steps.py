@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from narrowcast.errors import ScaleCollapseError, ScaleError, UnsupportedError
-from narrowcast.gradients._optimizer_gradients import listed, parameters_of
+from narrowcast.errors import ScaleCollapseError, ScaleError, UnsupportedError, few
+from narrowcast.gradients._optimizer_gradients import parameters_of
 from narrowcast.gradients._torch_internals import copied, is_capturing
 
 RANKS_DIFFER = (
@@ -195,7 +195,7 @@ def collapse_message(
     advice: str,
 ) -> str:
     """Return the message of a ``ScaleCollapseError``; a scale of 1 is not mentioned."""
-    of_whom = listed(names) or "another rank"
+    of_whom = few(names, 5) or "another rank"
     did_not_help = f", and a loss scale of {scale:g} did not help" if scale != 1.0 else ""
     return (
         f"{patience} steps of {type(optimizer).__name__} in a row were skipped, since step {since}: the "

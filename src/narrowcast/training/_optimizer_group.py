@@ -257,22 +257,22 @@ def _check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]
         )
 
 
-def check_loss(loss: Any, group: OptimizerGroup) -> None:
+def check_loss(loss: Any, group: OptimizerGroup | None = None) -> None:
     """Refuse what no backward pass can start from."""
-    if group.needs_closure:
+    if group is not None and group.needs_closure:
         raise OrderError(
             f"{type(group.optimizers[0]).__name__} evaluates the loss several times a step: give step a "
             "function, as stepper.step(lambda: criterion(model(x), y))"
         )
     if not isinstance(loss, torch.Tensor):
         add = ": add several losses" if isinstance(loss, Mapping | Sequence) else ""
-        raise SettingError(f"expected a loss or a function, got {type(loss).__name__}{add}")
+        raise SettingError(f"expected a loss, got {type(loss).__name__}{add}")
     if loss.numel() != 1:
         raise SettingError(f"expected a loss of one element, got shape {tuple(loss.shape)}: take its mean")
     if not loss.requires_grad:
         raise OrderError(
             "expected a loss with a graph, got one that needs no gradient: compute it outside "
-            "torch.no_grad(), from parameters with requires_grad=True, and give it to step undetached"
+            "torch.no_grad(), from parameters with requires_grad=True, and do not detach it"
         )
 
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from narrowcast.errors import CheckpointError, NarrowcastError, SettingError
-from narrowcast.gradients import listed, parameters_of
+from narrowcast.errors import CheckpointError, NarrowcastError, SettingError, few
+from narrowcast.gradients import parameters_of
 from narrowcast.policy import format_name
 from narrowcast.weights import HeldWeights, held_by
 
@@ -292,9 +292,9 @@ class Run:
         same = "Make the model that was saved"
         missing, unknown = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
         if missing:
-            fit.refuse(f"the checkpoint lacks {listed(missing)}", same)
+            fit.refuse(f"the checkpoint lacks {few(missing, 5)}", same)
         if unknown:
-            fit.refuse(f"the model has no {listed(unknown)}", same)
+            fit.refuse(f"the model has no {few(unknown, 5)}", same)
         for name, here in mine.items():
             if isinstance(here, torch.Tensor) and form_of(here) != form_of(theirs[name]):
                 fit.refuse(f"{name} is {form_of(here)} here, and was {form_of(theirs[name])}", same)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,15 +15,9 @@ from narrowcast.casting import Applied, cast_floating, region_in
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
 from narrowcast.policy import PRESETS, Policy, as_policy, format_name, policy_name, resolve
 from narrowcast.scaling import Static
-from narrowcast.training import random_states
-from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
-from narrowcast.verify._model_state import (
-    StartOfPass,
-    as_before,
-    differing_library,
-    last_bit_moved,
-    widened,
-)
+from narrowcast.training import check_loss
+from narrowcast.verify._dispatch_modes import NARROW, NO_FLOAT64, ExactOps, Fp32Draws
+from narrowcast.verify._model_state import as_before, random_state
 from narrowcast.verify.certificate import Certificate, CertificateSums, Sums, compared
 
 _Batch = TypeVar("_Batch")
@@ -53,11 +47,11 @@ def certify(
         print(nc.certify(model, loss_fn, batches[0], batches[1], "bf16"))
 
     Error over noise is |g_mixed(b) - g_32(b)| / |g_32(b) - g_32(b')|, at the same weights, with the same
-    random numbers; below 0.05 passes. ``loss_fn`` is called four times: in FP32 on ``batch``, again with the
-    last bit of every weight changed and every op rounded only once (which measures rounding noise), on
-    ``other_batch``, and on ``batch`` in mixed precision; in fp16 once more for each halving of the loss
-    scale. No optimizer steps. Afterwards weights, ``.grad``, buffers, modes and the random states of torch,
-    Python and NumPy are as before, also when ``loss_fn`` raises.
+    random numbers; below 0.05 passes. ``loss_fn`` is called four times: in FP32 on ``batch``, again with
+    every op rounded only once (which measures FP32's own rounding noise), on ``other_batch``, and on
+    ``batch`` in mixed precision; in fp16 once more for each halving of the loss scale. No optimizer steps.
+    Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and NumPy are as
+    before, also when ``loss_fn`` raises.
 
     Args:
         model: in the mode (usually training) in which it is to be judged; on any device.
@@ -73,16 +67,15 @@ def certify(
     Returns:
         The numbers of each parameter and of all together, and a verdict: ``"pass"``, ``"fail"``, or
         ``"cannot tell"`` if the comparison would not be of like with like. A shared parameter is one row; a
-        frozen one is left out. A model with bf16 or fp16 weights is compared with the same weights, and
-        batch, cast to FP32.
+        frozen one is left out.
 
     Raises:
         SettingError: ``model`` is not a module or has nothing to train; the loss is not a tensor of one
-            element, or has no graph.
-        OrderError: inside an autocast region.
+            element.
+        OrderError: inside an autocast region; the loss has no graph.
         PolicyError: no such policy, or one that keeps master weights.
         ScaleError: ``loss_scale`` is not a scale.
-        UnsupportedError: the model is wrapped for several processes.
+        UnsupportedError: the model is wrapped for several processes, or has bf16 or fp16 weights.
 
     torch refuses activation checkpoints with ``use_reentrant=True`` here.
     """
@@ -102,13 +95,17 @@ def certify(
                 f"certify was called inside an autocast region on {device!r}, where FP32 is not FP32: call "
                 "it outside; it opens the region of its policy itself"
             )
-    with as_before(model) as start, torch.inference_mode(False), torch.enable_grad():
-        passes = _Passes(model, loss_fn, wanted, formats, start)
-        found = passes.certificate(batch, other_batch, policy_name(policy), scale)
-        if passes.draws.in_attention:
-            with sdpa_kernel(SDPBackend.MATH):
-                passes = _Passes(model, loss_fn, wanted, formats, start, _WITHOUT_KERNEL)
-                found = passes.certificate(batch, other_batch, policy_name(policy), scale)
+    with ExitStack() as stack:
+        restore = stack.enter_context(as_before(model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for note in (None, _WITHOUT_KERNEL):
+            passes = _Passes(model, loss_fn, wanted, formats, restore, note)
+            stack.callback(passes.draws.rewind_generators)
+            found = passes.certificate(batch, other_batch, policy_name(policy), scale)
+            if not passes.draws.in_attention:
+                break
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         return found
 
 
@@ -120,7 +117,7 @@ class _Passes:
     _loss_fn: Callable[[Any, Any], torch.Tensor]
     _policy: Policy
     _formats: dict[str, torch.dtype]
-    _start: StartOfPass
+    _restore: Callable[[], None]
     _note: str | None = None
     _loss_is_finite: bool = True
 
@@ -128,32 +125,25 @@ class _Passes:
         self.draws = Fp32Draws()
         # Fixed here: ``loss_fn`` may freeze parameters.
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        self._held_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in self._model.parameters())
 
     def certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
-        try:
-            return self._certificate(batch, other_batch, policy, scale)
-        finally:
-            self.draws.rewind_generators()
-
-    def _certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
-        fp32 = self._in_fp32(batch)
-        after_fp32, cannot_tell = random_states(), None
+        fp32 = self._gradients(batch)
+        after_fp32, cannot_tell = random_state(), None
         if self.draws.made_narrow:
             cannot_tell = (
                 "The FP32 pass computed in bf16 or fp16 too: the model or loss_fn opens a region or casts of "
                 "its own, so there is no FP32 gradient to compare with."
             )
-        with last_bit_moved(self._model):
-            rounding = self._against(fp32, self._in_fp32(batch, ExactOps()))
-        noise = None if other_batch is None else self._against(fp32, self._in_fp32(other_batch))
+        with ExactOps():  # type: ignore[no-untyped-call]
+            rounding = self._against(fp32, self._gradients(batch))
+        noise = None if other_batch is None else self._against(fp32, self._gradients(other_batch))
         error, scale = self._mixed(fp32, batch, scale)
-        library = differing_library(after_fp32, random_states())
-        if library is not None:
+        if random_state() != after_fp32:
             cannot_tell = cannot_tell or (
-                f"The random numbers of {library} were in another place after the mixed pass than after the "
-                "FP32 one, so the two may have seen different masks or samples."
+                "The random numbers were in another place after the mixed pass than after the FP32 one, so "
+                "the two may have seen different masks or samples."
             )
+        inexact = [device for device in self._formats if device in NO_FLOAT64]
         sums = CertificateSums()
         for name, parameter in self._parameters.items():
             others = None if noise is None else noise[name]
@@ -164,24 +154,11 @@ class _Passes:
             loss_scale=scale,
             cannot_tell=self.draws.undecidable or cannot_tell,
             note=self._notes(),
+            rounding_unknown="FP32's rounding could not be measured without float64." if inexact else None,
         )
 
     def _against(self, fp32: _Gradients, others: _Gradients, scale: float = 1.0) -> dict[str, Sums]:
         return {name: compared(gradient, others[name], scale=scale) for name, gradient in fp32.items()}
-
-    def _rewind(self) -> None:
-        self.draws.rewind_generators()
-        self._start.restore()
-
-    def _in_fp32(self, batch: Any, ops: AbstractContextManager[Any] | None = None) -> _Gradients:
-        self._rewind()
-        with ExitStack() as stack:
-            if ops is not None:
-                stack.enter_context(ops)
-            if self._held_narrow:
-                stack.enter_context(widened(self._model))
-                batch = cast_floating(batch, torch.float32)
-            return self._gradients(batch, {}, None)
 
     def _mixed(
         self, fp32: _Gradients, batch: Any, scale: float | None
@@ -190,8 +167,7 @@ class _Passes:
         searches = scale is None and torch.float16 in self._formats.values()
         scale = _LARGEST_SCALE if searches else scale
         while True:
-            self._rewind()
-            error = self._against(fp32, self._gradients(batch, self._formats, scale), scale or 1.0)
+            error = self._against(fp32, self._gradients(batch, mixed=True, scale=scale), scale or 1.0)
             overflowed = any(math.isfinite(e.first) and not math.isfinite(e.second) for e in error.values())
             # If the loss itself is not finite, no scale is to blame.
             searches = searches and overflowed and self._loss_is_finite
@@ -199,15 +175,17 @@ class _Passes:
                 return error, scale
             scale /= 2
 
-    def _gradients(self, batch: Any, formats: dict[str, torch.dtype], scale: float | None) -> _Gradients:
+    def _gradients(self, batch: Any, *, mixed: bool = False, scale: float | None = None) -> _Gradients:
+        self.draws.rewind_generators()
+        self._restore()
         with self.draws:
             with ExitStack() as regions:
-                if formats and self._policy.names_modules:
+                if mixed and self._policy.names_modules:
                     regions.enter_context(Applied(self._model, self._policy, opens=False))
-                for device, dtype in formats.items():
+                for device, dtype in self._formats.items() if mixed else ():
                     regions.enter_context(region_in(self._policy, device, dtype))
                 loss = self._loss_fn(self._model, batch)
-            _check_loss(loss)
+            check_loss(loss)
             self._loss_is_finite = bool(loss.detach().isfinite().all())
             if scale is not None:
                 loss = cast_floating(loss, torch.float32) * scale
@@ -219,9 +197,7 @@ class _Passes:
         notes = [] if self._note is None else [self._note]
         if not self._model.training:
             notes.append("The model is in evaluation mode: dropout and batch norm are as in evaluation.")
-        if self._held_narrow:
-            notes.append("The weights are in a 16-bit format: FP32 computes with the same weights, cast.")
-        elif self._policy.is_plain and all(dtype == torch.float32 for dtype in self._formats.values()):
+        if self._policy.is_plain and all(dtype == torch.float32 for dtype in self._formats.values()):
             notes.append("The policy computes in FP32 here, so both sides are FP32.")
         return " ".join(notes) or None
 
@@ -234,21 +210,13 @@ def _check(model: Any) -> None:
             f"expected a model with parameters to train, got {type(model).__name__} without any that needs "
             "a gradient"
         )
+    if any(parameter.dtype in NARROW for parameter in model.parameters()):
+        raise UnsupportedError(
+            "certify needs fp32 weights, and some of this model are in bf16 or fp16: give it model.float()"
+        )
     for module in model.modules():
         if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             raise UnsupportedError(
                 f"certify needs the gradients of one process and got a {type(module).__name__}: give it the "
                 "model inside, model.module"
             )
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        got = type(loss).__name__
-    elif loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}: take its mean"
-    elif not loss.requires_grad:
-        got = "one that needs no gradient: compute it outside torch.no_grad(), and do not detach it"
-    else:
-        return
-    raise SettingError(f"expected loss_fn(model, batch) to return a loss, a tensor of one element, got {got}")

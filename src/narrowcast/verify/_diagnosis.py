@@ -54,7 +54,7 @@ def diagnose(
     Args:
         settings: what to run, and how.
         rates: of this machine, as in ``machine.examine(...)["rates"]``.
-        progress: called with short messages now and then.
+        progress: called with short messages.
 
     Returns:
         JSON-ready: ``schema``, ``target``, ``policy``, ``problem`` (a sentence if there are no numbers, else
@@ -210,15 +210,10 @@ PHASES = (
     Phase(name=PROFILED, steps=8, fewest=1, seconds=20.0),
     Phase(name=READS, steps=10, fewest=1, seconds=10.0),
 )
-# If every step evaluates too, a phase ends after this many times its steps.
-_MOST_TIMES = 3
 
 
 class ProfileProbe(StepProbe):
-    """Time a few steps as they are, profile the next ones, and count reads of tensors in the last ones.
-
-    Steps that include an evaluation count only if all do.
-    """
+    """Time a few steps as they are, profile the next ones, and count reads of tensors in the last ones."""
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
@@ -233,15 +228,12 @@ class ProfileProbe(StepProbe):
     def _begin(self) -> None:
         self._facts: dict[str, Any] = {"profile": None, "reads": None, "plain": None}
         self._boundaries = 0
-        self._evaluates = False
         self._at = 0
         self._begun = time.perf_counter()
-        self._flags: list[bool] = []
-        self._counted: list[Counter[tuple[str, str, str]]] = []
-        self._stamps: list[Any] = []
+        self._counted: Counter[tuple[str, str, str]] = Counter()
+        self._stamps: list[Any] = [None]
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._evaluates |= not torch.is_grad_enabled()
         if id(module) not in self._known:
             self._known.add(id(module))
             for parameter in module.parameters():
@@ -256,13 +248,11 @@ class ProfileProbe(StepProbe):
 
     def boundary(self) -> None:
         self._boundaries += 1
-        evaluates, self._evaluates = self._evaluates and not self.by_calls, False
         if self._boundaries == 1:  # the first step begins here
             self._enter()
             return
-        self._flags.append(evaluates)
         if self._reads is not None:
-            self._counted.append(self._reads.take())
+            self._counted += self._reads.take()
         if self._profiler is not None:
             self._profiler.mark()
         self._stamps.append(stamp(self._device))
@@ -275,16 +265,17 @@ class ProfileProbe(StepProbe):
             self.attachment.stop()
         self._enter()
 
+    @property
+    def _steps(self) -> int:
+        """How many steps of the current phase have ended."""
+        return len(self._stamps) - 1
+
     def _is_over(self, phase: Phase) -> bool:
-        usual = self._flags.count(False)
-        if usual >= phase.steps or len(self._flags) >= _MOST_TIMES * phase.steps:
-            return True
-        enough = usual >= phase.fewest or len(self._flags) >= _MOST_TIMES * phase.fewest
-        return enough and time.perf_counter() - self._begun > phase.seconds
+        slow = time.perf_counter() - self._begun > phase.seconds
+        return self._steps >= (phase.fewest if slow else phase.steps)
 
     def _enter(self) -> None:
         name = PHASES[self._at].name
-        self._flags, self._counted = [], []
         if name == PROFILED:
             self._profiler = Recorder()
             try:
@@ -300,7 +291,7 @@ class ProfileProbe(StepProbe):
     def _leave(self) -> None:
         """End the current phase and keep its result; it may have seen no step."""
         name = PHASES[self._at].name
-        if name == PLAIN and self._flags:
+        if name == PLAIN and self._steps:
             self._facts["plain"] = self._plain()
         if self._profiler is not None:
             self._keep_profile(self._profiler)
@@ -308,30 +299,21 @@ class ProfileProbe(StepProbe):
         if self._reads is not None:
             self._reads.__exit__(None, None, None)
             self._reads = None
-            if self._flags:
-                counted = self._usual(self._counted)
-                self._facts["reads"] = {"steps": len(counted), "sites": read_rows(sum(counted, Counter()))}
-
-    def _usual(self, of_steps: list[Any]) -> list[Any]:
-        """Return those of steps without an evaluation, or all if there are none."""
-        flagged = zip(of_steps, self._flags, strict=False)
-        return [one for one, evaluates in flagged if not evaluates] or of_steps
+            if self._steps:
+                self._facts["reads"] = {"steps": self._steps, "sites": read_rows(self._counted)}
 
     def _plain(self) -> dict[str, Any]:
-        usual = self._usual([seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)])
-        low, middle, high = statistics.quantiles([*usual, *usual], n=4, method="inclusive")
-        return {"steps": len(usual), "step_s": middle, "step_s_low": low, "step_s_high": high}
+        times = [seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]
+        low, middle, high = statistics.quantiles([*times, *times], n=4, method="inclusive")
+        return {"steps": len(times), "step_s": middle, "step_s_low": low, "step_s_high": high}
 
     def _keep_profile(self, profiler: Recorder) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
-        left_out = [number for number, evaluates in enumerate(self._flags) if evaluates]
         try:
             recording = recorded_steps(*profiler.stop())
-            if self._flags:
-                self._facts["profile"] = summarize(
-                    recording, device=self._device, left_out=left_out, weights=self._weights
-                )
+            if self._steps:
+                self._facts["profile"] = summarize(recording, device=self._device, weights=self._weights)
         except UnsupportedError as error:
             self._problem = str(error)
 
@@ -347,7 +329,6 @@ class ProfileProbe(StepProbe):
                 "unit": self.unit,
                 "seen": self._boundaries + self.by_calls,  # the first call ends no step
                 "needed": needed + self.by_calls,
-                "device": self._device,
                 "fused": None if self.pace is None else _is_fused(self.pace),
                 "problem": self._problem,
             },

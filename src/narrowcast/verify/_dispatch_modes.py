@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only  # no public name as of torch 2.13
 
-_NARROW = frozenset({torch.bfloat16, torch.float16})
+NARROW = frozenset({torch.bfloat16, torch.float16})
 # Tagged as ops that draw, but they choose a kernel, or make masks from a given seed.
 _DRAW_NOTHING = frozenset({"_fused_sdp_choice", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"})
 _BELOW_AN_END = frozenset({"rand", "rand_like", "uniform", "uniform_"})
@@ -86,7 +86,7 @@ def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
     writes = [argument.name for argument in arguments if argument.is_write and argument.name in given]
     reads = (value for name, value in given.items() if isinstance(value, torch.Tensor) and name not in writes)
     template = next(reads, None) if given.get("memory_format") in (None, torch.preserve_format) else None
-    if dtype in _NARROW and any(argument.name == "dtype" for argument in arguments):
+    if dtype in NARROW and any(argument.name == "dtype" for argument in arguments):
         call["dtype"] = torch.float32
     results = func(**call)
     originals: dict[int, torch.Tensor] = {id(call[name]): given[name] for name in writes}
@@ -97,7 +97,7 @@ def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
     def as_asked(drawn: torch.Tensor) -> torch.Tensor:
         if id(drawn) in originals:
             return originals[id(drawn)]
-        if drawn.dtype == torch.float32 and dtype in _NARROW:
+        if drawn.dtype == torch.float32 and dtype in NARROW:
             drawn = _cast(func, given, drawn, dtype)
         if template is not None and template.shape == drawn.shape and not template.is_contiguous():
             return torch.empty_like(template, dtype=drawn.dtype, device=drawn.device).copy_(drawn)
@@ -108,13 +108,12 @@ def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
     """Return a contiguous fp32 tensor; tensors of other formats than these three as they are."""
-    known = value.dtype in _NARROW or value.dtype == torch.float32
-    return value.to(torch.float32).contiguous() if known else value
+    return value.float().contiguous() if value.dtype in NARROW | {torch.float32} else value
 
 
 def _cast(func: Any, given: dict[str, Any], drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     narrow = drawn.to(dtype)
-    if dtype in _NARROW and _name(func) in _BELOW_AN_END:
+    if dtype in NARROW and _name(func) in _BELOW_AN_END:
         end = float(given.get("to", 1.0))
         below = torch.nextafter(torch.tensor(end, dtype=dtype), torch.tensor(-float("inf"), dtype=dtype))
         narrow = torch.where((narrow.float() >= end) & (drawn < end), below.to(narrow.device), narrow)
@@ -147,12 +146,12 @@ def _name(func: Any) -> str:
 
 
 def _is_narrow(result: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW for leaf in tree_leaves(result))
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in NARROW for leaf in tree_leaves(result))
 
 
 # ---- FP32 without the rounding inside its ops
 
-_NO_DOUBLE = ("mps", "meta")
+NO_FLOAT64 = ("mps", "meta")
 
 
 class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -167,9 +166,6 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     statistics of a normalization are not updated. Slow: for one step, not for training.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -177,9 +173,9 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not _can_be_exact(func, tensors) or kwargs.get("dtype") is not None:
             return func(*args, **kwargs)
-        wide_args, wide_kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        wide_args, wide_kwargs = _recast((args, kwargs), torch.float32, torch.float64)
         try:
-            return tree_map_only(torch.Tensor, _rounded, func(*wide_args, **wide_kwargs))
+            return _recast(func(*wide_args, **wide_kwargs), torch.float64, torch.float32)
         except (RuntimeError, TypeError):  # no kernel for float64; torch raises NotImplementedError or these
             return func(*args, **kwargs)
 
@@ -189,15 +185,11 @@ def _can_be_exact(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
     aliases = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
     if func.namespace != "aten" or aliases or torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    if any(t.device.type in _NO_DOUBLE or t.layout != torch.strided for t in tensors):
+    if any(t.device.type in NO_FLOAT64 or t.layout != torch.strided for t in tensors):
         return False
     floating = {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
     return floating == {torch.float32}
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.dtype == torch.float32 else tensor
-
-
-def _rounded(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
+def _recast(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(new) if tensor.dtype == old else tensor, tree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,8 @@ def explain(
         )
     wanted, device = with_fp32_weights(policy), _device_of(model)
     with as_before(model), apply(model, wanted) as applied:
-        notes = _fp8_notes(model, applied.fp8.left_out)
+        left_out = applied.fp8.left_out.items()
+        notes = [f"{path or type(model).__name__} does not multiply in fp8: {why}" for path, why in left_out]
         with OpTrace(wanted, device) as trace:
             trace.paths.add_model(model)
             model(*inputs, **named_inputs)  # not counted: PyTorch, the model and the trace set things up
@@ -91,12 +92,6 @@ def explain(
         events = _watched_events(trace, seen, wanted, device, unit="call", steps=1, complete=True)
     start = start_event([type(model).__name__], policy_name(policy), kind="explain")
     return Explanation(found=explained(Capture(events=(start, *events, *_note_events(notes)))))
-
-
-def _fp8_notes(model: torch.nn.Module, left_out: Mapping[str, str | None]) -> list[str]:
-    """Return a sentence for each layer of an fp8 rule that cannot multiply in fp8 (``left_out``: why)."""
-    found = [(path or type(model).__name__, why) for path, why in left_out.items() if why is not None]
-    return [f"{path} does not multiply in fp8: {why}" for path, why in found]
 
 
 # ---- a script
@@ -110,7 +105,7 @@ def explain_script(
     Args:
         settings: what to run, and how.
         steps: how many are counted, after a first one that is not; times are their mean.
-        progress: called with short messages now and then.
+        progress: called with short messages.
 
     Returns:
         What ``observe.explained`` returns for the capture in ``settings.folder``; with a ``problem`` and

@@ -80,9 +80,7 @@ def _ops(events: Iterable[Any]) -> list[Any]:
     return [event for event in events if event.tag.name in ("TorchOp", "Backend")]
 
 
-def summarize(
-    recording: Recording, *, device: str = "cpu", left_out: Iterable[int] = (), weights: Iterable[int] = ()
-) -> dict[str, Any]:
+def summarize(recording: Recording, *, device: str = "cpu", weights: Iterable[int] = ()) -> dict[str, Any]:
     """Sum up what one step spends its time on; means over the recorded steps.
 
     On a CPU time is that of ops in the script's thread, and the rest of a step is Python and dispatch. On a
@@ -92,7 +90,6 @@ def summarize(
     Args:
         recording: what ``recorded_steps`` returned.
         device: type of the model's device.
-        left_out: numbers of steps that are not like the others, such as those with an evaluation.
         weights: storages of the parameters.
 
     Returns:
@@ -104,9 +101,8 @@ def summarize(
     Raises:
         UnsupportedError: there is no step in it.
     """
-    on_gpu, out = device != "cpu" and bool(recording.intervals_ns), set(left_out)
-    pairs = list(zip(recording.marks_ns, recording.marks_ns[1:], strict=False))
-    windows = [pair for number, pair in enumerate(pairs) if number not in out] or pairs
+    on_gpu = device != "cpu" and bool(recording.intervals_ns)
+    windows = list(zip(recording.marks_ns, recording.marks_ns[1:], strict=False))
     if not windows:
         raise UnsupportedError("no step was recorded")
     usual = statistics.median_low([b - a for a, b in windows])

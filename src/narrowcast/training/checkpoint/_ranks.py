@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast._files import sync_folder
-from narrowcast.errors import CheckpointError
-from narrowcast.gradients import listed
+from narrowcast.errors import CheckpointError, few
 from narrowcast.training._state import Fit
 from narrowcast.training._torch_internals import metadata_classes
 from narrowcast.training.checkpoint import _file
@@ -329,10 +328,10 @@ def _note_other_count(saved: Saved, ranks: Ranks, fit: Fit) -> None:
     states = [name_of(place) for place in places if place[0] == "objects" and "generators" not in place]
     if states:
         fit.refuse(
-            f"ranks had different values of {listed(states)}", "Load it with as many ranks as saved it"
+            f"ranks had different values of {few(states, 5)}", "Load it with as many ranks as saved it"
         )
     if places:
-        names = listed([name_of(place) for place in places])
+        names = few([name_of(place) for place in places], 5)
         fit.notes.append(f"ranks had different values of {names}: every rank takes those of rank 0")
 
 

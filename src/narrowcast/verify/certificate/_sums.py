@@ -35,26 +35,14 @@ def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: 
         first: floating or complex, dense or sparse, any shape and device; None counts as zeros.
         second: like ``first``; divided by ``scale``, in float64, first.
 
-    Needs 64 MiB more, and dense copies if only one of them is sparse. A sum is NaN or infinite if an element
-    is.
+    Needs 64 MiB more, and dense copies of sparse ones. A sum is NaN or infinite if an element is.
     """
     if first is None or second is None:
         square, other = _square(first), _square(second) / (scale * scale)
         missing = "both" if first is second else "first" if first is None else "second"
         return Sums(first=square, second=other, product=0.0, difference=square + other, missing=missing)
-    if first.is_sparse and second.is_sparse:
-        return _compared_sparse(first, second, scale)
-    a, b = _values(first, dense=True), _values(second, dense=True)
+    a, b = _values(first), _values(second)
     square, other, product, difference = _sums(a, b.to(a.device), scale)
-    return Sums(first=square, second=other, product=product, difference=difference)
-
-
-def _compared_sparse(first: torch.Tensor, second: torch.Tensor, scale: float) -> Sums:
-    exact = torch.complex128 if first.is_complex() else torch.float64
-    a, b = (gradient.detach().coalesce().to(first.device, exact) for gradient in (first, second))
-    b = b / scale
-    square, other, difference = (_square(one) for one in (a, b, a - b))
-    product = (square + other - difference) / 2  # exact enough in float64, without a union of indices
     return Sums(first=square, second=other, product=product, difference=difference)
 
 
@@ -65,10 +53,10 @@ def _square(gradient: torch.Tensor | None) -> float:
     return _sums(values, values)[0]
 
 
-def _values(gradient: torch.Tensor, *, dense: bool = False) -> torch.Tensor:
+def _values(gradient: torch.Tensor) -> torch.Tensor:
     values = gradient.detach()
     if values.layout != torch.strided:
-        values = values.coalesce().values() if values.is_sparse and not dense else values.to_dense()
+        values = values.to_dense()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     if values.device.type == "mps":  # has no float64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from narrowcast.errors import few
 from narrowcast.observe.capture import (
     PARAMETER_LIMIT,
     TOTAL_FAILS,
@@ -47,13 +48,12 @@ SAME_BATCH_LIMIT = 0.05
 # most for any other gradient, 0.54 at least for the bias of a convolution before a batch norm, whose exact
 # gradient is zero. (With changed weights alone 0.14, and less for larger pictures.)
 ROUNDING_SHARE = 0.1
-_NAMES = 3
 
 
 def _void(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> tuple[str, str] | None:
     """Return the verdict if it does not depend on any ratio."""
     of_fp32, of_mixed, of_second = (
-        _listed(_because(parameters, reason))
+        few(_because(parameters, reason))
         for reason in (_NOT_FINITE_FP32, _NOT_FINITE_MIXED, _NOT_FINITE_OTHER)
     )
     cases = (
@@ -74,8 +74,7 @@ def _nothing_judged(parameters: Sequence[ParameterResult]) -> str:
             "Every FP32 gradient changes wholly with the last bit of the weights: does the loss change when "
             "it is computed twice, for the same batch and random numbers?"
         )
-    each = "; ".join(f"{p.name}: {p.reason}" for p in parameters[:_NAMES])
-    return f"No gradient can be judged ({each}{'; and so on' if len(parameters) > _NAMES else ''})."
+    return f"No gradient can be judged ({few([f'{p.name}: {p.reason}' for p in parameters])})."
 
 
 def _because(parameters: Sequence[ParameterResult], *reasons: str) -> list[str]:
@@ -97,7 +96,7 @@ def _by_parameter(parameters: Sequence[ParameterResult], *, has_noise: bool) -> 
         return None
     lost.sort(reverse=True)
     return FAIL, (
-        f"The gradient of {_listed([name for _, name, _ in lost])} is lost in mixed precision: it is off by "
+        f"The gradient of {few([name for _, name, _ in lost])} is lost in mixed precision: it is off by "
         f"{number(lost[0][0])} of its own size or of minibatch noise, whichever is larger, where "
         f"{lost[0][2]} is the limit for a single parameter."
     )
@@ -183,7 +182,7 @@ def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> lis
     notes, every = [], f"of {len(parameters)} parameters"
     alone = [p for p in parameters if p.judged and p.noise_norm is None and p.reason != _NOT_FINITE_OTHER]
     if alone and without is not None:
-        which = f"{len(alone)} {every} ({_listed([p.name for p in alone])})"
+        which = f"{len(alone)} {every} ({few([p.name for p in alone])})"
         error = number(without.relative_error)
         notes.append(
             f"There was no second batch for {which}: of them only the relative error counts, {error}."
@@ -191,22 +190,17 @@ def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> lis
     if names := _because(parameters, _ROUNDING_NOISE):
         notes.append(
             f"Not judged: {len(names)} {every}, whose gradient is rounding noise in FP32 itself "
-            f"({_listed(names)})."
+            f"({few(names)})."
         )
     names = _because(parameters, _NO_GRADIENT, _ZERO_GRADIENT, _ZERO_FP32)
     if names and any(p.judged for p in parameters):
         notes.append(
             f"Not judged: {len(names)} {every}, which got no gradient or a zero one from this batch "
-            f"({_listed(names)})."
+            f"({few(names)})."
         )
     if names := _because(parameters, _MISSING_FP32, _MISSING_MIXED):
-        notes.append(f"A gradient on one side only, in FP32 or in mixed precision: {_listed(names)}.")
+        notes.append(f"A gradient on one side only, in FP32 or in mixed precision: {few(names)}.")
     return notes
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES])
-    return shown if len(names) <= _NAMES else f"{shown} and {len(names) - _NAMES} more"
 
 
 # ---- a certificate
@@ -225,8 +219,7 @@ class CertificateSums:
         """Add a parameter, given ``compared`` of its FP32 gradient with each of the others.
 
         Args:
-            name: of the parameter.
-            shape: of the parameter.
+            name, shape: of the parameter.
             error: against the mixed gradient of the same batch.
             noise: against the FP32 gradient of another batch; None: there was none, so that only the
                 relative error counts.
@@ -248,13 +241,9 @@ class CertificateSums:
         note: str | None = None,
         rounding_unknown: str | None = None,
     ) -> Certificate:
-        """Return the certificate of all parameters that were added.
+        """Return the certificate of the parameters that were added; other arguments are its fields.
 
         Args:
-            policy: as it was asked for.
-            format: what was computed in.
-            at_step: after how many optimizer steps.
-            loss_scale: of the mixed gradients.
             cannot_tell: why these numbers do not compare like with like, as a sentence; None: they do.
             note: a sentence to add to the reason.
             rounding_unknown: why FP32's own rounding was not measured, as a sentence; None: it was. If it

@@ -1,4 +1,4 @@
-"""The process of one run: ``python -m narrowcast.verify FILE`` with ``RunSettings``."""
+"""The process of one run: ``python -m narrowcast.verify.compare._child FILE`` with ``RunSettings``."""
 
 from __future__ import annotations
 
@@ -83,3 +83,7 @@ def _loss_scale(settings: RunSettings) -> LossScale | None:
     if settings.start_scale is not None and not settings.at_step:
         return Dynamic(scale=settings.start_scale)
     return None if settings.loss_scale is None else parse(settings.loss_scale)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
+from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError, few
 from narrowcast.machine import best_format
 from narrowcast.observe.capture import (
     COMPARISON,
@@ -32,7 +31,6 @@ from narrowcast.verify.certificate import FAIL
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
     MEMORY,
-    SETTINGS,
     TENSORS,
     TIMED,
     ScriptRuns,
@@ -42,12 +40,8 @@ from narrowcast.verify.compare._runs import (
     read_result,
 )
 
-_FILES_NAMED = 5
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
-_OF_A_RUN = re.compile(r"(fp32|mixed)-\d+|(memory|outputs)-(fp32|mixed)|gradients-(reference|mixed|exact)")
-"""Names of folders of runs."""
-
 _CUT_SHORT = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was cut short"}
 
 
@@ -55,14 +49,12 @@ class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
     """What to compare.
 
     Attributes:
-        loss_scale: of the mixed runs, as on the command line; None: as ``run`` decides.
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: number of seeds, each run in both formats.
         at_step: optimizer steps in mixed precision before gradients are compared.
         options: the command-line options, shown on the page.
     """
 
-    loss_scale: str | None = None
     steps: int = 200
     repeats: int = 1
     at_step: int = 0
@@ -85,12 +77,7 @@ def compare(
 ) -> ComparisonCapture:
     """Run the script in FP32 and in mixed precision by turns, and compare gradients or outputs.
 
-    Everything is written to ``settings.folder`` as it happens. Results of an earlier comparison there are
-    deleted first, so that two are never mixed.
-
-    Args:
-        settings: what to run, and how.
-        progress: called with short messages now and then.
+    Everything is written to ``settings.folder`` as it happens. ``progress`` gets short messages.
 
     Raises:
         ScriptError: the script failed; the message has its last lines on stderr.
@@ -99,9 +86,9 @@ def compare(
         FileError: the folder cannot be written.
     """
     folder = make_run_folder("compare", asked=settings.folder)
-    _discard_earlier(folder)
+    discard_captures(folder)
     with CaptureWriter(folder / COMPARISON) as writer:
-        runs = ScriptRuns(settings, loss_scale=settings.loss_scale, progress=progress)
+        runs = ScriptRuns(settings, progress=progress)
         _Comparison(settings, runs, writer).run()
     return read_comparison(folder)
 
@@ -111,13 +98,15 @@ class _Comparison:
     """One comparison while it runs.
 
     Attributes:
-        captures: of the timed runs by format, each with the name of its file.
+        captures: of the timed runs by format.
+        spawns: whether the script trains in processes that it starts itself.
     """
 
     settings: ComparisonSettings
     runs: ScriptRuns
     writer: CaptureWriter
-    captures: dict[str, list[tuple[str, Capture]]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
+    captures: dict[str, list[Capture]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
+    spawns: bool = False
 
     def run(self) -> None:
         started, settings = time.perf_counter(), self.settings
@@ -154,10 +143,8 @@ class _Comparison:
         """Note files that the script wrote outside of its run's folder, as it does in a run of its own."""
         written = sorted(path for path in self.runs.earlier if os.path.exists(path))
         if written:
-            more = f" and {len(written) - _FILES_NAMED} more" if len(written) > _FILES_NAMED else ""
-            files = f"{', '.join(written[:_FILES_NAMED])}{more}"
-            text = f"the script wrote files outside of its run's folder, over what was there: {files}"
-            self._write("note", text=text)
+            text = "the script wrote files outside of its run's folder, over what was there: "
+            self._write("note", text=text + few(written, 5))
 
     # ---- runs that are timed
 
@@ -178,20 +165,18 @@ class _Comparison:
         except FileError as error:
             raise ScriptError(f"{name} left no capture, so there is nothing to compare: {error}") from error
         _check_comparable(capture)
-        self.captures[format_].append((path.name, capture))
+        self.captures[format_].append(capture)
+        self.spawns |= path.name != RUN
         self._write("run", **run, capture=f"{name}/{path.name}", last_line=last_line(folder), ended=True)
 
     def _note_how_runs_ended(self) -> None:
-        first = self.captures["fp32"][0][1].totals()
+        first = self.captures["fp32"][0].totals()
         if first["stopped"]:
-            what = "optimizer steps" if first["steps"] else "calls of its modules"
-            steps = self.settings.steps
-            self._write(
-                "note", text=f"each run was ended after {steps} {what}; --steps 0 runs the whole script"
-            )
+            ended = f"{self.settings.steps} {'optimizer steps' if first['steps'] else 'calls of its modules'}"
+            self._write("note", text=f"each run was ended after {ended}; --steps 0 runs the whole script")
 
     def _all(self) -> list[Capture]:
-        return [capture for runs in self.captures.values() for _, capture in runs]
+        return [*self.captures["fp32"], *self.captures["mixed"]]
 
     def _trains(self) -> bool:
         return any(c.totals()["backwards"] or c.of("loss") or c.of("step") for c in self._all())
@@ -215,7 +200,7 @@ class _Comparison:
     # ---- gradients
 
     def _certificate(self) -> dict[str, Any]:
-        if self.captures["fp32"][0][0] == RUN:
+        if not self.spawns:
             return certify_script(self.runs, format=self._format(), at_step=self.settings.at_step)
         return self._no_certificate(
             "The script trains in processes that it starts itself, where updates cannot be held back: use "
@@ -226,7 +211,7 @@ class _Comparison:
         return no_certificate(self.settings.policy, self._format(), self.settings.at_step, why)
 
     def _format(self) -> str:
-        devices = [d["format"] for _, capture in self.captures["mixed"] for d in capture.of("device")]
+        devices = [d["format"] for capture in self.captures["mixed"] for d in capture.of("device")]
         return ", ".join(dict.fromkeys(devices)) or self.settings.policy
 
 
@@ -263,18 +248,3 @@ def _trained_capture(folder: Path) -> Path:
         return own
     spawned = sorted(folder.glob("capture-process*.jsonl"))
     return next((path for path in spawned if read_capture(path).of("step")), own)
-
-
-def _discard_earlier(folder: Path) -> None:
-    """Delete the runs of an earlier comparison in ``folder``, and nothing else in it."""
-    discard_captures(folder)
-    for settings in folder.glob(f"*/{SETTINGS}"):
-        run = settings.parent
-        if not _OF_A_RUN.fullmatch(run.name) or run.is_symlink():
-            continue
-        try:
-            shutil.rmtree(run)
-        except OSError as error:
-            raise FileError(
-                f"cannot delete what an earlier comparison left, {run}: {error.strerror}"
-            ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import threading
@@ -21,9 +20,8 @@ from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
 from narrowcast.observe.profiling import LiveTensorBytes
-from narrowcast.training import random_states
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
-from narrowcast.verify._model_state import each_once
+from narrowcast.verify._model_state import bytes_of, put_back, random_state
 from narrowcast.verify.compare._runs import (
     EXACT,
     MIXED,
@@ -44,12 +42,7 @@ _until_the_end = ExitStack()  # never closed
 
 
 class Probe(Observer):
-    """Observe a run for one purpose, and write what was seen into its folder.
-
-    Args:
-        settings: of the run.
-        argv: of the script.
-    """
+    """Observe a run for one purpose, and write what was seen into its folder."""
 
     attachment: Attachment
 
@@ -131,9 +124,6 @@ class MemoryProbe(Probe):
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._elsewhere |= threading.get_ident() != self._counted
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        self._elsewhere |= threading.get_ident() != self._counted
-
     def finish(self) -> None:
         peak, reason = None, None
         try:
@@ -196,7 +186,7 @@ class GradientProbe(Probe):
             self._draws = Fp32Draws()
             _until_the_end.enter_context(self._draws)
             if self._role == EXACT:
-                _until_the_end.enter_context(ExactOps())
+                _until_the_end.enter_context(ExactOps())  # type: ignore[no-untyped-call]
         if self._facts.batch is None:
             self._facts.batch = fingerprint([args, kwargs])
         if module not in self._modules:
@@ -218,7 +208,7 @@ class GradientProbe(Probe):
         state = {
             name: tensor
             for name, tensor in {**dict(module.named_parameters()), **buffers}.items()
-            if id(tensor) not in self._tensors and not is_lazy(tensor) and each_once(tensor) is tensor
+            if id(tensor) not in self._tensors and not is_lazy(tensor)
         }
         self._tensors |= {id(tensor): tensor for tensor in state.values()}
         if self._role == REFERENCE:
@@ -239,7 +229,7 @@ class GradientProbe(Probe):
             )
             return
         for name, tensor in tensors.items():
-            _put_back(tensor, kept[name].to(tensor.device))
+            put_back(tensor, kept[name].to(tensor.device))
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._armed
@@ -248,8 +238,9 @@ class GradientProbe(Probe):
         if not self._counts and self._first not in (None, optimizer):
             return  # belongs to an iteration that began before updates were held back
         if optimizer not in self._counts:
+            if not self._counts:
+                self._facts.scale = self.attachment.loss_scale
             self._facts.random.append(random_state())
-            self._facts.scales.append(self.attachment.loss_scale)
         batch = self._counts.get(optimizer, 0)
         self._counts[optimizer] = batch + 1
         if batch == 0 or (batch == 1 and self._role == REFERENCE):
@@ -257,7 +248,7 @@ class GradientProbe(Probe):
         if self._role == MIXED:
             self._see_overflow(optimizer)
         for buffer, before in self._buffers:
-            _put_back(buffer, before)
+            put_back(buffer, before)
         self.finish()
 
     def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -293,8 +284,8 @@ class GradientProbe(Probe):
             self.attachment.stop()
 
     def _is_complete(self) -> bool:
-        most, scales = max(self._counts.values(), default=0), self._facts.scales
-        scale_moves = bool(scales) and self.attachment.loss_scale not in (None, scales[0])
+        most = max(self._counts.values(), default=0)
+        scale_moves = self.attachment.loss_scale not in (None, self._facts.scale)
         if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
             return False
         return most >= _MOST_STEPS or (bool(self._counts) and not self._waiting_for())
@@ -340,12 +331,6 @@ class OutputProbe(Probe):
             self.attachment.stop()
 
 
-def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` if it differs, hidden from autograd, since a backward may still need the numbers."""
-    if not torch.equal(tensor.detach(), value):
-        tensor.data.copy_(value)
-
-
 def fingerprint(value: Any) -> str:
     """Return a hash of the bits of every tensor in ``value``, with shapes and dtypes."""
     digest = hashlib.blake2b(digest_size=16)
@@ -353,19 +338,5 @@ def fingerprint(value: Any) -> str:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            digest.update(_bytes(plain))
+            digest.update(bytes_of(plain))
     return digest.hexdigest()
-
-
-def random_state() -> str:
-    """Return a hash of the states of torch's, Python's and NumPy's global generators."""
-    states = random_states()
-    digest = hashlib.blake2b(repr((states["python"], states["numpy"])).encode(), digest_size=16)
-    for state in (states["torch"], *states["devices"].values()):
-        digest.update(_bytes(state))
-    return digest.hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor in CPU memory, without NumPy, which torch runs without."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

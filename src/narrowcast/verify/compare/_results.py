@@ -37,14 +37,6 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
     precision for those of the first, and in FP32 by ops that round only their results, which measures FP32's
     own rounding. Updates are held back, so that all are at the same weights. If a dynamic loss scale still
     overflows, the mixed run is made again with the scale that it reached.
-
-    Args:
-        runs: of the script.
-        format: of the mixed run.
-        at_step: optimizer steps in mixed precision before updates are held back.
-
-    Raises:
-        UnsupportedError: a run read what an earlier one had written.
     """
     policy = runs.settings.policy
     try:
@@ -69,7 +61,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         policy=policy,
         format=format,
         at_step=at_step,
-        loss_scale=low.scales[0] if low.scales else None,
+        loss_scale=low.scale,
         cannot_tell=cannot_tell,
         rounding_unknown=rounding_unknown and f"FP32's rounding could not be measured: {rounding_unknown}",
         note=f"Left out: {waiting} of the optimizers, which did not step in time." if waiting else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True):
         target: the script, or with ``is_module`` the module, and its arguments.
         is_module: whether ``target`` begins with the name of a module, as for ``python -m``.
         policy: name or file of the policy of the mixed runs.
+        loss_scale: of the mixed runs, as on the command line; None: as ``run`` decides.
         seed: set before each run; a repeat adds its number.
         folder: of all results.
     """
@@ -56,6 +58,7 @@ class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True):
     target: tuple[str, ...]
     is_module: bool = False
     policy: str = "auto"
+    loss_scale: str | None = None
     seed: int = 0
     folder: Path
 
@@ -65,7 +68,6 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         purpose: one of the purposes above.
-        loss_scale: as on the command line; None: as ``run`` decides.
         seed_shift: added to ``seed`` and to the seeds that the script sets itself.
         steps: after which the run is ended; 0: it ends by itself.
         earlier: files that earlier runs wrote -> name of the run.
@@ -75,7 +77,6 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     purpose: str
-    loss_scale: str | None = None
     seed_shift: int = 0
     steps: int = 0
     earlier: dict[str, str] = {}
@@ -97,18 +98,14 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(slots=True)
 class ScriptRuns:
-    """Make runs of a script in FP32 or in mixed precision.
+    """Make runs of a script in FP32 or in mixed precision, each in a folder inside ``settings.folder``.
 
     Attributes:
-        settings: of the script; each run's folder is in ``settings.folder``.
-        loss_scale: of the mixed runs, as on the command line; None: as ``run`` decides.
-        progress: called with short messages.
         earlier: files that runs have written so far -> name of the run.
         folders: of the runs that were made.
     """
 
     settings: ScriptSettings
-    loss_scale: str | None = None
     progress: Callable[[str], None] = lambda _: None
     earlier: dict[str, str] = field(default_factory=dict)
     folders: list[Path] = field(default_factory=list)
@@ -119,7 +116,7 @@ class ScriptRuns:
         Args:
             name: of its folder; empty: ``settings.folder`` itself.
             format_: ``"fp32"`` or ``"mixed"``.
-            purpose: of the run.
+            purpose: one of the purposes above.
             repeat: added to its seed and to those that the script sets.
             more: other fields of ``RunSettings``.
 
@@ -127,23 +124,16 @@ class ScriptRuns:
             ScriptError: the script failed; the message has the last lines that it wrote to stderr.
             UnsupportedError: it read a file that an earlier run wrote.
         """
-        asked, in_fp32 = self.settings, format_ == "fp32"
-        folder = make_run_folder(name, asked=asked.folder / name)
-        self.folders.append(folder)
+        asked = {name: getattr(self.settings, name) for name in ScriptSettings.__struct_fields__}
+        folder = self.settings.folder / name
+        if name and (folder / SETTINGS).exists():
+            _discard(folder)
+        self.folders.append(make_run_folder(name, asked=folder))
         discard_captures(folder)
-        (folder / RESULT).unlink(missing_ok=True)
-        settings = RunSettings(
-            target=asked.target,
-            is_module=asked.is_module,
-            policy="fp32" if in_fp32 else asked.policy,
-            seed=asked.seed,
-            folder=folder,
-            purpose=purpose,
-            loss_scale=None if in_fp32 else self.loss_scale,
-            seed_shift=repeat,
-            earlier=self.earlier,
-            **more,
-        )
+        if format_ == "fp32":
+            asked |= {"policy": "fp32", "loss_scale": None}
+        asked |= {"folder": folder, "purpose": purpose, "seed_shift": repeat, "earlier": self.earlier}
+        settings = RunSettings(**asked, **more)
         shown = f"run {len(self.folders)}, {name or purpose}"
         self.progress(shown)
         code = _run_process(settings, lambda line: self.progress(f"{shown}: {line}"))
@@ -161,6 +151,14 @@ class ScriptRuns:
             raise ScriptError(_failure(_title(format_, purpose), code, folder))
         self.earlier |= dict.fromkeys(seen.written, name)
         return folder
+
+
+def _discard(folder: Path) -> None:
+    """Delete an earlier run of the same name, whose pictures and results would pass for those of this one."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise FileError(f"cannot delete what an earlier run left, {folder}: {error.strerror}") from error
 
 
 def _title(format_: str, purpose: str) -> str:
@@ -196,7 +194,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         steps_before: optimizer steps before updates were held back.
         batch: fingerprint of the inputs of the first call.
         random: of each optimizer, a hash of the random states when it first stepped.
-        scales: of each optimizer, the loss scale then.
+        scale: the loss scale when the first of them did.
         good_scale: the first one at which no gradient overflowed, if those of the first batch did.
         never_stepped: how many optimizers did not step in time.
     """
@@ -205,7 +203,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
     steps_before: int = 0
     batch: str | None = None
     random: list[str] = []
-    scales: list[float | None] = []
+    scale: float | None = None
     good_scale: float | None = None
     never_stepped: int = 0
 
@@ -236,7 +234,7 @@ def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
 def _run_process(settings: RunSettings, progress: Callable[[str], None]) -> int:
     """Run a script in a fresh process; return its exit code."""
     folder = settings.folder
-    command = [sys.executable, "-m", "narrowcast.verify", str(settings.write())]
+    command = [sys.executable, "-m", "narrowcast.verify.compare._child", str(settings.write())]
     # Output is not buffered, to show its progress. OpenMP threads sleep while they wait: spinning ones make a
     # step take sixty times as long as soon as something else needs a core, in one run and not in the other.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"}
@@ -288,10 +286,7 @@ def in_short(error: ScriptError) -> str:
 
 
 def _signal_name(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = f"signal {number}"
+    name = {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
     return f"{name} (out of memory?)" if name == "SIGKILL" else name
 
 
