@@ -103,6 +103,12 @@ def test_a_verb_that_there_is_not(workplace, capsys, words, message):
     assert (said.err, said.out) == (f"narrowcast: {message}\n", "")
 
 
+def test_report_without_a_capture_names_the_way_to_one(capsys):
+    assert main(["report"]) == 2
+    said = "narrowcast: Invalid value for 'CAPTURE': none given; narrowcast compare train.py writes one\n"
+    assert capsys.readouterr().err == said
+
+
 def test_no_words_at_all_show_the_help_and_are_wrong_use(workplace, capsys):
     assert main([]) == 2
     said = capsys.readouterr()
@@ -128,7 +134,7 @@ def test_where_mixed_precision_stays_in_fp32_nothing_is_compared(workplace, caps
     assert not workplace.cache.exists()
 
 
-@pytest.mark.parametrize("verb", ["compare", "explain"])
+@pytest.mark.parametrize("verb", ["run", "compare", "explain"])
 def test_a_setting_behind_the_script_is_said_to_be_the_scripts(workplace, capsys, verb):
     assert main([verb, "missing.py", "--policy=fp16", "--seed", "3"]) == 2
     note = "--policy went to missing.py; before the name of the script it would be for narrowcast"

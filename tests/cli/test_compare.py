@@ -66,7 +66,7 @@ def trained(shared_workshop):
     """A comparison, into a folder where another one had been."""
     shared_workshop.write("trains.py", TRAINS)
     made_captures.trained(shared_workshop.folder / "kept", steps=2)
-    for name in "fp32-1", "mixed-7", "gradients-mixed":
+    for name in "fp32-1", "gradients-mixed":
         run = shared_workshop.write(f"kept/{name}/stale.txt", "stale").parent
         RunSettings(target=("trains.py",), policy="bf16", purpose="timed", folder=run).write()
     for name in "capture.jsonl", "capture-rank1.jsonl", "report.html":

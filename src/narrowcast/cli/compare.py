@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _ENOUGH_SEEDS = 3
 _CHECKED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 
-
 _StepsOption = Annotated[
     int,
     typer.Option(

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _SCHEMA = 1
 
-
 _PolicyOption = Annotated[
     str | None,
     typer.Option(

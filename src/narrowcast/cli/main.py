@@ -18,7 +18,7 @@ from narrowcast.cli.doctor import doctor
 from narrowcast.cli.explain import explain
 from narrowcast.cli.migrate import migrate
 from narrowcast.cli.report import report
-from narrowcast.cli.run import run
+from narrowcast.cli.run import launched, run, tell
 from narrowcast.errors import NarrowcastError
 
 WRONG_USE = 2
@@ -79,16 +79,15 @@ class _VerbOfScript(TyperCommand):
     def invoke(self, ctx: Any) -> object:
         own = [name for option in self.params for name in option.opts if name in _TELLING]
         given = [word.partition("=")[0] for word in ctx.params.get("arguments") or ()]
-        if behind := [name for name in own if name in given]:
+        behind = [name for name in own if name in given]
+        if behind and launched("RANK", 0) == 0:
             names, script = " and ".join(behind), ctx.params["script"]
-            talk(f"note: {names} went to {script}; before the name of the script it would be for narrowcast")
+            tell(f"{names} went to {script}; before the name of the script it would be for narrowcast")
         result: object = super().invoke(ctx)
         return result
 
 
-# Without the warning: under run a script writes what it writes under plain Python, until the final lines.
-app.command(help=_paragraphs(run), context_settings=_SCRIPT_LAST)(run)
-for _verb in (compare, doctor, explain):
+for _verb in (run, compare, doctor, explain):
     app.command(help=_paragraphs(_verb), context_settings=_SCRIPT_LAST, cls=_VerbOfScript)(_verb)
 for _plain in (report, migrate):
     app.command(help=_paragraphs(_plain))(_plain)

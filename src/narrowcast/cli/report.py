@@ -15,12 +15,12 @@ from narrowcast.errors import FileError
 
 def report(
     capture: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="CAPTURE",
             help="The folder of a comparison or of a run, or the capture file in it.",
         ),
-    ],
+    ] = None,
     as_json: JsonOption = False,
     output: Annotated[
         Path | None,
@@ -46,6 +46,8 @@ def report(
         summary,
     )
 
+    if capture is None:
+        raise typer.BadParameter("none given; narrowcast compare train.py writes one", param_hint="'CAPTURE'")
     found = find_capture(capture)
     page = save_page(found, output)
     color = sys.stdout.isatty()

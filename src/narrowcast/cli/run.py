@@ -99,11 +99,11 @@ def run(
 
     require_torch()
     found = find_script(script, arguments, module=module)
-    rank = _launched("RANK", 0)
+    rank = launched("RANK", 0)
     name = found.name if rank == 0 else f"{found.name}-rank{rank}"
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     if rank == 0:
-        discard_captures(folder, from_rank=_launched("WORLD_SIZE", 1))
+        discard_captures(folder, from_rank=launched("WORLD_SIZE", 1))
     # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.
     own = rank == 0 or run_dir is None
     writer = CaptureWriter(folder / ("capture.jsonl" if own else f"capture-rank{rank}.jsonl"))
@@ -111,12 +111,13 @@ def run(
     writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
     shown = rank == 0
-    attachment = Attachment(policy, scale, writer=writer, tell=_tell if shown else lambda _: None)
+    attachment = Attachment(policy, scale, writer=writer, tell=tell if shown else lambda _: None)
     ending = _Ending(writer, shown=shown)
     return lambda: _run(found, attachment, ending, seed)
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Print a note on stderr, if there is one to print to: a script may run without."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"narrowcast: note: {text}\n")
 
@@ -183,7 +184,7 @@ class _Ending:
                 stream.flush()
 
 
-def _launched(name: str, otherwise: int) -> int:
+def launched(name: str, otherwise: int) -> int:
     """Return a number that a launcher such as ``torchrun`` sets in the environment."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else otherwise

@@ -105,7 +105,7 @@ def _either(older: Callable[[], _T], newer: Callable[[], _T]) -> _T:
 
 def known_device_types() -> tuple[str, ...]:
     """Return the device types with an autocast of their own, an extension's ``privateuse1`` included."""
-    return (*_AUTOCAST_DEVICE_TYPES, torch._C._get_privateuse1_backend_name())
+    return (*_AUTOCAST_DEVICE_TYPES, torch.device("privateuseone").type)  # as an extension renamed it
 
 
 def check_device(device_type: str, *, present: bool = True) -> None:
