@@ -5,11 +5,10 @@ import functools
 import torch
 
 import narrowcast as nc
+from narrowcast.casting._watching import _LEFT_ALONE
 from narrowcast.policy import every_operator
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# A rule on these is never wished for, and Python's Tensor relies on what they return.
-LEFT_ALONE = {"detach", "alias", "lift", "lift_fresh", "_make_dual", "_fw_primal"}
 
 
 def kernels(key="AutocastCPU"):
@@ -41,7 +40,7 @@ def changes_since(before):
 @functools.cache
 def rules_in_another_module():
     """A rule for every operator there is, in a module that nobody calls."""
-    ops = [op for op in every_operator() if op.partition(".")[0] not in LEFT_ALONE]
+    ops = [op for op in every_operator() if op.partition(".")[0] not in _LEFT_ALONE]
     return tuple(nc.rule.module("elsewhere", op=op, compute="fp32", output="fp32") for op in ops)
 
 

@@ -1,21 +1,12 @@
 """The lists of ops that torch tests its own autocast with, and what is compared about each."""
 
-import sys
-import types
-import unittest
 from collections.abc import Iterable
-from importlib import import_module
-from unittest import mock
 
 import pytest
 import torch
 
-# The lists ship with torch; the file around them wants torch's test tools, which want packages that do not.
-TOOLS = types.ModuleType("torch.testing._internal.common_utils")
-TOOLS.TEST_WITH_ROCM = torch.version.hip is not None
-TOOLS.TestCase = unittest.TestCase
-with mock.patch.dict(sys.modules, {TOOLS.__name__: TOOLS}):
-    LISTS = import_module("torch.testing._internal.autocast_test_lists")
+from autocast_lists import LISTS
+
 AutocastCPUTestLists, AutocastTestLists = LISTS.AutocastCPUTestLists, LISTS.AutocastTestLists
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -402,16 +402,6 @@ def test_on_cuda_and_moved_there():
         assert all(torch.equal(one.cpu(), before[name]) for name, one in model.named_parameters())
 
 
-@pytest.mark.gpu
-@torch.no_grad()
-def test_data_parallel():
-    model = small().cuda()
-    reference = copy.deepcopy(model)
-    nc.apply(reference, "bf16")
-    with nc.bake(model, "bf16"):
-        assert torch.equal(nn.DataParallel(model)(X.cuda()), reference(X.cuda()))
-
-
 # ---- what is refused
 
 

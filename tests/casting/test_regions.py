@@ -1,4 +1,7 @@
-"""What is in force inside a region and after it: nested, re-entered, in threads, left by exceptions."""
+"""What is in force inside a region and after it: nested, re-entered, in threads, left by exceptions.
+
+Also regions in float32, and what is refused.
+"""
 
 import itertools
 import os
@@ -7,12 +10,14 @@ import threading
 
 import pytest
 import torch
-from casting_cases import BF16, FP16, FP32, CountCasts, in_threads, linear_by_hand
+import torch.nn.functional as F
+from casting_cases import BF16, FP16, FP32, CountCasts, assert_same, in_threads, linear_by_hand
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.casting import _regions
-from narrowcast.errors import OrderError
+from narrowcast.errors import DeviceError, OrderError, PolicyError
 
 OUTSIDE = (False, BF16, True)
 
@@ -338,3 +343,110 @@ def test_a_fork_while_another_thread_is_inside():
         thread.join(30)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+# --- in float32, which torch leaves undone in silence -------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [BF16, FP16])
+def test_a_half_tensor_through_an_fp32_layer(half):
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8).to(half)
+    expected = F.linear(x.float(), layer.weight, layer.bias)
+    with nc.autocast("cpu", FP32):
+        assert torch.equal(layer(x), expected)
+    with nc.autocast("cpu", half):
+        inside = layer(x)
+        with nc.autocast("cpu", FP32):
+            assert torch.equal(layer(x), expected)
+            assert layer(inside).dtype == FP32
+        assert torch.equal(layer(x), inside)
+
+
+def test_half_weights_are_cast_up_too():
+    layer, x = nn.Linear(8, 8).to(BF16), torch.randn(2, 8)
+    with nc.autocast("cpu", FP32):
+        assert torch.equal(layer(x), F.linear(x, layer.weight.float(), layer.bias.float()))
+
+
+def test_gradients_are_of_the_inputs_own_format_and_those_of_explicit_casts():
+    x = torch.randn(4, 8, dtype=BF16, requires_grad=True)
+    weight = torch.randn(3, 8, requires_grad=True)
+    with nc.autocast("cpu", FP32):
+        y = F.linear(x, weight)
+    found = torch.autograd.grad(y.square().sum(), (x, weight))
+    assert found[0].dtype == BF16
+    assert_same(found, torch.autograd.grad(F.linear(x.float(), weight).square().sum(), (x, weight)))
+
+
+def test_doubles_and_integers_stay():
+    with nc.autocast("cpu", FP32):
+        assert torch.mm(torch.ones(2, 2).double(), torch.ones(2, 2).double()).dtype == torch.float64
+        assert torch.mm(torch.ones(2, 2).long(), torch.ones(2, 2).long()).dtype == torch.int64
+
+
+def test_a_checkpoint_keeps_the_region_inside_it():
+    layer = nn.Linear(8, 8)
+
+    def block(x):
+        with nc.autocast("cpu", FP32):
+            return layer(x)
+
+    x = torch.randn(2, 8, dtype=BF16, requires_grad=True)
+    block(x).square().sum().backward()
+    expected, x.grad = x.grad, None
+    with nc.autocast("cpu", BF16):
+        y = checkpoint(block, x, use_reentrant=False)
+    y.square().sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+# --- what is refused when a region is made, where torch warns, or goes on -----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (("cdua",), DeviceError, "type 'cdua'.* Did you mean \"cuda\"[?] Known: cpu, cuda, xpu"),
+        (("CPU",), DeviceError, 'Did you mean "cpu"'),
+        (("mpss",), DeviceError, 'Did you mean "mps"'),
+        (("meta",), DeviceError, "unknown device type 'meta'"),
+        ((torch.device("cpu"),), ValueError, "Expected `device_type` of type `str`"),
+        (("cpu", "bf16"), PolicyError, 'write policy="bf16" for a preset'),
+        (("cpu", BF16, True, None, "bf16"), PolicyError, "expected a dtype or a policy, got both"),
+        (("cpu", None, 1), TypeError, "expected enabled to be a bool, got 1 of type int"),
+        (("cpu", None, True, 0), TypeError, "expected cache_enabled to be a bool, got 0 of type int"),
+    ],
+)
+def test_what_is_refused(arguments, error, match):
+    *arguments, policy = arguments if len(arguments) == 5 else (*arguments, None)
+    with pytest.raises(error, match=match):
+        nc.autocast(*arguments, policy=policy)
+
+
+def test_cuda_without_cuda_is_an_error_that_says_the_fix(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="Use device 'cpu', or install a CUDA build"):
+        nc.autocast("cuda", FP16)
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        silent = torch.autocast("cuda", FP16)
+    assert silent._enabled is False, "torch now refuses cuda without CUDA too: is our own check still needed?"
+    with nc.autocast("cuda", FP16, enabled=False):
+        assert not torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cuda") == FP16
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64])
+def test_a_format_without_autocast(dtype):
+    with pytest.raises(
+        PolicyError, match=f"{dtype}. Supported: torch.bfloat16, torch.float16, torch.float32"
+    ):
+        nc.autocast("cpu", dtype)
+    with pytest.warns(UserWarning, match="Disabling autocast"):
+        assert torch.autocast("cpu", dtype)._enabled is False, "torch refuses it now"
+    with nc.autocast("cpu", dtype, enabled=False):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_only_what_can_be_called_is_decorated():
+    with pytest.raises(TypeError, match='to open a region write "with'):
+        nc.autocast("cpu")(torch.ones(1))

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from casting_cases import BF16, FP16, rules
+from casting_cases import BF16, FP16, composites, rules
 from op_lists import check_cpu_entry, cpu_entries, same
-from torch import nn
 
 import narrowcast as nc
 from child_processes import finished
@@ -58,55 +56,6 @@ def test_every_sample_of_every_operator():
         assert found["operators"] > 500
         assert found["compared"] > 3000
         assert found["differing"] == {}
-
-
-def composites():
-    """Operators that torch does not list and that call others, and what the fastest kernels take over."""
-    torch.manual_seed(0)
-    x, y = torch.randn(3, 4, 8), torch.randn(8, 8)
-    w = torch.randn(8, 8, requires_grad=True)
-    image = torch.randn(2, 3, 8, 8)
-    lstm, gru, rnn = nn.LSTM(8, 8, 2, bidirectional=True, proj_size=4), nn.GRU(8, 8), nn.RNN(8, 8)
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    layer, quick = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
-    quick.eval()
-    return {
-        "a weight in fp8": lambda: F.linear(x, y.to(torch.float8_e4m3fn)),
-        "two formats of fp8": lambda: torch.mm(y.to(torch.float8_e5m2), y.to(torch.float8_e4m3fn)),
-        "einsum": lambda: torch.einsum("bij,jk->bik", x, y),
-        "lstm": lambda: lstm(x)[0],
-        "gru": lambda: gru(x)[0],
-        "rnn": lambda: rnn(x)[0],
-        "lstm, packed": lambda: lstm(nn.utils.rnn.pack_padded_sequence(x, [3, 2, 1, 1]))[0].data,
-        "lstm_cell": lambda: nn.LSTMCell(8, 8)(x[0])[0],
-        "tensordot": lambda: torch.tensordot(x, y, 1),
-        "layer_norm": lambda: F.layer_norm(x @ y, (8,)),
-        "cross_entropy": lambda: F.cross_entropy(y @ y, torch.arange(8)),
-        "cosine_similarity": lambda: F.cosine_similarity(x @ y, x),
-        "multi_head_attention_forward": lambda: attention(x, x, x)[0],
-        "attention without weights": lambda: attention(x, x, x, need_weights=False)[0],
-        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(image, image, image),
-        "instance_norm": lambda: F.instance_norm(image),
-        "batch_norm": lambda: nn.BatchNorm1d(4)(x),
-        "embedding_bag": lambda: F.embedding_bag(torch.arange(8).view(2, 4), y),
-        "pairwise_distance": lambda: F.pairwise_distance(x @ y, x),
-        "chain_matmul": lambda: torch.linalg.multi_dot([y, y, y]),
-        "bilinear": lambda: F.bilinear(y, y, torch.randn(3, 8, 8)),
-        "interpolate": lambda: F.interpolate(image, scale_factor=2.0, mode="bilinear"),
-        "circular padding": lambda: F.pad(image, (1, 1, 1, 1), mode="circular"),
-        "transformer": lambda: layer(x),
-        "transformer, quick": lambda: quick(x),
-        "sparse": lambda: torch.sparse.mm(y.to_sparse(), y),
-        "take_along_dim": lambda: torch.take_along_dim(y, y.argsort(0), 0),
-        "gumbel_softmax": lambda: F.gumbel_softmax(y @ y),
-        "gradients": lambda: torch.autograd.grad((x @ w).softmax(-1).float().pow(2).sum(), w)[0],
-        "complex": lambda: y.to(torch.complex64) @ y.to(torch.complex64),
-        "float64": lambda: y.double() @ y.double(),
-        "integers": lambda: torch.arange(4).view(2, 2) @ torch.arange(4).view(2, 2),
-        "empty": lambda: torch.zeros(0, 8) @ y,
-        "no dimension": lambda: torch.tensor(2.0).exp() + 1,
-        "a number": lambda: 1 + (y @ y) * 0.1,
-    }
 
 
 def seeded(function):

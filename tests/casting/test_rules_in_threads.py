@@ -254,14 +254,3 @@ def test_an_interrupt_that_is_kept_is_healed(applied, by):
             assert formats() == (FP16, BF16)
     assert is_outside()
     assert kept.tb is not None
-
-
-def test_a_generator_that_is_closed_inside_a_region():
-    def steps():
-        with nc.autocast("cpu", policy=AS_FP16):
-            yield formats()
-
-    running = steps()
-    assert next(running) == (FP16, BF16)
-    running.close()
-    assert is_outside()

@@ -2,15 +2,12 @@
 
 import json
 import sys
-import types
-import unittest
-from importlib import import_module
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
+from autocast_lists import LISTS
 from child_processes import finished, output_of
 from narrowcast.policy import (
     FP32,
@@ -27,12 +24,6 @@ from narrowcast.policy import (
 )
 from narrowcast.policy._torch_internals import has_torchs_own_kernel, operator_names
 
-# The lists ship with torch; the file around them wants torch's test tools, which want packages that do not.
-TOOLS = types.ModuleType("torch.testing._internal.common_utils")
-TOOLS.TEST_WITH_ROCM = torch.version.hip is not None
-TOOLS.TestCase = unittest.TestCase
-with mock.patch.dict(sys.modules, {TOOLS.__name__: TOOLS}):
-    LISTS = import_module("torch.testing._internal.autocast_test_lists")
 # Which of them says what; one of the kinds is meant.
 SHIPPED = {
     "cpu": {

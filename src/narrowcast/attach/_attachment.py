@@ -160,11 +160,7 @@ class Attachment:
         return self.scale.value.scale if self.scale.active else None
 
     def stop(self) -> None:
-        """End the script here, as after ``stop_after`` steps.
-
-        Raises:
-            SystemExit: 0.
-        """
+        """End the script here by ``SystemExit(0)``, as after ``stop_after`` steps."""
         self._stopping.stop()
 
     def leave_for_good(self) -> None:

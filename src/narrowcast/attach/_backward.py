@@ -21,12 +21,7 @@ from narrowcast.attach._leaves import Leaf, Leaves, true_gradient
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Patches, Run
-from narrowcast.attach._torch_internals import (
-    NO_GRAPH_TASK,
-    graph_task_id,
-    is_functorch_wrapped,
-    map_tensors,
-)
+from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags, untraced
 
@@ -70,8 +65,7 @@ class Backward:
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # Tensor subclasses make torch call itself by name: that is the same pass, not a nested one.
-            again = self._thread.entered and graph_task_id() == NO_GRAPH_TASK
-            if again:
+            if self._thread.entered and graph_task_id() == NO_GRAPH_TASK:
                 return original(*args, **kwargs)
             before, self._thread.entered = self._thread.entered, True
             try:
@@ -334,7 +328,7 @@ class TrueView:
         factor = self.factor_now()
         if factor is None:
             return self.hook(*args)
-        result = self.hook(*map_tensors(lambda gradient: _true(gradient, factor), args))
+        result = self.hook(*_true(args, factor))
         return None if result is None else _scaled_like(result, args[self.replaces], factor)
 
     def __reduce__(self) -> Any:
@@ -345,8 +339,13 @@ def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def _true(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-    return (gradient.float() if gradient.is_floating_point() else gradient) / factor
+def _true(value: Any, factor: float) -> Any:
+    """Return an argument of a hook, a gradient or a tuple of them, with true gradients."""
+    if isinstance(value, tuple):
+        return tuple(_true(one, factor) for one in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value.float() if value.is_floating_point() else value) / factor
 
 
 def _scaled_like(result: Any, like: Any, factor: float) -> Any:

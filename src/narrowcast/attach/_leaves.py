@@ -104,11 +104,7 @@ class Leaves:
         return leaf if leaf is not None and leaf.tensor() is tensor else None
 
     def backward_begins(self, leaves: Sequence[Leaf], backward: int) -> None:
-        """Forget overflows of gradients that the script has dropped.
-
-        Raises:
-            UnsupportedError: a leaf was updated without an optimizer, or an overflow reached it.
-        """
+        """Forget overflows of dropped gradients; refuse leaves that were updated without an optimizer."""
         pairs = [(leaf, tensor) for leaf in leaves if (tensor := leaf.tensor()) is not None]
         gone = [(leaf, tensor) for leaf, tensor in pairs if tensor.grad is None]
         if gone and self._unread:

@@ -215,8 +215,7 @@ class Regions:
             )
             return
         dtype = resolve(self._policy, device_type)
-        automatic = self._policy.compute == "auto"
-        because = best_format(device_type).because if automatic else "as asked"
+        because = best_format(device_type).because if self._policy.compute == "auto" else "as asked"
         name = format_name(dtype)
         self._recorder.saw_device(device_type, name, because)
         slow = slow_format_warning(name, device_type)
@@ -230,11 +229,7 @@ class Regions:
         self._dtypes[device_type] = None if dtype == torch.float32 and self._policy.is_plain else dtype
 
     def _first_call(self, module: torch.nn.Module) -> None:
-        """Name a module that the script calls for the first time, and attach its rules.
-
-        Raises:
-            UnsupportedError: its gradients do not pass leaf hooks, and the loss would be scaled.
-        """
+        """Name a module that the script calls for the first time, and attach its rules."""
         if self._run.scale.active:
             _refuse_sharded(module)
         kind = type(module).__name__
@@ -295,7 +290,8 @@ class Regions:
         result = original(region)
         if torch.compiler.is_dynamo_compiling() or self._thread.opening:
             return result
-        if _is_on(region) and _entered_by_the_script(sys._getframe(2)):
+        device = getattr(region, "device", None) or region.device_type
+        if torch.is_autocast_enabled(device) and _entered_by_the_script(sys._getframe(2)):
             self._run.leave_alone("the script uses autocast itself")
         return result
 
@@ -306,11 +302,7 @@ class Regions:
 
 
 def _refuse_sharded(module: torch.nn.Module) -> None:
-    """Refuse to scale losses for modules whose gradients do not pass leaf hooks.
-
-    Raises:
-        UnsupportedError: for FSDP, FSDP2 and parameters that are DTensors.
-    """
+    """Refuse to scale losses of FSDP modules and DTensors, whose gradients do not pass leaf hooks."""
     fsdp1 = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
     if fsdp1 or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters()):
         raise UnsupportedError(
@@ -325,10 +317,6 @@ def _lasted(began: Any, ended: Any) -> Reading:
     if isinstance(began, float):
         return seconds_between(began, ended)
     return lambda: seconds_between(began, ended)
-
-
-def _is_on(region: Any) -> bool:
-    return bool(torch.is_autocast_enabled(getattr(region, "device", None) or region.device_type))
 
 
 def _entered_by_the_script(frame: Any) -> bool:
@@ -387,13 +375,7 @@ class _ModuleRules:
         called = ", ".join(sorted(self._models))
         missed = [rule for rule, kinds in self._unmatched.items() if kinds == self._models]
         self._models.clear()
-        return [
-            *(
-                f"the rule for {rule.target} {NAMED_NOTHING} ({called}){self._guesses[rule]}"
-                for rule in missed
-            ),
-            *(
-                f"{few(paths)} {'does' if len(paths) == 1 else 'do'} not multiply in fp8: {why}"
-                for why, paths in self._left_out.items()
-            ),
-        ]
+        notes = [f"the rule for {r.target} {NAMED_NOTHING} ({called}){self._guesses[r]}" for r in missed]
+        for why, paths in self._left_out.items():
+            notes.append(f"{few(paths)} {'does' if len(paths) == 1 else 'do'} not multiply in fp8: {why}")
+        return notes

@@ -60,7 +60,8 @@ class Steps:
     def install(self, patches: Patches) -> None:
         self._installed = True
         hook_step = torch.optim.Optimizer.profile_hook_step
-        patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(self._hooked(hook_step)))
+        wrapping = functools.wraps(hook_step)(lambda step: self._wrap(hook_step(step)))
+        patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(wrapping))
         self._backstop = register_optimizer_step_pre_hook(self._before_unwrapped_step)
         patches.wrap(torch.optim.Optimizer, "__init__", self._init)
         patches.wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
@@ -122,13 +123,6 @@ class Steps:
         groups = [{**group, "params": []} for group in optimizer.param_groups]
         emptied.__dict__.update({**vars(optimizer), "param_groups": groups})
         return (emptied, *args[1:]), kwargs
-
-    def _hooked(self, hook_step: Callable[[_Step], _Step]) -> Callable[[_Step], _Step]:
-        @functools.wraps(hook_step)
-        def profile_hook_step(step: _Step) -> _Step:
-            return self._wrap(hook_step(step))
-
-        return profile_hook_step
 
     def _wrap(self, hooked: _Step) -> _Step:
         @functools.wraps(hooked)

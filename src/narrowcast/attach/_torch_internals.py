@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 NO_GRAPH_TASK = -1
@@ -27,12 +26,6 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Return whether ``torch.func`` is differentiating ``tensor``; such a tensor has no data to read."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/functorch/init.cpp
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def map_tensors(change: Callable[[torch.Tensor], Any], values: Any) -> Any:
-    """Return nested containers with ``change`` applied to every tensor in them."""
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_pytree.py
-    return tree_map_only(torch.Tensor, change, values)
 
 
 def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
