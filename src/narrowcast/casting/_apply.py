@@ -167,9 +167,7 @@ class _ModelHook(Hook):
 def _follow(model: torch.nn.Module, shared: Shared) -> list[Hook]:
     """Give every module in ``model`` a hook with the rules for it now; return the new hooks.
 
-    Raises:
-        OrderError: a layer with an fp8 rule was not converted.
-        PolicyError: a module that was added has another policy.
+    Refuse a layer with an fp8 rule that was not converted, and an added module with another policy.
     """
     policy = shared.policy
     _refuse_new_fp8(model, policy)
@@ -247,11 +245,7 @@ def _remove_stale_hooks(modules: Iterable[tuple[tuple[str, ...], torch.nn.Module
 
 
 def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
-    """Return the handle of ``policy`` on ``model``, or None if the model has no policy.
-
-    Raises:
-        PolicyError: it has another one.
-    """
+    """Return the handle of ``policy`` on ``model``; None if it has no policy, PolicyError if another one."""
     found = _applied.get(model)
     if found is not None and found.policy != policy:
         raise PolicyError(

@@ -252,11 +252,7 @@ def region_in(policy: Policy, device_type: str, dtype: torch.dtype, *, warns: bo
 def _traced(
     device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool, policy: Policy | str | None = None
 ) -> Any:
-    """Return a region that Dynamo and ``torch.export`` follow without a graph break.
-
-    Raises:
-        UnsupportedError: for a policy with rules, which a graph could not keep.
-    """
+    """Return a region that Dynamo and ``torch.export`` follow; refuse rules, which a graph could not keep."""
     if policy is not None and not as_policy(policy).is_plain:
         if torch.compiler.is_exporting():
             raise UnsupportedError(

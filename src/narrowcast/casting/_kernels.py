@@ -135,11 +135,7 @@ _regions_of: dict[int, tuple[weakref.ref[Policy], dict[str, tuple[torch.dtype, S
 
 
 def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
-    """Return the dtype of a region of ``policy``, and its scope or None if it has no rules.
-
-    Raises:
-        PolicyError: the policy needs weights in a low format, which a region alone does not keep.
-    """
+    """Return the dtype of a region of ``policy``, and its scope or None if it has no rules."""
     key = id(policy)
     entry = _regions_of.get(key)
     if entry is None or entry[0]() is not policy:

@@ -66,11 +66,7 @@ class OpenCall:
         self.outputs: list[_Casts] = []
 
     def check_recomputation(self) -> None:
-        """Refuse to recompute a forward pass of this policy without its hooks.
-
-        Raises:
-            OrderError: the policy was removed meanwhile.
-        """
+        """Refuse to recompute a forward pass of a policy that was removed, without its hooks."""
         if self.hook.shared.ended:
             raise OrderError(
                 "expected the policy of a checkpointed model to be there until the backward pass, which "

@@ -205,12 +205,7 @@ def _casts(compute: str, device: str, scope: Scope) -> Callable[[Any, Any], tupl
     if not depends_on_inputs(compute):
         dtype = compute_dtype(compute, torch.float32, (), device)
         return None if dtype is None else lambda args, kwargs: _cast_all(args, kwargs, dtype, device)
-
-    def casts(args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inputs = tensors_in((*args, *kwargs.values()))
-        return _cast_all(args, kwargs, compute_dtype(compute, torch.float32, inputs, device), device)
-
-    return casts
+    return lambda a, k: _cast_all(a, k, widest(tensors_in((*a, *k.values())), device), device)
 
 
 def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:

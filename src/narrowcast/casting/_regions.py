@@ -264,8 +264,7 @@ def once_none_is_open(work: Callable[[], object]) -> None:
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` bound to the current autocast state, for later calls in any thread.
 
-    Raises:
-        OrderError: in a call, if hooks that computed a model in that state were removed.
+    A call raises OrderError if hooks that computed a model in that state were removed.
     """
     checks = [getattr(region.owner, "check_recomputation", None) for region in thread.regions]
     cache = torch.is_autocast_cache_enabled()

@@ -72,10 +72,7 @@ def watch_ops(listener: Callable[[OpCall], None], *, device_type: str = "cpu") -
     """Call ``listener`` after each operator in regions on ``device_type``, in every thread.
 
     A watched operator takes some 10 microseconds longer. What ``listener`` itself computes is watched too,
-    unless it does so with autocast off.
-
-    Raises:
-        OrderError: another watcher is active.
+    unless it does so with autocast off. A second watcher is refused.
     """
     if _kernels.overlays:
         raise OrderError(
