@@ -81,6 +81,12 @@ def test_only_the_class_changes_and_comes_back():
     apply_fp8(model, everywhere()).remove()
 
 
+def test_the_model_itself_may_be_a_linear_layer():
+    model = nn.Linear(IN, OUT)
+    assert list(apply_fp8(model, everywhere()).converted) == [""]
+    assert isinstance(model, Fp8Linear)
+
+
 def losses_of(model, steps):
     """In bf16 regions, on the device of the model."""
     device = model.head.weight.device.type

@@ -107,8 +107,10 @@ class autocast:  # noqa: N801 (torch's spelling)
             self._traced = [*(self._traced or ()), self._again()]
             self._traced[-1].__enter__()
         else:
-            state = self.device, self.fast_dtype, self._enabled, self._cache_enabled
-            _regions.enter(self, *state, scope=self._inner_scope(), warns=self._warns)
+            scope = self._inner_scope()
+            _regions.enter(
+                self, self.device, self.fast_dtype, self._enabled, self._cache_enabled, scope, self._warns
+            )
         return self
 
     def _inner_scope(self) -> Scope | None:

@@ -117,7 +117,6 @@ def enter(
     dtype: torch.dtype,
     enabled: bool,
     cache_enabled: bool,
-    *,
     scope: Scope | None,
     warns: bool = False,
     caller: int | None = None,
