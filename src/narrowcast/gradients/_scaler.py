@@ -17,7 +17,7 @@ from narrowcast.gradients._optimizer_gradients import gradients_of
 from narrowcast.gradients._scales import DeviceScale
 from narrowcast.gradients._steps import Listener, Outcomes, StepResult, closure_of
 from narrowcast.gradients._torch_internals import untraced, wants_the_scaler
-from narrowcast.scaling import Dynamic, LossScale, Off
+from narrowcast.scaling import Dynamic, LossScale, Off, scale_in, state_of
 
 
 def _setting(name: str) -> Any:
@@ -394,7 +394,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
 
         A disabled scaler returns the same, so that its checkpoint can be loaded. Call it after ``update``.
         """
-        return _scales.state_of(self._loss_scale.read())
+        return state_of(self._loss_scale.read())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``, even if disabled.
@@ -404,7 +404,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
         Raises:
             ScaleError: an entry is missing or outside its range.
         """
-        value = _scales.scale_in(state_dict, self._loss_scale.settings, in_force=self._enabled)
+        value = scale_in(state_dict, self._loss_scale.settings, in_force=self._enabled)
         if value is not None:
             self._loss_scale.set(value)
 

@@ -1,4 +1,4 @@
-"""The loss scale of a scaler: on a device, as settings that are checked and changed, and saved.
+"""The loss scale of a scaler: on a device, and as settings that are checked and changed.
 
 ``narrowcast.scaling`` defines what a scale does, as values; here the same transitions run on a device without
 a host sync. The values are the reference: tests drive both through the same steps.
@@ -7,19 +7,16 @@ a host sync. The values are the reference: tests drive both through the same ste
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from narrowcast.errors import OrderError, ScaleError, near_names
+from narrowcast.errors import OrderError, ScaleError
 from narrowcast.gradients import _torch_internals
 from narrowcast.machine import check_device
-from narrowcast.scaling import Dynamic, LossScale, Off, Static, from_torch
-
-_KINDS: dict[str, type[Any]] = {"Off": Off, "Static": Static, "Dynamic": Dynamic}
+from narrowcast.scaling import Dynamic, LossScale, Off, Static
 
 
 class DeviceScale:
@@ -275,71 +272,3 @@ def one_number(value: Any) -> float:
     raise ScaleError(
         f"new_scale should be a number, or a tensor of one element with requires_grad=False, got {value!r}"
     )
-
-
-# ---- saved states: torch's entries beside ours, so that each loads the other's
-
-
-def state_of(scale: LossScale) -> dict[str, Any]:
-    """Return the state to save: numbers and strings, which ``torch.load(weights_only=True)`` reads.
-
-    torch's five entries are there if its scaler would go on alike except for hysteresis and limits; it
-    refuses a state without them.
-    """
-    fields: dict[str, Any] = asdict(scale)  # type: ignore[call-overload]
-    state: dict[str, Any] = {"loss_scale": {"kind": type(scale).__name__, **fields}}
-    if isinstance(scale, Dynamic):
-        torchs = ("scale", "growth_factor", "backoff_factor", "growth_interval")
-        state |= {name: fields[name] for name in torchs}
-        state["_growth_tracker"] = min(scale.good_steps, scale.growth_interval - 1)
-    return state
-
-
-def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) -> LossScale | None:
-    """Return the loss scale of a saved state; one of torch gets the limits and hysteresis of ``present``.
-
-    Returns None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``, and if one of
-    the saved scale and the present one that is ``in_force`` is off: a state must not turn scaling on or off.
-    """
-    if not state:
-        _warn(
-            "the saved state is empty: it is that of a torch.amp.GradScaler that was disabled. This scaler "
-            "keeps its own scale"
-        )
-        return None
-    if "loss_scale" in state:
-        saved = _scale_of(state["loss_scale"])
-        if not in_force or isinstance(saved, Off) == isinstance(present, Off):
-            return saved
-        with_, without = ("a", "no") if isinstance(present, Off) else ("no", "a")
-        _warn(
-            f"the saved state is of a run with {with_} loss scale, and this scaler has {without} loss scale "
-            "(another format?); it keeps its own"
-        )
-        return None
-    if "loss_scaler0" in state:
-        raise ScaleError("this state is one of apex: narrowcast.scaling.from_state reads it")
-    if not isinstance(present, Dynamic):
-        raise ScaleError(
-            f"a state of torch.amp.GradScaler is of a dynamic scale, and this scaler has {present!r}"
-        )
-    torchs = asdict(from_torch(state))
-    settings = ("scale", "growth_factor", "backoff_factor", "growth_interval", "good_steps")
-    return replace(present, hysteresis_left=None, **{name: torchs[name] for name in settings})
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=4)  # at the caller of load_state_dict
-
-
-def _scale_of(fields: Mapping[str, Any]) -> LossScale:
-    kind = fields.get("kind")
-    if kind not in _KINDS:
-        known = near_names(str(kind), _KINDS)
-        raise ScaleError(f"unknown kind of loss scale {kind!r} in a saved state. {known}")
-    values = {name: value for name, value in fields.items() if name != "kind"}
-    try:
-        made: LossScale = _KINDS[kind](**values)
-    except TypeError as unknown:
-        raise ScaleError(f"a saved {kind} that this version does not read: {unknown}") from None
-    return made

@@ -1,10 +1,12 @@
-"""Loss scales from the states that the scalers of torch and apex save."""
+"""Loss scales and the states that scalers save: ours, those of torch, and those of apex."""
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
-from typing import TypeVar
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,6 +16,7 @@ from narrowcast.scaling._loss_scales import SMALLEST_SCALE, Dynamic, LossScale, 
 SOURCES = ("torch", "apex")
 _APEX_KEY = re.compile(r"loss_scaler\d+")
 _APEX_INTERVAL = 2000  # fixed in apex/amp/scaler.py
+_KINDS: dict[str, type[Any]] = {"Off": Off, "Static": Static, "Dynamic": Dynamic}
 
 
 class _TorchState(msgspec.Struct):
@@ -158,3 +161,71 @@ def _dynamic(source: str, **fields: float | str) -> Dynamic:
         return Dynamic(**fields)  # type: ignore[arg-type]
     except ScaleError as error:
         raise ScaleError(f"the state of {source} does not make a loss scale: {error}") from None
+
+
+# ---- states of ours: torch's entries beside our own, so that each loads the other's
+
+
+def state_of(scale: LossScale) -> dict[str, Any]:
+    """Return the state to save: numbers and strings, which ``torch.load(weights_only=True)`` reads.
+
+    torch's five entries are there if its scaler would go on alike except for hysteresis and limits; it
+    refuses a state without them.
+    """
+    fields: dict[str, Any] = asdict(scale)  # type: ignore[call-overload]
+    state: dict[str, Any] = {"loss_scale": {"kind": type(scale).__name__, **fields}}
+    if isinstance(scale, Dynamic):
+        torchs = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+        state |= {name: fields[name] for name in torchs}
+        state["_growth_tracker"] = min(scale.good_steps, scale.growth_interval - 1)
+    return state
+
+
+def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) -> LossScale | None:
+    """Return the loss scale of a saved state; one of torch gets the limits and hysteresis of ``present``.
+
+    Returns None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``, and if one of
+    the saved scale and the present one that is ``in_force`` is off: a state must not turn scaling on or off.
+    """
+    if not state:
+        _warn(
+            "the saved state is empty: it is that of a torch.amp.GradScaler that was disabled. This scaler "
+            "keeps its own scale"
+        )
+        return None
+    if "loss_scale" in state:
+        saved = _scale_of(state["loss_scale"])
+        if not in_force or isinstance(saved, Off) == isinstance(present, Off):
+            return saved
+        with_, without = ("a", "no") if isinstance(present, Off) else ("no", "a")
+        _warn(
+            f"the saved state is of a run with {with_} loss scale, and this scaler has {without} loss scale "
+            "(another format?); it keeps its own"
+        )
+        return None
+    if "loss_scaler0" in state:
+        raise ScaleError("this state is one of apex: narrowcast.scaling.from_state reads it")
+    if not isinstance(present, Dynamic):
+        raise ScaleError(
+            f"a state of torch.amp.GradScaler is of a dynamic scale, and this scaler has {present!r}"
+        )
+    torchs = asdict(from_torch(state))
+    settings = ("scale", "growth_factor", "backoff_factor", "growth_interval", "good_steps")
+    return replace(present, hysteresis_left=None, **{name: torchs[name] for name in settings})
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=4)  # at the caller of load_state_dict
+
+
+def _scale_of(fields: Mapping[str, Any]) -> LossScale:
+    kind = fields.get("kind")
+    if kind not in _KINDS:
+        known = near_names(str(kind), _KINDS)
+        raise ScaleError(f"unknown kind of loss scale {kind!r} in a saved state. {known}")
+    values = {name: value for name, value in fields.items() if name != "kind"}
+    try:
+        made: LossScale = _KINDS[kind](**values)
+    except TypeError as unknown:
+        raise ScaleError(f"a saved {kind} that this version does not read: {unknown}") from None
+    return made

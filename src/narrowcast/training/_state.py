@@ -246,13 +246,9 @@ class Run:
         """The model's state by names without wrappers."""
         return {canonical(self.model, name): value for name, value in self.model.state_dict().items()}
 
-    def layouts(self) -> dict[tuple[Any, ...], torch.Tensor]:
+    def layouts(self) -> dict[tuple[Any, ...], Any]:
         """By place in the tree: a tensor whose kind, and perhaps shape, the one there has."""
-        found: dict[tuple[Any, ...], torch.Tensor] = {
-            ("model", name): value
-            for name, value in self.model_state().items()
-            if isinstance(value, torch.Tensor)
-        }
+        found: dict[Any, Any] = {("model", name): value for name, value in self.model_state().items()}
         for key, one in self.objects.of_kind("optimizers").items():
             for index, parameter in enumerate(parameters_of(one)):
                 found["objects", key, "state", "state", index] = parameter

@@ -444,12 +444,7 @@ def _agreed(full: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def _check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch.Tensor | None) -> None:
-    """Refuse a parameter that cannot be held, and an original that does not fit.
-
-    Raises:
-        SettingError: one of ``seen``; an original of another shape, format or device.
-        UnsupportedError: a tensor subclass other than DTensor.
-    """
+    """Refuse a parameter of ``seen`` or a tensor subclass, and an original that does not fit."""
     shape = tuple(low.shape)
     if low in seen:
         raise SettingError(

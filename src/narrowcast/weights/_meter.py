@@ -282,9 +282,6 @@ def aimed_values(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.T
 
     A copy of the optimizer steps on float32 copies of parameters, gradients and state. The original does not
     change, no hook is called, and the random state is restored.
-
-    Raises:
-        UnsupportedError: the optimizer has something that cannot be copied.
     """
     parameters = parameters_of(optimizer)
     with torch.no_grad():

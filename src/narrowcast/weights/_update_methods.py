@@ -26,7 +26,6 @@ class Pair:
     """A parameter in a low format, and the float32 parameter that the optimizer has in its place.
 
     Attributes:
-        low, working: the two.
         kept: the Kahan residual, of the low dtype.
         low_grad: the gradient that a step took from the low parameter and puts back at its end.
         seen: the version of the low parameter when it last agreed with what is kept; None: unknown.
@@ -167,15 +166,11 @@ def saved_state(method: UpdateMethod, pairs: Sequence[Pair]) -> dict[str, Any]:
     generators = method.generators if isinstance(method, Stochastic) else {}
     return {
         "updates": method.name,
-        "formats": [_format(pair.low) for pair in pairs],
+        "formats": [str(pair.low.dtype).removeprefix("torch.") for pair in pairs],
         "shapes": [list(pair.low.shape) for pair in pairs],
         "kept": _kept(method, pairs),
         "generators": {device: generator.get_state() for device, generator in generators.items()},
     }
-
-
-def _format(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _kept(method: UpdateMethod, pairs: Sequence[Pair]) -> list[torch.Tensor]:

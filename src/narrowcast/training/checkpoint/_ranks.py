@@ -38,7 +38,7 @@ from narrowcast.training.checkpoint._file import Place, damaged, mapped, name_of
 MARKER, SHARDED = "checkpoint.narrowcast", "sharded.pt"
 _DATA = re.compile(r"[0-9a-f]{32}")
 Result = TypeVar("Result")
-Layouts = Mapping[Place, torch.Tensor]
+Layouts = Mapping[Place, Any]
 
 
 class Ranks:
@@ -352,6 +352,6 @@ def _load_sharded(data: Path, sharded: dict[str, torch.Tensor]) -> None:
 
 def _like(value: Any, place: Place, layouts: Layouts) -> Any:
     """The DTensor that decides how the tensor at ``place`` is cut; None for values that stay whole."""
-    like: Any = layouts.get(place, layouts.get(place[:-1]))
+    like = layouts.get(place, layouts.get(place[:-1]))
     fits = isinstance(value, torch.Tensor) and hasattr(like, "device_mesh") and like.shape == value.shape
     return like if fits and place[-1] != "step" else None
