@@ -3,11 +3,14 @@
 import gc
 import importlib
 import math
+import sys
 import weakref
 from contextlib import nullcontext, suppress
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
 from narrowcast.apex import amp
@@ -386,6 +389,21 @@ def test_a_block_keeps_no_graph():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_gradients_in_the_buckets_of_ddp_add_up(monkeypatch):
+    """DDP writes the gradients of the second block over those of the first."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group puts its own there
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, optimizer = start("O1")
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for factor in (1, 2):
+        with amp.scale_loss(factor * loss_of(wrapped), optimizer) as scaled:
+            scaled.backward()
+    del wrapped
+    gc.collect()  # DDP ends before its group
+    dist.destroy_process_group()
+    assert torch.equal(gradient(optimizer), 3 * X)
 
 
 def test_a_parameter_of_two_optimizers_is_refused():

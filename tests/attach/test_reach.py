@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import narrowcast as nc
 from narrowcast.attach import Attachment
+from narrowcast.attach._torch_internals import register_hook_first
 from narrowcast.casting import autocast
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.scaling import Dynamic, Static
@@ -161,6 +162,19 @@ def test_hooks_see_true_gradients(register):
         return found
 
     assert_as_in_fp32(seen)
+
+
+def test_a_hook_registered_first_runs_first():
+    leaf, order = torch.ones(1, requires_grad=True), []
+    early = leaf.register_hook(lambda g: order.append("early"))
+    leaf.register_hook(lambda g: order.append("late"))
+    register_hook_first(leaf, lambda g: order.append("first"))
+    (leaf * 2).backward()
+    assert order == ["first", "early", "late"]
+    early.remove()
+    order.clear()
+    (leaf * 2).backward()
+    assert order == ["first", "late"]
 
 
 @pytest.mark.parametrize("way", ["retain_grad", "retain_grad, twice", "inputs"])
