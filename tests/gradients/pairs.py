@@ -81,6 +81,15 @@ def same(ours, theirs):
     )
 
 
+def iterate(scaler, optimizer, loss):
+    """One iteration on the loss that ``loss`` returns; the result of its step."""
+    optimizer.zero_grad()
+    scaler.scale(loss()).backward()
+    result = scaler.step(optimizer)
+    scaler.update()
+    return result
+
+
 def gradients(model):
     return [None if p.grad is None else p.grad.detach() for p in model]
 

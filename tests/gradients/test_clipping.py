@@ -187,9 +187,7 @@ def test_order_of_calls(make_optimizer):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     for clip in (scaler.clip_grad_norm_, scaler.clip_grad_value_):
-        with pytest.raises(
-            OrderError, match=rf"^{clip.__name__}\(\) is being called after step\(\): call it"
-        ):
+        with pytest.raises(OrderError, match=rf"^{clip.__name__}\(\) is being called after step\(\)"):
             clip(optimizer, 1.0)
 
 

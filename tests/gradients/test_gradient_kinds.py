@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from pairs import same
+from pairs import iterate, same
 
 import narrowcast as nc
 from narrowcast.errors import ScaleError
@@ -40,17 +40,12 @@ def test_fp16_gradients_allowed_are_stepped_as_torch_steps_them(switches, factor
     weights = []
     for make in (torch.amp.GradScaler, nc.GradScaler):
         weight, other, optimizer = half_and(**switches)
-        scaler = (
-            make("cpu", 8.0) if make is torch.amp.GradScaler else make("cpu", 8.0, allow_fp16_gradients=True)
-        )
+        scaler = make("cpu", 8.0, **({"allow_fp16_gradients": True} if make is nc.GradScaler else {}))
         if make is torch.amp.GradScaler:  # as people do it: the check is an argument of a private method
             unscale = scaler._unscale_grads_
             monkeypatch.setattr(scaler, "_unscale_grads_", lambda *a, unscale=unscale: unscale(*a[:3], True))
         for _ in range(3):
-            optimizer.zero_grad()
-            scaler.scale((weight * factor).sum() + other.sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            iterate(scaler, optimizer, lambda w=weight, o=other: (w * factor).sum() + o.sum())
         weights.append((weight.detach(), other.detach(), scaler.get_scale()))
     (theirs, their_other, their_scale), (ours, our_other, our_scale) = weights
     assert same(ours, theirs)
@@ -184,11 +179,8 @@ def test_fused_momentum_after_a_skipped_first_step():
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
         scaler = nc.GradScaler("cpu")
         for factor in [math.inf] * skips + [1.0, 1.0]:
-            optimizer.zero_grad()
-            scaler.scale((weight * factor).sum()).backward()
-            scaler.step(optimizer)
+            iterate(scaler, optimizer, (weight * factor).sum)
             assert bool(optimizer.state) == math.isfinite(factor)
-            scaler.update()
         weights.append(weight.detach())
     assert torch.equal(*weights)
 
@@ -200,13 +192,10 @@ def test_a_grad_scale_of_the_user_counts_for_one_step(scale):
         weight = torch.nn.Parameter(torch.ones(2))
         optimizer, scaler = torch.optim.SGD([weight], lr=1.0, fused=True), make("cpu", scale)
         for factor in (3.0, math.inf, 3.0):
-            optimizer.zero_grad()
             optimizer.grad_scale = torch.tensor(4.0)
-            scaler.scale((weight * factor).sum()).backward()
-            scaler.step(optimizer)
+            iterate(scaler, optimizer, (weight * factor).sum)
             assert not hasattr(optimizer, "grad_scale")
             assert not hasattr(optimizer, "found_inf")
-            scaler.update()
         stepped.append(weight.detach())
     assert torch.equal(*stepped)
     assert stepped[0].tolist() == pytest.approx([-0.5, -0.5])

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from pairs import iterate
 
 import narrowcast as nc
 from narrowcast.gradients._scales import DeviceScale
@@ -67,10 +68,7 @@ def train(scaler, factors, fused=False):
     optimizer = torch.optim.SGD([weight], lr=0.0, fused=fused)
     scales = []
     for factor in factors:
-        optimizer.zero_grad()
-        scaler.scale((weight * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer, (weight * factor).sum)
         scales.append(scaler.get_scale())
     return scales
 

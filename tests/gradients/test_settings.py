@@ -41,9 +41,7 @@ def test_devices():
     for device in ("cpu", "cpu:0", torch.device("cpu"), None):
         scaler = nc.GradScaler(device)
         assert scaler.scale(torch.ones(())).item() == 2.0**16
-    with pytest.raises(
-        DeviceError, match=r"^unknown device type 'cdua' .* Did you mean \"cuda\"\? Known: cpu"
-    ):
+    with pytest.raises(DeviceError, match=r"^unknown device type 'cdua' .* Did you mean \"cuda\"\?"):
         nc.GradScaler("cdua")
     with pytest.raises(DeviceError, match=r"^unknown device type 'meta' "):
         nc.GradScaler(torch.device("meta"))
@@ -69,9 +67,7 @@ def test_new_scales():
         assert scaler.get_scale() == float(good)
         assert scaler.scale(torch.ones(())).item() == float(good)
     for bad in (torch.ones(2), torch.ones((), requires_grad=True), "8", True, [8.0]):
-        with pytest.raises(
-            ScaleError, match=r"^new_scale should be a number, or a tensor of one element with"
-        ):
+        with pytest.raises(ScaleError, match=r"^new_scale should be a number, or a tensor of one element"):
             scaler.update(bad)
     for bad in (0, math.nan, math.inf, 2.0**128):
         with pytest.raises(ScaleError, match=r"^expected a positive, finite loss scale from 2\*\*-126 to"):
@@ -202,12 +198,8 @@ def test_states_that_cannot_be_read():
         scaler.load_state_dict({"loss_scale": {"kind": "Dynamik"}})
     with pytest.raises(ScaleError, match=r"^a saved Static that this version does not read: .*'speed'"):
         scaler.load_state_dict({"loss_scale": {"kind": "Static", "scale": 8.0, "speed": 1}})
-    with pytest.raises(
-        ScaleError, match=r"^a state of torch\.amp\.GradScaler is of a dynamic scale, and this"
-    ):
+    with pytest.raises(ScaleError, match=r"^a state of torch\.amp\.GradScaler is of a dynamic scale"):
         nc.GradScaler("cpu", loss_scale=Static(scale=8.0)).load_state_dict(torchs)
-    with pytest.warns(
-        UserWarning, match=r"^the saved state is empty: it is that of a torch\.amp\.GradScaler"
-    ):
+    with pytest.warns(UserWarning, match=r"^the saved state is empty"):
         scaler.load_state_dict({})
     assert scaler.loss_scale() == Dynamic()

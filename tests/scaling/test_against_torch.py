@@ -124,7 +124,4 @@ def test_limits_are_rounded_to_float32_as_scales_are():
 @pytest.mark.parametrize("loss_scale", [Off(), Static(scale=1024.0), Static(scale=0.1)])
 def test_fixed_scales_do_not_move(loss_scale, overflow):
     assert loss_scale.after_step(overflow=overflow) is loss_scale
-
-
-def test_off_multiplies_by_one():
     assert Off().scale == 1.0

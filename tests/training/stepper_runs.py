@@ -18,6 +18,13 @@ def made(policy="bf16", model=None, *, lr=0.1, **settings):
     return model, optimizer, nc.Stepper(model, optimizer, policy, **settings)
 
 
+def stepped(stepper, function, *arguments, name=None):
+    """One micro-batch: the loss that ``function`` computes in the region."""
+    with stepper.autocast():
+        loss = function(*arguments)
+    return stepper.step(loss, name=name)
+
+
 def loss_of(model, stepper, x=None):
     """The mean square of the output, computed in the region, for ``x`` or ones."""
     x = torch.ones(2, model[0].in_features if isinstance(model, nn.Sequential) else 4) if x is None else x
@@ -27,3 +34,8 @@ def loss_of(model, stepper, x=None):
 
 def micro_batch(model, stepper, x=None):
     return stepper.step(loss_of(model, stepper, x))
+
+
+def train(model, stepper, steps):
+    for _ in range(steps):
+        micro_batch(model, stepper)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from stepper_runs import train
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -274,13 +275,6 @@ def stepper_of(policy="bf16", seed=0, **options):
     model = net(4, 2, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     return model, optimizer, nc.Stepper(model, optimizer, policy, **options)
-
-
-def train(model, stepper, steps):
-    for _ in range(steps):
-        with stepper.autocast():
-            loss = model(torch.ones(2, 4)).float().square().mean()
-        stepper.step(loss)
 
 
 def test_what_the_stepper_has_may_be_given_too(path):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from stepper_runs import stepped
 from torch import nn
 
 import narrowcast as nc
@@ -44,9 +45,7 @@ def by_stepper(policy, make_optimizer, data, scaler=None, **settings):
     optimizer = make_optimizer(model.parameters())
     stepper = nc.Stepper(model, optimizer, policy, scaler=scaler, **settings)
     for x, y in data:
-        with stepper.autocast():
-            loss = F.cross_entropy(model(x), y)
-        stepper.step(loss)
+        stepped(stepper, lambda x, y: F.cross_entropy(model(x), y), x, y)
     stepper.flush()
     return everything(model, optimizer)
 
@@ -104,10 +103,10 @@ def test_clipping_in_one_pass_is_torchs_to_1e_6(policy, kind, accumulate):
     data = batches(12)
     settings = {"accumulate": accumulate, "max_norm": 0.05}
     stepped = by_stepper(policy, OPTIMIZERS[kind], data, scaler=Dynamic(scale=2.0**10), **settings)
-    torchs = by_hand(
-        policy, OPTIMIZERS[kind], data, torch.amp.GradScaler("cpu", init_scale=2.0**10), **settings
+    torchs, ours = (
+        by_hand(policy, OPTIMIZERS[kind], data, make("cpu", init_scale=2.0**10), **settings)
+        for make in (torch.amp.GradScaler, nc.GradScaler)
     )
-    ours = by_hand(policy, OPTIMIZERS[kind], data, nc.GradScaler("cpu", init_scale=2.0**10), **settings)
     for a, b, c in zip(stepped, torchs, ours, strict=True):
         torch.testing.assert_close(a, c, rtol=0, atol=0)
         # Activations are rounded to 8 or 11 bits, so a weight off by 1e-7 may turn one of those roundings;
@@ -126,9 +125,7 @@ def test_a_window_in_fp32_is_the_mean_of_its_batches(accumulate):
     stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.5), "fp32", accumulate=accumulate)
     steps = 0
     for x, y in data:
-        with stepper.autocast():
-            loss = F.cross_entropy(model(x), y)
-        steps += stepper.step(loss).complete
+        steps += stepped(stepper, lambda x, y: F.cross_entropy(model(x), y), x, y).complete
     steps += stepper.flush().complete
     assert steps == stepper.steps == -(-12 // accumulate)
     optimizer = torch.optim.SGD(wide.parameters(), 0.5)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from stepper_runs import made, micro_batch, mlp
+from stepper_runs import made, micro_batch, mlp, stepped
 from torch import nn
 
 import narrowcast as nc
@@ -129,11 +129,9 @@ def test_o3_in_fp16_has_a_static_scale_of_one():
 
 
 def test_an_eps_that_fp16_does_not_hold_is_named():
-    model = norm_first()
+    model, policy = norm_first(), nc.Policy(compute="fp16", low_weights=True)
     with pytest.warns(UserWarning, match=r"eps of 1e-08 is 0 and weights become NaN: give it eps=1e-4"):
-        nc.Stepper(
-            model, torch.optim.AdamW(model.parameters(), 1e-3), nc.Policy(compute="fp16", low_weights=True)
-        )
+        nc.Stepper(model, torch.optim.AdamW(model.parameters(), 1e-3), policy)
 
 
 def test_repr_names_the_policy(tmp_path):
@@ -174,13 +172,11 @@ def test_micro_batches_are_added_in_fp32(dtype):
     """1 + 7 * 2**-12 in steps: in either format each small one would be lost."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    _, optimizer, stepper = made(
-        O2_IN[dtype], model, lr=1.0, accumulate=8, scaler=nc.scaling.Dynamic(scale=1.0)
-    )
+    scaler = nc.scaling.Dynamic(scale=1.0)
+    _, optimizer, stepper = made(O2_IN[dtype], model, lr=1.0, accumulate=8, scaler=scaler)
     for number in range(8):
-        with stepper.autocast():
-            loss = model(torch.full((1, 1), 8.0 if number == 0 else 2.0**-9)).float().sum()
-        stepper.step(loss)
+        x = torch.full((1, 1), 8.0 if number == 0 else 2.0**-9)
+        stepped(stepper, lambda x: model(x).float().sum(), x)
     ((_, master),) = weights.held_by(optimizer).parameters
     assert master.item() == 1.0 - (8.0 + 7 * 2.0**-9) / 8
 

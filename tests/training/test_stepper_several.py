@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from stepper_runs import made
+from stepper_runs import made, stepped
 from torch import nn
 
 import narrowcast as nc
@@ -71,39 +71,23 @@ def test_a_gan_whose_losses_reach_each_others_networks(scaled, accumulate):
     """The generator's loss goes through the discriminator, and leaves no gradient there."""
     data = noises(6)
     gan = Gan()
-    stepper = nc.Stepper(
-        gan,
-        gan.optimizers(),
-        "fp32",
-        accumulate=accumulate,
-        scaler=Dynamic(scale=2.0**9) if scaled else None,
-    )
+    scaler = Dynamic(scale=2.0**9) if scaled else None
+    stepper = nc.Stepper(gan, gan.optimizers(), "fp32", accumulate=accumulate, scaler=scaler)
     for noise, real in data:
-        with stepper.autocast():
-            loss = gan.loss_d(noise, real)
-        stepper.step(loss, name="d")
-        with stepper.autocast():
-            loss = gan.loss_g(noise)
-        stepper.step(loss, name="g")
+        stepped(stepper, gan.loss_d, noise, real, name="d")
+        stepped(stepper, gan.loss_g, noise, name="g")
     wanted = gan_by_hand(data, accumulate)
     close(gan.parameters(), wanted.parameters(), **WIDE)
 
 
 def test_an_overflow_leaves_the_other_optimizer_alone():
     gan = Gan()
-    schedulers = {}
     optimizers = gan.optimizers()
-    for name, optimizer in optimizers.items():
-        schedulers[name] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    schedulers = {name: torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for name, o in optimizers.items()}
     stepper = nc.Stepper(gan, optimizers, "fp16", scaler=Dynamic(scale=2.0**9), scheduler=schedulers)
     (noise, real), *_ = noises(1)
-    with stepper.autocast():
-        loss = gan.loss_d(noise, real) * math.inf
-    assert stepper.step(loss, name="d").skipped
-    with stepper.autocast():
-        loss = gan.loss_g(noise)
-    result = stepper.step(loss, name="g")
-    assert not result.skipped
+    assert stepped(stepper, lambda: gan.loss_d(noise, real) * math.inf, name="d").skipped
+    assert not stepped(stepper, gan.loss_g, noise, name="g").skipped
     assert {name: s.get_scale() for name, s in stepper.scalers.items()} == {"d": 2.0**8, "g": 2.0**9}
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers.values()] == [0.3, 0.15]
 
@@ -126,9 +110,7 @@ def test_optimizers_in_a_list_step_and_clip_as_one():
     wide, wide_parts, _ = trained(lambda m, o: m.double())
     x = torch.randn(16, 4)
     for _ in range(3):
-        with stepper.autocast():
-            loss = model(x).square().mean()
-        result = stepper.step(loss)
+        result = stepped(stepper, lambda: model(x).square().mean())
         for part in wide_parts:
             part.zero_grad()
         wide(x.double()).square().mean().backward()
@@ -140,9 +122,7 @@ def test_optimizers_in_a_list_step_and_clip_as_one():
 
     before = copy.deepcopy(model.state_dict())
     model[0].weight.register_hook(lambda gradient: gradient * math.nan)
-    with stepper.autocast():
-        loss = model(x).square().mean()
-    result = stepper.step(loss)
+    result = stepped(stepper, lambda: model(x).square().mean())
     assert result.skipped
     assert result.nonfinite == ("0.weight",)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -199,11 +179,14 @@ def test_lbfgs_by_a_function(policy):
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
     stepper = nc.Stepper(model, optimizer, policy)
     first = F.mse_loss(model(x), y).item()
-    result = stepper.step(lambda: F.mse_loss(model(x).float(), y))
-    while result.skipped:
-        result = stepper.step(lambda: F.mse_loss(model(x).float(), y))
+
+    def function():
+        return F.mse_loss(model(x).float(), y)
+
+    while (result := stepper.step(function)).skipped:
+        pass
     for _ in range(3):
-        stepper.step(lambda: F.mse_loss(model(x).float(), y))
+        stepper.step(function)
     # The solution is exact in fp32; rounded activations leave an error of (2 roundings)**2 of the target.
     floor = {"fp32": 1e-10, "bf16": (2 * 2.0**-8) ** 2, "fp16": (2 * 2.0**-11) ** 2}[policy]
     assert F.mse_loss(model(x), y).item() < first * max(floor, 1e-10) * 10
@@ -254,7 +237,5 @@ def test_max_value_clamps():
     model = nn.Linear(4, 1, bias=False)
     before = model.weight.detach().clone()
     _, _, stepper = made("fp16", model, lr=1.0, max_value=0.25, scaler=Static(scale=8.0))
-    with stepper.autocast():
-        loss = (model(torch.tensor([[1.0, -1.0, 0.125, 0.0]]))).float().sum()
-    stepper.step(loss)
+    stepped(stepper, lambda: model(torch.tensor([[1.0, -1.0, 0.125, 0.0]])).float().sum())
     close([before - model.weight], [torch.tensor([[0.25, -0.25, 0.125, 0.0]])], rtol=0, atol=2.0**-23)

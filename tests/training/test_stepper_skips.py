@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from stepper_runs import stepped
 from torch import nn
 
 import narrowcast as nc
@@ -42,9 +43,7 @@ def make(policy, **settings):
 
 def one_step(model, stepper, *, factor=1.0):
     x = torch.randn(5, 6) * factor
-    with stepper.autocast():
-        loss = model(x).square().mean()
-    return stepper.step(loss)
+    return stepped(stepper, lambda: model(x).square().mean())
 
 
 def values(model):
