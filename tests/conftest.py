@@ -34,6 +34,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def one_process(monkeypatch):
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group puts its own there
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def _global_state() -> dict[str, object]:
     module = sys.modules["torch.nn.modules.module"]
     optimizer = sys.modules["torch.optim.optimizer"]

@@ -287,9 +287,7 @@ class TwoScalers(RuleBasedStateMachine):
     @rule(name=st.sampled_from(sorted(FACTORS)), data=st.data())
     def change_a_setting(self, name, data):
         value = data.draw(FACTORS[name])
-        if (
-            name == "growth_interval"
-        ):  # below the good steps so far ours grows at once, torch some steps later
+        if name == "growth_interval":  # below the good steps so far ours grows at once, torch later
             value = max(value, self.theirs.scaler._get_growth_tracker() + 1)
         self.both(lambda side: getattr(side.scaler, f"set_{name}")(value))
 

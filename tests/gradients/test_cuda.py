@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pairs import iterate
 
 import narrowcast as nc
 from narrowcast.errors import ScaleCollapseError
@@ -60,9 +61,7 @@ def test_a_fused_step_waits_for_nothing(kind, loss_scale, clip, no_waiting):
 def test_an_overflow_on_the_device_skips_names_and_backs_off(no_waiting):
     model, optimizer, x = training()
     scaler = nc.GradScaler("cuda")
-    scaler.scale(model(x).square().mean()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    iterate(scaler, optimizer, lambda: model(x).square().mean())
     before = model.weight.detach().clone()
     optimizer.zero_grad()
     scaler.scale(model(x).square().mean()).backward()
@@ -84,10 +83,7 @@ def test_listeners_hear_at_most_one_step_late(no_waiting):
     scaler.on_step(lambda result: heard.append("step"))
     scaler.on_skip(lambda result: heard.append("skip"))
     for number, factor in enumerate((1.0, math.inf, 1.0, 1.0)):
-        optimizer.zero_grad()
-        scaler.scale(model(x).square().mean() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer, lambda f=factor: model(x).square().mean() * f)
         assert len(heard) >= number
     assert heard[:3] == ["step", "skip", "step"]
 
@@ -97,10 +93,7 @@ def test_patience_on_the_device_is_at_most_one_step_late():
     scaler, steps = nc.GradScaler("cuda", patience=3), 0
     with pytest.raises(ScaleCollapseError, match="3 steps of AdamW in a row were skipped, since step 1"):  # noqa: PT012
         for _ in range(4):
-            optimizer.zero_grad()
-            scaler.scale(model(x).square().mean() * math.inf).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            iterate(scaler, optimizer, lambda: model(x).square().mean() * math.inf)
             steps += 1
     assert steps <= 3
 
@@ -115,10 +108,7 @@ def test_steps_are_torchs_to_the_bit(fused, kind):
         optimizer = kind(model.parameters(), lr=0.1, fused=fused)
         scaler, x = make("cuda", growth_interval=2), torch.randn(8, 16, device="cuda")
         for factor in (1.0, math.inf, 1.0, 1.0, 1.0):
-            optimizer.zero_grad()
-            scaler.scale(model(x).square().mean() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            iterate(scaler, optimizer, lambda m=model, x=x, f=factor: m(x).square().mean() * f)
         weights.append((model.weight.detach(), scaler.get_scale()))
     assert torch.equal(weights[0][0], weights[1][0])
     assert weights[0][1] == weights[1][1]

@@ -4,7 +4,6 @@ Where torch mends one, its half of the test fails, and the row in docs/deviation
 """
 
 import math
-import sys
 import warnings
 from collections import namedtuple
 
@@ -160,14 +159,6 @@ def test_9_a_loss_is_scaled_inside_a_compiled_graph(make, compiled):
         scaler.update()
     # The first call puts the scale on its device; the second graph is good for every scale after it.
     assert compiled.frame_count == 2
-
-
-@pytest.fixture
-def one_process(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own there, and leaves it
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")

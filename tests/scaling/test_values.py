@@ -102,11 +102,6 @@ def test_a_bad_field_is_refused(field, bad, message):
             Static(scale=bad)
 
 
-def test_limits_that_contradict_each_other_are_refused():
-    with pytest.raises(ScaleError, match=r"min_scale must be at most max_scale, got 2\.0 and 1\.0"):
-        Dynamic(min_scale=2.0, max_scale=1.0)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_good_steps_end_where_the_scale_grows(rule):
     """DeepSpeed's first growth takes one good step more."""

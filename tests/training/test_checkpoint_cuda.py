@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from stepper_runs import micro_batch
 from torch import nn
 
 import narrowcast as nc
@@ -20,10 +21,7 @@ def made(seed, device, policy, **options):
 
 def train(model, stepper, steps):
     for _ in range(steps):
-        x = torch.randn(16, 8, device=next(model.parameters()).device)
-        with stepper.autocast():
-            loss = model(x).float().square().mean()
-        stepper.step(loss)
+        micro_batch(model, stepper, torch.randn(16, 8, device=model[0].weight.device))
 
 
 O2 = nc.Policy(compute="fp16", master_weights=True)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from stepper_runs import stepped
 from torch import nn
 
 import narrowcast as nc
@@ -24,9 +25,7 @@ def made(policy: str, device: str = "cuda", **settings):
 
 
 def one_step(model, stepper, x, y):
-    with stepper.autocast():
-        loss = F.cross_entropy(model(x), y)
-    return stepper.step(loss)
+    return stepped(stepper, lambda: F.cross_entropy(model(x), y))
 
 
 @pytest.fixture

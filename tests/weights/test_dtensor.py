@@ -1,11 +1,9 @@
 """DTensors and FSDP2 in a group of one process: the part of a rank is held as a plain tensor is."""
 
 import copy
-import sys
 
 import pytest
 import torch
-from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,12 +15,8 @@ from narrowcast.weights._torch_internals import is_dtensor, local
 
 
 @pytest.fixture
-def mesh():
-    hook = sys.excepthook
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    destroy_process_group()
-    sys.excepthook = hook  # torch leaves its own there
+def mesh(one_process):
+    return init_device_mesh("cpu", (1,))
 
 
 def test_fsdp2_is_held_as_a_plain_model_is(mesh, dtype, updates):

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a group, which its functions' defaults would keep alive
+from ranks_common import full, gathered
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -97,16 +98,7 @@ class Run:
 
 
 def whole(value):
-    value = value.detach() if isinstance(value, torch.Tensor) else value
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-
-
-def gathered(value):
-    if ALONE:
-        return [value]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    return full(value).clone()
 
 
 def say(**facts):

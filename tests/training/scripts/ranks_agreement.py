@@ -4,7 +4,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from ranks_common import Tiny, batches, is_last, make_optimizer, part, same, values
+from ranks_common import Tiny, batches, gathered, is_last, make_optimizer, part, same, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -12,12 +12,6 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
-
-
-def gathered(value):
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
 
 
 def part_of_model(way, order, *, without_gradient):

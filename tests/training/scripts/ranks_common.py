@@ -47,6 +47,15 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def gathered(value):
+    """The values of all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
 def values(parameters):
     return [full(parameter).clone() for parameter in parameters]
 
