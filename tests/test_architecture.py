@@ -28,7 +28,7 @@ BUDGETS = {
     "training": 2_300,
     "observe": 3_208,  # to become 2,800
     "attach": 2_641,  # to become 2,600
-    "verify": 2_944,  # to become 2,900
+    "verify": 2_900,
     "integrations": 0,
     "apex": 2_900,
     "migrate": 3_400,

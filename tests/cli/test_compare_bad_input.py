@@ -40,11 +40,11 @@ def compare(here, capsys):
 # ---- scripts that fail
 
 ENDED = "narrowcast: the script "
-AFTER = "in its mixed run, after its FP32 run had succeeded;"
+AFTER = "in run mixed-1, after its FP32 run had succeeded;"
 FAILURES = {
     "in FP32": (
         "import sys; print('reason', file=sys.stderr); sys.exit(4)",
-        [f"{ENDED}failed with exit code 4 in its FP32 run; it ended with:", "reason"],
+        [f"{ENDED}failed with exit code 4 in run fp32-1; it ended with:", "reason"],
     ),
     "only in mixed": (
         """\
@@ -75,7 +75,7 @@ FAILURES = {
     "by os._exit, after more lines than are shown": (
         "import os\nfor n in range(100): os.write(2, b'line %d\\n' % n)\nos._exit(9)",
         [
-            f"{ENDED}failed with exit code 9 in its FP32 run; it ended with:",
+            f"{ENDED}failed with exit code 9 in run fp32-1; it ended with:",
             *(f"line {n}" for n in range(85, 100)),
         ],
     ),
@@ -122,7 +122,7 @@ def test_a_daemon_that_outlives_the_script_holds_nothing_up(compare, workshop):
         for file in workshop.folder.glob("daemon.pid"):
             os.kill(int(file.read_text()), signal.SIGKILL)
     assert code == 3
-    assert err.startswith(f"{ENDED}failed with exit code 7 in its FP32 run")
+    assert err.startswith(f"{ENDED}failed with exit code 7 in run fp32-1")
 
 
 @pytest.mark.long

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from narrowcast.verify import Certificate
-from narrowcast.verify.certificate import CertificateSums, compared
+from narrowcast.verify.certificate import Measured, certificate_of, compared
 from narrowcast.verify.certificate import _verdict as limits
 
 FINISH = {"policy": "bf16", "format": "bf16", "at_step": 0, "loss_scale": None, "cannot_tell": None}
@@ -16,18 +15,18 @@ FINISH = {"policy": "bf16", "format": "bf16", "at_step": 0, "loss_scale": None, 
 
 def finished(*parameters, **changed):
     """A certificate of (name, fp32, other, mixed, perturbed) each."""
-    sums = CertificateSums()
     second_batch = changed.pop("second_batch", None)
-    for name, fp32, other, mixed, perturbed in parameters:
-        shape = next((g.shape for g in (fp32, other, mixed, perturbed) if g is not None), (1,))
-        sums.add(
-            name,
-            shape,
+    measured = [
+        Measured(
+            name=name,
+            shape=next((tuple(g.shape) for g in (fp32, other, mixed, perturbed) if g is not None), (1,)),
             error=compared(fp32, mixed),
             noise=compared(fp32, other) if second_batch or other is not None else None,
             rounding=None if perturbed is None else compared(fp32, perturbed),
         )
-    return sums.finish(**FINISH | changed)
+        for name, fp32, other, mixed, perturbed in parameters
+    ]
+    return certificate_of(measured, **FINISH | changed)
 
 
 def made(error=0.01, noise=1.0, rounding=1e-6, size=1.0, name="weight", scale=1.0, dtype=torch.float32):
@@ -367,11 +366,9 @@ def hard_ones():
     return finished(*layers, broken, ("bias", *[torch.zeros(3)] * 4), loss_scale=2.0**16, at_step=7)
 
 
-def test_it_goes_through_json_and_back():
-    for certificate in (finished(made(), made(name="b", noise=0.0)), hard_ones()):
-        text = json.dumps(certificate.to_dict(), allow_nan=False)
-        assert Certificate.from_dict(json.loads(text)) == certificate
+def test_it_goes_through_json():
     found = hard_ones().to_dict()
+    assert json.loads(json.dumps(found, allow_nan=False))["verdict"] == "fail"
     assert set(found) == {
         "policy", "format", "at_step", "loss_scale", "error_over_noise", "relative_error", "cosine",
         "worst_parameter", "parameters", "verdict", "reason",

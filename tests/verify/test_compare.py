@@ -63,7 +63,7 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path, compared):
     assert losses["fp32-2"][0] != pytest.approx(losses["fp32-1"][0], rel=0.01)
     assert any("seeds" in note["text"] for note in by_name["mixed-2"].capture.of("note"))
     assert found.finished
-    assert found.only("certificate")["verdict"] == "pass"
+    assert found.own.last("certificate")["verdict"] == "pass"
     assert [event["format"] for event in found.own.of("memory")] == ["fp32", "mixed"]
     assert any("fp32-1" in text for text in told)
     assert not stale.exists()
@@ -101,8 +101,8 @@ def test_tensor_memory_counts_tensors_and_not_the_process(compared):
     # The product and its positive part; nothing else is larger than 200 kB.
     assert peaks["fp32"] == pytest.approx(2 * 4096 * 4096 * 4, rel=0.01)
     assert peaks["mixed"] == pytest.approx(2 * 4096 * 4096 * 2, rel=0.01)
-    assert found.only("output")["verdict"] == "pass"
-    assert found.only("certificate") is None
+    assert found.own.last("output")["verdict"] == "pass"
+    assert found.own.last("certificate") is None
 
 
 def test_a_script_that_deletes_its_run_folder_is_an_error(compared):
@@ -132,12 +132,12 @@ def test_training_that_collapses_in_mixed_precision_is_a_fail(compared):
         before="low = []\ndef note(*_): low.append(torch.is_autocast_enabled('cpu'))",
     )
     found = compared(text, policy="fp16")
-    certificate = found.only("certificate")
+    certificate = found.own.last("certificate")
     assert certificate["verdict"] == "fail"
     assert "25 steps of SGD in a row were skipped" in certificate["reason"]
     assert summary(found)["verdict"] == "fail"
     found = compared(text, policy="fp16", steps=4)
-    assert "Finite in FP32 and not in mixed precision" in found.only("certificate")["reason"]
+    assert "Finite in FP32 and not in mixed precision" in found.own.last("certificate")["reason"]
     assert summary(found)["verdict"] == "fail"
 
 

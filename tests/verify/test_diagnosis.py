@@ -166,7 +166,7 @@ def test_a_policy_that_changes_nothing_starts_no_run(diagnosed, tmp_path):
 
 @pytest.mark.long
 def test_a_script_that_fails_is_an_error_with_its_last_lines(diagnosed):
-    with pytest.raises(ScriptError, match="failed with exit code 1 in its FP32 run") as error:
+    with pytest.raises(ScriptError, match="failed with exit code 1 in run fp32") as error:
         diagnosed("raise ValueError('no data here')\n")
     assert "ValueError: no data here" in str(error.value)
 

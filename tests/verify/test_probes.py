@@ -232,8 +232,8 @@ CANNOT_TELL = {
             X,
             MSE,
         ),
-        "A run whose updates were held back failed: the script failed with exit code 1 in the run that keeps "
-        "its gradients: AssertionError: nothing was trained.",
+        "A run whose updates were held back failed: the script failed with exit code 1 in run "
+        "gradients-reference: AssertionError: nothing was trained.",
     ),
 }
 
@@ -255,7 +255,7 @@ def test_a_script_that_reads_files_of_an_earlier_run_is_refused(runs, tmp_path):
 
 
 def test_the_error_of_a_failing_run_names_it_and_the_cause(runs):
-    with pytest.raises(ScriptError, match=r"(?s)failed with exit code 1 in its FP32 run; .*ValueError: no"):
+    with pytest.raises(ScriptError, match=r"(?s)failed with exit code 1 in run fp32-1; .*ValueError: no"):
         runs("raise ValueError('no')").start("fp32-1", "fp32", "timed", steps=3)
 
 

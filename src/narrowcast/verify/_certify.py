@@ -18,7 +18,7 @@ from narrowcast.scaling import Static
 from narrowcast.training import check_loss
 from narrowcast.verify._dispatch_modes import NARROW, NO_FLOAT64, ExactOps, Fp32Draws
 from narrowcast.verify._model_state import as_before, random_state
-from narrowcast.verify.certificate import Certificate, CertificateSums, Sums, compared
+from narrowcast.verify.certificate import Certificate, Measured, Sums, certificate_of, compared
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]
@@ -144,11 +144,14 @@ class _Passes:
                 "the two may have seen different masks or samples."
             )
         inexact = [device for device in self._formats if device in NO_FLOAT64]
-        sums = CertificateSums()
-        for name, parameter in self._parameters.items():
-            others = None if noise is None else noise[name]
-            sums.add(name, parameter.shape, error=error[name], noise=others, rounding=rounding[name])
-        return sums.finish(
+        measured = [
+            Measured(
+                name, tuple(p.shape), error[name], None if noise is None else noise[name], rounding[name]
+            )
+            for name, p in self._parameters.items()
+        ]
+        return certificate_of(
+            measured,
             policy=policy,
             format=", ".join(dict.fromkeys(map(format_name, self._formats.values()))),
             loss_scale=scale,

@@ -7,9 +7,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -193,8 +192,7 @@ def _operands(kind: str, shape: list[int]) -> list[int]:
 # ---- the probe of a run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class Phase(NamedTuple):
     """A few steps for one purpose. Ends after ``steps``, or after ``fewest`` if they took ``seconds``."""
 
     name: str
@@ -321,14 +319,15 @@ class ProfileProbe(StepProbe):
         if not self.done and self._boundaries:
             self._leave()
         self.done = True
+        by_calls = self.unit == "call"
         needed = 2 + sum(phase.steps for phase in PHASES if phase.name in (WARM_UP, PLAIN))
         write_result(
             self.folder,
             self._facts
             | {
                 "unit": self.unit,
-                "seen": self._boundaries + self.by_calls,  # the first call ends no step
-                "needed": needed + self.by_calls,
+                "seen": self._boundaries + by_calls,  # the first call ends no step
+                "needed": needed + by_calls,
                 "fused": None if self.pace is None else _is_fused(self.pace),
                 "problem": self._problem,
             },

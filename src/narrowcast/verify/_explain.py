@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,11 @@ def explain(
         seen = together([trace.take()])
         events = _watched_events(trace, seen, wanted, device, unit="call", steps=1, complete=True)
     start = start_event([type(model).__name__], policy_name(policy), kind="explain")
-    return Explanation(found=explained(Capture(events=(start, *events, *_note_events(notes)))))
+    return Explanation(
+        found=explained(
+            Capture(events=(start, *events, *({"event": "note", "text": text} for text in notes)))
+        )
+    )
 
 
 # ---- a script
@@ -188,12 +192,11 @@ class ExplainProbe(StepProbe):
         self.done = True
         self._trace.__exit__(None, None, None)
         rest = self._trace.take()
-        first, others = self._parts[:1], self._parts[1:]
+        first, others, by_calls = self._parts[:1], self._parts[1:], self.unit == "call"
         if others:
-            seen = together(others, also=first[0] if self.by_calls else None)
+            seen = together(others, also=first[0] if by_calls else None)
         else:
-            seen = together([*first, *([rest] if self.by_calls or not first else [])])
-        if not others:
+            seen = together([*first, *([rest] if by_calls or not first else [])])
             self._notes.append(_FIRST_ONLY.format(unit=self.unit))
         if self._compiled:
             self._notes.append(_COMPILED)
@@ -209,7 +212,7 @@ class ExplainProbe(StepProbe):
         notes = [*self._notes, *(text for text in self.attachment.notes if NAMED_NOTHING not in text)]
         start = start_event(self.argv, self.settings.policy, kind="explain")
         with CaptureWriter(self.folder / EXPLANATION) as writer:
-            writer.write(start, *self._events, *_note_events(notes))
+            writer.write(start, *self._events, *({"event": "note", "text": text} for text in notes))
 
 
 def _device_of(model: torch.nn.Module) -> str:
@@ -228,7 +231,3 @@ def _watched_events(
         "versions": versions(),
     }
     return trace_events(seen, trace.unreached(), facts | more)
-
-
-def _note_events(notes: Iterable[str]) -> list[dict[str, Any]]:
-    return [{"event": "note", "text": text} for text in notes]

@@ -7,16 +7,17 @@ from narrowcast.verify.certificate._certificate import (
     Certificate,
     ParameterResult,
 )
-from narrowcast.verify.certificate._sums import Sums, compared
-from narrowcast.verify.certificate._verdict import CertificateSums
+from narrowcast.verify.certificate._sums import Measured, Sums, compared
+from narrowcast.verify.certificate._verdict import certificate_of
 
 __all__ = [
     "CANNOT_TELL",
     "FAIL",
     "PASS",
     "Certificate",
-    "CertificateSums",
+    "Measured",
     "ParameterResult",
     "Sums",
+    "certificate_of",
     "compared",
 ]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Self
-
-import msgspec
+from typing import Any
 
 from narrowcast.observe.capture import json_ready
 
@@ -29,8 +27,8 @@ class ParameterResult:
         gradient_norm: of the FP32 gradient of the batch.
         error_norm: of the mixed gradient minus the FP32 one, same batch.
         noise_norm: of the FP32 gradient minus that of another batch, same weights.
-        rounding_norm: of the FP32 gradient minus one that FP32 rounds differently (last bit of the weights
-            changed, or ops that round only once). A gradient not much larger than this is rounding noise.
+        rounding_norm: of the FP32 gradient minus one by ops that round only once. A gradient not much larger
+            than this is rounding noise.
         error_over_noise: ``error_norm / noise_norm``.
         relative_error: ``error_norm / gradient_norm``.
         cosine: of the angle between the mixed and the FP32 gradient.
@@ -96,11 +94,6 @@ class Certificate:
         shown = None if worst is None else {key: getattr(worst, key) for key in named}
         data: dict[str, Any] = json_ready(asdict(self) | {"worst_parameter": shown})
         return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Restore what ``to_dict`` returned."""
-        return msgspec.convert(data, cls, strict=False)  # numbers may be text
 
     def __str__(self) -> str:
         return _as_table(self)

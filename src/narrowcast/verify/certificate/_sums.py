@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,24 @@ def _sums(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> list[float]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A parameter, and its FP32 gradient ``compared`` with others.
+
+    Attributes:
+        error: with the mixed gradient of the same batch.
+        noise: with the FP32 gradient of another batch; None: there was none, so that only the relative error
+            counts.
+        rounding: with an FP32 gradient that rounds differently; None: not measured.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    error: Sums
+    noise: Sums | None
+    rounding: Sums | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
     """Norms over several parameters, and their ratios."""
@@ -88,15 +106,15 @@ class Totals:
     rounding: float
 
     @classmethod
-    def of(cls, measured: Iterable[tuple[Sums, Sums | None, Sums | None]]) -> Totals:
-        members = list(measured)
+    def of(cls, measured: Sequence[Measured]) -> Totals:
+        errors = [one.error for one in measured]
         return cls(
-            gradient=math.sqrt(math.fsum(error.first for error, _, _ in members)),
-            mixed=_root(error.second for error, _, _ in members),
-            product=math.fsum(_or_inf(error.product) for error, _, _ in members),
-            error=_root(error.difference for error, _, _ in members),
-            noise=_root(noise.difference for _, noise, _ in members if noise),
-            rounding=_root(rounding.difference for _, _, rounding in members if rounding),
+            gradient=math.sqrt(math.fsum(error.first for error in errors)),
+            mixed=_root(error.second for error in errors),
+            product=math.fsum(_or_inf(error.product) for error in errors),
+            error=_root(error.difference for error in errors),
+            noise=_root(one.noise.difference for one in measured if one.noise),
+            rounding=_root(one.rounding.difference for one in measured if one.rounding),
         )
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from narrowcast.errors import few
 from narrowcast.observe.capture import (
@@ -21,7 +22,7 @@ from narrowcast.verify.certificate._certificate import (
     ParameterResult,
     number,
 )
-from narrowcast.verify.certificate._sums import Sums, Totals
+from narrowcast.verify.certificate._sums import Measured, Totals
 
 # Reasons of parameters that the verdict depends on.
 _NOT_FINITE_FP32 = "its FP32 gradient is not finite"
@@ -43,10 +44,9 @@ ROUNDING_SIZE = 0.01
 # bf16: 0.011 at the start, 0.062 after 20 steps, 0.31 after 60), so from here to PARAMETER_LIMIT the verdict
 # is "cannot tell".
 SAME_BATCH_LIMIT = 0.05
-# An FP32 gradient is rounding noise if it changes by this share or more when the last bit of the weights
-# changes and each op rounds only once. Measured in the models above and in that of quantized_sine.py: 8e-6 at
-# most for any other gradient, 0.54 at least for the bias of a convolution before a batch norm, whose exact
-# gradient is zero. (With changed weights alone 0.14, and less for larger pictures.)
+# An FP32 gradient is rounding noise if it changes by this share or more when each op rounds only once.
+# Measured in networks of convolutions and batch norms: 1e-3 at most for any other gradient, 1.0 for the bias
+# of a convolution before a batch norm, whose exact gradient is zero.
 ROUNDING_SHARE = 0.1
 
 
@@ -206,108 +206,82 @@ def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> lis
 # ---- a certificate
 
 
-class CertificateSums:
-    """Collect the sums of each parameter, then make the certificate."""
+def certificate_of(
+    measured: Sequence[Measured],
+    *,
+    policy: str,
+    format: str,
+    at_step: int = 0,
+    loss_scale: float | None = None,
+    cannot_tell: str | None = None,
+    note: str | None = None,
+    rounding_unknown: str | None = None,
+) -> Certificate:
+    """Judge the gradients of all parameters; the arguments that are not below are fields of the certificate.
 
-    def __init__(self) -> None:
-        self._parameters: list[ParameterResult] = []
-        self._judged: list[tuple[Sums, Sums | None, Sums | None]] = []
-
-    def add(
-        self, name: str, shape: Iterable[int], *, error: Sums, noise: Sums | None, rounding: Sums | None
-    ) -> None:
-        """Add a parameter, given ``compared`` of its FP32 gradient with each of the others.
-
-        Args:
-            name, shape: of the parameter.
-            error: against the mixed gradient of the same batch.
-            noise: against the FP32 gradient of another batch; None: there was none, so that only the
-                relative error counts.
-            rounding: against an FP32 gradient that rounds differently; None: not measured.
-        """
-        result = _result(name, tuple(shape), error, noise, rounding)
-        self._parameters.append(result)
-        if result.judged:
-            self._judged.append((error, noise, rounding))
-
-    def finish(
-        self,
-        *,
-        policy: str,
-        format: str,
-        at_step: int = 0,
-        loss_scale: float | None = None,
-        cannot_tell: str | None = None,
-        note: str | None = None,
-        rounding_unknown: str | None = None,
-    ) -> Certificate:
-        """Return the certificate of the parameters that were added; other arguments are its fields.
-
-        Args:
-            cannot_tell: why these numbers do not compare like with like, as a sentence; None: they do.
-            note: a sentence to add to the reason.
-            rounding_unknown: why FP32's own rounding was not measured, as a sentence; None: it was. If it
-                was not, a single parameter cannot fail: its gradient may be rounding noise.
-        """
-        parameters, judged = tuple(self._parameters), self._judged
-        totals, without = Totals.of(judged), Totals.of(sums for sums in judged if sums[1] is None)
-        with_noise = [sums for sums in judged if sums[1] is not None]
-        by_noise = Totals.of(with_noise) if with_noise else None
-        found = _void(parameters, cannot_tell)
-        if found is None:
-            single = _by_parameter(parameters, has_noise=by_noise is not None and not by_noise.no_noise)
-            of_all = _by_total(totals, by_noise, without)
-            found = single or of_all
-            if single is not None and rounding_unknown is not None:
-                found = of_all if of_all[0] == FAIL else (CANNOT_TELL, f"{single[1]} {rounding_unknown}")
-        verdict, reason = found
-        notes = [*_notes(parameters, None if by_noise is None else without), *([note] if note else [])]
-        return Certificate(
-            policy=policy,
-            format=format,
-            at_step=at_step,
-            loss_scale=loss_scale,
-            error_over_noise=None if by_noise is None else by_noise.error_over_noise,
-            relative_error=totals.relative_error,
-            cosine=totals.cosine,
-            parameters=parameters,
-            verdict=verdict,
-            reason=" ".join([reason, *notes]),
-        )
+    Args:
+        measured: each parameter.
+        cannot_tell: why these numbers do not compare like with like, as a sentence; None: they do.
+        note: a sentence to add to the reason.
+        rounding_unknown: why FP32's own rounding was not measured, as a sentence; None: it was. If it was
+            not, a single parameter cannot fail: its gradient may be rounding noise.
+    """
+    parameters = tuple(map(_result, measured))
+    judged = [one for one, result in zip(measured, parameters, strict=True) if result.judged]
+    totals, without = Totals.of(judged), Totals.of([one for one in judged if one.noise is None])
+    with_noise = [one for one in judged if one.noise is not None]
+    by_noise = Totals.of(with_noise) if with_noise else None
+    found = _void(parameters, cannot_tell)
+    if found is None:
+        single = _by_parameter(parameters, has_noise=by_noise is not None and not by_noise.no_noise)
+        of_all = _by_total(totals, by_noise, without)
+        found = single or of_all
+        if single is not None and rounding_unknown is not None:
+            found = of_all if of_all[0] == FAIL else (CANNOT_TELL, f"{single[1]} {rounding_unknown}")
+    verdict, reason = found
+    notes = [*_notes(parameters, None if by_noise is None else without), *([note] if note else [])]
+    return Certificate(
+        policy=policy,
+        format=format,
+        at_step=at_step,
+        loss_scale=loss_scale,
+        error_over_noise=None if by_noise is None else by_noise.error_over_noise,
+        relative_error=totals.relative_error,
+        cosine=totals.cosine,
+        parameters=parameters,
+        verdict=verdict,
+        reason=" ".join([reason, *notes]),
+    )
 
 
-def _result(
-    name: str, shape: tuple[int, ...], error: Sums, noise: Sums | None, rounding: Sums | None
-) -> ParameterResult:
-    if not math.isfinite(error.first):
-        return ParameterResult(name=name, shape=shape, reason=_NOT_FINITE_FP32)
-    if error.missing == "both":
-        return ParameterResult(name=name, shape=shape, reason=_NO_GRADIENT)
-    if rounding is not None and not math.isfinite(rounding.second):
-        rounding = None
-    totals = Totals.of([(error, noise, rounding)])
-    finite = math.isfinite(error.second)
-    judged, reason = _whether_judged(totals, error, noise, rounding)
+def _result(one: Measured) -> ParameterResult:
+    if not math.isfinite(one.error.first):
+        return ParameterResult(name=one.name, shape=one.shape, reason=_NOT_FINITE_FP32)
+    if one.error.missing == "both":
+        return ParameterResult(name=one.name, shape=one.shape, reason=_NO_GRADIENT)
+    if one.rounding is not None and not math.isfinite(one.rounding.second):
+        one = replace(one, rounding=None)
+    totals = Totals.of([one])
+    judged, reason = _whether_judged(totals, one)
     return ParameterResult(
-        name=name,
-        shape=shape,
+        name=one.name,
+        shape=one.shape,
         gradient_norm=totals.gradient,
         error_norm=totals.error,
-        noise_norm=None if noise is None or math.isinf(totals.noise) else totals.noise,
-        rounding_norm=None if rounding is None else totals.rounding,
-        error_over_noise=None if noise is None else totals.error_over_noise,
-        relative_error=totals.relative_error if finite else math.inf,
+        noise_norm=None if one.noise is None or math.isinf(totals.noise) else totals.noise,
+        rounding_norm=None if one.rounding is None else totals.rounding,
+        error_over_noise=None if one.noise is None else totals.error_over_noise,
+        relative_error=totals.relative_error if math.isfinite(one.error.second) else math.inf,
         cosine=totals.cosine,
         judged=judged,
         reason=reason,
     )
 
 
-def _whether_judged(
-    totals: Totals, error: Sums, noise: Sums | None, rounding: Sums | None
-) -> tuple[bool, str | None]:
+def _whether_judged(totals: Totals, one: Measured) -> tuple[bool, str | None]:
     """Return whether a parameter is judged, and the first reason that applies."""
-    is_rounding = rounding is not None and 0 < totals.rounding >= ROUNDING_SHARE * totals.gradient
+    error = one.error
+    is_rounding = one.rounding is not None and 0 < totals.rounding >= ROUNDING_SHARE * totals.gradient
     no_gradient = totals.gradient == 0 and not totals.noise > 0
     is_zero = totals.gradient == 0 == totals.error
     cases = (
@@ -318,7 +292,7 @@ def _whether_judged(
         (error.missing == "second", True, _MISSING_MIXED),
         (error.missing == "first", True, _MISSING_FP32),
         (no_gradient, True, "its gradient is zero in FP32 and not in mixed precision"),
-        (noise is None, True, "there was no second batch to measure noise by"),
+        (one.noise is None, True, "there was no second batch to measure noise by"),
         (totals.no_noise, True, "both batches give it the same gradient: no noise to divide by"),
         (totals.gradient == 0, True, "its FP32 gradient is zero for this batch"),
         (totals.mixed == 0, True, "its gradient is zero in mixed precision"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from narrowcast.attach import Attachment, FileWatch, Script, run_attached
 from narrowcast.errors import ScaleCollapseError
 from narrowcast.observe.capture import RUN, CaptureWriter, start_event
-from narrowcast.scaling import Dynamic, LossScale, parse
+from narrowcast.scaling import Dynamic, parse
 from narrowcast.verify._diagnosis import ProfileProbe
 from narrowcast.verify._explain import ExplainProbe
 from narrowcast.verify.compare._probes import GradientProbe, MemoryProbe, OutputProbe, Probe
@@ -54,10 +54,13 @@ def main(words: Sequence[str]) -> int:
         start_event(found.argv, settings.policy, loss_scale=settings.loss_scale, rank=0, seed=settings.seed)
     )
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
+    scale = None if settings.loss_scale is None else parse(settings.loss_scale)
+    if settings.start_scale is not None and not settings.at_step:
+        scale = Dynamic(scale=settings.start_scale)
     probe = _PROBES[settings.purpose](settings, found.argv)
     attachment = Attachment(
         settings.policy,
-        _loss_scale(settings),
+        scale,
         writer=writer,
         stop_after=settings.steps,
         observer=probe,
@@ -77,12 +80,6 @@ def _end_with_parent() -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _loss_scale(settings: RunSettings) -> LossScale | None:
-    if settings.start_scale is not None and not settings.at_step:
-        return Dynamic(scale=settings.start_scale)
-    return None if settings.loss_scale is None else parse(settings.loss_scale)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ from narrowcast.verify.compare._runs import (
 
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
-_CUT_SHORT = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was cut short"}
 
 
 class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
@@ -98,7 +97,6 @@ class _Comparison:
     """One comparison while it runs.
 
     Attributes:
-        captures: of the timed runs by format.
         spawns: whether the script trains in processes that it starts itself.
     """
 
@@ -153,7 +151,7 @@ class _Comparison:
         run = {"name": name, "format": format_, "seed": self.settings.seed + repeat}
         self._write("run", **run, capture=f"{name}/{RUN}", last_line="", ended=False)
         try:
-            folder = self.runs.start(name, format_, TIMED, repeat=repeat, steps=self.settings.steps)
+            folder = self.runs.start(name, format_, TIMED, seed_shift=repeat, steps=self.settings.steps)
         except ScriptError:
             collapsed = (read_result(self.runs.folders[-1]) or {}).get("collapsed")
             if collapsed is None:
@@ -189,13 +187,14 @@ class _Comparison:
             return
         steps = min(self.settings.steps or _STEPS_FOR_MEMORY, _STEPS_FOR_MEMORY)
         for format_ in ("fp32", "mixed"):
+            reason = "the run that counts tensors was cut short"
+            found: dict[str, Any] | None = None
             try:
                 folder = self.runs.start(f"memory-{format_}", format_, MEMORY, steps=steps)
-                found = read_result(folder) or _CUT_SHORT
+                found = read_result(folder)
             except ScriptError as error:
                 reason = f"the run that counts tensors failed: {in_short(error)}"
-                found = {"peak_tensor_bytes": None, "reason": reason}
-            self._write("memory", format=format_, **found)
+            self._write("memory", format=format_, **found or {"peak_tensor_bytes": None, "reason": reason})
 
     # ---- gradients
 
@@ -236,8 +235,7 @@ def by_turns(repeats: int) -> Iterator[tuple[str, int]]:
     FP32, mixed, mixed, FP32 for one seed; with more seeds a pair for each, in alternating order.
     """
     for repeat in range(max(repeats, 2)):
-        pair = ("fp32", "mixed") if repeat % 2 == 0 else ("mixed", "fp32")
-        for format_ in pair:
+        for format_ in ("fp32", "mixed") if repeat % 2 == 0 else ("mixed", "fp32"):
             yield format_, repeat if repeats > 1 else 0
 
 

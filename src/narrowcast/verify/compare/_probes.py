@@ -66,27 +66,22 @@ class StepProbe(Probe):
     module that was the first to be called twice.
 
     Attributes:
-        by_calls: whether steps are counted by calls.
+        unit: what is counted, ``"step"`` or ``"call"``.
         pace: the optimizer that stepped first.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
         self.done = False
-        self.by_calls = False
+        self.unit = "step"
         self.pace: torch.optim.Optimizer | None = None
         self._pacing_module: weakref.ref[torch.nn.Module] | None = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    @property
-    def unit(self) -> str:
-        """What is counted: ``"step"`` or ``"call"``."""
-        return "call" if self.by_calls else "step"
-
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         if self.done or self.attachment.optimizers:
             return
-        self.by_calls = True
+        self.unit = "call"
         if self._pacing_module is None and module in self._called:
             self._pacing_module = weakref.ref(module)
         self._called.add(module)
@@ -96,8 +91,8 @@ class StepProbe(Probe):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self.done:
             return
-        if self.by_calls:  # it called modules before it made its optimizer
-            self.by_calls = False
+        if self.unit == "call":  # it called modules before it made its optimizer
+            self.unit = "step"
             self.restart()
         if self.pace is None:
             self.pace = optimizer

@@ -14,7 +14,7 @@ import torch
 
 from narrowcast.errors import ScriptError
 from narrowcast.observe.capture import OUTPUT_LIMIT
-from narrowcast.verify.certificate import CANNOT_TELL, FAIL, PASS, CertificateSums, compared
+from narrowcast.verify.certificate import CANNOT_TELL, FAIL, PASS, Measured, certificate_of, compared
 from narrowcast.verify.compare._runs import (
     EXACT,
     MIXED,
@@ -53,11 +53,12 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
     except ScriptError as error:
         rounding_unknown = f"{in_short(error)}."
     cannot_tell = _difference(fp32, low, at_step)
-    sums, waiting = CertificateSums(), fp32.never_stepped
+    measured, waiting = list[Measured](), fp32.never_stepped
     for place in range(len(fp32.random)):
-        problem = _add_optimizer(sums, place, reference, None if rounding_unknown else exact, mixed)
+        problem = _add_optimizer(measured, place, reference, None if rounding_unknown else exact, mixed)
         cannot_tell = cannot_tell or problem
-    return sums.finish(
+    return certificate_of(
+        measured,
         policy=policy,
         format=format,
         at_step=at_step,
@@ -70,7 +71,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
 
 def no_certificate(policy: str, format: str, at_step: int, reason: str) -> dict[str, Any]:
     """Return ``Certificate.to_dict`` for a script whose gradients could not be compared."""
-    nothing = CertificateSums().finish(policy=policy, format=format, at_step=at_step, cannot_tell=reason)
+    nothing = certificate_of([], policy=policy, format=format, at_step=at_step, cannot_tell=reason)
     return nothing.to_dict()
 
 
@@ -92,7 +93,7 @@ def _facts(folder: Path) -> GradientFacts:
 
 
 def _add_optimizer(
-    sums: CertificateSums, place: int, reference: Path, exact: Path | None, mixed: Path
+    measured: list[Measured], place: int, reference: Path, exact: Path | None, mixed: Path
 ) -> str | None:
     """Add the parameters of one optimizer; return why they cannot be compared, if so."""
     file = f"{TENSORS}/gradients-{place}"
@@ -107,13 +108,9 @@ def _add_optimizer(
         second, exactly = (
             None if rows is None or number >= len(rows) else rows[number][2] for rows in (other, rounded_once)
         )
-        sums.add(
-            name,
-            shape,
-            error=compared(fp32, low[number][2]),
-            noise=None if other is None else compared(fp32, second),
-            rounding=None if exactly is None else compared(fp32, exactly),
-        )
+        noise = None if other is None else compared(fp32, second)
+        rounding = None if exactly is None else compared(fp32, exactly)
+        measured.append(Measured(name, shape, compared(fp32, low[number][2]), noise, rounding))
     return None
 
 

@@ -30,12 +30,6 @@ TENSORS = "narrowcast-tensors"
 # Purposes of a run.
 TIMED, MEMORY, OUTPUTS, PROFILE, EXPLAIN = "timed", "memory", "outputs", "profile", "explain"
 REFERENCE, EXACT, MIXED = "gradients-reference", "gradients-exact", "gradients-mixed"
-_DOES = {
-    MEMORY: "counts its tensors",
-    OUTPUTS: "keeps its outputs",
-    EXPLAIN: "is watched",
-    **dict.fromkeys((REFERENCE, EXACT, MIXED), "keeps its gradients"),
-}
 _POLL_S = 0.1
 _TAIL_BYTES = 4096
 _ERROR_BYTES = 65_536
@@ -110,15 +104,10 @@ class ScriptRuns:
     earlier: dict[str, str] = field(default_factory=dict)
     folders: list[Path] = field(default_factory=list)
 
-    def start(self, name: str, format_: str, purpose: str, *, repeat: int = 0, **more: Any) -> Path:
+    def start(self, name: str, format_: str, purpose: str, **more: Any) -> Path:
         """Make one run in a fresh process, wait for its end, and return its folder.
 
-        Args:
-            name: of its folder; empty: ``settings.folder`` itself.
-            format_: ``"fp32"`` or ``"mixed"``.
-            purpose: one of the purposes above.
-            repeat: added to its seed and to those that the script sets.
-            more: other fields of ``RunSettings``.
+        Without a name that is ``settings.folder`` itself; ``more`` are other fields of ``RunSettings``.
 
         Raises:
             ScriptError: the script failed; the message has the last lines that it wrote to stderr.
@@ -132,9 +121,10 @@ class ScriptRuns:
         discard_captures(folder)
         if format_ == "fp32":
             asked |= {"policy": "fp32", "loss_scale": None}
-        asked |= {"folder": folder, "purpose": purpose, "seed_shift": repeat, "earlier": self.earlier}
+        asked |= {"folder": folder, "purpose": purpose, "earlier": self.earlier}
         settings = RunSettings(**asked, **more)
-        shown = f"run {len(self.folders)}, {name or purpose}"
+        title = name or purpose
+        shown = f"run {len(self.folders)}, {title}"
         self.progress(shown)
         code = _run_process(settings, lambda line: self.progress(f"{shown}: {line}"))
         seen = read_files(folder / FILES)
@@ -148,7 +138,9 @@ class ScriptRuns:
                 "no problem if it is there before the first run"
             )
         if code != 0:
-            raise ScriptError(_failure(_title(format_, purpose), code, folder))
+            if format_ == "mixed" and purpose in (TIMED, PROFILE):
+                title += ", after its FP32 run had succeeded"
+            raise ScriptError(_failure(title, code, folder))
         self.earlier |= dict.fromkeys(seen.written, name)
         return folder
 
@@ -159,13 +151,6 @@ def _discard(folder: Path) -> None:
         shutil.rmtree(folder)
     except OSError as error:
         raise FileError(f"cannot delete what an earlier run left, {folder}: {error.strerror}") from error
-
-
-def _title(format_: str, purpose: str) -> str:
-    """Return how messages call a run."""
-    if purpose in _DOES:
-        return f"the run that {_DOES[purpose]}"
-    return "its FP32 run" if format_ == "fp32" else "its mixed run, after its FP32 run had succeeded"
 
 
 # ---- what a run leaves
@@ -211,10 +196,8 @@ class GradientFacts(msgspec.Struct, kw_only=True):
 def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
     """Return why a probe did not see what the script does, if the capture of the run shows it.
 
-    Args:
-        folder: of the run.
-        advice: what to do if the script uses mixed precision itself.
-        verb: what the probe does, as ``"profiled"``; None: it saw enough, whatever other processes do.
+    ``advice`` is for a script that uses mixed precision itself; without a ``verb``, as ``"profiled"``, the
+    probe saw enough, whatever other processes do.
     """
     try:
         capture = read_capture(folder / RUN)
@@ -272,10 +255,14 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(title: str, code: int, folder: Path) -> str:
-    ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+    names = {-known.value: known.name for known in signal.Signals}
+    ended = (
+        f"was killed by {names.get(code, f'signal {-code}')}" if code < 0 else f"failed with exit code {code}"
+    )
+    guess = " (out of memory?)" if code == -signal.SIGKILL else ""
     lines = _last_lines(folder / "stderr.txt")
     text = "; it ended with:\n" + "\n".join(lines) if lines else "; it wrote nothing to stderr"
-    return f"the script {ended} in {title}{text}\nall of its output: {folder}"
+    return f"the script {ended}{guess} in run {title}{text}\nall of its output: {folder}"
 
 
 def in_short(error: ScriptError) -> str:
@@ -283,11 +270,6 @@ def in_short(error: ScriptError) -> str:
     first, *rest = str(error).splitlines()
     said = [line.strip() for line in rest if line.strip() and not line.startswith("all of its output")]
     return f"{first.removesuffix('; it ended with:')}: {said[-1]}" if said else first
-
-
-def _signal_name(number: int) -> str:
-    name = {known.value: known.name for known in signal.Signals}.get(number, f"signal {number}")
-    return f"{name} (out of memory?)" if name == "SIGKILL" else name
 
 
 def _tail(path: Path, size: int = _TAIL_BYTES) -> str:
