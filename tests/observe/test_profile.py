@@ -349,7 +349,7 @@ def test_reads_are_counted_by_line_and_kind():
         torch.ones(4).to("cpu")
 
     rows = reads_in(reading)
-    kinds = ["bool()", "tolist()", "printing", "indexing by a mask", "nonzero()", "float()", "int()"]
+    kinds = ["bool()", "tolist()", "repr()", "format()", "getitem()", "nonzero()", "float()", "int()"]
     assert {(row["what"], row["count"]) for row in rows} == {
         ("item()", 3),
         *((what, 1) for what in [*kinds, "numpy()", "cpu()"]),

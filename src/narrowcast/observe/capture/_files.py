@@ -190,20 +190,12 @@ def read_capture(path: Path) -> Capture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRun:
-    """One timed run of a comparison.
+    """One timed run of a comparison; the capture is that of the run."""
 
-    Attributes:
-        name: of its folder, such as ``fp32-1``.
-        format: ``"fp32"`` or ``"mixed"``.
-        seed: what random numbers began from.
-        last_line: of the script's stdout.
-        capture: of the run.
-    """
-
-    name: str
-    format: str
+    name: str  # of its folder, such as ``fp32-1``
+    format: str  # ``"fp32"`` or ``"mixed"``
     seed: int
-    last_line: str
+    last_line: str  # of the script's stdout
     capture: Capture
 
 
@@ -266,13 +258,10 @@ def read_comparison(folder: Path) -> ComparisonCapture:
 
 
 def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None = None) -> Path:
-    """Create and return the folder of one run.
+    """Create and return the folder of one run: ``asked``, or a new one in ``cache`` that ``name`` names.
 
-    Args:
-        name: what runs; part of the name of a new folder.
-        asked: the folder that the user named, if any.
-        cache: where to make a new folder; None: ``~/.cache/narrowcast``, or a temporary folder if that cannot
-            be written, since a run should not fail because of a folder that the user did not name.
+    Without a cache it is in ``~/.cache/narrowcast``, or a temporary folder if that cannot be written, since a
+    run should not fail because of a folder that the user did not name.
 
     Raises:
         FileError: ``asked`` or ``cache`` is given and cannot be written.
@@ -291,9 +280,7 @@ def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None 
 def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
     """Delete the captures and outputs of an earlier run in ``folder``; files of the script stay.
 
-    Args:
-        folder: of a run that is about to start.
-        from_rank: captures of lower ranks stay. Their own processes, which may run already, overwrite them.
+    Captures of ranks below ``from_rank`` stay: their own processes, which may run already, overwrite them.
 
     Raises:
         FileError: one cannot be deleted.

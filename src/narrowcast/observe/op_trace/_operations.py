@@ -59,11 +59,7 @@ class _Thread(threading.local):
 
 
 class ModulePaths:
-    """Tracks which module each thread is in, between entering and leaving it.
-
-    Attributes:
-        in_optimizer: set it while an optimizer steps.
-    """
+    """Tracks which module each thread is in, between entering and leaving it."""
 
     def __init__(self) -> None:
         self.in_optimizer = False

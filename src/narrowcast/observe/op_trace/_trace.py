@@ -84,15 +84,8 @@ class OpTrace:
         events = trace_events(trace.take(), trace.unreached(), {...})
 
     Watching costs some tens of microseconds an operation. They are not counted as its time, but disturb the
-    caches; on a GPU the time of small operations includes their launch.
-
-    Args:
-        policy: whose rules are looked for.
-        device_type: on which regions are watched.
-
-    Attributes:
-        paths: add each model before it is called; set ``in_optimizer`` while an optimizer steps.
-        rules: which were reached.
+    caches; on a GPU the time of small operations includes their launch. Add each model to ``paths`` before
+    it is called, and set ``paths.in_optimizer`` while an optimizer steps.
     """
 
     def __init__(self, policy: Policy, device_type: str = "cpu") -> None:

@@ -6,11 +6,10 @@ The memory of CPU tensors is read from a recording of torch's profiler, as are t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -26,7 +25,9 @@ MARK = "narrowcast: mark"
 _measuring_memory = threading.Lock()
 
 
-def profile(device: str | torch.device | None = None, *, memory: bool = True) -> Profile:
+def profile(
+    device: str | torch.device | None = None, *, memory: bool = True
+) -> AbstractContextManager[Profile]:
     """Measure a block: wall-clock seconds, and the most bytes that tensors took at once::
 
         with nc.observe.profile() as profile:
@@ -47,6 +48,7 @@ def profile(device: str | torch.device | None = None, *, memory: bool = True) ->
 
     Raises:
         DeviceError: a device that is neither a CPU nor CUDA, or that this machine does not have.
+        OrderError: on entering, if another block measures memory.
         SettingError: ``memory`` is not a bool.
     """
     if not isinstance(memory, bool):
@@ -62,53 +64,40 @@ def profile(device: str | torch.device | None = None, *, memory: bool = True) ->
         if (given.index or 0) >= count:
             raise DeviceError(f'expected one of the {count} CUDA devices of this machine, got "{given}"')
         given = torch.device("cuda", torch.cuda.current_device() if given.index is None else given.index)
-    return Profile(given, memory=memory)
+    return _measured(given, memory=memory)
+
+
+@contextmanager
+def _measured(device: torch.device, *, memory: bool) -> Iterator[Profile]:
+    meter: LiveTensorBytes | _CudaMemory | None = None
+    with ExitStack() as stack:
+        if memory:
+            if not _measuring_memory.acquire(blocking=False):
+                raise OrderError("another profile measures memory: leave its block, or use memory=False")
+            stack.callback(_measuring_memory.release)
+            meter = stack.enter_context(_CudaMemory(device) if device.type == "cuda" else LiveTensorBytes())
+        found = Profile(device, meter)
+        _wait(device)
+        started_s = time.perf_counter()
+        try:
+            yield found
+            _wait(device)  # not after an error, which may keep the device from synchronizing
+        finally:
+            found._duration_s = time.perf_counter() - started_s
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Profile:
     """Time and memory of one block, measured by ``profile``, which has an example."""
 
-    def __init__(self, device: torch.device, *, memory: bool) -> None:
+    def __init__(self, device: torch.device, memory: LiveTensorBytes | _CudaMemory | None) -> None:
         self.device = device
-        self._memory: LiveTensorBytes | _CudaMemory | None = None
-        if memory:
-            self._memory = _CudaMemory(device) if device.type == "cuda" else LiveTensorBytes()
-        self._open: ExitStack | None = None
-        self._started_s = 0.0
+        self._memory = memory
         self._duration_s: float | None = None
-
-    def __enter__(self) -> Self:
-        """Begin to measure.
-
-        Raises:
-            OrderError: this block is open already, or another one measures memory.
-        """
-        if self._open is not None:
-            raise OrderError("this profile is open already: leave its block before it is entered again")
-        self._duration_s = None
-        with ExitStack() as stack:
-            if self._memory is not None:
-                if not _measuring_memory.acquire(blocking=False):
-                    raise OrderError("another profile measures memory: leave its block, or use memory=False")
-                stack.callback(_measuring_memory.release)
-                stack.enter_context(self._memory)
-            self._wait()
-            self._open = stack.pop_all()
-        self._started_s = time.perf_counter()
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        assert self._open is not None
-        memory, self._open = self._open, None
-        # After an error the device may fail to synchronize; the first error is the one to raise.
-        with memory:
-            with contextlib.suppress(*([RuntimeError] if exc_type is not None else [])):
-                self._wait()
-            self._duration_s = time.perf_counter() - self._started_s
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     @property
     def duration_s(self) -> float:
@@ -159,9 +148,10 @@ class _CudaMemory:
         self._device = device
         self.peak_bytes = self.added_bytes = 0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before_bytes = torch.cuda.memory_allocated(self._device)
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.peak_bytes = torch.cuda.max_memory_allocated(self._device)

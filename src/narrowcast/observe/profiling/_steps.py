@@ -16,12 +16,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.profiling._block import MARK
+from narrowcast.observe.profiling._block import MARK, every_event
 
 PARTS = ("products", "casts", "other_ops", "optimizer", "loading", "python")
 PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = PARTS
 # Ranges that torch's optimizers and DataLoader record around their work.
-_RANGES = {"Optimizer.step#": OPTIMIZER, "enumerate(DataLoader)#": LOADING}
+_LOADER = "enumerate(DataLoader)#"
+_RANGES = {"Optimizer.step#": OPTIMIZER, _LOADER: LOADING}
 _CAST_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # A cast is a copy inside one of these; autograd makes it again for the gradient.
 _CASTING = (
@@ -111,11 +112,10 @@ def summarize(recording: Recording, *, device: str = "cpu", weights: Iterable[in
     mine = [op for op in every if op.start_tid == recording.thread]
     steps, wall = len(windows), sum(b - a for a, b in windows)
     busy = sum(union_ns(recording.intervals_ns, a, b) for a, b in windows) if on_gpu else None
-    sums, host = _Sums(recording.kernels_ns if on_gpu else None, weights), _Sums()
+    sums = _Sums(recording.kernels_ns if on_gpu else None, weights)
     for op in every if on_gpu else mine:
         sums.add(op)
-    for op in mine:
-        host.add(op)
+    loading_ns = sum(op.duration_time_ns for op in every_event(mine) if op.name.startswith(_LOADER))
     shares, calls_ns = _shares(sums.parts_ns, wall, busy), sums.calls_ns
     return {
         "device": device,
@@ -128,7 +128,7 @@ def summarize(recording: Recording, *, device: str = "cpu", weights: Iterable[in
             "count": len(calls_ns) / steps,
             "mean_s": statistics.fmean(calls_ns) / 1e9 if calls_ns else None,
         },
-        "loading_share": host.parts_ns[LOADING] / wall,
+        "loading_share": loading_ns / wall,
         "gpu_busy_share": None if busy is None else busy / wall,
     }
 
@@ -169,11 +169,7 @@ class _Sums:
         has_product = False
         for child in children:
             has_product |= self.add(child, part, is_call=is_call)
-        if self._kernels_ns is not None:
-            self.parts_ns[OTHER if part == PYTHON else part] += self._kernels_ns.get(op.correlation_id, 0)
-        else:
-            inside_ns = sum(child.duration_time_ns for child in children)
-            self.parts_ns[part] += max(0, op.duration_time_ns - inside_ns)
+        self.parts_ns[OTHER if part == PYTHON and self._kernels_ns is not None else part] += self._own_ns(op)
         if is_product(op.name) and not has_product:
             shapes = [None if tensor is None else tuple(tensor.sizes) for tensor in _operands(op)]
             size = product_size(op.name, shapes)
@@ -181,11 +177,13 @@ class _Sums:
             times.append(self._total_ns(op))
         return has_product or is_product(op.name)
 
+    def _own_ns(self, op: Any) -> int:
+        if self._kernels_ns is not None:
+            return self._kernels_ns.get(op.correlation_id, 0)
+        return max(0, op.duration_time_ns - sum(child.duration_time_ns for child in _ops(op.children)))
+
     def _total_ns(self, op: Any) -> int:
-        if self._kernels_ns is None:
-            return int(op.duration_time_ns)
-        inside_ns = sum(self._total_ns(child) for child in _ops(op.children))
-        return self._kernels_ns.get(op.correlation_id, 0) + inside_ns
+        return self._own_ns(op) + sum(map(self._total_ns, _ops(op.children)))
 
     def _add_cast(self, op: Any) -> None:
         sides = _cast_sides(op)
@@ -317,13 +315,9 @@ def same_size(kind: str, shape: Sequence[int]) -> tuple[str, Shape]:
 
 # ---- reads by Python
 
-_SHOWN = {
-    "__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "as an index",
-    "__repr__": "printing", "__format__": "printing", "__array__": "numpy()",
-    "__getitem__": "indexing by a mask", "to": 'to("cpu")',
-}  # fmt: skip
 _READS = (
-    "item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", *_SHOWN,
+    "item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "to", "__bool__", "__int__",
+    "__float__", "__index__", "__repr__", "__format__", "__array__", "__getitem__",
 )  # fmt: skip
 # They read counters and indices of their own, which are on the CPU wherever the model is.
 _ON_CPU_ANYWHERE = ("torch.optim.", "torch.utils.data.", "narrowcast.")
@@ -371,7 +365,7 @@ class HostReads(TorchFunctionMode):
             caller = sys._getframe(1).f_globals.get("__name__", "")
             if tensor.device.type != "cpu" or not caller.startswith(_ON_CPU_ANYWHERE):
                 site = "narrowcast" if caller.startswith("narrowcast.") else self._call_site()
-                self._counts[site, _SHOWN.get(name, f"{name}()"), tensor.device.type] += 1
+                self._counts[site, f"{name.strip('_')}()", tensor.device.type] += 1
         return func(*args, **kwargs)
 
     def take(self) -> Counter[tuple[str, str, str]]:
