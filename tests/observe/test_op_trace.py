@@ -46,7 +46,7 @@ def watched(policy, compute, *models):
             result = compute()
         if isinstance(result, torch.Tensor) and result.requires_grad:
             result.float().sum().backward()
-    return trace_events(together([trace.take()]), trace.unreached(), {"steps": 1})
+    return trace_events(together([trace.take()]), trace.rules.unreached(), {"steps": 1})
 
 
 def sites(events, **wanted):
@@ -166,7 +166,7 @@ def test_casts_at_the_border_of_a_module_are_by_its_rule(root):
         with nc.apply(model, policy):
             model(x)
         asked = x.bfloat16()  # by no rule
-    events = trace_events(trace.take(), trace.unreached(), {})
+    events = trace_events(trace.take(), trace.rules.unreached(), {})
     borders = [site for site in sites(events, kind="cast") if site["rule"] == str(rule)]
     assert [(site["inputs"], site["outputs"]) for site in borders] == [
         (["fp32"], ["fp16"]),
@@ -226,7 +226,7 @@ def test_rules_that_no_call_reached_and_why():
         for_ops = [rule for rule in [*reasons, reached] if not rule.is_for_modules]
         with nc.autocast("cpu", policy=plain("bf16", for_ops)):
             model(torch.randn(3, 16))
-    assert {one["rule"]: one["reason"] for one in trace.unreached()} == {
+    assert {one["rule"]: one["reason"] for one in trace.rules.unreached()} == {
         str(rule): reason for rule, reason in reasons.items()
     }
 
@@ -289,7 +289,7 @@ def test_what_a_layer_in_fp8_computes_is_by_its_rule(recipe):
     with OpTrace(policy) as trace, nc.apply(model, policy):
         trace.paths.add_model(model)
         model[0](model[0](x)).float().sum().backward()
-    events = trace_events(trace.take(), trace.unreached(), {})
+    events = trace_events(trace.take(), trace.rules.unreached(), {})
     assert {site["rule"] for site in sites(events, path="0")} == {f"linear: {recipe}"}
     found = only(events, path="0", kind="product")
     assert (found["calls"], found["computes"], found["because"]) == (2, recipe, f"linear: {recipe}")

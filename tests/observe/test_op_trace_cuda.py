@@ -25,7 +25,7 @@ def test_products_take_the_time_of_the_device():
     with OpTrace(policy, "cuda") as trace:
         trace.paths.add_model(model)
         step()
-    events = trace_events(trace.take(), trace.unreached(), {})
+    events = trace_events(trace.take(), trace.rules.unreached(), {})
     sites = [event for event in events if event["event"] == "site"]
     linear = [site for site in sites if site["op"] == "linear"]
     assert [(site["path"], site["computes"]) for site in linear] == [("0", "bf16"), ("2", "bf16")]

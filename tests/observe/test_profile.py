@@ -16,11 +16,10 @@ from narrowcast.observe.profiling import (
     Recorder,
     is_product,
     read_rows,
-    recorded_steps,
     summarize,
 )
 from narrowcast.observe.profiling._block import MARK
-from narrowcast.observe.profiling._steps import Recording, product_size, union_ns
+from narrowcast.observe.profiling._steps import product_size, union_ns
 
 STEP_NS = 1000
 
@@ -54,13 +53,19 @@ def mm(duration, *shapes, name="aten::mm"):
     return op(name, duration, operands=[tensor(*shape) for shape in shapes])
 
 
-def of_one_step(*ops, **more):
-    return summarize(Recording(ops=ops, marks_ns=[0, STEP_NS]), **more)
+def kernel(start, duration, linked, *, device=torch.profiler.DeviceType.CUDA, annotation=False):
+    return SimpleNamespace(
+        device_type=lambda: device,
+        start_ns=lambda: start,
+        duration_ns=lambda: duration,
+        linked_correlation_id=lambda: linked,
+        is_user_annotation=lambda: annotation,
+    )
 
 
-def on_a_gpu(*ops, kernels, intervals):
-    recording = Recording(ops=ops, marks_ns=[0, STEP_NS], kernels_ns=kernels, intervals_ns=intervals)
-    return summarize(recording, device="cuda")
+def summed(*ops, marks=(0, STEP_NS), kernels=(), thread=1, **more):
+    tree = [*(op(MARK, 0, start=mark, thread=thread) for mark in marks), *ops]
+    return summarize(tree, SimpleNamespace(events=lambda: kernels), **more)
 
 
 def parts_ns(found):
@@ -80,7 +85,7 @@ def test_each_nanosecond_belongs_to_one_part():
     recast = op(f"{node}ToCopyBackward0", 12, op("ToCopyBackward0", 9, cast(6, 4)))
     step = op("Optimizer.step#Adam.step", 70, op("aten::add_", 10), op("aten::mm", 15))
     loading = op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 33, op("aten::stack", 9))
-    found = of_one_step(linear, backward, recast, step, loading, op("aten::relu", 8))
+    found = summed(linear, backward, recast, step, loading, op("aten::relu", 8))
     assert parts_ns(found) == {
         "products": 20 + 60 + 30 + 15,
         "casts": 20 + 12,
@@ -98,15 +103,15 @@ def test_on_a_gpu_time_is_that_of_kernels():
     softmax, bmm = op("aten::_softmax", 9, number=1), op("aten::bmm", 1, number=2)
     attention = op("aten::scaled_dot_product_attention", 10, softmax, bmm)
     launched_by_python = op("my_extension", 5, number=3)
-    kernels = {1: 7, 2: 100, 3: 3}
-    found = on_a_gpu(attention, launched_by_python, kernels=kernels, intervals=[(0, 110)])
+    kernels = [kernel(0, 7, 1), kernel(7, 100, 2), kernel(107, 3, 3)]
+    found = summed(attention, launched_by_python, kernels=kernels, device="cuda")
     assert parts_ns(found) == {"products": 107, "other_ops": 3}
 
 
 def test_on_a_gpu_what_kernels_leave_is_waiting():
     ops = [op("aten::mm", 5, start=10, number=1), op("aten::relu", 5, start=20, number=2, thread=2)]
     # 100 of them side by side.
-    found = on_a_gpu(*ops, kernels={1: 600, 2: 200}, intervals=[(200, 800), (700, 900)])
+    found = summed(*ops, kernels=[kernel(200, 600, 1), kernel(700, 200, 2)], device="cuda")
     assert found["gpu_busy_share"] == pytest.approx(0.7)
     assert found["shares"]["products"] == pytest.approx(0.7 * 600 / 800)
     assert found["shares"]["other_ops"] == pytest.approx(0.7 * 200 / 800)
@@ -153,7 +158,7 @@ def test_sizes_of_products(name):
 
 def test_a_layer_and_its_backward_are_of_one_size_and_its_time_is_a_median():
     forward = op("aten::linear", 50, mm(10, (5,), (2, 3), (3, 5), name="aten::addmm"))
-    found = of_one_step(forward, mm(12, (5, 2), (2, 3)), mm(900, (2, 5), (5, 3)), mm(1, (7, 7), (7, 7)))
+    found = summed(forward, mm(12, (5, 2), (2, 3)), mm(900, (2, 5), (5, 3)), mm(1, (7, 7), (7, 7)))
     sizes = [(row["kind"], row["shape"], row["count"], row["each_s"]) for row in found["products"]]
     assert sizes == [("matmul", [2, 5, 3], 3, 12e-9), ("matmul", [7, 7, 7], 1, 1e-9)]
 
@@ -170,7 +175,7 @@ def test_a_cast_is_a_copy_between_two_of_the_formats():
         cast(4, 100, into=torch.float32, source=torch.int64),
         op("enumerate(DataLoader)#", 9, cast(4, 100)),
     ]
-    casts = of_one_step(*ops, weights=[77])["casts"]
+    casts = summed(*ops, weights=[77])["casts"]
     assert casts | {"share": 0} == {
         "count": 2,
         "bytes": 32 * (2 + 4) + 2 * (4 + 2),
@@ -198,7 +203,7 @@ def test_a_step_is_summed_up_and_shares_add_up_to_one():
         op("aten::relu", 300, start=210),
         op("aten::relu", 80, start=120, thread=2),
     ]
-    found = summarize(Recording(ops=ops, marks_ns=[0, 100, 200, 600]))
+    found = summed(*ops, marks=[0, 100, 200, 600])
     assert found["steps"] == 2, "the third lasted four times as long"
     assert found["step_s"] == pytest.approx(100e-9)
     assert found["shares"]["products"] == pytest.approx(0.5)
@@ -213,9 +218,9 @@ def test_a_step_is_summed_up_and_shares_add_up_to_one():
 
 def test_no_step_is_an_error():
     with pytest.raises(UnsupportedError, match="no step was recorded"):
-        summarize(Recording(ops=[], marks_ns=[5]))
+        summed(marks=[5])
     with pytest.raises(UnsupportedError, match="a range of torch's profiler is open"):
-        recorded_steps([op("my range", 9, op(MARK, 1))], SimpleNamespace(events=list))
+        summed(op("my range", 9, op(MARK, 1)), marks=[])
 
 
 # ---- a known network
@@ -245,7 +250,7 @@ def profiled(step, steps=3, **more):
     for _ in range(steps):
         step()
         profiler.mark()
-    return summarize(recorded_steps(*profiler.stop()), **more)
+    return summarize(*profiler.stop(), **more)
 
 
 def test_casts_and_products_of_a_known_network_are_counted():
@@ -278,30 +283,17 @@ def test_the_record_of_a_kernel_names_the_op_of_the_tree():
     assert all(names[event.correlation_id] == event.name for event in ops)
 
 
-def kernel(start, duration, linked, *, device=torch.profiler.DeviceType.CUDA, annotation=False):
-    return SimpleNamespace(
-        device_type=lambda: device,
-        start_ns=lambda: start,
-        duration_ns=lambda: duration,
-        linked_correlation_id=lambda: linked,
-        is_user_annotation=lambda: annotation,
-    )
-
-
 def test_kernels_are_those_of_the_op_that_launched_them():
     addmm = op("aten::addmm", 5, op("cudaLaunchKernel", 5, kind="Kineto"), number=3)
     linear = op("aten::linear", 5, addmm, start=10, number=2, thread=3)
-    tree = [op(MARK, 0, thread=3), linear, op(MARK, 0, start=100, thread=3)]
     events = [
         kernel(20, 30, 3),
         kernel(60, 5, 3),
         kernel(20, 45, 2, annotation=True),
         kernel(10, 5, 2, device=torch.profiler.DeviceType.CPU),
     ]
-    found = recorded_steps(tree, SimpleNamespace(events=lambda: events))
-    assert (found.marks_ns, found.thread, found.kernels_ns) == ([0, 100], 3, {3: 35})
-    assert found.intervals_ns == [(20, 50), (60, 65)]
-    assert summarize(found, device="cuda")["shares"]["products"] == pytest.approx(0.35)
+    found = summed(linear, marks=[0, 100], kernels=events, thread=3, device="cuda")
+    assert found["gpu_busy_share"] == found["shares"]["products"] == pytest.approx(0.35)
 
 
 def test_another_profiler_is_said():

@@ -292,8 +292,8 @@ def explained_events(blocks=3, **changed):
         site(None, "addcdiv_", "fp32", None, "fp32", phase="optimizer", because="outside of every region"),
     ]
     why = "mm runs only inside linear, which is decided about as a whole: a rule for linear reaches it"
-    unreached = {"event": "unreached", "rule": "mm: fp16", "reason": why, "enclosing": ["linear"]}
-    uncalled = {"rule": "conv2d: fp32", "reason": "conv2d was not called", "enclosing": []}
+    unreached = {"event": "unreached", "rule": "mm: fp16", "reason": why}
+    uncalled = {"rule": "conv2d: fp32", "reason": "conv2d was not called"}
     return [start_of, *sites, unreached, unreached | uncalled, watched(**changed)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ _UNSCALING = ("unscale_", "clip_grad_norm_", "clip_grad_value_")
 _STEPPING = ("step", "step_together")
 _WIDTHS = {"stage": 12, "tensor": 17, "weight": 22, "gradient": 23}
 _MOST_SHOWN = 2
-_FIXED_FROM, _FIXED_BELOW = 5e-5, 1e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -327,10 +325,10 @@ def _cell(tensor: torch.Tensor | None) -> str:
         return "none"
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double().flatten()
     if tensor.numel() <= _MOST_SHOWN:
-        return ", ".join(map(_number, flat.tolist())) or "empty"
+        return ", ".join(f"{number:.5g}" for number in flat.tolist()) or "empty"
     if bad := flat.numel() - int(flat.isfinite().sum()):
         return f"{bad} not finite"
-    return f"norm {_number(float(torch.linalg.vector_norm(flat)))}"
+    return f"norm {float(torch.linalg.vector_norm(flat)):.5g}"
 
 
 def _stage_lines(stage: Stage, label: str) -> list[str]:
@@ -345,10 +343,3 @@ def _stage_lines(stage: Stage, label: str) -> list[str]:
 
 def _row(*cells: str) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS.values(), strict=True)).rstrip()
-
-
-def _number(value: float) -> str:
-    """Format to four decimals, or as a power of ten where these would show zero or too many digits."""
-    if value == 0 or _FIXED_FROM <= abs(value) < _FIXED_BELOW or not math.isfinite(value):
-        return f"{value:.4f}"
-    return f"{value:.4e}"

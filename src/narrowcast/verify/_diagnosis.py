@@ -19,7 +19,6 @@ from narrowcast.observe.profiling import (
     HostReads,
     Recorder,
     read_rows,
-    recorded_steps,
     same_size,
     seconds_between,
     stamp,
@@ -309,9 +308,9 @@ class ProfileProbe(StepProbe):
         if self._device == "cuda":
             torch.cuda.synchronize()
         try:
-            recording = recorded_steps(*profiler.stop())
+            tree, results = profiler.stop()
             if self._steps:
-                self._facts["profile"] = summarize(recording, device=self._device, weights=self._weights)
+                self._facts["profile"] = summarize(tree, results, device=self._device, weights=self._weights)
         except UnsupportedError as error:
             self._problem = str(error)
 

@@ -230,4 +230,4 @@ def _watched_events(
         "rules": [str(rule) for rule in policy.rules],
         "versions": versions(),
     }
-    return trace_events(seen, trace.unreached(), facts | more)
+    return trace_events(seen, trace.rules.unreached(), facts | more)

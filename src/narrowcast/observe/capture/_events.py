@@ -138,8 +138,7 @@ EVENTS: dict[str, Any] = {
         cast_bytes=_Count,  # read and written
         duration_s=_Seconds,  # of all calls, casts included
     ),
-    # A rule that no call reached; enclosing: operators in which its operator ran.
-    "unreached": _record(rule=str, reason=str, enclosing=list[str]),
+    "unreached": _record(rule=str, reason=str),  # a rule that no call reached
     "watched": _record(  # totals
         unit=Literal["step", "call"],
         steps=_Count,

@@ -2,7 +2,8 @@
 
 Two views of the same calls are joined. ``casting.watch_ops`` reports each operator with the decision about
 it, after those that it called. ``OperationWatch`` reports each operation that really ran, with its time, its
-bytes and its casts. An operation belongs to the innermost operator in which it ran.
+bytes and its casts. An operation belongs to the innermost operator around it that was decided about, or to
+the outermost one if there is none.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, NamedTuple, Self
-
-import torch
 
 from narrowcast.casting import rule_that_casts, watch_ops
 from narrowcast.errors import near_names
@@ -81,7 +80,7 @@ class OpTrace:
             trace.paths.add_model(model)
             with nc.autocast("cuda", policy=policy):
                 model(batch)
-        events = trace_events(trace.take(), trace.unreached(), {...})
+        events = trace_events(trace.take(), trace.rules.unreached(), {...})
 
     Watching costs some tens of microseconds an operation. They are not counted as its time, but disturb the
     caches; on a GPU the time of small operations includes their launch. Add each model to ``paths`` before
@@ -90,7 +89,7 @@ class OpTrace:
 
     def __init__(self, policy: Policy, device_type: str = "cpu") -> None:
         self.paths = ModulePaths()
-        self.rules = ReachedRules(policy)
+        self.rules = ReachedRules(policy, self.paths)
         self._device_type = device_type
         self._watch = OperationWatch(self.paths, self._saw_operation)
         self._all_pending: list[list[Operation]] = []  # of every thread
@@ -114,10 +113,6 @@ class OpTrace:
             self._count_pending()
             found, self._collected = self._collected, {}
         return found
-
-    def unreached(self) -> list[dict[str, Any]]:
-        """Return the rules that no call reached; see ``ReachedRules.unreached``."""
-        return self.rules.unreached(self.paths.called_modules())
 
     # ---- callbacks
 
@@ -199,20 +194,18 @@ def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str
 
     ``named``: path and names of the class of each module that there is.
     """
-    if rule.module is not None:
-        asked, known = rule.module, dict.fromkeys(path for path, _ in named if path)
-    else:
-        asked = str(rule.module_type).rpartition(".")[2]
-        known = dict.fromkeys(names[0].rpartition(".")[2] for _, names in named)
-    guess, meant, _ = near_names(asked, list(known)[:_MOST_MODULES]).partition("? Known:")
+    by_path = rule.module is not None
+    asked = rule.module if rule.module is not None else str(rule.module_type).rpartition(".")[2]
+    known = (path if by_path else names[0].rpartition(".")[2] for path, names in named)
+    guess, meant, _ = near_names(asked, list(dict.fromkeys(known))[:_MOST_MODULES]).partition("? Known:")
     return f" ({guess[0].lower()}{guess[1:]}?)" if meant else ""
 
 
 class ReachedRules:
     """Records which rules of a policy decided about a call, and explains why the others did not."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._rules = policy.rules
+    def __init__(self, policy: Policy, paths: ModulePaths) -> None:
+        self._rules, self._paths = policy.rules, paths
         self.clear()
 
     def clear(self) -> None:
@@ -230,9 +223,9 @@ class ReachedRules:
             for name in {inner, base_of(inner)} - names:
                 self._around.setdefault(name, op)
 
-    def unreached(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> list[dict[str, Any]]:
-        """Return ``rule``, ``reason`` and ``enclosing`` (operators around it) of each rule not reached."""
-        named = [(path, class_names(type(module))) for path, module in modules]
+    def unreached(self) -> list[dict[str, Any]]:
+        """Return ``rule`` and ``reason`` of each rule that was not reached."""
+        named = [(path, class_names(type(module))) for path, module in self._paths.called_modules()]
         found = []
         for rule in self._rules:
             names_one = rule.is_for_modules and any(names_module(rule, *module) for module in named)
@@ -241,25 +234,24 @@ class ReachedRules:
             if rule in self._reached or whole_module:
                 continue
             if rule.is_for_modules and not names_one:
-                outer: list[str] = []
                 reason = f"it names none of the modules that were called{near_module(rule, named)}"
             else:
-                reason, outer = self._why(rule)
-            found.append({"rule": str(rule), "reason": reason, "enclosing": outer})
+                reason = self._why(rule)
+            found.append({"rule": str(rule), "reason": reason})
         return found
 
-    def _why(self, rule: Rule) -> tuple[str, list[str]]:
+    def _why(self, rule: Rule) -> str:
         if rule.compute in FP8_RECIPES:
-            return "no linear layer that was called multiplies in fp8 by it", []
+            return "no linear layer that was called multiplies in fp8 by it"
         op = str(rule.op)
         if op in self._called:
-            return f"each call of {op} was decided by a more specific rule, or is outside of its modules", []
+            return f"each call of {op} was decided by a more specific rule, or is outside of its modules"
         names = (op, *(_MATMULS if op in _MATMULS else ()))
         outer = next((self._around[name] for name in names if name in self._around), None)
         if outer is None:
-            return f"{op} was not called", []
+            return f"{op} was not called"
         whole = f"{outer}, which is decided about as a whole"
-        return f"{op} runs only inside {whole}: a rule for {base_of(outer)} reaches it", [outer]
+        return f"{op} runs only inside {whole}: a rule for {base_of(outer)} reaches it"
 
 
 # ---- events of a capture

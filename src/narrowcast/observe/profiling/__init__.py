@@ -12,7 +12,6 @@ from narrowcast.observe.profiling._steps import (
     HostReads,
     is_product,
     read_rows,
-    recorded_steps,
     same_size,
     summarize,
 )
@@ -25,7 +24,6 @@ __all__ = [
     "is_product",
     "profile",
     "read_rows",
-    "recorded_steps",
     "same_size",
     "seconds_between",
     "stamp",

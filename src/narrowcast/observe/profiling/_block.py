@@ -252,7 +252,7 @@ class Recorder:
         for _ in range(3):
             step()
             recorder.mark()
-        print(summarize(recorded_steps(*recorder.stop())))
+        print(summarize(*recorder.stop()))
     """
 
     def __init__(self, *, memory: bool = False) -> None:

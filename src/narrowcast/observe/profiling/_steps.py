@@ -9,7 +9,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -36,44 +36,17 @@ _CASTING = (
 _DISTURBED = 1.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """Some recorded steps."""
-
-    # The outermost ops of every thread, as torch's profiler represents them: ``name``, ``start_time_ns``,
-    # ``duration_time_ns`` on the host with the ops that it called (``children``), ``correlation_id``.
-    ops: Sequence[Any]
-    marks_ns: Sequence[int]  # where steps begin and end, one more than there are steps
-    thread: int = 1  # in which the script steps
-    intervals_ns: Sequence[tuple[int, int]] = ()  # of everything that ran on a GPU
-    kernels_ns: Mapping[int, int] = field(default_factory=dict)  # on the GPU, by the op that launched it
-
-
-def recorded_steps(tree: Iterable[Any], results: Any) -> Recording:
-    """Return the steps between the marks of a ``Recorder``, from what its ``stop`` returned.
-
-    Raises:
-        UnsupportedError: a range of the script encloses the steps.
-    """
+def _kernels(events: Iterable[Any]) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """Return the time on the GPU by the op that launched it, and start and end of all that ran there."""
     kernels: dict[int, int] = defaultdict(int)
     intervals = []
-    for event in results.events():
+    for event in events:
         # Annotations of the host appear on the GPU too, around the kernels that it launched.
         on_gpu = event.device_type() == torch.profiler.DeviceType.CUDA and not event.is_user_annotation()
         if on_gpu and event.duration_ns() > 0:
             intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
             kernels[event.linked_correlation_id()] += event.duration_ns()
-    ops = _ops(tree)
-    marks = [op for op in ops if op.name == MARK]
-    if not marks:
-        raise UnsupportedError("a range of torch's profiler is open around the steps: end it before them")
-    return Recording(
-        ops=[op for op in ops if op.name != MARK],
-        marks_ns=[op.start_time_ns for op in marks],
-        thread=marks[0].start_tid,
-        intervals_ns=intervals,
-        kernels_ns=kernels,
-    )
+    return kernels, intervals
 
 
 def _ops(events: Iterable[Any]) -> list[Any]:
@@ -81,7 +54,9 @@ def _ops(events: Iterable[Any]) -> list[Any]:
     return [event for event in events if event.tag.name in ("TorchOp", "Backend")]
 
 
-def summarize(recording: Recording, *, device: str = "cpu", weights: Iterable[int] = ()) -> dict[str, Any]:
+def summarize(
+    tree: Iterable[Any], results: Any, *, device: str = "cpu", weights: Iterable[int] = ()
+) -> dict[str, Any]:
     """Sum up what one step spends its time on; means over the recorded steps.
 
     On a CPU time is that of ops in the script's thread, and the rest of a step is Python and dispatch. On a
@@ -89,7 +64,7 @@ def summarize(recording: Recording, *, device: str = "cpu", weights: Iterable[in
     median are left out: something else was running.
 
     Args:
-        recording: what ``recorded_steps`` returned.
+        tree, results: what ``Recorder.stop`` returned; steps are between its marks.
         device: type of the model's device.
         weights: storages of the parameters.
 
@@ -100,19 +75,23 @@ def summarize(recording: Recording, *, device: str = "cpu", weights: Iterable[in
         mean time; ``loading_share`` of the host's time; ``gpu_busy_share``, null on a CPU.
 
     Raises:
-        UnsupportedError: there is no step in it.
+        UnsupportedError: there is no step in it, or a range of the script encloses the steps.
     """
-    on_gpu = device != "cpu" and bool(recording.intervals_ns)
-    windows = list(zip(recording.marks_ns, recording.marks_ns[1:], strict=False))
+    marks = [op for op in _ops(tree) if op.name == MARK]
+    if not marks:
+        raise UnsupportedError("a range of torch's profiler is open around the steps: end it before them")
+    kernels_ns, intervals_ns = _kernels(results.events())
+    on_gpu = device != "cpu" and bool(intervals_ns)
+    windows = list(pairwise(mark.start_time_ns for mark in marks))
     if not windows:
         raise UnsupportedError("no step was recorded")
     usual = statistics.median_low([b - a for a, b in windows])
     windows = [(a, b) for a, b in windows if b - a <= _DISTURBED * usual]
-    every = [op for op in recording.ops if any(a <= op.start_time_ns < b for a, b in windows)]
-    mine = [op for op in every if op.start_tid == recording.thread]
+    every = [op for op in _ops(tree) if any(a <= op.start_time_ns < b for a, b in windows) if op.name != MARK]
+    mine = [op for op in every if op.start_tid == marks[0].start_tid]
     steps, wall = len(windows), sum(b - a for a, b in windows)
-    busy = sum(union_ns(recording.intervals_ns, a, b) for a, b in windows) if on_gpu else None
-    sums = _Sums(recording.kernels_ns if on_gpu else None, weights)
+    busy = sum(union_ns(intervals_ns, a, b) for a, b in windows) if on_gpu else None
+    sums = _Sums(kernels_ns if on_gpu else None, weights)
     for op in every if on_gpu else mine:
         sums.add(op)
     loading_ns = sum(op.duration_time_ns for op in every_event(mine) if op.name.startswith(_LOADER))
