@@ -15,7 +15,6 @@ from narrowcast.observe.profiling import (
     HostReads,
     Recorder,
     is_product,
-    read_rows,
     summarize,
 )
 from narrowcast.observe.profiling._block import MARK
@@ -316,7 +315,7 @@ def test_another_profiler_is_said():
 def reads_in(function):
     with HostReads(call_site) as reads:
         function()
-    return read_rows(reads.take())
+    return reads.rows()
 
 
 def test_reads_are_counted_by_line_and_kind():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, r
 from narrowcast.observe.profiling import (
     HostReads,
     Recorder,
-    read_rows,
     same_size,
     seconds_between,
     stamp,
@@ -227,7 +225,6 @@ class ProfileProbe(StepProbe):
         self._boundaries = 0
         self._at = 0
         self._begun = time.perf_counter()
-        self._counted: Counter[tuple[str, str, str]] = Counter()
         self._stamps: list[Any] = [None]
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -248,11 +245,11 @@ class ProfileProbe(StepProbe):
         if self._boundaries == 1:  # the first step begins here
             self._enter()
             return
-        if self._reads is not None:
-            self._counted += self._reads.take()
         if self._profiler is not None:
             self._profiler.mark()
         self._stamps.append(stamp(self._device))
+        if self._reads is not None:
+            self._facts["reads"] = {"steps": self._steps, "sites": self._reads.rows()}
         if not self._is_over(PHASES[self._at]):
             return
         self._leave()
@@ -296,8 +293,6 @@ class ProfileProbe(StepProbe):
         if self._reads is not None:
             self._reads.__exit__(None, None, None)
             self._reads = None
-            if self._steps:
-                self._facts["reads"] = {"steps": self._steps, "sites": read_rows(self._counted)}
 
     def _plain(self) -> dict[str, Any]:
         times = [seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]

@@ -11,7 +11,6 @@ from narrowcast.observe.profiling._block import (
 from narrowcast.observe.profiling._steps import (
     HostReads,
     is_product,
-    read_rows,
     same_size,
     summarize,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "Recorder",
     "is_product",
     "profile",
-    "read_rows",
     "same_size",
     "seconds_between",
     "stamp",

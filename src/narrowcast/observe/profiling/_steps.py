@@ -307,7 +307,7 @@ class HostReads(TorchFunctionMode):
 
         with HostReads(call_site) as reads:
             step()
-        read_rows(reads.take())  # [{"site": "train.py:42", "what": "item()", "device": "cpu", "count": 1}]
+        reads.rows()  # [{"site": "train.py:42", "what": "item()", "device": "cpu", "count": 1}]
 
     On a GPU each read waits until the GPU has computed the values. A read inside another is one: printing a
     tensor reads it several times. Not counted: reads of CPU tensors by optimizers, samplers and narrowcast.
@@ -347,18 +347,12 @@ class HostReads(TorchFunctionMode):
                 self._counts[site, f"{name.strip('_')}()", tensor.device.type] += 1
         return func(*args, **kwargs)
 
-    def take(self) -> Counter[tuple[str, str, str]]:
-        """Return reads by site, kind and type of device since the last call."""
-        counted, self._counts = self._counts, Counter()
-        return counted
-
-
-def read_rows(counts: Counter[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """Return JSON-ready rows of ``site``, ``what``, ``device`` and ``count``, the most frequent first."""
-    return [
-        {"site": site, "what": what, "device": device, "count": count}
-        for (site, what, device), count in counts.most_common()
-    ]
+    def rows(self) -> list[dict[str, Any]]:
+        """Return rows of ``site``, ``what``, ``device`` and ``count``, the most frequent first."""
+        return [
+            {"site": site, "what": what, "device": device, "count": count}
+            for (site, what, device), count in self._counts.most_common()
+        ]
 
 
 def _reads(name: str, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
