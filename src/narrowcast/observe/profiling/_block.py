@@ -75,7 +75,8 @@ def _measured(device: torch.device, *, memory: bool) -> Iterator[Profile]:
             if not _measuring_memory.acquire(blocking=False):
                 raise OrderError("another profile measures memory: leave its block, or use memory=False")
             stack.callback(_measuring_memory.release)
-            meter = stack.enter_context(_CudaMemory(device) if device.type == "cuda" else LiveTensorBytes())
+            meter = _CudaMemory(device) if device.type == "cuda" else LiveTensorBytes()
+            stack.enter_context(meter)
         found = Profile(device, meter)
         _wait(device)
         started_s = time.perf_counter()

@@ -159,7 +159,8 @@ class _Sums:
     def _own_ns(self, op: Any) -> int:
         if self._kernels_ns is not None:
             return self._kernels_ns.get(op.correlation_id, 0)
-        return max(0, op.duration_time_ns - sum(child.duration_time_ns for child in _ops(op.children)))
+        inside_ns = sum(int(child.duration_time_ns) for child in _ops(op.children))
+        return max(0, int(op.duration_time_ns) - inside_ns)
 
     def _total_ns(self, op: Any) -> int:
         return self._own_ns(op) + sum(map(self._total_ns, _ops(op.children)))
