@@ -12,7 +12,7 @@ from example_runs import assert_same, load, run, succeeded
 import narrowcast as nc
 from narrowcast.apex import amp
 from narrowcast.attach import call_site
-from narrowcast.observe.profiling import HostReads, read_rows
+from narrowcast.observe.profiling import HostReads
 
 OWN = [
     ("--amp", "none"),
@@ -212,7 +212,7 @@ def test_no_line_reads_back_in_every_step_in_mixed_precision(example, module, wa
     rarely = ("--validate-every", "20") if example is SEGMENTS else ()
     with HostReads(call_site) as reads:
         example.train(module, tmp_path, *way, "--log-every", "10", *rarely, "--steps", "20")
-    rows = read_rows(reads.take())
+    rows = reads.rows()
     assert rows
     assert all(row["count"] <= 2 for row in rows), rows
 
