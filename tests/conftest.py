@@ -3,6 +3,7 @@
 Warnings are errors (pyproject.toml) and the order is random (pytest-randomly, which prints its seed).
 """
 
+import contextlib
 import multiprocessing.process
 import os
 import random
@@ -43,6 +44,22 @@ def one_process(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_waiting():
+    """Inside ``with no_waiting():`` whatever waits for the GPU raises."""
+
+    @contextlib.contextmanager
+    def inside():
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return inside
 
 
 def _global_state() -> dict[str, object]:

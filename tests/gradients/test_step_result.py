@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from pairs import iterate
 
 import narrowcast as nc
 from narrowcast.errors import OrderError, ScaleCollapseError
@@ -15,10 +16,13 @@ def model_and(optimizer=torch.optim.SGD, **settings):
     return model, optimizer(model.parameters(), **{"lr": 0.1, **settings})
 
 
+def loss_of(model, factor=1.0):
+    return sum((p * factor).sum() for p in model.parameters())
+
+
 def backward(scaler, model, bad=(), factor=1.0):
     model.zero_grad()
-    loss = sum((p * factor).sum() for p in model.parameters())
-    scaler.scale(loss).backward()
+    scaler.scale(loss_of(model, factor)).backward()
     for parameter, value in bad:
         parameter.grad.view(-1)[-1] = value
 
@@ -136,9 +140,7 @@ def test_listeners_hear_of_each_step_once(fused):
     taken = scaler.on_step(lambda result: heard.append(("step", result.skipped)))
     scaler.on_skip(lambda result: heard.append(("skip", result.nonfinite[0][:7])))
     for factor in (1.0, math.inf, 1.0):
-        backward(scaler, model, factor=factor)
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer, lambda f=factor: loss_of(model, f))
     assert heard == [("step", False), ("skip", "group 0"), ("step", False)]
     taken.remove()
     backward(scaler, model)
@@ -155,9 +157,7 @@ def test_a_scheduler_is_held_back_without_a_warning_of_torchs(first, fused):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     scaler.on_step(lambda _: scheduler.step())
     for factor in (first, math.inf, 1.0):
-        backward(scaler, model, factor=factor)
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer, lambda f=factor: loss_of(model, f))
     assert scheduler.last_epoch == (2 if first == 1.0 else 1)
 
 
@@ -208,9 +208,7 @@ def test_patience_ends_with_an_error(fused):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.named_parameters(), fused=fused)
     scaler = nc.GradScaler("cpu", patience=3)
-    backward(scaler, model)
-    scaler.step(optimizer)
-    scaler.update()
+    iterate(scaler, optimizer, lambda: loss_of(model))
     for step in range(3):
         backward(scaler, model, [(model.bias, math.nan)])
         if step < 2:
@@ -239,9 +237,7 @@ def test_patience_is_of_one_optimizer_and_a_good_step_renews_it():
         scaler.step(one)
         scaler.step(two)
         scaler.update()
-    backward(scaler, model, factor=math.inf)
-    scaler.step(one)
-    scaler.update()
+    iterate(scaler, one, lambda: loss_of(model, math.inf))
     backward(scaler, model, factor=math.inf)
     with pytest.raises(ScaleCollapseError, match="since step 9"):
         scaler.step(one)

@@ -61,16 +61,6 @@ def test_resuming_is_going_on(dtype, updates, order, settings):
         assert torch.equal(a, b)
 
 
-def test_masters_follow_a_model_that_is_loaded_alone(dtype):
-    one, other = Run(dtype, "masters").train(2), Run(dtype, "masters", seed=1).train(2)
-    other.model.load_state_dict(one.model.state_dict())
-    other.optimizer.load_state_dict(one.optimizer.state_dict())
-    other.train(1, start=2)
-    # One step of Adam moves by at most its rate of 0.01 and the decay of 1e-4 of it.
-    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        assert ((p - q).float().abs() <= 0.0101 + p.float().abs() * torch.finfo(dtype).eps * 2).all()
-
-
 def test_other_residuals_do_not_move_low_parameters(dtype):
     one, other = Run(dtype, "kahan").train(3), Run(dtype, "kahan", seed=1)
     before = [p.detach().clone() for p in other.model.parameters()]

@@ -96,3 +96,23 @@ def one_process(optimizer, steps, *, accumulate=1, max_norm=None, width=7, dtype
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
         optimizer.step()
     return start, values(model.parameters()), norms
+
+
+def train(stepper, run, data, rank=None, world=None):
+    """Train on the rows of a rank, by default this one."""
+    results = []
+    for x, y in data:
+        with stepper.autocast():
+            loss = mse_loss(run(part(x, rank, world)), part(y, rank, world))
+        results.append(stepper.step(loss))
+    return results
+
+
+def facts_of(model, results, norms, start, expected):
+    """How far weights and norms are from those of one process."""
+    complete = [result for result in results if result.complete]
+    return {
+        "off_by": off_by(model.parameters(), expected, start),
+        "norm_off": max(abs(r.grad_norm / n - 1) for r, n in zip(complete, norms, strict=True)),
+        "digest": digest(model.parameters()),
+    }

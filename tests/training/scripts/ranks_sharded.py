@@ -5,7 +5,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from ranks_common import Tiny, batches, digest, is_last, make_optimizer, off_by, one_process, part
+from ranks_common import Tiny, batches, facts_of, is_last, make_optimizer, one_process, part, train
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -60,14 +60,6 @@ def by_hand(layout, optimizer_name, way):
     return facts_of(model, results, norms, start, expected)
 
 
-def facts_of(model, results, norms, start, expected):
-    return {
-        "off_by": off_by(model.parameters(), expected, start),
-        "norm_off": max(abs(r.grad_norm / n - 1) for r, n in zip(results, norms, strict=True)),
-        "digest": digest(model.parameters()),
-    }
-
-
 def by_stepper(layout, policy, accumulate, *, several=False):
     """With one optimizer, or with several that step together and share one norm."""
     wide = torch.float64 if policy == "fp32" else torch.float32
@@ -80,13 +72,7 @@ def by_stepper(layout, policy, accumulate, *, several=False):
     ]
     scaler = nc.scaling.Static(scale=1024.0) if policy == "fp16" else None
     stepper = nc.Stepper(model, optimizer, policy, accumulate=accumulate, max_norm=0.5, scaler=scaler)
-    results = []
-    for x, y in batches(STEPS * accumulate, wide):
-        with stepper.autocast():
-            loss = mse_loss(model(part(x, rank, of)), part(y, rank, of))
-        result = stepper.step(loss)
-        if result.complete:
-            results.append(result)
+    results = train(stepper, model, batches(STEPS * accumulate, wide), rank, of)
     return facts_of(model, results, norms, start, expected)
 
 

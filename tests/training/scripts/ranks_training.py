@@ -4,7 +4,18 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from ranks_common import Tiny, batches, digest, make_optimizer, off_by, one_process, part, values
+from ranks_common import (
+    Tiny,
+    batches,
+    digest,
+    facts_of,
+    make_optimizer,
+    off_by,
+    one_process,
+    part,
+    train,
+    values,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -33,17 +44,6 @@ class Counter:
         return allreduce_hook(None, bucket)
 
 
-def train(stepper, run, data, world=None):
-    """Train on this rank's rows; with ``world=1`` on all."""
-    rank = 0 if world else None
-    results = []
-    for x, y in data:
-        with stepper.autocast():
-            loss = mse_loss(run(part(x, rank, world)), part(y, rank, world))
-        results.append(stepper.step(loss))
-    return results
-
-
 def whole_windows(policy, optimizer_name, accumulate, buckets):
     wide = torch.float64 if policy == "fp32" else torch.float32
     start, expected, norms = one_process(optimizer_name, STEPS, accumulate=accumulate, max_norm=0.2)
@@ -54,16 +54,8 @@ def whole_windows(policy, optimizer_name, accumulate, buckets):
     scaler = nc.scaling.Static(scale=1024.0) if policy == "fp16" else None
     stepper = nc.Stepper(run, optimizer, policy, accumulate=accumulate, max_norm=0.2, scaler=scaler)
     results = train(stepper, run, batches(STEPS * accumulate, wide))
-    norm_off = [
-        abs(r.grad_norm / n - 1) for r, n in zip((r for r in results if r.complete), norms, strict=True)
-    ]
-    return {
-        "off_by": off_by(model.parameters(), expected, start),
-        "norm_off": max(norm_off),
-        "clipped": min(norms) > 0.2,
-        "reductions": counter.count,
-        "digest": digest(model.parameters()),
-    }
+    facts = facts_of(model, results, norms, start, expected)
+    return facts | {"clipped": min(norms) > 0.2, "reductions": counter.count}
 
 
 def ddp():
@@ -171,7 +163,7 @@ def masters(accumulate, buckets):
     alone = prepared()
     start = values(alone.parameters())
     whole, theirs = made(alone, alone)
-    train(whole, alone, batches(STEPS * accumulate), world=1)
+    train(whole, alone, batches(STEPS * accumulate), 0, 1)
     model = prepared()
     run = DistributedDataParallel(model, **BUCKETS[buckets])
     stepper, optimizer = made(run, model)
