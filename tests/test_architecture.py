@@ -23,8 +23,8 @@ BUDGETS = {
     "policy": 1_561,  # the words of rules stand in one table, with a link beside each private name
     "scaling": 525,  # with the states of scalers, which stood in gradients
     "casting": 4_485,  # to become 4,400
-    "gradients": 2_279,
-    "weights": 1_448,
+    "gradients": 2_272,
+    "weights": 1_476,  # masters on a CPU keep the memory of their gradients
     "training": 2_300,
     "observe": 3_208,  # to become 2,800
     "attach": 2_641,  # to become 2,600
