@@ -26,7 +26,7 @@ BUDGETS = {
     "gradients": 2_272,
     "weights": 1_476,  # masters on a CPU keep the memory of their gradients
     "training": 2_300,
-    "observe": 3_208,  # to become 2,800
+    "observe": 2_800,
     "attach": 2_641,  # to become 2,600
     "verify": 2_900,
     "integrations": 0,

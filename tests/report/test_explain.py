@@ -66,18 +66,6 @@ def test_every_site_is_shown_where_asked(tmp_path):
     assert "blocks.*.qkv  x 40" in explain_text(found)
 
 
-def test_rows_that_took_the_least_are_left_out_of_a_long_table(tmp_path):
-    sites = [
-        made_captures.site(f"part_{name}", f"op_{number}", "fp32", None, "fp32", duration_s=number / 1e3)
-        for number, name in enumerate("abcdefghijklmnopqrstuvwxyz" * 3)
-    ]
-    events = made_captures.explained_events()
-    text = explain_text(found_in(tmp_path, [events[0], *sites, events[-1]]))
-    assert "op_77" in text
-    assert "op_17 " not in text
-    assert "and 18 more that took less time: --all" in text
-
-
 def test_json_has_every_site_and_shares_that_add_up(tmp_path):
     found = found_in(tmp_path, made_captures.explained_events())
     assert json.loads(json.dumps(found, allow_nan=False)) == found

@@ -96,13 +96,9 @@ class CastCounts:
     def __str__(self) -> str:
         if not self.nonzero:
             return f"{self.format} at scale {self.scale:g}: no finite number but zero"
-        parts = {
-            "flushed to zero": self.flushed,
-            "subnormal": self.subnormal,
-            "normal": self.normal,
-            "overflow": self.overflowed,
-        }
-        shares = [f"{100 * count / self.nonzero:.2f} % {what}" for what, count in parts.items()]
+        counts = (self.flushed, self.subnormal, self.normal, self.overflowed)
+        words = ("flushed to zero", "subnormal", "normal", "overflow")
+        shares = [f"{100 * n / self.nonzero:.2f} % {word}" for n, word in zip(counts, words, strict=True)]
         return f"{self.format} at scale {self.scale:g}: {', '.join(shares)}"
 
 
@@ -216,9 +212,8 @@ class ExponentHistogram:
         there = [index for index in self._read() if index < _BINS]
         if not there:
             return None
-        top = there[-1]
-        shift = format.max_exponent - (top // _PLACES + _LOWEST)
-        while _outcome(format, top, shift) == "overflowed":
+        shift = format.max_exponent - (there[-1] // _PLACES + _LOWEST)
+        while _outcome(format, there[-1], shift) == "overflowed":
             shift -= 1
         return 2.0**shift
 

@@ -80,17 +80,14 @@ class StepTrace:
         self._clear()
         self._parameters = _parameters_by_name(self._model, self._optimizers)
         with ExitStack() as hooks:
+            leaves: list[Any] = [p for p in self._parameters.values() if p.requires_grad and p.is_leaf]
             handles: list[Any] = [
                 self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
                 self._model.register_forward_hook(self._after_forward),
+                *(leaf.register_post_accumulate_grad_hook(self._accumulated) for leaf in leaves),
+                *(optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers),
+                *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
             ]
-            for parameter in self._parameters.values():
-                if parameter.requires_grad and parameter.is_leaf:
-                    hook: Any = parameter.register_post_accumulate_grad_hook
-                    handles.append(hook(self._accumulated))
-            for optimizer in self._optimizers:
-                handles.append(optimizer.register_step_pre_hook(self._before_step))
-                handles.append(optimizer.register_step_post_hook(self._after_step))
             for handle in handles:
                 hooks.callback(handle.remove)
             for scaler in self._scalers:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch._C._autograd import _profiler_enabled
 
 NO_GRAPH_TASK = -1
 # No public name distinguishes a backward pass from the forward:
@@ -42,7 +41,6 @@ def without_markers_on_stderr() -> Iterator[None]:
         del os.environ[_LOG_LEVEL]
 
 
-def profiler_is_on() -> bool:
-    """Return whether a profiler records this thread."""
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
-    return bool(_profiler_enabled())
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
+profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler records this thread."""

@@ -1,6 +1,14 @@
 """Captures of runs: the files that a run leaves, written as it goes and read back without torch."""
 
-from narrowcast.observe.capture._events import SCHEMA
+from narrowcast.observe.capture._events import (
+    OUTPUT_LIMIT,
+    PARAMETER_LIMIT,
+    SCHEMA,
+    TOTAL_FAILS,
+    TOTAL_LIMIT,
+    parameter_error,
+    parameter_limit,
+)
 from narrowcast.observe.capture._files import (
     COMPARISON,
     EXPLANATION,
@@ -15,14 +23,6 @@ from narrowcast.observe.capture._files import (
     read_capture,
     read_comparison,
     start_event,
-)
-from narrowcast.observe.capture._limits import (
-    OUTPUT_LIMIT,
-    PARAMETER_LIMIT,
-    TOTAL_FAILS,
-    TOTAL_LIMIT,
-    parameter_error,
-    parameter_limit,
 )
 
 __all__ = [

@@ -27,7 +27,6 @@ _SCHEMA = 1
 _PER_STEP = ("ops", "calls", "casts", "cast_bytes", "moved_bytes", "duration_s")
 SILENT = ("view", "no floats")
 """Kinds of sites that compute nothing."""
-_MOST_ROWS = 60
 _UNITS = ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -113,19 +112,14 @@ def _share(part: float, whole: float) -> float | None:
 
 
 class Columns(NamedTuple):
-    """What is shown of calls of one operator; those that are alike are one row.
+    """What is shown of calls of one operator; those that are alike are one row."""
 
-    Attributes:
-        op: with the operators around it: ``"einsum > bmm"``.
-        inputs, computes, outputs: formats; ``computes`` is ``""`` if nothing is cast.
-        by: the rule, ``"table"``, ``"unlisted"``, ``"asked"`` for a cast by the script, or ``"-"`` if
-            autocast does not decide.
-    """
-
-    op: str
-    inputs: str
-    computes: str
+    op: str  # with the operators around it: ``"einsum > bmm"``
+    inputs: str  # formats
+    computes: str  # ``""`` if nothing is cast
     outputs: str
+    # The rule, ``"table"``, ``"unlisted"``, ``"asked"`` for a cast by the script, or ``"-"`` if autocast does
+    # not decide.
     by: str
 
 
@@ -199,15 +193,13 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
         found: what ``explained`` returned.
         every: each layer alone, also what computes nothing; else repeated layers together.
     """
-    groups = _grouped(found, every=every)
     uncalled = [rule["rule"] for rule in found["unreached"] if rule["reason"].endswith(" was not called")]
     unreached = [f"{r['rule']}: {r['reason']}" for r in found["unreached"] if r["rule"] not in uncalled]
     if uncalled:
         unreached.append(f"their operator was not called: {'; '.join(uncalled)}")
     text = _template().render(
         found=found,
-        left_out=0 if every else _shorten(groups),
-        groups=groups,
+        groups=_grouped(found, every=every),
         rules=list(dict.fromkeys(site["rule"] for site in found["sites"] if site["rule"] is not None)),
         unreached=unreached,
     )
@@ -237,18 +229,6 @@ def _template() -> Any:
 def _cut(text: str, longest: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= longest else f"{text[: longest - 2]}.."
-
-
-def _shorten(groups: list[_Group]) -> int:
-    """Leave out the rows that took the least time if there are too many; return how many."""
-    times = sorted((row["duration_s"] for group in groups for row in group.rows.values()), reverse=True)
-    if len(times) <= _MOST_ROWS:
-        return 0
-    least = times[_MOST_ROWS - 1]
-    for group in groups:
-        group.rows = {columns: row for columns, row in group.rows.items() if row["duration_s"] >= least}
-    groups[:] = [group for group in groups if group.rows]
-    return len(times) - sum(len(group.rows) for group in groups)
 
 
 # ---- words

@@ -26,9 +26,6 @@ from narrowcast.observe.op_trace._operations import (
 )
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, base_of, class_names, format_name, names_module
 
-_AS_BACKWARD = "backward: in the formats of the forward"
-_NO_REGION = "outside of every region"
-_NO_INPUT = "it has no input to cast"
 _BORDER = "a rule for the module casts what goes in, or what comes out"
 _WIDE = ("fp32", "float64", "complex64", "complex128")
 _MOST_MODULES = 500  # that a rule's name is compared with
@@ -169,11 +166,11 @@ class OpTrace:
             computes = None if operation.multiplies is None else place.fp8_rule.compute
             self.rules.saw(operation.op, rule, ())
         elif place.phase == BACKWARD:
-            because = _AS_BACKWARD
+            because = "backward: in the formats of the forward"
         elif rule is not None:
             because = _BORDER
         else:
-            because = _NO_REGION if operation.inputs else _NO_INPUT
+            because = "outside of every region" if operation.inputs else "it has no input to cast"
         site = Site(
             *place[:3],
             op=operation.op,
@@ -190,10 +187,7 @@ class OpTrace:
 
 
 def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str:
-    """Return ``" (did you mean "encoder.*"?)"`` for a rule that names no module, or ``""``.
-
-    ``named``: path and names of the class of each module that there is.
-    """
+    """Return ``" (did you mean "encoder.*"?)"`` for a rule that names none of these modules, or ``""``."""
     by_path = rule.module is not None
     asked = rule.module if rule.module is not None else str(rule.module_type).rpartition(".")[2]
     known = (path if by_path else names[0].rpartition(".")[2] for path, names in named)

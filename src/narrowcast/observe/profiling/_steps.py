@@ -24,14 +24,9 @@ PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = PARTS
 _LOADER = "enumerate(DataLoader)#"
 _RANGES = {"Optimizer.step#": OPTIMIZER, _LOADER: LOADING}
 _CAST_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-# A cast is a copy inside one of these; autograd makes it again for the gradient.
-_CASTING = (
-    "aten::to",
-    "aten::_to_copy",
-    "aten::copy_",
-    "ToCopyBackward0",
-    "autograd::engine::evaluate_function: ToCopyBackward0",
-)
+# A cast is a copy inside one of these; autograd makes it again for the gradient, in a node of its own.
+_CASTING = ("aten::to", "aten::_to_copy", "aten::copy_")
+_CAST_NODE = "ToCopyBackward0"
 # A step that lasts longer than this times the median was disturbed by something else.
 _DISTURBED = 1.5
 
@@ -197,7 +192,7 @@ def _part_of(op: Any, inherited: str) -> str:
     for prefix, part in _RANGES.items():
         if op.name.startswith(prefix):
             return part
-    if op.name in _CASTING and _has_cast(op):
+    if (op.name in _CASTING or op.name.endswith(_CAST_NODE)) and _has_cast(op):
         return CASTS
     if is_product(op.name):
         return PRODUCTS
@@ -271,12 +266,10 @@ def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]
     first = "backward" in op and (op.startswith(_ATTENTION) or is_convolution)
     given = [shape or () for shape in shapes[int(first) :]]
     one, two = [*given[_MATRICES.get(op, 0) :], (), ()][:2]
-    if op.startswith(_ATTENTION):
-        return "attention", one + two
+    if op.startswith(_ATTENTION) or is_convolution:
+        return "convolution" if is_convolution else "attention", one + two
     if op in _RECURRENT:
         return "recurrent layer", one
-    if is_convolution:
-        return "convolution", one + two
     if op in _LINEAR:
         two = two[::-1]  # the weight is stored N x K
     if len(one) == 3 and len(two) == 3:
