@@ -9,6 +9,10 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 halves = pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
 
 
+def initialize(model, half=torch.float16):
+    return amp.initialize(model, opt_level="O1", verbosity=0, half_type=half)
+
+
 def begin(half=torch.float16):
     """Have this thread cast by the lists until ``amp.shutdown``."""
-    amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", half_type=half, verbosity=0)
+    initialize(torch.nn.Linear(1, 1), half)

@@ -116,6 +116,9 @@ def test_what_is_exported_is_float32_and_under_o2_the_masters(level):
     if level == "O2":
         # A copy: what was handed out does not change with the run.
         assert torch.equal(state["0.weight"], before["0.weight"])
+        with torch.no_grad():
+            model[0].weight.fill_(0.5)  # by hand, which its master does not know
+        assert (model.state_dict()["0.weight"] == 0.5).all()
 
 
 @pytest.mark.parametrize("how", ["before", "wrapped", "parts"])

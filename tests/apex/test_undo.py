@@ -62,6 +62,8 @@ def test_the_process_is_as_before(level):
     train(given, optimizer, opt_level=level)
     amp.shutdown()
     compare(whole_state(optimizer), before)
+    if level != "O2":  # whose gradients end with the masters
+        assert {one.grad.dtype for one in given.parameters()} == {torch.float32}
     amp.shutdown()
 
 

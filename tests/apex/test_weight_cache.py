@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from o1 import halves
+from o1 import halves, initialize
 
 import narrowcast as nc
 from narrowcast.apex import amp
-
-
-def initialize(model, half, **settings):
-    return amp.initialize(model, opt_level="O1", verbosity=0, half_type=half, **settings)
 
 
 class Weighted(torch.nn.Module):

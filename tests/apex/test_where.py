@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from o1 import halves
+from o1 import halves, initialize
 from torch.autograd import grad as imported_grad
 from torch.utils.checkpoint import checkpoint
 
@@ -22,10 +22,6 @@ def small_model():
     return torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)
     )
-
-
-def initialize(model, half=torch.float16, **settings):
-    return amp.initialize(model, opt_level="O1", verbosity=0, half_type=half, **settings)
 
 
 def in_a_thread(function):
