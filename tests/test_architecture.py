@@ -38,7 +38,7 @@ BUDGETS = {
     "__main__": 7,
 }
 MOST_FILES = 190
-MOST_TEST_LINES = 39_955  # to become 40,000
+MOST_TEST_LINES = 39_943
 MOST_PUBLIC_NAMES = 95
 PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
 ORDER = list(BUDGETS)
