@@ -139,9 +139,9 @@ def test_a_policy_from_a_file_has_its_name(tmp_path):
     changed = found.with_rules(rule.op("mm", compute="fp32"))
     assert policy_name(changed) == "bf16 with 1 rule"
     assert policy_name(Policy(compute="bf16")) == "bf16"  # an equal one from elsewhere
-    kept = len(_policy._files)
+    kept = len(_policy._kept)
     del found
-    assert len(_policy._files) == kept - 1
+    assert len(_policy._kept) == kept - 1
 
 
 def test_policies_without_rules_need_no_torch():

@@ -52,6 +52,7 @@ from narrowcast.policy import (
     Scope,
     autocast_key,
     format_name,
+    kept_for,
     native_table,
     operator,
     resolve,
@@ -130,21 +131,14 @@ def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
     return found.root
 
 
-# A region is made from a policy at each step, with the same dtype and scope each time.
-_regions_of: dict[int, tuple[weakref.ref[Policy], dict[str, tuple[torch.dtype, Scope | None]]]] = {}
-
-
 def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
     """Return the dtype of a region of ``policy``, and its scope or None if it has no rules."""
-    key = id(policy)
-    entry = _regions_of.get(key)
-    if entry is None or entry[0]() is not policy:
-        entry = _regions_of[key] = (weakref.ref(policy, lambda _: _regions_of.pop(key, None)), {})
-    found = entry[1].get(device_type)
-    if found is None:
+    kept = kept_for(policy)
+    found: tuple[torch.dtype, Scope | None] | None = kept.get(device_type)
+    if found is None:  # a region is opened at each step, with the same dtype and scope each time
         dtype = resolve(policy, device_type)
         scope = None if policy.is_plain else root_scope(policy, device_type, dtype)
-        found = entry[1][device_type] = (dtype, scope)
+        found = kept[device_type] = (dtype, scope)
     return found
 
 

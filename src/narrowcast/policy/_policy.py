@@ -254,14 +254,26 @@ def name_of(policy: Policy) -> str | None:
     return None
 
 
-# By identity: an equal policy may come from elsewhere.
-_files: dict[int, tuple[weakref.ref[Policy], str]] = {}
+_kept: dict[int, tuple[weakref.ref[Policy], dict[Any, Any]]] = {}
+
+
+def kept_for(policy: Policy) -> dict[Any, Any]:
+    """Return what this package and ``casting`` keep for one policy object until it is freed.
+
+    By identity: an equal policy may come from elsewhere, and hashing all rules at each region would take
+    longer than the region.
+    """
+    key = id(policy)  # no other policy has it before the entry is removed
+    entry = _kept.get(key)
+    if entry is None:
+        ended = weakref.ref(policy, lambda _: _kept.pop(key, None))
+        entry = _kept.setdefault(key, (ended, {}))  # another thread may be faster
+    return entry[1]
 
 
 def _remembered(policy: Policy, path: str | os.PathLike[str]) -> Policy:
     """Return ``policy`` after recording for ``policy_name`` that it came from ``path``."""
-    key = id(policy)
-    _files[key] = (weakref.ref(policy, lambda _: _files.pop(key, None)), os.fspath(path))
+    kept_for(policy)["file"] = os.fspath(path)
     return policy
 
 
@@ -273,9 +285,7 @@ def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
     """
     if not isinstance(policy, Policy):
         return os.fspath(policy)
-    if id(policy) in _files:
-        return _files[id(policy)][1]
-    name = name_of(policy)
+    name: str | None = kept_for(policy).get("file") or name_of(policy)
     if name is not None:
         return name
     besides = []

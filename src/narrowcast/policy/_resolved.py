@@ -6,7 +6,6 @@ The autocast kernels and ``explain`` share these decisions.
 from __future__ import annotations
 
 import fnmatch
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from narrowcast.policy._ops import (
     native_table,
     overloads_of,
 )
-from narrowcast.policy._policy import Policy
+from narrowcast.policy._policy import Policy, kept_for
 from narrowcast.policy._rule import COMPUTES, FP8_RECIPES, Rule, specificity
 
 if TYPE_CHECKING:
@@ -242,39 +241,15 @@ def _rank(rules: tuple[Rule, ...]) -> Callable[[Rule], tuple[object, ...]]:
     return lambda one: (*specificity(one), rules.index(one))
 
 
-# Entries are removed when their policy is freed, and so are the kernels of its rules in PyTorch's dispatcher.
-# Keyed by identity: hashing all rules at each region would take longer than the region.
-_found: dict[int, tuple[weakref.ref[Policy], dict[tuple[str, str], ResolvedPolicy]]] = {}
-_making = threading.RLock()  # a policy may be collected while another is resolved
-
-
 def resolved(policy: Policy, device_type: str, lower: str) -> ResolvedPolicy:
-    """Return ``policy`` on ``device_type`` with the region's format ``lower``, one object per policy."""
-    entry = _found.get(id(policy))
-    if entry is not None and entry[0]() is policy:
-        made = entry[1].get((device_type, lower))
-        if made is not None:
-            return made
-    with _making:
-        of_policy = _made_for(policy)
-        if (device_type, lower) not in of_policy:
-            of_policy[device_type, lower] = ResolvedPolicy(policy, device_type, lower)
-        return of_policy[device_type, lower]
+    """Return ``policy`` on ``device_type`` with the region's format ``lower``, one object per policy.
 
-
-def _made_for(policy: Policy) -> dict[tuple[str, str], ResolvedPolicy]:
-    key = id(policy)
-    entry = _found.get(key)
-    if entry is None or entry[0]() is not policy:
-        of_policy: dict[tuple[str, str], ResolvedPolicy] = {}
-
-        def end(_: object) -> None:
-            # Another policy may have the same id by now.
-            if key in _found and _found[key][1] is of_policy:
-                del _found[key]
-            for made in of_policy.values():
-                made.forget_scopes()
-            of_policy.clear()
-
-        entry = _found[key] = (weakref.ref(policy, end), of_policy)
-    return entry[1]
+    It is freed with the policy, and so are the kernels of its rules in PyTorch's dispatcher.
+    """
+    kept, key = kept_for(policy), (device_type, lower)
+    if key not in kept:
+        made = ResolvedPolicy(policy, device_type, lower)
+        if kept.setdefault(key, made) is made:  # another thread may be faster
+            weakref.finalize(policy, made.forget_scopes).atexit = False
+    found: ResolvedPolicy = kept[key]
+    return found
