@@ -15,7 +15,7 @@ import torch
 
 from narrowcast.casting._module_hooks import Hook, Shared, hooks_on
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
-from narrowcast.casting._tree import Structure, all_paths, is_wrapper, rules_of
+from narrowcast.casting._tree import all_paths, is_wrapper, rules_of
 from narrowcast.casting.fp8 import apply_fp8, is_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names
 from narrowcast.policy import (
@@ -101,13 +101,13 @@ class Applied:
         _remove_stale_hooks(modules, self.policy)
         self.fp8 = apply_fp8(model, self.policy)
         self._shared = Shared(self.policy, opens, admits)
-        # Weak, since the hook of the model holds the model.
-        self._hooks: weakref.WeakSet[Hook] = weakref.WeakSet()
+        inside = ModuleHooks(self._shared)
+        self._hooks = inside.hooks
         for paths, module in modules if opens or self.policy.names_modules else ():
             if "" in paths and (module is model or not is_wrapper(module)):
                 rules = _rules_of(self.policy, paths, module)
-                self._hooks.add(_ModelHook(self._shared, rules, module, model))
-        self._hooks.update(_follow(model, self._shared))
+                self._hooks.add(_ModelHook(inside, rules, module, model))
+        inside.follow(model)
         _applied[model] = self
         guard_hooks_of_modules()
 
@@ -141,89 +141,85 @@ class Applied:
         self.remove()
 
 
+class ModuleHooks:
+    """The hooks of one policy on the modules inside a model that its rules select."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        # Weak, since the hook of the model holds the model.
+        self.hooks: weakref.WeakSet[Hook] = weakref.WeakSet()
+        # The children of each module in the model, now and when hooks were last given; comparing them takes
+        # some 50 nanoseconds a module.
+        self._children: list[dict[str, torch.nn.Module | None]] = []
+        self._as_they_were: list[dict[str, torch.nn.Module | None]] = []
+        self._fp8_layers: list[torch.nn.Module] = []
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Give every module in ``model`` a hook with the rules for it now.
+
+        Refuse a layer with an fp8 rule that is not converted, and an added module with another policy.
+        """
+        same = self._children and self._children == self._as_they_were
+        if same and all(map(is_fp8, self._fp8_layers)):
+            return
+        policy, compiled = self.shared.policy, self.shared.compiled
+        in_fp8 = any(one.compute in FP8_RECIPES for one in policy.rules)
+        for path, why in unconverted(model, policy).items() if in_fp8 else ():
+            if why is None:
+                raise OrderError(
+                    f"expected layers with an fp8 rule to be converted, got one at {path!r} that is not: "
+                    "call nc.apply(model, policy) before nc.compile, and again (after remove() on its handle) "
+                    "if layers are added"
+                )
+        for paths, module in all_paths(model):
+            hooks = [hook for hook in hooks_on(module) if hook.shared is self.shared]
+            rules = _rules_of(policy, paths, module)
+            if not hooks and not compiled:
+                _remove_stale_hooks([(paths, module)], policy)
+            is_model = "" in paths and not compiled  # its hook stays
+            if is_model or (hooks[0].rules if hooks else ()) == rules:
+                continue
+            _detach(hooks)
+            if rules:
+                self.hooks.add(Hook(self.shared, rules, module))
+        self._children = [part._modules for part in model.modules()]
+        self._as_they_were = [dict(children) for children in self._children]
+        self._fp8_layers = [one for one in model.modules() if is_fp8(one)]
+
+
 class _ModelHook(Hook):
     """The hook of the model itself, which attaches hooks to modules that were added since."""
 
-    _structure: Structure | None = None
-
     def __init__(
-        self, shared: Shared, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
+        self, inside: ModuleHooks, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
     ) -> None:
-        super().__init__(shared, rules, module, opening=shared.opens)
+        super().__init__(inside.shared, rules, module, opening=inside.shared.opens)
         self._model = weakref.ref(model)
-        self._names_modules = shared.policy.names_modules  # not at each call: apex's lists have 200 rules
+        self._inside: ModuleHooks | None = inside
+        self._names_modules = self.policy.names_modules  # not at each call: apex's lists have 200 rules
 
     def follow_model(self, module: torch.nn.Module) -> None:
-        if self._names_modules and (self._structure is None or not self._structure.holds()):
-            added = _follow(module, self.shared)
-            if module in _applied:
-                _applied[module]._hooks.update(added)
-            self._structure = Structure(module)
+        if self._names_modules:
+            self._inside = self._inside or ModuleHooks(self.shared)  # in a copy there is none
+            self._inside.follow(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_structure": None}
+        return {**super().__getstate__(), "_inside": None}
 
 
-def _follow(model: torch.nn.Module, shared: Shared) -> list[Hook]:
-    """Give every module in ``model`` a hook with the rules for it now; return the new hooks.
-
-    Refuse a layer with an fp8 rule that was not converted, and an added module with another policy.
-    """
-    policy = shared.policy
-    _refuse_new_fp8(model, policy)
-    added = []
-    for paths, module in all_paths(model):
-        hooks = [hook for hook in hooks_on(module) if hook.shared is shared]
-        rules = _rules_of(policy, paths, module)
-        if not hooks and not shared.compiled:
-            _remove_stale_hooks([(paths, module)], policy)
-        is_model = "" in paths and not shared.compiled  # its hook stays
-        if is_model or (hooks[0].rules if hooks else ()) == rules:
-            continue
-        _detach(hooks)
-        if rules:
-            added.append(Hook(shared, rules, module))
-    return added
-
-
-class CompiledHooks:
-    """The hooks of one ``nc.compile`` on the modules that rules select; they end with this object.
+def compiled_hooks(policy: Policy) -> ModuleHooks:
+    """Return the hooks of one ``nc.compile``; they are removed when the object is freed.
 
     They do nothing except in a region of their policy, which the compiled model opens.
     """
-
-    def __init__(self, policy: Policy) -> None:
-        self._shared = Shared(policy, opens=False, compiled=True)
-        self._hooks: weakref.WeakSet[Hook] = weakref.WeakSet()
-        self._structure: Structure | None = None
-        self._fp8_layers: list[torch.nn.Module] = []
-        weakref.finalize(self, _detach, self._hooks).atexit = False
-
-    def follow(self, model: torch.nn.Module) -> None:
-        """Give every module in ``model`` the rules for it now."""
-        changed = self._structure is None or not self._structure.holds()
-        if changed or any(not is_fp8(layer) for layer in self._fp8_layers):
-            self._hooks.update(_follow(model, self._shared))
-            self._structure = Structure(model)
-            self._fp8_layers = [one for one in model.modules() if is_fp8(one)]
+    hooks = ModuleHooks(Shared(policy, opens=False, compiled=True))
+    weakref.finalize(hooks, _detach, hooks.hooks).atexit = False
+    return hooks
 
 
 def _detach(hooks: Iterable[Hook]) -> None:
     for hook in list(hooks):
         hook.detach()
-
-
-def _refuse_new_fp8(model: torch.nn.Module, policy: Policy) -> None:
-    """Refuse a layer with an fp8 rule that was not converted."""
-    if not any(one.compute in FP8_RECIPES for one in policy.rules):
-        return
-    for path, why in unconverted(model, policy).items():
-        if why is None:
-            raise OrderError(
-                f"expected layers with an fp8 rule to be converted, got one at {path!r} that is not: call "
-                "nc.apply(model, policy) before nc.compile, and again (after remove() on its handle) if "
-                "layers are added"
-            )
 
 
 def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._apply import CompiledHooks, missed_rules, refuse_missed
+from narrowcast.casting._apply import ModuleHooks, compiled_hooks, missed_rules, refuse_missed
 from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_hooks import device_types
 from narrowcast.casting._regions import regions
@@ -70,7 +70,7 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
                 )
         return _in_region(torch.compile(model, **settings), wanted)
     refuse_missed(missed_rules(wanted, model))
-    hooks = CompiledHooks(wanted)
+    hooks = compiled_hooks(wanted)
     hooks.follow(model)
     guard_hooks_of_modules()
     compiled: Any = torch.compile(model, **settings)
@@ -85,7 +85,7 @@ def _in_region(
     function: Callable[..., Any],
     policy: Policy,
     module: torch.nn.Module | None = None,
-    hooks: CompiledHooks | None = None,
+    hooks: ModuleHooks | None = None,
 ) -> Any:
     @functools.wraps(function)
     def in_region(*args: Any, **kwargs: Any) -> Any:

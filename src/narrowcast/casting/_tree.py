@@ -205,21 +205,6 @@ def is_wrapper(module: torch.nn.Module) -> bool:
     return any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__)
 
 
-class Structure:
-    """The modules inside ``model`` at one moment; it references them.
-
-    Checking whether they changed takes some 50 nanoseconds a module.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._children = [part._modules for part in model.modules()]
-        self._as_they_were = [dict(children) for children in self._children]
-
-    def holds(self) -> bool:
-        """Return whether no module was added, replaced or taken away."""
-        return self._children == self._as_they_were
-
-
 def scopes_by_path(model: torch.nn.Module, policy: Policy, root: Scope) -> dict[str, Scope]:
     """Return the scope inside each module of ``model``, by every path to it."""
     modules = {path: module for paths, module in all_paths(model) for path in paths}
