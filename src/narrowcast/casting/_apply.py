@@ -168,8 +168,8 @@ class ModuleHooks:
             if why is None:
                 raise OrderError(
                     f"expected layers with an fp8 rule to be converted, got one at {path!r} that is not: "
-                    "call nc.apply(model, policy) before nc.compile, and again (after remove() on its handle) "
-                    "if layers are added"
+                    "call nc.apply(model, policy) before nc.compile, and again (after remove() on its "
+                    "handle) if layers are added"
                 )
         for paths, module in all_paths(model):
             hooks = [hook for hook in hooks_on(module) if hook.shared is self.shared]
@@ -196,7 +196,8 @@ class _ModelHook(Hook):
         super().__init__(inside.shared, rules, module, opening=inside.shared.opens)
         self._model = weakref.ref(model)
         self._inside: ModuleHooks | None = inside
-        self._names_modules = self.policy.names_modules  # not at each call: apex's lists have 200 rules
+        # Looked up once: a policy of apex's lists has 200 rules.
+        self._names_modules = inside.shared.policy.names_modules
 
     def follow_model(self, module: torch.nn.Module) -> None:
         if self._names_modules:
@@ -233,7 +234,7 @@ def _remove_stale_hooks(modules: Iterable[tuple[tuple[str, ...], torch.nn.Module
         for hook in hooks_on(module):
             if hook.is_copy:
                 hook.detach()
-            elif hook.policy != policy and not hook.shared.compiled:
+            elif hook.shared.policy != policy and not hook.shared.compiled:
                 raise PolicyError(
                     f"{type(module).__name__} {paths[0]!r} in this model has another policy already: call "
                     "remove() on the handle of its nc.apply first"

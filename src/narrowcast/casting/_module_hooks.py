@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -53,17 +53,15 @@ class _Thread(threading.local):
 _here = _Thread()
 
 
+@dataclass(eq=False, slots=True)
 class OpenCall:
     """One call of a module with hooks: the number of regions it opened, and the casts of its outputs."""
 
-    __slots__ = ("caller", "hook", "module", "outputs", "regions")
-
-    def __init__(self, module: torch.nn.Module, caller: int, hook: Hook) -> None:
-        self.module = module
-        self.caller = caller
-        self.hook = hook
-        self.regions = 0
-        self.outputs: list[_Casts] = []
+    module: torch.nn.Module
+    caller: int
+    hook: Hook
+    regions: int = 0
+    outputs: list[_Casts] = field(default_factory=list)
 
     def check_recomputation(self) -> None:
         """Refuse to recompute a forward pass of a policy that was removed, without its hooks."""
@@ -201,10 +199,6 @@ class Hook:
         self.is_copy = True
         self._register()
 
-    @property
-    def policy(self) -> Policy:
-        return self.shared.policy
-
     @traced_only_inline
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_exporting() and not (self.shared.removed or self.shared.compiled):
@@ -331,7 +325,7 @@ class Hook:
     def region_to_open(self, device: str) -> _Region | None:
         """Return the region of the policy on ``device``; None if it is open, or none is needed."""
         check_device(device)
-        dtype, scope = region_of(self.policy, device)
+        dtype, scope = region_of(self.shared.policy, device)
         if (dtype != torch.float32 or scope is not None) and not _is_open(device, dtype, scope):
             return _Region(device, dtype, True, scope)
         if dtype == torch.float32 and scope is None and torch.is_autocast_enabled(device):
