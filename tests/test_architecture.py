@@ -24,8 +24,8 @@ BUDGETS = {
     "scaling": 525,  # with the states of scalers, which stood in gradients
     "casting": 4_400,
     "gradients": 2_272,
-    "weights": 1_476,  # masters on a CPU keep the memory of their gradients
-    "training": 2_300,
+    "weights": 1_475,  # masters on a CPU keep the memory of their gradients
+    "training": 2_299,
     "observe": 2_800,
     "attach": 2_600,
     "verify": 2_900,

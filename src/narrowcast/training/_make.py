@@ -157,12 +157,13 @@ def _scaler_for(
 
 
 def place_rules(model: torch.nn.Module, policy: Policy) -> list[Applied]:
-    """Let modules follow the rules of ``policy`` in the regions of the ``Stepper``; return the handle.
+    """Let modules follow the rules of ``policy`` in the regions of the ``Stepper``; return the handles.
 
-    There is none without rules for modules, or if ``nc.apply`` was called with the same policy.
+    None are needed without rules for modules, or if ``nc.apply`` was called with the same policy.
     """
-    placed = not policy.names_modules or applied_to(model, policy) is not None
-    return [] if placed else [Applied(model, policy, opens=False)]
+    if not policy.names_modules or applied_to(model, policy) is not None:
+        return []
+    return [Applied(model, policy, opens=False)]
 
 
 def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> Any:

@@ -44,7 +44,7 @@ class Settings:
             raise SettingError("expected max_norm or max_value, got both: clip by one of them")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class OptimizerGroup:
     """One or several optimizers that step together, all or none, on the same accumulated gradients.
 
@@ -423,9 +423,9 @@ class Statistics:
     @torch.no_grad()
     def restore(self, skipped: torch.Tensor | bool = True) -> None:
         """Restore the values if the step was skipped, and keep them."""
-        flag = torch.as_tensor(skipped)
         for buffer, before in self._kept or () if skipped is not False else ():
-            buffer.copy_(torch.where(flag.to(buffer.device, non_blocking=True), before, buffer))
+            flag = torch.as_tensor(skipped).to(buffer.device, non_blocking=True)
+            buffer.copy_(torch.where(flag, before, buffer))
 
     def forget(self) -> None:
         self._kept = None

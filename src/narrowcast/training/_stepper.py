@@ -195,10 +195,8 @@ class Stepper:
         factor_on = self._group(name).scaler.factor_on
         scaled = multiplied(outputs, factor_on)
         gradients = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **options)
-        return tuple(
-            None if g is None else multiplied(g, lambda device: factor_on(device).reciprocal())
-            for g in gradients
-        )
+        inverse_on = functools.cache(lambda device: factor_on(device).reciprocal())
+        return tuple(None if g is None else multiplied(g, inverse_on) for g in gradients)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:

@@ -134,14 +134,13 @@ def _refuse_copy() -> Any:
 
 
 def _update_method(updates: str, generator: torch.Generator | None) -> UpdateMethod:
-    methods: list[UpdateMethod] = [Masters(), Kahan(), Stochastic(generator)]
-    for method in methods:
-        if method.name == updates:
-            if generator is not None and not isinstance(method, Stochastic):
-                raise SettingError(f'updates="{updates}" draws no random numbers: leave out the generator')
-            return method
-    known = [method.name for method in methods]
-    raise SettingError(f'unknown updates="{updates}". {near_names(str(updates), known)}')
+    methods: dict[str, UpdateMethod]
+    methods = {method.name: method for method in (Masters(), Kahan(), Stochastic(generator))}
+    if updates not in methods:
+        raise SettingError(f'unknown updates="{updates}". {near_names(str(updates), methods)}')
+    if generator is not None and updates != Stochastic.name:
+        raise SettingError(f'updates="{updates}" draws no random numbers: leave out the generator')
+    return methods[updates]
 
 
 class HeldWeights:
