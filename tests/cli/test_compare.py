@@ -1,7 +1,6 @@
 """``narrowcast compare`` on real scripts: what it prints, in which order it runs, and what it leaves."""
 
 import json
-import math
 import re
 
 import made_captures
@@ -211,58 +210,6 @@ def test_three_seeds_give_a_verdict_on_the_losses(three_seeds, shared_workshop):
     # --steps 0 runs the whole script, which needs no note.
     assert (result["fp32"]["steps"], result["mixed"]["steps"]) == (11, 11)
     assert not [note for note in result["notes"] if "was ended" in note]
-
-
-@pytest.mark.long
-def test_a_repeat_moves_global_seeds_and_no_own_generators(three_seeds, shared_workshop):
-    folder = shared_workshop.folder / "three"
-    said = {name: prints(folder, name)[0].split("] ", 1)[1].split() for name in started(folder)[:6]}
-    assert {words[0] for words in said.values()} == {"__main__"}
-    assert len({words[1] for words in said.values()}) == 1, "its own generator gives all the same data"
-    assert len({words[2] for words in said.values()}) == 3
-    assert all(said[f"fp32-{n}"][2] == said[f"mixed-{n}"][2] for n in (1, 2, 3))
-    notes = {run.name: [n["text"] for n in run.capture.of("note")] for run in read_comparison(folder).runs}
-    assert [
-        any("adds its number to the seeds that the script sets" in n for n in notes[name]) for name in said
-    ] == [not name.endswith("-1") for name in said]
-
-
-# ---- a script that only computes
-
-
-@pytest.fixture(scope="session")
-def computed(shared_workshop):
-    shared_workshop.write(
-        "computes.py",
-        """\
-        import torch
-        network = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-        with torch.no_grad():
-            for batch in range(20):
-                output = network(torch.randn(32, 8))
-        print("computed", output.dtype)
-        """,
-    )
-    words = ("compare", "--policy", "bf16", "--run-dir", "computed", "--json", "--strict", "computes.py")
-    return shared_workshop.narrowcast(*words)
-
-
-@pytest.mark.long
-def test_outputs_are_compared_where_nothing_is_trained(computed, shared_workshop):
-    assert computed.code == 0, computed.stderr
-    result = strict(computed.stdout)
-    fp32, mixed, output = (result[key] for key in ("fp32", "mixed", "output"))
-    assert (result["kind"], result["verdict"], output["verdict"]) == ("inference", "pass", "pass")
-    # Each of two layers rounds what it multiplies and gives to 8 bits: 2**-9 and some of it each time.
-    assert 2.0**-12 < output["relative_error"] < 4 * 2.0**-9
-    assert output["sqnr_db"] == pytest.approx(-20 * math.log10(output["relative_error"]), abs=1e-9)
-    assert output["calls"] == 3
-    for side in fp32, mixed:
-        assert side["step_time_s_median"] is side["step_time_s_interval"] is side["final_scale"] is None
-        assert (side["final_loss"], side["steps"]) == ({}, 0)
-        assert side["last_line"] == "computed torch.float32"
-    folder = shared_workshop.folder / "computed"
-    assert started(folder)[4:] == ["memory-fp32", "memory-mixed", "outputs-fp32", "outputs-mixed"]
 
 
 # ---- exit codes, on comparisons that are made up

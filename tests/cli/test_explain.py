@@ -133,16 +133,6 @@ def test_a_lock_without_its_policy_names_the_option(trains):
 
 
 @pytest.mark.long
-def test_a_rule_that_names_no_module_is_told_once_with_a_near_name(trains):
-    rule = '[[rule]]\nmodule_type = "mine.LayerNrm"\ncompute = "fp32"\n'
-    trains.write("rules.toml", f'version = 1\ncompute = "bf16"\n{rule}')
-    ended = trains.narrowcast("explain", "-p", "rules.toml", "-m", "train")
-    assert ended.code == 0, ended.stderr
-    assert ended.stdout.count("LayerNrm") == 1
-    assert 'modules that were called (did you mean "LayerNorm"?)' in " ".join(ended.stdout.split())
-
-
-@pytest.mark.long
 def test_two_policies_side_by_side(trains):
     ended = trains.narrowcast("explain", "-p", "bf16", "--against", "rules.toml", "train.py")
     assert ended.code == 0

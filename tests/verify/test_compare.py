@@ -6,9 +6,10 @@ import pytest
 from training_scripts import X, trains
 
 from narrowcast.errors import ScriptError, UnsupportedError
+from narrowcast.machine import Choice
 from narrowcast.observe.capture import read_comparison
 from narrowcast.report import summary
-from narrowcast.verify.compare import stays_in_fp32
+from narrowcast.verify.compare import _comparison, stays_in_fp32
 from narrowcast.verify.compare._comparison import by_turns
 from narrowcast.verify.compare._runs import RunSettings
 
@@ -161,18 +162,11 @@ def test_files_that_the_script_writes_over_are_named(tmp_path, compared):
 
 
 def test_what_would_stay_in_fp32(monkeypatch):
-    from narrowcast.machine import Choice, best_format
-
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert stays_in_fp32("fp32") == "the policy is fp32"
     assert stays_in_fp32("bf16") is None
-    assert stays_in_fp32("fp16") is None
-    here = best_format("cpu")
-    assert stays_in_fp32("auto") == (here.because if here.format == "fp32" else None)
     for choice in Choice(format="fp32", because="it is old"), Choice(format="bf16", because="it is new"):
-        monkeypatch.setattr(
-            "narrowcast.verify.compare._comparison.best_format", lambda _, choice=choice: choice
-        )
+        monkeypatch.setattr(_comparison, "best_format", lambda _, choice=choice: choice)
         assert stays_in_fp32("auto") == ("it is old" if choice.format == "fp32" else None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert stays_in_fp32("auto") is None
