@@ -59,7 +59,8 @@ def no_waiting():
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    return inside
+    yield inside
+    torch.cuda.set_sync_debug_mode("default")
 
 
 def _global_state() -> dict[str, object]:
