@@ -60,12 +60,13 @@ def test_numbers_are_there_when_the_block_has_ended():
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(DeviceError, match='expected "cpu" or "cuda" to profile, got "meta"'):
-        observe.profile("meta")
-    with pytest.raises(DeviceError, match="expected a device, got 'gpu'"):
-        observe.profile("gpu")
-    with pytest.raises(DeviceError, match=r'CUDA devices of this machine, got "cuda:99"'):
-        observe.profile("cuda:99")
+    for device, message in (
+        ("meta", 'expected "cpu" or "cuda" to profile, got "meta"'),
+        ("gpu", "expected a device, got 'gpu'"),
+        ("cuda:99", 'CUDA devices of this machine, got "cuda:99"'),
+    ):
+        with pytest.raises(DeviceError, match=message):
+            observe.profile(device)
     with pytest.raises(SettingError, match="expected memory to be True or False, got 1"):
         observe.profile("cpu", memory=1)
 

@@ -36,17 +36,6 @@ def test_a_run_that_had_begun_counts_as_far_as_it_came(tmp_path):
         read_comparison(folder)
 
 
-def test_wherever_a_comparison_was_cut_it_can_be_read(tmp_path):
-    folder = made_captures.trained(tmp_path, steps=2)
-    whole = (folder / COMPARISON).read_bytes()
-    first = whole.index(b"\n")
-    seen = set()
-    for cut in range(first, len(whole) + 1, 61):
-        (folder / COMPARISON).write_bytes(whole[:cut])
-        seen.add(len(read_comparison(folder).runs))
-    assert seen == set(range(7))
-
-
 @pytest.mark.parametrize(
     "name",
     [

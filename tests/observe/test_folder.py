@@ -43,24 +43,18 @@ def test_without_a_word_it_is_the_home_folder_or_a_temporary_one(tmp_path, monke
     assert made.name.startswith("narrowcast-train-")
 
 
-def test_a_folder_that_cannot_be_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    asked = tmp_path / "file/x"
-    with pytest.raises(FileError) as refused:
-        make_run_folder("train", asked=asked)
-    assert str(refused.value) == f"cannot write in the folder {asked}: Not a directory; {ADVICE}"
-    with pytest.raises(FileError, match=r"cannot write in the folder .*file/runs/train-.*: Not a directory"):
-        make_run_folder("train", cache=tmp_path / "file")
-
-
-def test_a_folder_that_takes_no_files_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("asked", "why"), [("file/x", "Not a directory"), (".", "Read-only file system")])
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch, asked, why):
     def refuse(**_):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    (tmp_path / "file").write_text("")
     with pytest.raises(FileError) as refused:
-        make_run_folder("train", asked=tmp_path)
-    assert str(refused.value) == f"cannot write in the folder {tmp_path}: Read-only file system; {ADVICE}"
+        make_run_folder("train", asked=tmp_path / asked)
+    assert str(refused.value) == f"cannot write in the folder {tmp_path / asked}: {why}; {ADVICE}"
+    with pytest.raises(FileError, match=r"cannot write in the folder .*file/runs/train-.*: Not a directory"):
+        make_run_folder("train", cache=tmp_path / "file")
 
 
 @pytest.mark.parametrize(

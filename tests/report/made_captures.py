@@ -27,6 +27,11 @@ def write_lines(path, *events):
     return path
 
 
+def altered(events, kind, field, value):
+    """The events with another value of a field in those of one kind."""
+    return [event | {field: value} if event["event"] == kind else event for event in events]
+
+
 def start(kind="run", **changed):
     event = {"event": "start", "schema": SCHEMA, "kind": kind, "argv": ["train.py", "--epochs", "3"]}
     more = {"loss_scale": None, "seed": 0}

@@ -44,12 +44,9 @@ def test_a_field_of_another_value_is_refused_or_shown(tmp_path, make, value):
         for field in example:
             if field in ("event", "schema", "kind"):
                 continue
-            changed = {
-                name: [event | {field: value} if event["event"] == kind else event for event in of_run]
-                for name, of_run in runs.items()
-            }
-            mine = [event | {field: value} if event["event"] == kind else event for event in own]
-            folder = made_captures.comparison(tmp_path, changed, *mine)
+            alter = {"kind": kind, "field": field, "value": value}
+            changed = {name: made_captures.altered(of_run, **alter) for name, of_run in runs.items()}
+            folder = made_captures.comparison(tmp_path, changed, *made_captures.altered(own, **alter))
             try:
                 show_all(folder)
             except FileError:

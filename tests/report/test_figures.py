@@ -23,6 +23,11 @@ def runs_of(folder):
     return read_comparison(folder).runs
 
 
+def with_losses(events, values):
+    left = iter(values)
+    return [event | {"value": next(left)} if event["event"] == "loss" else event for event in events]
+
+
 def points_of(path):
     """The corners of a path that is made of M and L alone, in shares of the box from its lower left."""
     found = re.findall(r"[ML]([\d.]+) ([\d.]+)", path)
@@ -111,9 +116,7 @@ def test_bins_hold_what_can_be_drawn(series):
 
 def test_losses_are_drawn_where_they_are(tmp_path):
     runs = made_captures.both(range(1), made_captures.training, steps=3)
-    for events in runs.values():
-        of_run = iter([3.0, 1.0, 2.0])
-        events[:] = [e | {"value": next(of_run)} if e["event"] == "loss" else e for e in events]
+    runs = {name: with_losses(events, [3.0, 1.0, 2.0]) for name, events in runs.items()}
     (loss, difference), more = loss_figures(runs_of(made_captures.comparison(tmp_path, runs)))
     assert (loss.name, difference.name, more) == ("plot-loss-0", "plot-difference-0", 0)
     assert loss.facts["counts"] == [("FP32", 1), ("mixed", 1)]
@@ -131,8 +134,7 @@ def test_the_format_stands_against_the_seed(tmp_path):
     for name, losses in values.items():
         format_, _, seed = name.partition("-")
         events = made_captures.training(int(seed), mixed=format_ == "mixed", steps=len(losses))
-        of_run = iter(losses)
-        runs[name] = [e | {"value": next(of_run)} if e["event"] == "loss" else e for e in events]
+        runs[name] = with_losses(events, losses)
     figures, _ = loss_figures(runs_of(made_captures.comparison(tmp_path, runs)))
     difference = figures[1]
     ticks = {float(text): at / 100 for text, at in difference.y_ticks}
