@@ -118,16 +118,6 @@ def test_casts_and_their_bytes_are_those_without_the_trace(policy):
     assert sum(site["cast_bytes"] for site in sites(events)) == totals["cast_bytes"]
 
 
-def test_the_cast_of_a_weight_under_a_rule_is_made_once_in_a_region():
-    layer, x = nn.Linear(16, 16, bias=False), torch.randn(3, 16)
-    policy = plain("bf16", [nc.rule.op("linear", compute="fp16")])
-    events = watched(policy, lambda: layer(x) + layer(x), layer)
-    site = only(events, op="linear")
-    assert (site["calls"], site["casts"]) == (2, 3)
-    assert site["cast_bytes"] == 16 * 16 * 6 + 2 * x.numel() * 6
-    assert site["rule"] == "linear: fp16"
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_counts_as_forward(reentrant):
     block, x = Block(), torch.randn(3, 16, requires_grad=True)

@@ -148,8 +148,6 @@ def test_the_format_stands_against_the_seed(tmp_path):
 def test_scales_have_powers_of_two_and_skipped_steps(tmp_path):
     figure = scale_figure(runs_of(made_captures.fp16(tmp_path)))
     assert [text for text, _ in figure.y_ticks] == ["2¹⁰", "2¹¹", "2¹²", "2¹³", "2¹⁴", "2¹⁵"]
-    name, skipped, steps, first = figure.facts["runs"][0]
-    assert (name, skipped, steps, first) == ("mixed-0 (seed 0)", 9, 300, [1, 2, 3, 4, 97, 120, 121, 194])
     dots = [mark for mark in figure.marks if mark.style == "fail dots"]
     assert len(points_of(dots[0].path)) == 9
 

@@ -14,11 +14,9 @@ from scipy import stats
 
 from narrowcast.report._statistics import (
     Spread,
-    final_loss,
     judge_losses,
     mean,
     median_of_runs,
-    without_warm_up,
 )
 
 FEWEST = 6  # times for which the range covers the median with 95 %: 1 - 2 / 2**6 = 0.969, and 0.938 for five
@@ -62,22 +60,6 @@ def test_an_interval_covers_those_of_all_runs():
     quick, slow = [1.0] * 50, [3.0] * 50
     assert median_of_runs([quick, slow, quick]) == Spread(median_s=1.0, interval_s=(1.0, 3.0))
     assert median_of_runs([[], [2.0, 1.0], []]) == Spread(median_s=1.5, interval_s=(1.0, 2.0))
-
-
-@pytest.mark.parametrize(
-    ("count", "kept"),
-    [(0, 0), (1, 1), (2, 2), (3, 2), (9, 8), (10, 9), (19, 18), (20, 18), (30, 27), (300, 270)],
-)
-def test_the_first_tenth_of_the_steps_at_least_one_is_warm_up(count, kept):
-    assert without_warm_up(range(count)) == list(range(count))[count - kept :]
-
-
-@pytest.mark.parametrize(
-    ("count", "last"), [(1, 1), (2, 1), (9, 1), (19, 1), (20, 2), (29, 2), (30, 3), (300, 30), (705, 70)]
-)
-def test_a_final_loss_is_the_mean_of_the_last_tenth(count, last):
-    losses = [1.0 / n for n in range(1, count + 1)]
-    assert final_loss(losses) == statistics.fmean(losses[-last:])
 
 
 @pytest.mark.parametrize(
