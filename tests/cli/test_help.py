@@ -27,7 +27,6 @@ PAGES = {
     ("compare", "-h"): ["one that you need.", "SCRIPT", "--policy", "--loss-scale", "--run-dir", "--json"],
     ("explain", "-h"): ["SCRIPT", "--policy", "--against", "--lock", "--check", "--all", "--json", "--steps"],
     ("migrate", "-h"): ["PATH", "--write", "--check", "--to", "--json", "Exit code 1: with --check"],
-    ("--version",): [narrowcast.__version__],
 }
 PROGRAM = """\
     import contextlib, io, json, sys
@@ -46,11 +45,12 @@ def pages(tmp_path_factory):
     """The help of every verb as a terminal of 80 columns shows it, all from one process."""
     workshop = Workshop(tmp_path_factory.mktemp("help"))
     program = workshop.write("calls.py", PROGRAM)
-    more = [("doctor", "--help"), ("report", "--help")]
+    more = [("doctor", "--help"), ("report", "--help"), ("--version",)]
     ended = workshop.python(program, json.dumps([*PAGES, *more]), environment={"COLUMNS": "80"})
     assert (ended.code, ended.stderr) == (0, "")
     shown, imported_torch = json.loads(ended.stdout)
     assert not imported_torch
+    assert shown.pop("--version") == f"{narrowcast.__version__}\n"
     return shown
 
 
@@ -63,10 +63,6 @@ def test_help_fits_eighty_columns_and_names_options(pages, words):
     assert max(map(len, page)) <= 80
     assert "int range" not in text
     assert "cache-dir" not in text  # an environment setting, not an option
-
-
-def test_the_version_stands_alone(pages):
-    assert pages["--version"] == f"{narrowcast.__version__}\n"
 
 
 def test_no_paragraph_of_a_help_is_broken_where_its_source_was(pages):

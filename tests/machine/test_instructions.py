@@ -23,6 +23,7 @@ from narrowcast.machine import (
     slow_format_warning,
     versions,
 )
+from narrowcast.machine._torch_internals import capabilities_before_2_12
 
 # Flags of /proc/cpuinfo that mean instructions for a format.
 FLAGS = {
@@ -67,6 +68,10 @@ def test_the_format_of_this_cpu_is_what_its_flags_say():
             assert (flag in flags) == (shown in choice.because)
     else:
         assert choice.because == "this CPU has no bf16 instructions, so bf16 would be slower"
+
+
+def test_names_that_stand_in_for_capabilities_in_torch_2_11():
+    assert set(capabilities_before_2_12()) == {"avx512_bf16", "amx_bf16", "amx_fp16"}
 
 
 @pytest.mark.parametrize(

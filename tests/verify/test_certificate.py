@@ -332,12 +332,6 @@ def test_gradients_that_are_zero_in_fp32_only():
     assert finished(("a", zero, torch.ones(4), torch.ones(4) * 0.3, zero)).verdict == "fail"
 
 
-def test_a_reason_not_to_tell_is_kept():
-    found = finished(made(), cannot_tell="The masks differ.")
-    assert (found.verdict, found.reason) == ("cannot tell", "The masks differ.")
-    assert found.error_over_noise == pytest.approx(0.01, rel=1e-4)
-
-
 def test_scalars_and_empty_parameters():
     one = ("gain", torch.tensor(2.0), torch.tensor(1.0), torch.tensor(2.01), torch.tensor(2.000001))
     empty = ("empty", *[torch.zeros(0, 3)] * 4)

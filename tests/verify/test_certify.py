@@ -172,6 +172,11 @@ def test_sparse_gradients_of_embeddings():
     assert sparse.error_over_noise == pytest.approx(dense.error_over_noise, rel=1e-6)
 
 
+def test_a_bias_before_a_batch_norm_is_rounding_noise():
+    judged = {p.name: p.judged for p in certified(convolutions()).parameters}
+    assert [name for name, was in judged.items() if not was] == ["1.bias"]
+
+
 class Counting(nn.Module):
     """Computes something else at each call, by a buffer."""
 

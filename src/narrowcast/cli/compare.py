@@ -117,7 +117,7 @@ def compare(
 
 
 def _words(given: dict[str, Any], *, module: bool) -> tuple[str, ...]:
-    """The options that differ from their defaults, as they are typed."""
+    """Return the options that differ from their defaults, as they are typed."""
     defaults = {"policy": "auto", "steps": 200, "repeats": 1}
     asked = {name: value for name, value in given.items() if value not in (None, defaults.get(name, 0))}
     words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]

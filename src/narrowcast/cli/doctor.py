@@ -52,7 +52,7 @@ def doctor(
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
-        # The one verb that is for this: a library that torch needs may be missing, or torch itself.
+        # doctor is the verb for this: torch may be missing, or a library that it needs.
         talk(f"torch cannot be imported ({error}). To install it: pip install --upgrade torch")
         return CHECK_FAILED
     from narrowcast.machine import Budget, examine, require_torch
@@ -60,7 +60,7 @@ def doctor(
     require_torch()
     check_policy(policy)
     if script is not None:
-        # Refuses one that is missing before anything is measured.
+        # Refuse a missing script before anything is measured.
         find_script(script, arguments, module=module)
     cache, budget = _cache_folder(cache_dir), Budget(device_s=budget_s)
     with shown_progress() as progress:

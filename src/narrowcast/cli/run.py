@@ -132,7 +132,7 @@ def check_policy(policy: str) -> None:
 
 
 def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Script:
-    """Return the script to run; one that is missing is an error."""
+    """Return the script to run; refuse a missing one."""
     from narrowcast.attach import Script
 
     return (Script.from_module if module else Script.from_path)(script, arguments or [])

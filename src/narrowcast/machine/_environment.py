@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from narrowcast.errors import DeviceError, UnsupportedError, near_names
+from narrowcast.machine._torch_internals import capabilities_before_2_12
 
 _OLDEST_TORCH = (2, 11)
 _T = TypeVar("_T")
@@ -145,17 +146,8 @@ class Choice:
 
 @cache
 def cpu_capabilities() -> dict[str, bool]:
-    # torch.cpu.get_capabilities is public from 2.12 on; 2.11 has the same knowledge under private names.
-    read = getattr(torch.cpu, "get_capabilities", None)
-    if read is not None:
-        return {name: bool(value) for name, value in read().items()}
-    probes = {
-        "avx512_bf16": "_is_avx512_bf16_supported",
-        "amx_bf16": "_is_amx_tile_supported",
-        "amx_fp16": "_is_amx_fp16_supported",
-    }
-    found = {name: getattr(torch.cpu, probe, None) for name, probe in probes.items()}
-    return {name: bool(probe()) for name, probe in found.items() if probe is not None}
+    read = getattr(torch.cpu, "get_capabilities", capabilities_before_2_12)
+    return {name: bool(value) for name, value in read().items()}
 
 
 def _cpu_instructions(format_name: str) -> str | None:

@@ -77,7 +77,7 @@ def gather_facts() -> dict[str, Any]:
     values are null.
     """
     with warnings.catch_warnings():
-        # An old driver or an old GPU makes torch warn here; the mismatch is said in our own line.
+        # An old driver or an old GPU makes torch warn here; ``mismatches`` reports it in one line.
         warnings.simplefilter("ignore")
         gpus, cuda_error = _visible_gpus()
         return {
@@ -242,7 +242,7 @@ def _builds(facts: dict[str, Any]) -> Iterator[_Mismatch]:
 
 
 def _drivers(facts: dict[str, Any]) -> Iterator[_Mismatch]:
-    """Hold a CUDA build of torch against the NVIDIA driver."""
+    """Compare a CUDA build of torch with the NVIDIA driver."""
     built, nvidia = facts["torch"]["cuda"], facts["nvidia"]
     if facts["torch"]["build"] != "cuda":
         return

@@ -196,9 +196,9 @@ def measure_device(
 ) -> list[dict[str, Any]]:
     """Measure every kind of work at every named size in every format on ``device``.
 
-    Formats take turns within a round, so that a busy machine slows all of them alike; what was noisy all the
-    same is measured once more at the end, and the quieter result kept. fp32 is exact (no TF32) whatever the
-    settings are, which are put back.
+    Formats take turns within a round, so that a busy machine slows all of them alike. Sizes with noisy times
+    are measured once more at the end, and the quieter result is kept. fp32 is exact (no TF32) whatever the
+    settings are; they are restored.
 
     Returns:
         One JSON-ready row for each: ``kind``, ``size``, ``shape``, ``format``, ``rounds``,
@@ -235,7 +235,7 @@ def measure_device(
 
 
 def _spread(rows: list[dict[str, Any]]) -> float:
-    """The widest middle half of the rounds of one format, as a share of its median."""
+    """Return the widest middle half of the rounds of one format, as a share of its median."""
     measured = [row for row in rows if row["time_s_median"] is not None]
     return max(
         ((row["time_s_high"] - row["time_s_low"]) / row["time_s_median"] for row in measured), default=0.0
@@ -272,10 +272,10 @@ class _Run:
     def estimate(
         self, work: Work, format_name: str, progress: Callable[[str], None]
     ) -> dict[Shape, float | _Skipped]:
-        """Seconds of one call at each shape, from the smallest up, or why it will not be made.
+        """Return the seconds of one call at each shape, from the smallest up, or why it is not made.
 
-        A shape is tried only when the one before it, scaled up, foretells less than ``longest_s``. A small
-        call is mostly overhead, so the guess errs towards too long; steps between the sizes bound that.
+        A shape is tried only if the time of the one before it, scaled up, is below ``longest_s``. Overhead
+        makes the estimate from a small call too long; steps between the sizes limit that.
         """
         found: dict[Shape, float | _Skipped] = {}
         last: tuple[float, int] | None = None
@@ -307,7 +307,7 @@ class _Run:
     def side_by_side(
         self, work: Work, shape: Shape, estimates: dict[str, float | _Skipped], share_s: float
     ) -> list[dict[str, Any]]:
-        """One row for each format, from rounds in which each has a turn and another begins."""
+        """Return one row for each format, from rounds in which all take turns and another one begins."""
         if self.clock() > self.deadline:
             estimates = {
                 n: v if isinstance(v, _Skipped) else self._out_of_time() for n, v in estimates.items()
@@ -353,7 +353,7 @@ class _Run:
                 times[name].append(self._time(calls[name], name, count[name]))
 
     def _quickest(self, call: Callable[[], object], format_name: str) -> float:
-        """Of up to four calls: the first one also sets things up, and another may be interrupted."""
+        """Return the shortest of up to four calls: the first sets things up, another may be interrupted."""
         seconds = math.inf
         for allowed_s in (math.inf, self.longest_s, *[self.longest_s / 50] * 2):
             if seconds < allowed_s or seconds == math.inf:

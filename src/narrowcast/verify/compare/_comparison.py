@@ -138,7 +138,7 @@ class _Comparison:
         self.writer.write({"event": event, **fields})
 
     def _note_written_files(self) -> None:
-        """Note files that the script wrote outside of its run's folder, as it does in a run of its own."""
+        """Note files that the script wrote outside of its run's folder, which every run overwrites."""
         written = sorted(path for path in self.runs.earlier if os.path.exists(path))
         if written:
             text = "the script wrote files outside of its run's folder, over what was there: "

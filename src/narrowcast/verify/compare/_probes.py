@@ -292,7 +292,7 @@ class GradientProbe(Probe):
         return sum(self._counts.get(o, 0) < batches for o in expected or self._counts)
 
     def finish(self) -> None:
-        """Write what is known so far, since the script may end at any moment."""
+        """Write what is known so far: the script may end at any moment."""
         if os.getpid() != self._process:
             return
         facts = self._facts

@@ -1,0 +1,19 @@
+"""Private names of torch that this package uses; tests/machine has a test for them."""
+
+from __future__ import annotations
+
+import torch
+
+_PROBES = {
+    "avx512_bf16": "_is_avx512_bf16_supported",
+    "amx_bf16": "_is_amx_tile_supported",
+    "amx_fp16": "_is_amx_fp16_supported",
+}
+
+
+def capabilities_before_2_12() -> dict[str, bool]:
+    """Return part of what ``torch.cpu.get_capabilities`` returns, which torch 2.11 does not have.
+
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/cpu/__init__.py
+    """
+    return {name: bool(getattr(torch.cpu, probe)()) for name, probe in _PROBES.items()}
