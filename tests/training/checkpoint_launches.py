@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_flatten
 
-import child_processes
 from child_processes import finished
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LIMIT_S = 1800 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else child_processes.LIMIT_S
 
 
 def launched(script, *arguments, processes=None):
@@ -25,11 +23,7 @@ def launched(script, *arguments, processes=None):
     command = [sys.executable, "-W", "error"]
     if processes:
         command = [sys.executable, *torchrun]
-    done = finished(
-        [*command, SCRIPTS / script, *arguments],
-        limit_s=LIMIT_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = finished([*command, SCRIPTS / script, *arguments], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, f"{script} {arguments} ended with {done.returncode}:\n{done.stderr[-6000:]}"
     return done.stdout.splitlines()
 

@@ -23,7 +23,7 @@ from narrowcast.errors import NarrowcastError
 
 WRONG_USE = 2
 # Options that change the result of a run, and that few scripts have under the same name.
-_TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict")
+_TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict", "--repeats")
 # Everything after the script's name belongs to the script.
 _SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
