@@ -4,6 +4,7 @@ from narrowcast.gradients._check import unscale_by
 from narrowcast.gradients._optimizer_gradients import (
     NonfiniteFlags,
     check_apart,
+    lost_eps,
     nonfinite_flags,
     parameters_of,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "collapse_message",
     "is_capturing",
     "leaf_of",
+    "lost_eps",
     "mark_as_stepped",
     "multiplied",
     "needs_closure",

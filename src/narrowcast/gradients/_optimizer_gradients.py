@@ -199,6 +199,19 @@ def check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 )
 
 
+def lost_eps(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return an ``eps`` of ``optimizer`` that rounds to 0 in fp16, if it has fp16 weights; else None.
+
+    Where a gradient is 0, the optimizer would then divide 0 by 0 and make the weights NaN.
+    """
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        in_fp16 = any(parameter.dtype == torch.float16 for parameter in group["params"])
+        if in_fp16 and isinstance(eps, float) and 0 < eps <= 2.0**-25:
+            return eps
+    return None
+
+
 def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield each parameter with its name, or its position if the optimizer was given no names."""
     for number, group in enumerate(optimizer.param_groups):

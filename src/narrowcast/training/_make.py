@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowcast.casting import Applied, applied_to, cast_floating
 from narrowcast.errors import PolicyError, SettingError
-from narrowcast.gradients import GradScaler, check_apart, parameters_of
+from narrowcast.gradients import GradScaler, check_apart, lost_eps, parameters_of
 from narrowcast.policy import Policy, as_policy, resolve
 from narrowcast.scaling import Off, Static
 from narrowcast.training._optimizer_group import OptimizerGroup, Settings
-from narrowcast.weights import held_by, hold, lost_eps, lower
+from narrowcast.weights import held_by, hold, lower
 
 
 def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.dtype]:

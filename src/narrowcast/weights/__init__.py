@@ -3,7 +3,6 @@
 from narrowcast.weights._held import HeldWeights, hold
 from narrowcast.weights._held import held_by as held_by
 from narrowcast.weights._lower import is_batch_or_instance_norm as is_batch_or_instance_norm
-from narrowcast.weights._lower import lost_eps as lost_eps
 from narrowcast.weights._lower import lower
 from narrowcast.weights._meter import UpdateMeter
 

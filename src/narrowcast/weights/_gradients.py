@@ -50,16 +50,15 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses: bool) -> None:
 
 def _widened(gradient: torch.Tensor, pair: Pair, *, reuses: bool) -> torch.Tensor:
     """Return a float32 copy. Allocating large memory on a CPU takes ten times as long as filling it."""
-    if not reuses or gradient.device.type != "cpu" or is_dtensor(gradient) or not gradient.is_contiguous():
-        return gradient.to(torch.float32, copy=True)
-    memory = pair.memory
+    reuses &= gradient.device.type == "cpu" and gradient.is_contiguous() and not is_dtensor(gradient)
+    memory = pair.memory if reuses else None
     # Another process may still read shared memory.
-    if memory is None or memory.is_shared() or is_held_elsewhere(memory):
-        wide = gradient.to(torch.float32, copy=True)
-        pair.memory = wide.untyped_storage()
-        return wide
-    wide = torch.empty(0, dtype=torch.float32, device="cpu")
-    return wide.set_(memory, 0, gradient.shape, gradient.stride()).copy_(gradient)
+    if memory is not None and not memory.is_shared() and not is_held_elsewhere(memory):
+        wide = torch.empty(0, dtype=torch.float32, device="cpu")
+        return wide.set_(memory, 0, gradient.shape, gradient.stride()).copy_(gradient)
+    wide = gradient.to(torch.float32, copy=True)
+    pair.memory = wide.untyped_storage() if reuses else None
+    return wide
 
 
 def restore_low(pairs: Sequence[Pair]) -> None:
@@ -70,13 +69,6 @@ def restore_low(pairs: Sequence[Pair]) -> None:
             if pair.low.grad is None:
                 pair.low.grad = pair.low_grad
             pair.low_grad = None
-
-
-def end_step(pairs: Sequence[Pair]) -> None:
-    """Put gradients back after a step, and drop those of the working parameters."""
-    restore_low(pairs)
-    for pair in pairs:
-        pair.working.grad = None
 
 
 def clear(pairs: Sequence[Pair], *, set_to_none: bool) -> None:

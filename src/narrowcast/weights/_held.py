@@ -13,7 +13,6 @@ from narrowcast.gradients import ASKED_BY_SCALERS, untraced
 from narrowcast.weights._gradients import (
     ScalerGuard,
     clear,
-    end_step,
     move_back,
     require_dense,
     restore_low,
@@ -34,8 +33,6 @@ from narrowcast.weights._update_methods import (
     saved_state,
     widen_state,
 )
-
-Watcher = Callable[[], Callable[[], None]]
 
 # Weak on both sides: the optimizer's own hooks keep its handle alive.
 _HELD: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[HeldWeights]] = (
@@ -169,7 +166,7 @@ class HeldWeights:
         self._method = method
         self._pairs: list[Pair] = []
         # Called after a step and before it is written; what they return is called after that.
-        self.watchers: list[Watcher] = []
+        self.watchers: list[Callable[[], Callable[[], None]]] = []
         self._hold_new(originals)
         if not self._pairs:
             raise SettingError(
@@ -341,9 +338,7 @@ class HeldWeights:
             # Attributes that users put on parameters for their optimizers.
             vars(working).setdefault(name, value)
         pair = Pair(low, working, seen=None)  # writes through .data count until the first step
-        full = local(working).detach()
-        if original is not None:
-            full = _agreed(local(original).detach(), local(low))
+        full = local(working).detach() if original is None else _agreed(local(original).detach(), local(low))
         self._method.start(pair, full)
         if self._method.frees_working:
             release(pair)
@@ -431,7 +426,9 @@ class HeldWeights:
         with torch.no_grad():
             finish = [watcher() for watcher in self.watchers]
             self._close()
-            end_step(self._pairs)
+            restore_low(self._pairs)
+            for pair in self._pairs:
+                pair.working.grad = None
             for finished in finish:
                 finished()
 

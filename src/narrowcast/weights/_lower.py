@@ -108,19 +108,6 @@ def _check(tensor: torch.Tensor) -> None:
         )
 
 
-def lost_eps(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return an ``eps`` of ``optimizer`` that rounds to 0 in fp16, if it has fp16 weights; else None.
-
-    Where a gradient is 0, the optimizer would then divide 0 by 0 and make the weights NaN.
-    """
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        in_fp16 = any(parameter.dtype == torch.float16 for parameter in group["params"])
-        if in_fp16 and isinstance(eps, float) and 0 < eps <= 2.0**-25:
-            return eps
-    return None
-
-
 # ---- stochastic rounding
 
 

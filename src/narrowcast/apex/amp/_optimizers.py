@@ -19,8 +19,8 @@ from narrowcast.apex.amp._amp_state import maybe_print
 from narrowcast.apex.amp._levels import LOW_DTYPES, Properties
 from narrowcast.apex.amp._models import Masters
 from narrowcast.errors import AmpError
-from narrowcast.gradients import closure_of, mark_as_stepped, unscale_by
-from narrowcast.weights import hold, lost_eps
+from narrowcast.gradients import closure_of, lost_eps, mark_as_stepped, unscale_by
+from narrowcast.weights import hold
 
 _STASH = "_amp_stash"
 _NO_EFFECT = (
