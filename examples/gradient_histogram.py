@@ -141,7 +141,7 @@ def draw(histogram: nc.observe.ExponentHistogram, scale: float, what: str, path:
     axes.set_yscale("log")
     axes.set_xlabel("power of two, before the scale")
     axes.set_ylabel("share of all numbers")
-    zeros = f"{100 * histogram.zeros / max(total, 1):.1f} % of all numbers are zero already"
+    zeros = f"{100 * told.zeros / max(total, 1):.1f} % of all numbers are zero already"
     axes.set_title(f"{what} and the window of fp16, at a loss scale of {scale:g} ({zeros})", size=10)
     axes.legend(
         handles=entries, title="of those that are not zero", loc="upper left", fontsize=8, title_fontsize=8

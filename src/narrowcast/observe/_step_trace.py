@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -322,10 +323,10 @@ def _cell(tensor: torch.Tensor | None) -> str:
         return "none"
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double().flatten()
     if tensor.numel() <= _MOST_SHOWN:
-        return ", ".join(f"{number:.5g}" for number in flat.tolist()) or "empty"
+        return ", ".join(map(_number, flat.tolist())) or "empty"
     if bad := flat.numel() - int(flat.isfinite().sum()):
         return f"{bad} not finite"
-    return f"norm {float(torch.linalg.vector_norm(flat)):.5g}"
+    return f"norm {_number(float(torch.linalg.vector_norm(flat)))}"
 
 
 def _stage_lines(stage: Stage, label: str) -> list[str]:
@@ -340,3 +341,9 @@ def _stage_lines(stage: Stage, label: str) -> list[str]:
 
 def _row(*cells: str) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS.values(), strict=True)).rstrip()
+
+
+def _number(value: float) -> str:
+    """Format to four decimals, or as a power of ten where these would show zero or too many digits."""
+    is_fixed = value == 0 or 5e-5 <= abs(value) < 1e7 or not math.isfinite(value)
+    return f"{value:.4f}" if is_fixed else f"{value:.4e}"

@@ -286,10 +286,8 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
         FileError: one cannot be deleted.
     """
     stale = [folder / EXPLANATION, *folder.glob("capture-process*.jsonl")]
-    for path in folder.glob("capture-rank*.jsonl"):
-        rank = _OF_A_RANK.match(path.name)
-        if rank is not None and int(rank[1]) >= from_rank:
-            stale.append(path)
+    ranks = {path: _OF_A_RANK.match(path.name) for path in folder.glob("capture-rank*.jsonl")}
+    stale += [path for path, rank in ranks.items() if rank is not None and int(rank[1]) >= from_rank]
     if from_rank == 0:
         stale += [folder / name for name in (RUN, "stdout.txt", "stderr.txt")]
     for path in stale:

@@ -26,7 +26,6 @@ _RANGES = {"Optimizer.step#": OPTIMIZER, _LOADER: LOADING}
 _CAST_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # A cast is a copy inside one of these; autograd makes it again for the gradient, in a node of its own.
 _CASTING = ("aten::to", "aten::_to_copy", "aten::copy_")
-_CAST_NODE = "ToCopyBackward0"
 # A step that lasts longer than this times the median was disturbed by something else.
 _DISTURBED = 1.5
 
@@ -192,7 +191,7 @@ def _part_of(op: Any, inherited: str) -> str:
     for prefix, part in _RANGES.items():
         if op.name.startswith(prefix):
             return part
-    if (op.name in _CASTING or op.name.endswith(_CAST_NODE)) and _has_cast(op):
+    if (op.name in _CASTING or op.name.endswith("ToCopyBackward0")) and _has_cast(op):
         return CASTS
     if is_product(op.name):
         return PRODUCTS
@@ -297,7 +296,7 @@ _ON_CPU_ANYWHERE = ("torch.optim.", "torch.utils.data.", "narrowcast.")
 
 
 class HostReads(TorchFunctionMode):
-    """Counts each read of a tensor's values by Python, by the line that asked::
+    """Counts each read of a tensor's values by Python, by the line that ``call_site`` returns::
 
         with HostReads(call_site) as reads:
             step()
@@ -306,9 +305,6 @@ class HostReads(TorchFunctionMode):
     On a GPU each read waits until the GPU has computed the values. A read inside another is one: printing a
     tensor reads it several times. Not counted: reads of CPU tensors by optimizers, samplers and narrowcast.
     Models under ``torch.compile`` run eagerly within the block.
-
-    Args:
-        call_site: returns the line of the script that is running.
     """
 
     def __init__(self, call_site: Callable[[], str]) -> None:
