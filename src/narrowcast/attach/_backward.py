@@ -122,8 +122,8 @@ class Backward:
     def _stands_in(self) -> Callable[[torch.Tensor], bool]:
         """Return which leaves of the nested pass that begins now stand in for tensors of the outer pass.
 
-        Those of a checkpoint are known. For any other Function that runs a pass inside its backward, a leaf
-        is one if it is not a parameter and no outer pass ever reached it.
+        Those of a checkpoint are known. Other Functions may run a pass inside their backward too: there a
+        leaf stands in for a tensor if it is not a parameter and no outer pass has reached it.
         """
         if self._regions.begins_recomputed_backward():
             return self._regions.is_stand_in

@@ -13,9 +13,9 @@ Rules inside the transformations of ``torch.func`` need kernels in front of its 
 ``jvp`` come before autocast in the dispatcher. ``vmap`` decomposes composites before autocast sees them, so a
 rule for ``softmax`` would be ignored; and below each layer autocast is on again, so the product inside a
 ``linear`` that a rule computes in fp32 would be cast to the region's format. If rules are in force, the
-kernels in front cast above all layers, and what follows runs with autocast off; composites without a rule are
-decomposed there. Outside of ``torch.func`` nothing reaches them. What a layer itself calls meets none of
-them; where ``vmap`` would ignore a rule for it, that is an error.
+kernels in front cast the inputs first, and the layers run with autocast off; composites without a rule are
+decomposed there. Code outside of ``torch.func`` never reaches these kernels. Operators that a layer calls
+skip them, and if ``vmap`` would thereby ignore a rule, an error is raised.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class _AutocastKernels:
 def own_kernel(op: str, device_type: str) -> _Kernel | None:
     """Return our kernel of ``op``, to be called with a keyset first, or None.
 
-    Under a ``TorchDispatchMode`` PyTorch may call a removed kernel: the last that Python registered for this
-    name and key. So a kernel on top of ours calls ours directly, also after it was removed.
+    Under a ``TorchDispatchMode`` PyTorch calls the kernel that Python registered last for this name and key,
+    even a removed one. So an overlay may run after its end, and must call our kernel directly.
     """
     library = _libraries.get(device_type)
     return None if library is None else library.installed.get(op)
@@ -158,8 +158,8 @@ def acquire(device_type: str, ops: tuple[str, ...]) -> None:
 def release(device_type: str, ops: tuple[str, ...]) -> None:
     """Remove each kernel that no other policy needs, as soon as no region is open in any thread.
 
-    Policies end when garbage is collected. If a kernel went inside a region, PyTorch's would cast a weight a
-    second time, and the gradients of its two casts would be added in the low format.
+    Policies end when garbage is collected. If a kernel were removed inside a region, PyTorch's would cast
+    the same weight again, and autograd would add the gradients of the two casts in the low format.
     """
     with _lock:
         users = _libraries[device_type].users

@@ -49,9 +49,9 @@ from narrowcast.policy import (
 def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
     """Return what PyTorch does with an operator without a kernel of autocast; takes a keyset first.
 
-    It redispatches below autocast, and calls inside are cast as usual: composites make such calls, and so do
-    kernels like that of a sparse matmul. Arithmetic calls nothing; it runs with autocast off instead, since a
-    redispatch takes no numbers for tensors.
+    It redispatches below autocast. Operators that a composite or a sparse matmul calls inside are still cast.
+    Arithmetic accepts numbers where tensors belong, which a redispatch does not; it calls no other operator,
+    so it runs with autocast off.
     """
     if takes_numbers_for_tensors(op):
         off, call = without_key(device_type), call_of(op)
@@ -99,7 +99,7 @@ def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Ten
     exact = torch.tensor(number, dtype=_EXACT[type(number)])
     if any(_rank(one.dtype) >= _rank(exact.dtype) for one in beside):
         if any(one.dim() for one in beside):
-            return exact  # without dimensions, it gives way to what has any
+            return exact  # of no dimension: a tensor that has any decides the dtype
         wanted = beside[0].dtype
         for one in beside[1:]:
             wanted = torch.promote_types(wanted, one.dtype)
@@ -205,7 +205,12 @@ def _casts(compute: str, device: str, scope: Scope) -> Callable[[Any, Any], tupl
     if not depends_on_inputs(compute):
         dtype = compute_dtype(compute, torch.float32, (), device)
         return None if dtype is None else lambda args, kwargs: _cast_all(args, kwargs, dtype, device)
-    return lambda a, k: _cast_all(a, k, widest(tensors_in((*a, *k.values())), device), device)
+
+    def by_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
+        inputs = tensors_in((*args, *kwargs.values()))
+        return _cast_all(args, kwargs, compute_dtype(compute, torch.float32, inputs, device), device)
+
+    return by_inputs
 
 
 def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:

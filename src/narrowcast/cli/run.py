@@ -48,7 +48,7 @@ RunDirOption = Annotated[
     typer.Option(
         "--run-dir",
         metavar="DIR",
-        help="Folder of the capture, and of pictures that the script saves. "
+        help="Folder of the capture; the script finds it in NARROWCAST_RUN_DIR. "
         "Default: a new folder under NARROWCAST_CACHE_DIR or ~/.cache/narrowcast.",
         show_default=False,
     ),

@@ -207,8 +207,8 @@ class Iteration:
     def _defers_unscaling(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
         """Return whether the optimizer's step divides the gradients.
 
-        On a CPU the step is faster without, and the host knows at once whether to call it. But if the scale
-        is no power of two, only the division inside the step gives torch's bits.
+        On a CPU it is faster to divide before the step, and the host knows at once whether to skip it. But if
+        the scale is not a power of two, only a division inside the step gives torch's bits.
         """
         if not _torch_internals.takes_grad_scale(optimizer) or scaling.below_one:
             return False

@@ -46,7 +46,7 @@ COMPUTES: dict[str, str | None] = {
 }
 """Each word for ``compute`` of a rule -> the format that operators' inputs are cast to; None: no cast.
 
-A word for a format that is not one of ``FORMATS`` or ``WIDEST`` needs ``casting/_operators.py`` too.
+A word that maps to another format than ``FORMATS`` and ``WIDEST`` also needs ``casting/_operators.py``.
 """
 
 

@@ -332,9 +332,9 @@ class WeightCasts:
     torch drops weight casts when the outermost region of a thread ends, so each micro-batch would cast every
     weight again. One level of autocast nesting, held from the first region to the step, keeps them.
 
-    A kept cast is a graph node that is older than the rest of the next micro-batch's graph, and autograd runs
-    old nodes last: the low-precision gradient of every weight, and DDP's reduction, would wait for the end of
-    the backward pass. These nodes are told to run early.
+    Autograd runs old nodes last, and a kept cast is older than the next micro-batch's graph. All low-precision
+    gradients of weights would stay in memory until the end of the backward pass, and DDP would reduce only
+    then. So these nodes are given a priority to run early.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:

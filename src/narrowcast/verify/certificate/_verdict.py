@@ -39,10 +39,10 @@ _MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which c
 # Needed because large batches have little noise to divide by, and full batches none.
 ROUNDING_SIZE = 0.01
 # Relative error where both batches are the same: about ten roundoffs of bf16, what is left of them after a
-# dozen layers; a direction within 3 degrees of FP32's. Without noise to compare with, a gradient that
-# shrinks as training converges makes it larger (the full-batch network of examples/quantized_sine.py in
-# bf16: 0.011 at the start, 0.062 after 20 steps, 0.31 after 60), so from here to PARAMETER_LIMIT the verdict
-# is "cannot tell".
+# dozen layers; a direction within 3 degrees of FP32's. Training shrinks the gradient, so the relative error
+# grows although rounding stays the same: in the full-batch network of examples/quantized_sine.py in bf16
+# from 0.011 to 0.062 after 20 steps and 0.31 after 60. From here to PARAMETER_LIMIT the verdict is therefore
+# "cannot tell".
 SAME_BATCH_LIMIT = 0.05
 # An FP32 gradient is rounding noise if it changes by this share or more when each op rounds only once.
 # Measured in networks of convolutions and batch norms: 1e-3 at most for any other gradient, 1.0 for the bias
