@@ -332,7 +332,7 @@ class WeightCasts:
     torch drops weight casts when the outermost region of a thread ends, so each micro-batch would cast every
     weight again. One level of autocast nesting, held from the first region to the step, keeps them.
 
-    Autograd runs old nodes last, and a kept cast is older than the next micro-batch's graph. All low-precision
+    Autograd runs old nodes last, and a kept cast is older than the next micro-batch's graph. All low
     gradients of weights would stay in memory until the end of the backward pass, and DDP would reduce only
     then. So these nodes are given a priority to run early.
     """

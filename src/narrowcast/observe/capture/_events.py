@@ -190,12 +190,13 @@ def _number(kind: type, value: Any) -> Number:
 # ---- limits that decide when a gradient is lost; the verdict of a certificate and the page both go by them
 
 # Error over noise of all parameters together. Noise is the difference of two batches, with twice the variance
-# of one. So a random error of 0.05 of the noise adds 2 * 0.05**2 = 0.5 % to the variance of a step, as a batch
-# smaller by 0.5 % would; one of 0.1 adds 2 %. Measured on a CPU, batches of 8 to 512, at the start and after 60 steps, largest found:
-# bf16 embeddings 0.006, LSTM and GRU 0.009, LayerNorm 0.019, transformer 0.019, VAE 0.038, MLP with ReLU
-# 0.049, small convolutions with batch norm and ReLU 0.082 (rounding turns single ReLUs on or off); fp16 with
-# a fitting scale 0.016. Gradients 2**-10 too small for fp16 0.55 and up. Between the two limits a network
-# that rounds badly and one that loses a little of its gradient look the same.
+# of one. So a random error of 0.05 of the noise adds 2 * 0.05**2 = 0.5 % to the variance of a step, as a
+# batch smaller by 0.5 % would; one of 0.1 adds 2 %. Measured on a CPU, batches of 8 to 512, at the start and
+# after 60 steps, largest found: bf16 embeddings 0.006, LSTM and GRU 0.009, LayerNorm 0.019, transformer
+# 0.019, VAE 0.038, MLP with ReLU 0.049, small convolutions with batch norm and ReLU 0.082 (rounding turns
+# single ReLUs on or off); fp16 with a fitting scale 0.016. Gradients 2**-10 too small for fp16 0.55 and up.
+# Between the two limits a network that rounds badly and one that loses a little of its gradient look the
+# same.
 TOTAL_LIMIT = 0.05
 TOTAL_FAILS = 0.1
 # Error of one parameter, over its noise or its gradient, whichever is larger: with few elements one of them
