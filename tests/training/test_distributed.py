@@ -32,7 +32,7 @@ class World(NamedTuple):
     scenarios: tuple[str, ...] = ()
 
 
-FEW = World(2, ("skip: ddp, loss", "skip: fsdp2, loss", "flush", "left alone", "resume"))
+FEW = World(2, ("skip: ddp, grad", "skip: fsdp2, loss", "flush", "left alone", "resume"))
 CUDA = World(1, ("cuda",))
 SIZES = [pytest.param(World(count), marks=pytest.mark.long, id=str(count)) for count in (2, 4)]
 long_sizes = pytest.mark.parametrize("world", SIZES, indirect=True)
@@ -98,16 +98,16 @@ def names_expected(kind, where, rank, world):
 
 
 @every_size
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_an_infinite_loss_on_one_rank_skips_the_step_on_all(kind, world):
-    check_skip(kind, "loss", world)
+@pytest.mark.parametrize(("kind", "where"), [("ddp", "grad"), ("fsdp2", "loss")])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(kind, where, world):
+    check_skip(kind, where, world)
 
 
 @long_sizes
 @pytest.mark.parametrize(
-    ("kind", "where"), [("ddp", "grad"), ("fsdp2", "grad"), ("plain", "loss"), ("plain", "grad")]
+    ("kind", "where"), [("ddp", "loss"), ("fsdp2", "grad"), ("plain", "loss"), ("plain", "grad")]
 )
-def test_an_infinity_on_one_rank_skips_the_step_on_all(kind, where, world):
+def test_an_infinity_anywhere_skips_the_step_on_all(kind, where, world):
     check_skip(kind, where, world)
 
 
