@@ -164,6 +164,21 @@ def test_hooks_see_true_gradients(register):
     assert_as_in_fp32(seen)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_module_hook_changes_gradients_by_a_list_or_a_tuple(kind):
+    """torch takes both; the second hook sees what the first returned."""
+
+    def seen():
+        (model, (x, y)), found = (network(), data()), []
+        loss = nn.MSELoss()
+        loss.register_full_backward_hook(lambda m, gi, go: kind(None if g is None else g * 2 for g in gi))
+        loss.register_full_backward_hook(lambda m, gi, go: found.append(gi[0].clone()))
+        (loss(model(x), y) * 1e-3).backward()
+        return [*found, *(p.grad for p in model.parameters())]
+
+    assert_as_in_fp32(seen)
+
+
 def test_a_hook_registered_first_runs_first():
     leaf, order = torch.ones(1, requires_grad=True), []
     early = leaf.register_hook(lambda g: order.append("early"))

@@ -291,17 +291,30 @@ def test_hooks_run_inside_and_may_change_arguments_and_outputs():
     assert seen == [True, True]
 
 
+class DataParallel(nn.Module):
+    """By its name a wrapper of torch, on a machine without devices."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
 def test_wrappers_have_the_path_of_what_they_wrap():
-    class DataParallel(nn.Module):  # by its name, as a wrapper of torch on a machine without devices
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args):
-            return self.module(*args)
-
     given = [rule.module("head", compute="fp16"), rule.module("", op="softmax", compute="bf16")]
     assert formats(*given, model=DataParallel(Model())) == formats(*given)
+
+
+def test_a_module_that_a_wrapper_gets_later_has_its_rules():
+    wrapper = DataParallel(Model())
+    nc.apply(wrapper, rules(rule.module("head", compute="fp32")))
+    wrapper(X)
+    wrapper.module.head = nn.Linear(4, 4)
+    wrapper.module(X)
+    wrapper.module = Model()
+    assert wrapper(X)["head"].dtype == FP32
 
 
 @pytest.mark.usefixtures("one_process")

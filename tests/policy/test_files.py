@@ -236,8 +236,8 @@ def test_a_file_that_is_not_there(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written(tmp_path, place, reason):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(PolicyError, match="surrogates not allowed"):
-        odd("\ud800").save(tmp_path / "policy.toml")
+    with pytest.raises(PolicyError, match="which is no text"):
+        odd("\ud800")
     path = tmp_path / place
     found = refusal(lambda: Policy(compute="bf16").save(path))
     assert found == f"cannot write the policy to {path}: {reason}"

@@ -52,9 +52,7 @@ def check_bits(folder, case):
     weights = [value for value in whole["model"].values() if value.is_floating_point()]
     assert all(value.isfinite().all() for value in weights)
     if case.endswith("fp16"):
-        state = (
-            whole["kept"].get("scaler") or whole["kept"]["stepper"]["objects"]["", "scalers", "0"]["state"]
-        )
+        state = whole["kept"].get("scaler") or whole["kept"]["stepper"]["objects"]["\nscalers\n0"]["state"]
         assert state["scale"] < 2.0**16, "steps were skipped"
 
 

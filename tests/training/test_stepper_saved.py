@@ -7,6 +7,7 @@ import torch
 from checkpoint_launches import same
 from stepper_runs import made, micro_batch
 from torch import nn
+from torch.distributed import checkpoint
 
 import narrowcast as nc
 from narrowcast.scaling import Dynamic
@@ -53,6 +54,18 @@ def test_resuming_is_bit_exact(policy):
     assert resumed.steps == 4
     train(again, resumed, 4, seed=2, overflow_at=(5,))
     assert same(again.state_dict(), model.state_dict())
+    assert same(resumed.state_dict(), stepper.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_goes_through_torchs_distributed_checkpoint(tmp_path):
+    (model, stepper), (again, resumed) = make("fp16"), make("fp16")
+    train(model, stepper, 2, seed=1)
+    train(again, resumed, 1, seed=9)
+    checkpoint.save({"stepper": stepper.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    loaded = {"stepper": resumed.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    resumed.load_state_dict(loaded["stepper"])
     assert same(resumed.state_dict(), stepper.state_dict())
 
 

@@ -147,3 +147,17 @@ def test_the_flag_may_stay_on_the_device(restore):
             torch.allclose(wanted[name].float(), model.state_dict()[name].float(), equal_nan=True)
             for name in STATISTICS
         )
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_skip_restores_sparse_buffers(layout):
+    model = Normalized()
+    model.register_buffer("graph", torch.eye(3).to_sparse(layout=layout))
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "fp32", restore="all")
+    with stepper.autocast():
+        loss = model(torch.randn(5, 6)).mean() * math.inf
+    model.graph.values().fill_(7)
+    assert stepper.step(loss).skipped
+    assert model.graph.to_dense().equal(torch.eye(3))
+    assert model.calls == 0

@@ -396,3 +396,18 @@ def test_a_forgotten_second_batch_is_named(policy):
 def test_evaluation_mode_is_said():
     reasons = [certified(mlp().train(mode)).reason for mode in (False, True)]
     assert ["in evaluation mode" in reason for reason in reasons] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.eye(2).to_sparse(), torch.full((1,), torch.nan).expand(3)], ids=["sparse", "expanded"]
+)
+def test_buffers_of_any_layout_are_put_back(odd):
+    def counts(model, batch):
+        model.calls.add_(1)
+        return cross_entropy(model, batch)
+
+    model = mlp()
+    model.register_buffer("odd", odd)
+    model.register_buffer("calls", torch.zeros(1))
+    assert certified(model, loss_fn=counts).verdict == "pass"
+    assert model.calls == 0

@@ -27,6 +27,18 @@ def test_a_fingerprint_is_of_every_bit_shape_and_dtype():
     assert fingerprint([torch.empty(0)]) != fingerprint([])
 
 
+def test_a_tensor_without_memory_of_its_own_has_no_fingerprint():
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+        __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: args[0])
+
+    with pytest.raises(UnsupportedError, match="memory of its own, got a Wrapper"):
+        fingerprint([Wrapper(torch.ones(3))])
+
+
 def test_fingerprints_and_random_states_need_no_numpy(monkeypatch):
     """torch runs without NumPy; its tensors then raise in ``numpy()``."""
     monkeypatch.setattr(torch.Tensor, "numpy", None)

@@ -340,8 +340,8 @@ def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _true(value: Any, factor: float) -> Any:
-    """Return an argument of a hook, a gradient or a tuple of them, with true gradients."""
-    if isinstance(value, tuple):
+    """Return an argument of a hook, a gradient or a sequence of them, with true gradients."""
+    if isinstance(value, list | tuple):
         return tuple(_true(one, factor) for one in value)
     if not isinstance(value, torch.Tensor):
         return value
@@ -349,7 +349,7 @@ def _true(value: Any, factor: float) -> Any:
 
 
 def _scaled_like(result: Any, like: Any, factor: float) -> Any:
-    if isinstance(result, tuple) and isinstance(like, tuple):
+    if isinstance(result, list | tuple) and isinstance(like, list | tuple):
         return tuple(_scaled_like(r, g, factor) for r, g in zip(result, like, strict=False))
     if isinstance(like, tuple) and len(like) == 1:
         return _scaled_like(result, like[0], factor)

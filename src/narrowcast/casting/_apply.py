@@ -202,7 +202,8 @@ class _ModelHook(Hook):
     def follow_model(self, module: torch.nn.Module) -> None:
         if self._names_modules:
             self._inside = self._inside or ModuleHooks(self.shared)  # in a copy there is none
-            self._inside.follow(module)
+            model = None if self._model is None else self._model()
+            self._inside.follow(module if model is None else model)  # not a module that the model wraps
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inside": None}
@@ -266,18 +267,19 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
         if not rule.is_for_modules and not in_fp8:
             continue
         selected = [path for path, names in named if names_module(rule, path, names)]
-        if in_fp8:
-            if not any(path == p or not p or path.startswith(f"{p}.") for path in linears for p in selected):
-                known = near_names(rule.module or "", linears[:8]) if linears else "The model has none."
-                wanted = f"expected a torch.nn.Linear for the rule {rule}"
-                missed[rule] = f"{wanted}, got none in {rule.target}. {known}"
-        elif not selected:
+        if rule.is_for_modules and not selected:
             if rule.module is not None:
                 guess = near_names(rule.module, [path for path, _ in modules if path][:40])
             else:
                 kinds = sorted({type(module).__name__ for _, module in modules})
                 guess = near_names(str(rule.module_type).rpartition(".")[2], kinds)
             missed[rule] = f"this {type(modules[0][1]).__name__} has no {rule.target}. {guess}"
+        elif in_fp8 and not any(
+            path == p or not p or path.startswith(f"{p}.") for path in linears for p in selected
+        ):
+            known = near_names(rule.module or "", linears[:8]) if linears else "The model has none."
+            wanted = f"expected a torch.nn.Linear for the rule {rule}"
+            missed[rule] = f"{wanted}, got none in {rule.target}. {known}"
     return missed
 
 

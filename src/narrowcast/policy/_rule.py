@@ -248,6 +248,10 @@ def _inside_torch(name: str) -> Any:
 def _check_text(what: str, example: str, value: Any) -> None:
     if not isinstance(value, str):
         raise PolicyError(f'expected {what}, as "{example}", got {value!r}')
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PolicyError(f'expected {what}, as "{example}", got {value!r}, which is no text') from None
 
 
 def _check_word(what: str, value: Any, known: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,7 +71,7 @@ def make_groups(
 def _optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Optimizer]]:
     given: Mapping[Any, Any] = optimizer if isinstance(optimizer, Mapping) else {None: optimizer}
     by_name = {name: _as_list(one) for name, one in given.items()}
-    every = [one for optimizers in by_name.values() for one in optimizers]
+    every = list(itertools.chain.from_iterable(by_name.values()))
     if not every or not all(isinstance(one, torch.optim.Optimizer) for one in every):
         raise SettingError(f"expected an optimizer, a list or a dict of optimizers, got {optimizer!r}")
     if len({id(one) for one in every}) != len(every):
@@ -82,16 +83,15 @@ def _optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Opt
 
 def _check_parameters(model: torch.nn.Module, by_name: Mapping[Any, list[torch.optim.Optimizer]]) -> None:
     known = {id(parameter) for parameter in model.parameters()}
-    for optimizers in by_name.values():
-        for optimizer in optimizers:
-            held = held_by(optimizer)
-            mine = set(map(id, parameters_of(optimizer)))
-            mine |= {id(low) for low, _ in held.parameters} if held else set()
-            if not mine & known:
-                raise SettingError(
-                    f"no parameter of this {type(optimizer).__name__} is one of the model's: make it from "
-                    "model.parameters(), after anything that replaces them (as .to_empty() does)"
-                )
+    for optimizer in itertools.chain.from_iterable(by_name.values()):
+        held = held_by(optimizer)
+        mine = set(map(id, parameters_of(optimizer)))
+        mine |= {id(low) for low, _ in held.parameters} if held else set()
+        if not mine & known:
+            raise SettingError(
+                f"no parameter of this {type(optimizer).__name__} is one of the model's: make it from "
+                "model.parameters(), after anything that replaces them (as .to_empty() does)"
+            )
 
 
 def _warn_of_lost_updates(optimizers: Sequence[torch.optim.Optimizer], *, low_weights: bool) -> None:
@@ -126,8 +126,7 @@ def _by_same_names(
     if given is None:
         return dict.fromkeys(by_name)
     if isinstance(given, Mapping):
-        unknown = set(given) - set(by_name)
-        if unknown:
+        if set(given) - set(by_name):
             raise SettingError(
                 f"{what} has the names {sorted(given)}, and the optimizers {sorted(map(str, by_name))}"
             )
@@ -148,12 +147,11 @@ def _scaler_for(
         return given
     if isinstance(given, torch.amp.GradScaler):
         raise SettingError("expected a nc.GradScaler, got torch's: its results do not tell what was skipped")
-    schedule = given
-    if schedule is None and torch.float16 not in formats.values():
-        schedule = Off()
-    if schedule is None and low_weights:
-        schedule = Static(scale=1.0)  # apex's O3
-    return GradScaler(loss_scale=schedule, process_group=process_group, allow_fp16_gradients=low_weights)
+    if given is None and torch.float16 not in formats.values():
+        given = Off()
+    elif given is None and low_weights:
+        given = Static(scale=1.0)  # apex's O3
+    return GradScaler(loss_scale=given, process_group=process_group, allow_fp16_gradients=low_weights)
 
 
 def place_rules(model: torch.nn.Module, policy: Policy) -> list[Applied]:
@@ -161,9 +159,8 @@ def place_rules(model: torch.nn.Module, policy: Policy) -> list[Applied]:
 
     None are needed without rules for modules, or if ``nc.apply`` was called with the same policy.
     """
-    if not policy.names_modules or applied_to(model, policy) is not None:
-        return []
-    return [Applied(model, policy, opens=False)]
+    needed = policy.names_modules and applied_to(model, policy) is None
+    return [Applied(model, policy, opens=False)] if needed else []
 
 
 def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> Any:
@@ -217,7 +214,7 @@ def _hold_weights(
     named: dict[int, str] = {}
     if originals is None:
         return named
-    for optimizer in (one for optimizers in by_name.values() for one in optimizers):
+    for optimizer in itertools.chain.from_iterable(by_name.values()):
         mine = set(parameters_of(optimizer))
         own = {p: value for p, value in originals.items() if p in mine}
         held = held_by(optimizer) or hold(optimizer, originals=own)

@@ -424,8 +424,11 @@ class Statistics:
     def restore(self, skipped: torch.Tensor | bool = True) -> None:
         """Restore the values if the step was skipped, and keep them."""
         for buffer, before in self._kept or () if skipped is not False else ():
-            flag = torch.as_tensor(skipped).to(buffer.device, non_blocking=True)
-            buffer.copy_(torch.where(flag, before, buffer))
+            if skipped is True:  # sparse and quantized buffers too, which torch.where does not take
+                buffer.copy_(before)
+            else:
+                flag = torch.as_tensor(skipped).to(buffer.device, non_blocking=True)
+                buffer.copy_(torch.where(flag, before, buffer))
 
     def forget(self) -> None:
         self._kept = None

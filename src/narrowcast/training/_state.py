@@ -244,7 +244,13 @@ class Run:
 
     def model_state(self) -> dict[str, Any]:
         """The model's state by names without wrappers."""
-        return {canonical(self.model, name): value for name, value in self.model.state_dict().items()}
+        state, names = self.model.state_dict(), self._names()
+        return {names[name]: value for name, value in state.items()}
+
+    def _names(self) -> dict[str, str]:
+        """Return each name without wrappers, or as it is if two tensors would have the same name."""
+        names = {name: canonical(self.model, name) for name in self.model.state_dict()}
+        return names if len(set(names.values())) == len(names) else {name: name for name in names}
 
     def layouts(self) -> dict[tuple[Any, ...], Any]:
         """By place in the tree: a tensor whose kind, and perhaps shape, the one there has."""
@@ -305,8 +311,7 @@ class Run:
             self.objects.load(tree["objects"])
             if self.stepper is not None:
                 self.stepper._restart(tree["stepper"]["steps"])
-            names = self.model.state_dict()
-            state = {name: tree["model"][canonical(self.model, name)] for name in names}
+            state = {name: tree["model"][saved] for name, saved in self._names().items()}
             self.model.load_state_dict(state, strict=False)
             if tree["random"] is not None:
                 fit.notes.extend(set_random_states(tree["random"]))

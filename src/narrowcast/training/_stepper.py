@@ -230,7 +230,9 @@ class Stepper:
             OrderError: during an accumulation, whose gradients would be lost.
         """
         self._refuse_unfinished()
-        return {"steps": self.steps, "objects": Objects(self.model, self._groups).state()}
+        states = Objects(self.model, self._groups).state()
+        # torch.distributed.checkpoint takes text for keys.
+        return {"steps": self.steps, "objects": {"\n".join(key): one for key, one in states.items()}}
 
     def _refuse_unfinished(self) -> None:
         for name, group in self._groups.items():
@@ -249,12 +251,12 @@ class Stepper:
             CheckpointError: the state is of a Stepper with other optimizers, masters, schedulers or
                 parameters. Nothing was loaded.
         """
-        if not isinstance(state, Mapping) or set(state) != {"steps", "objects"}:
-            found = ", ".join(map(repr, state or ())) or "nothing"
-            raise CheckpointError(f"expected what stepper.state_dict() returned, got one with {found}")
+        if not isinstance(state, Mapping) or not isinstance(state.get("objects"), Mapping):
+            raise CheckpointError(f"expected what stepper.state_dict() returned, got {state!r:.80}")
         objects = Objects(self.model, self._groups)
-        objects.check(Fit("the state of the Stepper"), state["objects"])
-        objects.load(state["objects"])
+        saved = {tuple(key.split("\n")): one for key, one in state["objects"].items()}
+        objects.check(Fit("the state of the Stepper"), saved)
+        objects.load(saved)
         self._restart(state["steps"])
 
     def _restart(self, steps: int) -> None:
@@ -325,17 +327,16 @@ class Stepper:
 
     def _backward(self, group: OptimizerGroup, loss: torch.Tensor) -> StepResult:
         """Run the backward pass, and step after the last micro-batch."""
-        alone = len(self._groups) == 1
         ddp = bool(self._synchronization.ddp)
         try:
             # Only the optimizer that steps gets gradients: a generator's loss reaches the discriminator too.
-            inputs = None if alone or ddp else [p for p in group.parameters if p.requires_grad]
+            everything = ddp or len(self._groups) == 1
+            inputs = None if everything else [p for p in group.parameters if p.requires_grad]
             self._casts.before_backward(loss)
             group.backward(loss, inputs=inputs, one_rank=not ddp)
-            if not alone and ddp:
-                for other in self._groups.values():
-                    if other is not group:
-                        other.zero()
+            for other in self._groups.values() if ddp else ():
+                if other is not group:
+                    other.zero()
         except BaseException:
             # The gradients hold part of a backward pass: start a new accumulation.
             self._discard([group])
@@ -385,12 +386,11 @@ class Stepper:
             loss = evaluate()
             check_loss(loss, group)
             finite = bool(loss.detach().isfinite())  # otherwise no scale can help
-            steps = self.steps
             result = self._backward(group, loss)
             retries = finite and group.accumulate == 1 and result.skipped
             if not retries or group.scaler.get_scale() >= result.scale:
                 return result
-            self.steps = steps
+            self.steps -= 1
             set_random_states(random)
 
 

@@ -91,11 +91,8 @@ def explain(
         seen = together([trace.take()])
         events = _watched_events(trace, seen, wanted, device, unit="call", steps=1, complete=True)
     start = start_event([type(model).__name__], policy_name(policy), kind="explain")
-    return Explanation(
-        found=explained(
-            Capture(events=(start, *events, *({"event": "note", "text": text} for text in notes)))
-        )
-    )
+    more = [{"event": "note", "text": text} for text in notes]
+    return Explanation(found=explained(Capture(events=(start, *events, *more))))
 
 
 # ---- a script

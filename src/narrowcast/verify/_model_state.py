@@ -9,16 +9,23 @@ from contextlib import contextmanager
 
 import torch
 
+from narrowcast.errors import UnsupportedError
 from narrowcast.training import random_states, set_random_states
 
 
 def put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` if it differs, hidden from autograd, since a backward may still need the numbers.
-
-    torch refuses to write to a tensor made by ``expand``, which no op in place can have changed either.
-    """
-    if not torch.equal(tensor.detach(), value):
+    """Write ``value`` if it differs, hidden from autograd, since a backward may still need the numbers."""
+    if tensor.layout != torch.strided or not torch.equal(tensor.detach(), value):
         tensor.data.copy_(value)
+
+
+def each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without the repeats of ``expand``: a view that torch can write to."""
+    if tensor.layout == torch.strided:
+        for dimension, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dimension] > 1:
+                tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def random_state() -> str:
@@ -32,6 +39,8 @@ def random_state() -> str:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a contiguous tensor in CPU memory, without NumPy, which torch runs without."""
+    if tensor.nbytes and not tensor.data_ptr():  # ctypes would return other memory's bytes
+        raise UnsupportedError(f"expected a tensor with memory of its own, got a {type(tensor).__name__}")
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -44,7 +53,7 @@ def as_before(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     """
     random = random_states()
     buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        (module, name, buffer, None if buffer is None else each_once(buffer.data).clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
@@ -55,7 +64,7 @@ def as_before(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
-                put_back(buffer, value)
+                each_once(buffer.data).copy_(value)
         set_random_states(random)
 
     try:

@@ -38,7 +38,6 @@ from narrowcast.training.checkpoint._file import Place, damaged, mapped, name_of
 MARKER, SHARDED = "checkpoint.narrowcast", "sharded.pt"
 _DATA = re.compile(r"[0-9a-f]{32}")
 Result = TypeVar("Result")
-Layouts = Mapping[Place, Any]
 
 
 class Ranks:
@@ -276,7 +275,7 @@ def _read_marker(path: Path) -> dict[str, Any]:
     return _file.read(path / MARKER)
 
 
-def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Layouts) -> dict[str, Any]:
+def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Mapping[Place, Any]) -> dict[str, Any]:
     """The tree that this rank continues from: its own if as many ranks saved, otherwise mostly rank 0's.
 
     Tensors are in memory: as DTensors where ``layouts`` has one, otherwise whole and on the CPU.
@@ -294,11 +293,8 @@ def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Layouts) -> dict[str
             value = functools.reduce(operator.getitem, place, common)
         like = _like(value, place, layouts)
         if isinstance(value, torch.Tensor) and value.is_meta:
-            empty = (
-                torch.empty_like(value, device="cpu")
-                if like is None
-                else torch.empty_like(like, dtype=value.dtype)
-            )
+            device = "cpu" if like is None else like.device
+            empty = torch.empty_like(value if like is None else like, dtype=value.dtype, device=device)
             sharded[name_of(place)] = empty.detach()
             return sharded[name_of(place)]
         if like is None:
@@ -350,7 +346,7 @@ def _load_sharded(data: Path, sharded: dict[str, torch.Tensor]) -> None:
         load(sharded, storage_reader=Reader(data), no_dist=True)  # each rank reads for itself
 
 
-def _like(value: Any, place: Place, layouts: Layouts) -> Any:
+def _like(value: Any, place: Place, layouts: Mapping[Place, Any]) -> Any:
     """The DTensor that decides how the tensor at ``place`` is cut; None for values that stay whole."""
     like = layouts.get(place, layouts.get(place[:-1]))
     fits = isinstance(value, torch.Tensor) and hasattr(like, "device_mesh") and like.shape == value.shape

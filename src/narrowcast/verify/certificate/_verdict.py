@@ -71,8 +71,8 @@ def _nothing_judged(parameters: Sequence[ParameterResult]) -> str:
         return "No parameter needs a gradient, so there is nothing to compare."
     if all(p.reason == _ROUNDING_NOISE for p in parameters):
         return (
-            "Every FP32 gradient changes wholly with the last bit of the weights: does the loss change when "
-            "it is computed twice, for the same batch and random numbers?"
+            "Every FP32 gradient changes wholly with how its ops round: does the loss change when it is "
+            "computed twice, for the same batch and random numbers?"
         )
     return f"No gradient can be judged ({few([f'{p.name}: {p.reason}' for p in parameters])})."
 

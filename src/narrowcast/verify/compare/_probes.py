@@ -21,7 +21,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
-from narrowcast.verify._model_state import bytes_of, put_back, random_state
+from narrowcast.verify._model_state import bytes_of, each_once, put_back, random_state
 from narrowcast.verify.compare._runs import (
     EXACT,
     MIXED,
@@ -203,7 +203,7 @@ class GradientProbe(Probe):
         state = {
             name: tensor
             for name, tensor in {**dict(module.named_parameters()), **buffers}.items()
-            if id(tensor) not in self._tensors and not is_lazy(tensor)
+            if id(tensor) not in self._tensors and not is_lazy(tensor) and each_once(tensor) is tensor
         }
         self._tensors |= {id(tensor): tensor for tensor in state.values()}
         if self._role == REFERENCE:
