@@ -55,6 +55,10 @@ def test_inputs_by_keyword_and_one_rule_for_softmax():
         (site,) = [site for site in found["sites"] if site["op"] == "softmax.int"]
         outputs.append((site["outputs"], site["rule"]))
     assert outputs == [(["bf16"], None), (["fp16"], "softmax: fp16")]
+    unreached = nc.rule.op("gelu", compute="fp32")
+    text = str(nc.explain(model, plain.with_rules(unreached, rule), x, scale=2.0))
+    assert "\nrule 2: softmax: fp16\n" in text, "the numbers are those of the policy"
+    assert "rule 1:" not in text
 
 
 def test_fp8_layers_are_matmuls_by_rule_and_others_have_a_note():

@@ -200,7 +200,7 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
     text = _template().render(
         found=found,
         groups=_grouped(found, every=every),
-        rules=list(dict.fromkeys(site["rule"] for site in found["sites"] if site["rule"] is not None)),
+        reached={site["rule"] for site in found["sites"]},
         unreached=unreached,
     )
     lines = text.rstrip("\n").split("\n")

@@ -33,7 +33,7 @@ def profile(
         with nc.observe.profile() as profile:
             train()
         print(profile)  # 0.532 s, peak 12 MiB (cpu)
-        profile.duration_s, profile.peak_bytes
+        profile.duration_s, profile.peak_bytes  # of this block; call it again for another
 
     On CUDA the block waits for the device at both ends, and memory is the peak of torch's allocator, whose
     record is reset: ``torch.cuda.max_memory_allocated`` then counts from the start of the block. On a CPU
