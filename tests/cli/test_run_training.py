@@ -57,9 +57,11 @@ def with_threads(shared_workshop):
     return shared_workshop.narrowcast("run", "--policy", "bf16", "threads.py")
 
 
+@pytest.mark.cpu_kind
 def test_threads_train_in_the_run_and_exit_handlers_do_not(with_threads):
     ours = with_threads
-    assert (ours.code, ours.stderr) == (7, "")
+    notes = [line for line in ours.stderr.splitlines() if "has no instructions" not in line]
+    assert (ours.code, notes) == (7, [])
     assert ours.stdout.splitlines() == [
         "main ['torch.bfloat16']",
         "thread ['torch.bfloat16']",
