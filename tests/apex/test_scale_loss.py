@@ -3,13 +3,11 @@
 import gc
 import importlib
 import math
-import sys
 import weakref
 from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
@@ -391,10 +389,9 @@ def test_a_block_keeps_no_graph():
         gc.enable()
 
 
-def test_gradients_in_the_buckets_of_ddp_add_up(monkeypatch):
+@pytest.mark.usefixtures("one_process")
+def test_gradients_in_the_buckets_of_ddp_add_up():
     """DDP writes the gradients of the second block over those of the first."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group puts its own there
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model, optimizer = start("O1")
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     for factor in (1, 2):
@@ -402,7 +399,6 @@ def test_gradients_in_the_buckets_of_ddp_add_up(monkeypatch):
             scaled.backward()
     del wrapped
     gc.collect()  # DDP ends before its group
-    dist.destroy_process_group()
     assert torch.equal(gradient(optimizer), 3 * X)
 
 

@@ -84,14 +84,6 @@ def test_ranks_write_two_captures_and_print_one_summary(overflowed_on_rank_1):
     assert text.count("narrowcast: ") - notes == 1, "one block, from rank 0"
 
 
-@pytest.fixture
-def one_process(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group puts its own there
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("one_process")
 def test_fsdp2_runs_in_bf16_and_is_refused_in_fp16():
     def losses(policy):

@@ -1,7 +1,5 @@
 """What torch's compiler does to the process when it is first needed; here that is before any test."""
 
-import sys
-
 import pytest
 import setuptools  # noqa: F401 (puts packages of its own on the path)
 import torch
@@ -17,15 +15,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def one_process(monkeypatch):
-    """A process group of gloo with this process alone."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group puts its own there
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

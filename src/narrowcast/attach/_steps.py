@@ -20,6 +20,7 @@ from narrowcast.gradients import (
     SkipStep,
     closure_of,
     collapse_message,
+    parameters_of,
     step_or_restore,
     untraced,
 )
@@ -93,7 +94,7 @@ class Steps:
         original(owner, *args, **kwargs)
         if self._scale.active:
             optimizer = isinstance(owner, torch.optim.Optimizer)
-            parameters = _parameters(owner) if optimizer else owner.parameters()
+            parameters = parameters_of(owner) if optimizer else owner.parameters()
             self._leaves.zeroed(parameters, self._scale.backward)
 
     def _before_unwrapped_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -111,8 +112,8 @@ class Steps:
             )
         self._thread.depth += 1
         try:
-            self._leaves.own(_parameters(optimizer))
-            bad = self._leaves.nonfinite_among(_parameters(optimizer))
+            self._leaves.own(parameters_of(optimizer))
+            bad = self._leaves.nonfinite_among(parameters_of(optimizer))
             if not bad:
                 self._took(optimizer)
                 return None
@@ -161,10 +162,10 @@ class Steps:
             result = hooked(optimizer, *args, **kwargs)
             self._saw_step(optimizer, skipped=False)
             return result
-        self._leaves.own(_parameters(optimizer))
+        self._leaves.own(parameters_of(optimizer))
         if closure_of(args, kwargs) is not None:
             return self._step_with_closure(hooked, optimizer, args, kwargs)
-        bad = self._leaves.nonfinite_among(_parameters(optimizer))
+        bad = self._leaves.nonfinite_among(parameters_of(optimizer))
         if bad:
             self._skip(optimizer, bad)
             return None
@@ -175,11 +176,11 @@ class Steps:
     def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Omit a step for the observer, which can read the gradients that it would have used."""
         if self._scale.active:
-            self._leaves.own(_parameters(optimizer))
+            self._leaves.own(parameters_of(optimizer))
         closure = closure_of(args, kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        bad = self._leaves.nonfinite_among(_parameters(optimizer)) if self._scale.active else []
+        bad = self._leaves.nonfinite_among(parameters_of(optimizer)) if self._scale.active else []
         self._observer.held_back(optimizer)
         if bad:
             self._skip(optimizer, bad)
@@ -201,7 +202,7 @@ class Steps:
 
     def _skip(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
         self._saw_step(optimizer, skipped=True)
-        self._leaves.skipped(_parameters(optimizer))
+        self._leaves.skipped(parameters_of(optimizer))
         self._scale.after_step(overflow=True)
         since = self._skips.skipped(optimizer, self._recorder.steps + self._recorder.skipped_steps)
         if since is not None:
@@ -236,7 +237,7 @@ class Steps:
         def evaluate() -> Any:
             for _ in range(PATIENCE):
                 loss = closure()
-                bad = self._leaves.nonfinite_among(_parameters(optimizer))
+                bad = self._leaves.nonfinite_among(parameters_of(optimizer))
                 if not bad:
                     return loss
                 if isinstance(loss, torch.Tensor) and not bool(torch.isfinite(loss.detach()).all()):
@@ -245,15 +246,11 @@ class Steps:
                 self._scale.after_step(overflow=True)
                 if self._scale.value == scale:
                     break  # a fixed scale
-                for parameter in _parameters(optimizer):
+                for parameter in parameters_of(optimizer):
                     parameter.grad = None
             raise SkipStep(loss, bad)
 
         return evaluate
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _subclasses(kind: type) -> Iterator[type]:
