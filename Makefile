@@ -1,7 +1,9 @@
 # Each target does everything from a fresh clone: environment, pinned install, then the job.
-# `make bench PYTHON=python3` uses a Python that already has torch, and installs nothing.
+# `make bench PYTHON=python3` uses a Python that already has torch, and installs nothing; so does `make gpu`.
+# `make test SYSTEM_PYTHON=python3.12 TORCH=2.11.0` makes an environment of its own, with that torch.
 SYSTEM_PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(if $(TORCH),-$(TORCH)-$(notdir $(SYSTEM_PYTHON)))
+CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 STAMP := $(VENV)/.installed
 
 ifdef PYTHON
@@ -13,19 +15,20 @@ RUN := $(VENV)/bin/python
 endif
 PYTEST := $(RUN) -m pytest $(if $(CI),--ci)
 
-.PHONY: help install demo examples docs test test-long breakages check bench clean
+.PHONY: help install demo examples docs test test-long breakages check bench gpu gpu-wheels clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(SYSTEM_PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[all,dev]'
 	@touch $@
 
 install: $(READY)  ## create .venv and install the pinned dependencies
 
 demo: $(READY)  ## compare FP32 and mixed precision on real handwritten digits
-	$(RUN) -m narrowcast compare examples/digits.py
+	$(RUN) -m narrowcast compare --at-step 30 examples/digits.py
 
 examples: $(READY)  ## run every example at full size for this machine; pictures go to docs/gallery/
 	$(RUN) docs/make_gallery.py
@@ -55,5 +58,13 @@ check: $(READY)  ## lint, formatting, types, and the layout of the packages
 bench: $(READY)  ## measure, both sides in one run; ratios go to benchmarks/results/
 	$(RUN) benchmarks/run.py
 
-clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+RESULTS ?= build/gpu
+
+gpu: $(READY)  ## everything that needs a GPU, in 25 minutes at most; RESULTS=DIR, PIECE=name (docs/gpu.md)
+	$(RUN) benchmarks/gpu "$(RESULTS)" $(if $(PIECE),--piece $(PIECE))
+
+gpu-wheels:  ## fetch what a machine with a GPU and torch may lack, for Python 3.12, into build/gpu-wheels
+	$(SYSTEM_PYTHON) benchmarks/gpu/wheels.py
+
+clean:  ## remove the environments and everything built
+	rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+# On CUDA, what each side of the calls so far did on the device in one more round; `drain` empties it.
+_on_device: list[dict[str, dict[str, float]]] = []
+
 
 def interleaved(
     a: Callable[[], None],
@@ -56,7 +59,41 @@ def _rounds(
                 times[side] = seconds(sides[side])
         if number >= warm_up:
             found.append(times)
+    if torch.cuda.is_available():
+        _on_device.append(
+            {side: _measured_on_device(sides[side], before, around.get(side)) for side in sides}
+        )
     return found
+
+
+def drain() -> list[dict[str, dict[str, float]]]:
+    """Return what was measured on the device since the last call: for each pair that was timed, its sides."""
+    found = _on_device.copy()
+    _on_device.clear()
+    return found
+
+
+def _measured_on_device(
+    work: Callable[[], None],
+    before: Callable[[], None],
+    around: Callable[[], AbstractContextManager[object]] | None,
+) -> dict[str, float]:
+    """Return the seconds in which kernels ran, and the bytes by which the allocator's peak rose."""
+    with (around or nullcontext)():
+        before()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            work()
+            torch.cuda.synchronize()
+        risen = torch.cuda.max_memory_allocated() - start
+    kernels = [
+        event.self_device_time_total
+        for event in profiler.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    return {"kernels_s": sum(kernels) / 1e6, "peak_rise_bytes": risen}
 
 
 def seconds(work: Callable[[], None]) -> float:

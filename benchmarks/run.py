@@ -17,6 +17,7 @@ from apex_levels import apex_levels
 from baked_inference import baked_inference
 from compiled_step import compiled_step
 from gradient_path import clipped_step, scaler_overhead, whole_step
+from interleaved import drain
 from linear_sizes import linear_sizes
 from narrowcast.machine import versions
 from overhead_of_run import overhead_of_run
@@ -48,6 +49,12 @@ def judged(row: dict[str, object]) -> tuple[str, bool]:
     return "", False
 
 
+def on_device() -> dict[str, object]:
+    """What the last row's sides did on the device; nothing on a CPU."""
+    measured = drain()
+    return {"on_device": measured} if measured else {}
+
+
 def main() -> int:
     wanted = sys.argv[1:]
     benchmarks = [benchmark for benchmark in BENCHMARKS if not wanted or benchmark.__name__ in wanted]
@@ -61,7 +68,7 @@ def main() -> int:
     for benchmark in benchmarks:
         print(f"{benchmark.__name__}: {benchmark.__doc__.splitlines()[0]}", flush=True)
         for row in benchmark(device):
-            results["results"].append({"benchmark": benchmark.__name__, **row})
+            results["results"].append({"benchmark": benchmark.__name__, **row, **on_device()})
             verdict, missed = judged(row)
             failed |= missed
             print(

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from scenarios import SCENARIOS, data, network
 from test_overflow import all_finite
-from test_scenarios import relative_error, tolerance
+from test_scenarios import AMPLIFICATION, relative_error, tolerance
 from torch import nn
 
 from narrowcast.attach import Attachment
@@ -28,7 +28,9 @@ def test_training_ends_where_fp32_ends(name, policy):
     with Attachment(policy, Dynamic(scale=2.0**8) if policy == "fp16" else None) as attached:
         found = SCENARIOS[name]()
     assert relative_error(found.first_gradients, expected.first_gradients) < tolerance(policy)
-    assert 0 < relative_error(found.parameters, expected.parameters) < 2 * tolerance(policy)
+    # The GPU draws other initial weights: six other draws on a CPU came to 2.7, and L-BFGS to 13.
+    limit = AMPLIFICATION.get(name, 8.0) * tolerance(policy)
+    assert 0 < relative_error(found.parameters, expected.parameters) < limit
     assert all(map(all_finite, found.optimizers))
     assert list(attached.recorder.devices) == ["cuda"]
 
@@ -47,6 +49,20 @@ def test_a_planted_overflow_is_skipped(fused):
             assert unchanged == (factor > 1)
     assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
     assert attached.facts["peak_tensor_bytes"] > 0
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_only_fp16_waits_and_once_a_step(policy, counted_waits):
+    """fp16 decides on the host whether a step is taken, as torch's scaler does for optimizers of any kind."""
+    model, (x, y) = network(), data()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    with Attachment(policy):
+        for _ in range(3):
+            with counted_waits() as waits:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+    assert waits.count == (policy == "fp16")
 
 
 def test_auto_takes_what_the_gpu_computes_in():

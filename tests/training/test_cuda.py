@@ -48,3 +48,33 @@ def test_no_step_waits_for_the_device(policy, max_norm, accumulate, no_waiting):
         else [False, True, False, False]
     )
     assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("max_norm", [None, 0.25])
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_steps_are_those_of_a_loop_by_hand(policy, max_norm, accumulate):
+    """To the bit without clipping; a clipped step to 1e-6, after which roundings in the region differ."""
+    model, _, stepper = made(policy, accumulate=accumulate, max_norm=max_norm)
+    by_hand = network("cuda")
+    optimizer = torch.optim.AdamW(by_hand.parameters(), 1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=policy == "fp16")
+    x, y = torch.randn(16, 32, device="cuda"), torch.randint(0, 4, (16,), device="cuda")
+    for step in range(6 if max_norm is None else 1):
+        batch = x * math.inf if step == 2 and policy == "fp16" else x + step
+        for _ in range(accumulate):
+            result = one_step(model, stepper, batch, y)
+            with torch.autocast("cuda", stepper.formats["cuda"]):
+                loss = F.cross_entropy(by_hand(batch), y)
+            scaler.scale(loss / accumulate).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(by_hand.parameters(), max_norm)
+            assert result.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert result.skipped == bool(batch.isinf().any())
+    tolerance = 0.0 if max_norm is None else 1e-6
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
