@@ -99,9 +99,13 @@ def other_calls():
         "nll_loss2d": lambda t: F.nll_loss(t(image), torch.zeros(1, 8, 8, dtype=torch.int64)),
         "layer_norm": lambda t: F.layer_norm(t(x), (8,), t(ones)),
         "linear": lambda t: F.linear(t(x), t(y)),
+        # Since torch 2.15.
+        **{op: lambda t: torch.ops.aten.linalg_matrix_sqrth(t(torch.eye(8)))
+           for op in ("linalg_matrix_sqrth",) if hasattr(torch.ops.aten, op)},
     }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*_norm is deprecated")
 @pytest.mark.parametrize("given", [FP32, BF16, FP16])
 @pytest.mark.parametrize("compute", [BF16, FP16])
 @pytest.mark.parametrize("name", other_calls())

@@ -9,8 +9,10 @@ from casting_cases import BF16, FP16, FP32, in_threads, rules
 from dispatch_table import changes_since, everywhere, kernels, whole_table
 
 import narrowcast as nc
-from narrowcast.casting import region_in
+from narrowcast.casting import Promotion, _kernels, region_in
 from narrowcast.casting._kernels import root_scope
+from narrowcast.casting._scopes import _OTHER_STATE_DEVICES, _STATE_DEVICES
+from narrowcast.policy import TABLES
 
 
 @pytest.fixture
@@ -102,6 +104,23 @@ def test_an_open_region_and_its_object_keep_rules_alive(before):
         assert torch.randn(4).softmax(-1).dtype == FP16
     gc.collect()
     assert changes_since(before) == {}
+
+
+def test_a_policy_may_end_while_kernels_are_removed(before, monkeypatch):
+    ending = [Promotion(nc.Policy(compute="bf16"), "cpu", BF16, print)]
+    other = [rule("softmax", "fp16")]
+    root_scope(other[0], "cpu", BF16)
+    library = _kernels._libraries["cpu"]
+    drop = library.drop
+    monkeypatch.setattr(library, "drop", lambda op: (drop(op), other and (other.clear(), gc.collect())))
+    ending.clear()
+    assert changes_since(before) == {}
+
+
+def test_scopes_of_a_cpu_and_a_gpu_share_no_state():
+    carriers = {one: _STATE_DEVICES.get(one, _OTHER_STATE_DEVICES) for one in TABLES}
+    for device in set(TABLES) - {"cpu"}:
+        assert not {device, *carriers["cpu"]} & {*carriers[device]}
 
 
 @pytest.mark.long

@@ -23,17 +23,14 @@ def region():
     opened.close()
 
 
-def test_what_starts_the_engine_is_looked_up_at_each_call():
+def test_what_starts_the_engine_is_looked_up_at_each_call(monkeypatch):
     seen = []
-    below = internals.current_engine()
-    internals.replace_engine(lambda *args, **kwargs: seen.append(1) or below(*args, **kwargs))
-    try:
-        x = torch.ones(2, requires_grad=True)
-        x.sum().backward()
-        torch.autograd.grad((x * x).sum(), x)
-        torch.autograd.backward((x * x).sum())
-    finally:
-        internals.replace_engine(below)
+    below = getattr(*internals.ENGINE)
+    monkeypatch.setattr(*internals.ENGINE, lambda *a, **named: seen.append(1) or below(*a, **named))
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    torch.autograd.grad((x * x).sum(), x)
+    torch.autograd.backward((x * x).sum())
     assert seen == [1, 1, 1]
 
 
@@ -101,8 +98,8 @@ def test_nothing_is_left_of_one_that_cannot_open():
     with pytest.raises(nc.NarrowcastError):
         LastingRegion(POLICY, {"cpu": torch.bfloat16, "no such device": torch.bfloat16})
     assert product() == torch.float32
-    assert not _autocast._process.rules
-    assert _weight_casts._process.loading_users == 0
+    assert not _autocast._outside_rules
+    assert _weight_casts.LOADING.users == 0
 
 
 def test_a_thread_that_ended_leaves_no_region_behind():

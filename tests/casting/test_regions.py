@@ -138,7 +138,8 @@ def test_a_region_left_before_the_one_inside_it():
     assert _nesting() == 0
 
 
-def test_regions_of_two_devices_left_out_of_order():
+def test_regions_of_two_devices_left_out_of_order(monkeypatch):
+    monkeypatch.setattr("torch.xpu.is_available", lambda: True)
     outer, inner = nc.autocast("xpu", BF16, cache_enabled=False), nc.autocast("cpu", FP16)
     xpu_before = state("xpu")
     outer.__enter__()

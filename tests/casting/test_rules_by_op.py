@@ -11,7 +11,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import narrowcast as nc
+from narrowcast.casting import _kernels
 from narrowcast.errors import UnsupportedError
+from narrowcast.policy import PROMOTE, TABLES
 
 rule = nc.rule
 FORMATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
@@ -126,6 +128,44 @@ def test_promotion_looks_at_what_is_cast_alone():
     with region(rule.op("mul", compute="promote")):
         mixed = a * a.bfloat16()
     assert same(mixed, a.float() * a.bfloat16().float())
+
+
+EACH_ROW = torch.arange(4)
+MEETING = {  # every operator that promotes on the table of the CPU or of CUDA
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "index_copy": lambda a, b: torch.index_copy(a, 0, EACH_ROW, b),
+    "addcdiv": lambda a, b: torch.addcdiv(a, b, b),
+    "addcmul": lambda a, b: torch.addcmul(a, b, b),
+    "atan2": torch.atan2,
+    "bilinear": lambda a, b: F.bilinear(a, b, a.new_ones(2, 4, 4)),
+    "cross": lambda a, b: torch.cross(a[:3], b[:3], dim=0),
+    "dot": lambda a, b: torch.dot(a[0], b[0]),
+    "vdot": lambda a, b: torch.vdot(a[0], b[0]),
+    "grid_sampler": lambda a, b: torch.grid_sampler(a[None, None], b.view(1, 4, 2, 2), 0, 0, False),
+    "index_put": lambda a, b: torch.index_put(a, (EACH_ROW,), b),
+    "tensordot": lambda a, b: torch.tensordot(a, b, dims=1),
+    "scatter_add": lambda a, b: torch.scatter_add(a, 0, EACH_ROW[:, None].expand(4, 4), b),
+}
+
+
+def promoting(table):
+    return {op for op, how in TABLES[table].items() if how == PROMOTE} - {"index_copy.dimname"}
+
+
+@pytest.mark.parametrize("table", ["cpu", "cuda"])
+def test_bf16_and_fp16_promote_to_fp32(table):
+    """One of them by a rule: PyTorch's own kernels would raise an error."""
+    x = torch.rand(4, 4)
+    for op in promoting(table):
+        call = MEETING[op]
+        with nc.autocast("cpu", policy=rules(rule.op("softmax", compute="fp16"), tables=table)):
+            half, product = torch.softmax(x, 0), torch.mm(x, x)
+            ours = call(product, half), call(half, product), call(half, half)
+        assert (half.dtype, product.dtype) == (FP16, BF16)
+        assert same(ours[0], call(product.float(), half.float())), op
+        assert same(ours[1], call(half.float(), product.float())), op
+        assert same(ours[2], call(half, half)), op
 
 
 def test_as_is():
@@ -303,7 +343,6 @@ def forward_mode(function, x, w):
         return tuple(forward_ad.unpack_dual(dual))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("derivatives", [backward, double_backward, forward_mode])
 def test_derivatives_are_those_of_casts_by_hand(derivatives):
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
@@ -369,3 +408,10 @@ def test_a_custom_operator_beside_one_with_a_rule(library):
         assert thrice(x).dtype == BF16
     with region(rule.module("", op="narrowcast_tests::thrice", compute="fp32"), enabled=False):
         assert thrice(x).dtype == FP32
+
+
+def test_a_policy_that_cannot_be_served_holds_no_kernels(monkeypatch):
+    monkeypatch.setattr(_kernels, "register_kernel", None)
+    with pytest.raises(TypeError), region(rule.op("lgamma", compute="fp32")):
+        pass
+    assert "lgamma" not in _kernels._libraries["cpu"].users

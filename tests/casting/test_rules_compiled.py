@@ -227,3 +227,20 @@ def test_torch_script_calls_our_kernels():
     with nc.autocast("cpu", policy=FIRST):
         assert scripted(X).dtype == FP16
     assert scripted(X).dtype == FP32
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_region_in_scripted_code_is_torchs_alone():
+    def theirs(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    def ours(x):
+        with nc.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    assert torch.jit.script(theirs)(torch.ones(2, 2)).dtype == BF16
+    with pytest.raises(
+        torch.jit.frontend.NotSupportedError, match="autocast' is being compiled since it was"
+    ):
+        torch.jit.script(ours)

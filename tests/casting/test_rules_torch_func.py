@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 import narrowcast as nc
 from narrowcast.errors import UnsupportedError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 rule = nc.rule
 RULES = (
     rule.op("softmax", compute="fp16"),

@@ -84,6 +84,7 @@ def test_cuda(name, position, region):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("region", [BF16, FP16])
 @pytest.mark.parametrize(("name", "position"), entries(AutocastTestLists, ["torch_need_autocast_promote"]))
 def test_cuda_promotion(name, position, region):

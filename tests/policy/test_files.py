@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from narrowcast.errors import PolicyError
-from narrowcast.policy import COMPUTES, FORMATS, FP8_RECIPES, PRESETS, Policy, Rule, as_policy, rule
+from narrowcast.policy import FP8_RECIPES, PRESETS, Policy, Rule, as_policy, rule
+from narrowcast.policy._rule import COMPUTES, FORMATS
 
 OPS = ("softmax", "softmax.int", "linear", "sum.default", "_weight_norm")
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -230,7 +231,7 @@ def test_a_file_that_is_not_there(tmp_path, monkeypatch):
         ("folder", "Is a directory"),
         ("file/policy.toml", "Not a directory"),
         ("nowhere/policy.toml", "No such file or directory"),
-        ("a\0b", "embedded null byte"),
+        ("a\0b", "embedded null"),
     ],
 )
 def test_a_place_that_cannot_be_written(tmp_path, place, reason):
@@ -240,7 +241,8 @@ def test_a_place_that_cannot_be_written(tmp_path, place, reason):
         odd("\ud800")
     path = tmp_path / place
     found = refusal(lambda: Policy(compute="bf16").save(path))
-    assert found == f"cannot write the policy to {path}: {reason}"
+    assert found.startswith(f"cannot write the policy to {path}: ")
+    assert reason in found.removeprefix(f"cannot write the policy to {path}: ")
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
     assert (tmp_path / "file").read_text() == "kept"
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from narrowcast.errors import PolicyError
-from narrowcast.policy import base_of, canonical_op, every_operator, operator, overloads_of, rule
+from narrowcast.policy import base_of, every_operator, operator, overloads_of, rule
+from narrowcast.policy._ops import canonical_op
 
 
 @pytest.fixture

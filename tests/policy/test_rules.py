@@ -5,7 +5,8 @@ import torch
 
 import narrowcast as nc
 from narrowcast.errors import PolicyError
-from narrowcast.policy import COMPUTES, FORMATS, Policy, Rule, rule
+from narrowcast.policy import Policy, Rule, rule
+from narrowcast.policy._rule import COMPUTES, FORMATS
 
 LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
 KNOWN = "Known: fp32, bf16, fp16, lower, promote, as-is, refuse, fp8_tensorwise, fp8_rowwise."

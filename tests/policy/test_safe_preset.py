@@ -30,7 +30,7 @@ NORMS_AND_LOSS = {"layer_norm", "group_norm", "rms_norm", "binary_cross_entropy"
 @pytest.fixture(scope="module")
 def found():
     script = Path(__file__).parent / "scripts" / "mixed_inputs.py"
-    ended = finished([sys.executable, str(script)])
+    ended = finished([sys.executable, str(script)], limit_s=800)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -54,11 +54,33 @@ def test_each_rule_helps_and_does_as_the_table_of_the_device_that_runs_it(found)
         assert helped["cpu"] or helped["cuda"], f"nothing stops without {one}"
         if helped["cpu"] and helped["cuda"]:
             expected = PROMOTE
-            assert one.op not in TABLES["cpu"]
-            assert one.op not in TABLES["cuda"]
+            assert one.op not in TABLES["cpu"], helped
+            assert one.op not in TABLES["cuda"], helped
         else:
             expected = TABLES["cuda" if helped["cpu"] else "cpu"][one.op]
         assert one.compute == expected, one
+
+
+# Operators below those that models call, in-place sums with dtype=, sparse gradients, a Python function, and
+# one in place that has no fp16 kernel on a CPU.
+NOT_PROMOTED = {
+    *("_softmax_backward_data", "native_layer_norm", "native_group_norm", "cumprod_", "cumsum_"),
+    *("nn.functional.embedding_bag", "nn.functional.linear_cross_entropy", "nn.functional.rrelu_"),
+}
+# Refused by the table; without a low kernel on a CPU (a softmax from fp16 to fp32: its backward pass), or
+# without one in the backward pass of an empty matrix.
+NOT_ON_CUDA = {
+    *("nn.functional.binary_cross_entropy", "nn.functional.avg_pool3d"),
+    "torch.ops.aten._safe_softmax.default",
+    *("cholesky", "linalg.cholesky", "linalg.cholesky_ex"),
+}
+
+
+@pytest.mark.long
+def test_what_runs_in_fp32_runs_with_promotion(found):
+    assert found["tried"] > 30_000
+    on_cuda = {f"{name} on cuda" for name in NOT_PROMOTED | NOT_ON_CUDA}
+    assert set(found["with promotion"]) <= NOT_PROMOTED | on_cuda
 
 
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
@@ -66,20 +88,13 @@ INDEX = torch.tensor([1, 0])
 CALLS = {
     "lerp": lambda a, b: torch.lerp(a, b, torch.tensor(0.25).to(a.dtype)),
     "index_add": lambda a, b: torch.index_add(a, 0, INDEX, b[:2]),
-    "index_copy": lambda a, b: torch.index_copy(a, 0, INDEX, b[:2]),
-    "index_put": lambda a, b: torch.index_put(a, (INDEX,), b[:2]),
     "scatter": lambda a, b: torch.scatter(a, 0, INDEX[None], b),
-    "scatter_reduce": lambda a, b: torch.scatter_reduce(a, 0, INDEX[None], b, "sum"),
-    "masked_scatter": lambda a, b: torch.masked_scatter(a, a > 0, b),
     "tensordot": lambda a, b: torch.tensordot(a, b.T, dims=1),
     "dot": lambda a, b: torch.dot(a[0], b[0]),
     "bilinear": lambda a, b: functional.bilinear(a, b, torch.ones(1, 6, 6).to(a.dtype)),
     "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3], dim=1),
     "complex": torch.complex,
     "solve": lambda a, b: torch.linalg.solve(a[:, :4], b),
-    "embedding_bag": lambda a, b: functional.embedding_bag(
-        INDEX[None], a, per_sample_weights=b[:1, :2], mode="sum"
-    ),
 }
 
 
@@ -94,14 +109,6 @@ def test_mixed_inputs_give_what_fp32_gives(name, tables):
     by_hand = call(narrow.float(), Y), call(Y, narrow.float())
     assert all(torch.equal(one, other) for one, other in zip(ours, by_hand, strict=True))
     assert ours[0].dtype in (torch.float32, torch.complex64)
-
-
-@pytest.mark.parametrize("name", ["lerp", "index_add", "scatter", "tensordot", "dot"])
-def test_inputs_of_one_format_stay_in_it(name):
-    policy = Policy(compute="bf16", rules=Policy.preset("safe").rules)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        with nc.autocast("cpu", policy=policy):
-            assert CALLS[name](X.to(dtype), Y.to(dtype)).dtype == dtype
 
 
 def test_products_that_cuda_has_on_its_table_are_in_the_lower_format():

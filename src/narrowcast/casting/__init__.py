@@ -5,7 +5,7 @@
 is ``torch.compile`` of that; ``cast_floating`` casts the tensors inside any nesting of containers.
 """
 
-from narrowcast.casting._apply import Applied, applied_to, apply
+from narrowcast.casting._apply import Applied, applied_to, apply, refuse_in_torchscript
 from narrowcast.casting._autocast import (
     LastingRegion,
     ScopedRegion,
@@ -17,15 +17,18 @@ from narrowcast.casting._autocast import (
 )
 from narrowcast.casting._bake import bake
 from narrowcast.casting._compile import compile
-from narrowcast.casting._scopes import rule_that_casts
-from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path, tensors_inside
+from narrowcast.casting._kernels import Promotion, promotions
+from narrowcast.casting._scopes import PROMOTING, rule_that_casts
+from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path, tensors_inside, undo_on_error
 from narrowcast.casting._watching import ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
 from narrowcast.casting.fp8 import is_fp8
 
 __all__ = [
+    "PROMOTING",
     "Applied",
     "LastingRegion",
+    "Promotion",
     "ScopedRegion",
     "active_scopes",
     "applied_to",
@@ -41,8 +44,11 @@ __all__ = [
     "is_fp8",
     "modules_by_path",
     "ops_under_way",
+    "promotions",
+    "refuse_in_torchscript",
     "region_in",
     "rule_that_casts",
     "tensors_inside",
+    "undo_on_error",
     "watch_ops",
 ]

@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._module_hooks import Hook, Shared, hooks_on
+from narrowcast.casting._kernels import region_of
+from narrowcast.casting._module_hooks import Hook, Shared, device_types, hooks_on
 from narrowcast.casting._torch_internals import guard_hooks_of_modules
-from narrowcast.casting._tree import all_paths, is_wrapper, rules_of
+from narrowcast.casting._tree import all_paths, is_wrapper, rules_of, scopes_by_path, undo_on_error
 from narrowcast.casting.fp8 import apply_fp8, is_fp8, unconverted
-from narrowcast.errors import OrderError, PolicyError, near_names
+from narrowcast.errors import OrderError, PolicyError, near_names, not_copied
 from narrowcast.policy import (
     FP8_RECIPES,
+    LOWER,
     Policy,
     Rule,
     as_policy,
+    base_of,
     class_names,
     names_module,
     policy_name,
@@ -39,7 +42,8 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
     computed. Compute the loss inside the model or outside, and call backward outside. The policy also holds
     in other threads (``DataParallel``), in activation checkpointing, and in copies of the model.
     Modules that are added or replaced later follow their rules from the model's next call on.
-    If a script turns autocast off inside the model, rules do not turn it on again.
+    If a script turns autocast off inside the model, rules do not turn it on again. TorchScript modules follow
+    the region; a copy of one that is the model itself has no policy. If it raises, nothing has changed.
 
     Args:
         model: any module; its parameters stay as they are. DDP and ``torch.compile`` may wrap it before or
@@ -98,18 +102,20 @@ class Applied:
         self.missed = missed_rules(self.policy, model)
         if strict:
             refuse_missed(self.missed)
-        _remove_stale_hooks(modules, self.policy)
-        self.fp8 = apply_fp8(model, self.policy)
+            refuse_in_torchscript(self.policy, model)
         self._shared = Shared(self.policy, opens, admits)
         inside = ModuleHooks(self._shared)
         self._hooks = inside.hooks
-        for paths, module in modules if opens or self.policy.names_modules else ():
-            if "" in paths and (module is model or not is_wrapper(module)):
-                rules = _rules_of(self.policy, paths, module)
-                self._hooks.add(_ModelHook(inside, rules, module, model))
-        inside.follow(model)
+        with undo_on_error([model]):
+            _remove_stale_hooks(modules, self.policy)
+            self.fp8 = apply_fp8(model, self.policy)
+            for paths, module in modules if opens or self.policy.names_modules else ():
+                if "" in paths and (module is model or not is_wrapper(module)):
+                    rules = _rules_of(self.policy, paths, module)
+                    self._hooks.add(_ModelHook(inside, rules, module, model))
+            inside.follow(model)
+            guard_hooks_of_modules()
         _applied[model] = self
-        guard_hooks_of_modules()
 
     @property
     def handles(self) -> list[Any]:
@@ -118,14 +124,18 @@ class Applied:
 
     def remove(self, *, copies: bool = True) -> None:
         """End the policy, by default on copies of the model too; calls that are running end in it."""
-        self._shared.removed = copies
-        self._shared.ended = True
+        self._shared.end(copies=copies)
         _detach(self._hooks)
         self._hooks.clear()
         self.fp8.remove()
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
+
+    __reduce_ex__ = not_copied("the handle of nc.apply", "copy or save the model, which keeps its policy")
+
+    def __deepcopy__(self, _memo: object) -> Applied:
+        return self  # of a copied model too, whose policy it ends
 
     def __repr__(self) -> str:
         model, count = self._model(), sum(one.is_for_modules for one in self.policy.rules)
@@ -281,6 +291,25 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
             wanted = f"expected a torch.nn.Linear for the rule {rule}"
             missed[rule] = f"{wanted}, got none in {rule.target}. {known}"
     return missed
+
+
+def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
+    """Refuse a rule for what TorchScript casts by a table of its own, ahead of any kernel."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/jit/passes/autocast.cpp
+    scripted = [one for one in all_paths(model) if isinstance(one[1], torch.jit.ScriptModule)]
+    graphs = {path: str(getattr(one, "inlined_graph", "")) for paths, one in scripted for path in paths}
+    roots = [region_of(policy, one)[1] for one in device_types(model, (), {}) if graphs]
+    for root in filter(None, roots):
+        scopes, native = scopes_by_path(model, policy, root), root.resolved.native
+        for path, op in ((path, op) for path in graphs for op in native if native[op] == LOWER):
+            decision = scopes[path].decide(op)
+            traced = "_convolution" if op.startswith("conv") else op  # of traced convolutions
+            is_used = any(f"aten::{base_of(one)}(" in graphs[path] for one in (op, traced))
+            if decision and decision.compute not in (LOWER, root.resolved.lower) and is_used:
+                raise PolicyError(
+                    f"a rule ({decision.because}) casts {op!r} in the TorchScript module {path!r}, where "
+                    "torch.jit casts by a table of its own: keep it out of the rule, or unscripted"
+                )
 
 
 def refuse_missed(missed: dict[Rule, str]) -> None:

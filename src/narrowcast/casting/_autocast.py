@@ -12,13 +12,14 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from narrowcast.casting import _apply, _regions, _scopes, _weight_casts
-from narrowcast.casting._kernels import region_of, root_scope
+from narrowcast.casting._kernels import Promotion, region_of, root_scope
 from narrowcast.casting._regions import traced_region
 from narrowcast.casting._scopes import scope_on, thread
 from narrowcast.casting._torch_internals import (
-    current_engine,
+    ENGINE,
+    Replacement,
+    is_exporting,
     nesting,
-    replace_engine,
     skipped_by_dynamo,
     without_autocast,
 )
@@ -72,6 +73,7 @@ class autocast:  # noqa: N801 (torch's spelling)
     """
 
     _warns = True
+    _promotion: Promotion | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a region that a tracer can follow, in code that is traced."""
@@ -241,14 +243,18 @@ class ScopedRegion(autocast):
         return self._rules
 
 
-def region_in(policy: Policy, device_type: str, dtype: torch.dtype, *, warns: bool = False) -> ScopedRegion:
+def region_in(
+    policy: Policy, device_type: str, dtype: torch.dtype, promotion: Any = None, *, warns: bool = False
+) -> ScopedRegion:
     """Return a region of ``policy`` in ``dtype``, for callers that attach rules for modules themselves.
 
     In fp32 it is disabled, unless there are rules.
     """
     scope = None if policy.is_plain else root_scope(policy, device_type, dtype)
     enabled = dtype != torch.float32 or scope is not None
-    return ScopedRegion(device_type, dtype, enabled, scope=scope, warns=warns)
+    region = ScopedRegion(device_type, dtype, enabled, scope=scope, warns=warns)
+    region._promotion = promotion
+    return region
 
 
 def _traced(
@@ -256,7 +262,7 @@ def _traced(
 ) -> Any:
     """Return a region that Dynamo and ``torch.export`` follow; refuse rules, which a graph could not keep."""
     if policy is not None and not as_policy(policy).is_plain:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise UnsupportedError(
                 "a region whose policy has rules was opened in code that torch.export traces, and a program "
                 "keeps no rules: leave it out"
@@ -265,7 +271,7 @@ def _traced(
             "a region whose policy has rules was opened in code that torch.compile traces: open it around "
             "the compiled function, or use nc.compile(model, policy)"
         )
-    if torch.compiler.is_exporting():
+    if is_exporting():
         if enabled and dtype == torch.float32:
             raise UnsupportedError(
                 "expected a region in float16 or bfloat16 for torch.export, got torch.float32, which an "
@@ -273,7 +279,7 @@ def _traced(
                 "with .float()"
             )
         # torch.export writes the setting into the graph, where it should say what the script did.
-        return torch.autocast(device, dtype, enabled, cache_enabled)
+        return traced_region(device, dtype, enabled, cache_enabled=cache_enabled)
     return traced_region(device, dtype, enabled)
 
 
@@ -404,17 +410,16 @@ class LastingRegion:
                 "with statement first"
             )
         self._thread = threading.current_thread()
-        with ExitStack() as opened:
+        with ExitStack() as opened, ExitStack() as watching:
             for device, dtype in dtypes.items():
                 scope = root_scope(policy, device, dtype)
                 opened.enter_context(ScopedRegion(device, dtype, True, True, scope=scope))
+            watching.enter_context(_backward_outside(policy))
+            _weight_casts.LOADING.use(1)
+            watching.callback(_weight_casts.LOADING.use, -1)
+            _weight_casts.watch_optimizers()
             self._open_regions = list(thread.regions)
-            self._regions = opened.pop_all()
-        self._watching = ExitStack()
-        self._watching.enter_context(_backward_outside(policy))
-        _weight_casts.watch_loading(1)
-        self._watching.callback(_weight_casts.watch_loading, -1)
-        _weight_casts.watch_optimizers()
+            self._regions, self._watching = opened.pop_all(), watching.pop_all()
         self._depth = len(dtypes)
 
     def close(self) -> None:
@@ -443,34 +448,22 @@ class LastingRegion:
         self._regions.close()
 
 
-class _Process:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.rules: list[tuple[Rule, ...]] = []  # of the policies whose regions are open
-        self.ours: Any = None
-
-
-_process = _Process()
+_lock = threading.Lock()
+_outside_rules: list[tuple[Rule, ...]] = []  # of the policies whose regions last
 
 
 @contextmanager
 def _backward_outside(policy: Policy) -> Iterator[None]:
     """Meanwhile, backward passes that begin in a region of ``policy`` cast nothing, in any thread."""
-    with _process.lock:
-        _process.rules.append(policy.rules)
-        if _process.ours is None:
-            _process.ours = _outside(current_engine())
-            replace_engine(_process.ours)
+    with _lock:
+        _engine.use(1)
+        _outside_rules.append(policy.rules)
     try:
         yield
     finally:
-        with _process.lock:
-            _process.rules.remove(policy.rules)
-            if not _process.rules:
-                # A later replacement goes on calling ours, which then only calls the original.
-                if current_engine() is _process.ours:
-                    replace_engine(_process.ours.__wrapped__)
-                _process.ours = None
+        with _lock:
+            _outside_rules.remove(policy.rules)
+            _engine.use(-1)
 
 
 def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
@@ -478,7 +471,7 @@ def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
 
     @skipped_by_dynamo
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not any(scope.resolved.rules in _process.rules for scope in _scopes.scopes_here().values()):
+        if not any(scope.resolved.rules in _outside_rules for scope in _scopes.scopes_here().values()):
             return below(*args, **kwargs)
         drop_casts()  # so that the backward pass frees each cast when it is done with it
         try:
@@ -487,5 +480,7 @@ def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             drop_casts()  # those of recomputed forwards
 
-    run.__wrapped__ = below  # type: ignore[attr-defined]
     return run
+
+
+_engine = Replacement(*ENGINE, _outside)

@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.casting._apply import Applied
 from narrowcast.casting._operators import compute_dtype
-from narrowcast.casting._tree import all_paths, scopes_by_path
+from narrowcast.casting._promotion import why_no_lstm
+from narrowcast.casting._tree import all_paths, scopes_by_path, undo_on_error
 from narrowcast.casting._weight_casts import drop_casts
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
 from narrowcast.policy import (
@@ -114,28 +115,31 @@ class Baked:
     def __init__(self, model: torch.nn.Module, policy: Policy, *, keep_fp32: bool, frozen_only: bool) -> None:
         self.policy = policy
         self._ended = False
-        self._applied: Applied | None = Applied(model, policy)
-        self._handles: list[Any] = list(self._applied.handles)
-        chosen = {
-            parameter: dtype
-            for parameter, dtype in _choose(model, policy).items()
-            if not (frozen_only and parameter.requires_grad)
-        }
+        self._handles: list[Any] = []
         self._stored: dict[torch.nn.Parameter, _StoredWeight] = {}
-        for name, parameter in model.named_parameters():
-            if parameter in chosen:
-                self._stored[parameter] = _StoredWeight(name, parameter, chosen[parameter], keep_fp32)
-        self.left = tuple(name for name, one in model.named_parameters() if one not in self._stored)
-        drop_casts()
-        for module in model.modules():
-            own = {name: self._stored[one] for name, one in module._parameters.items() if one in self._stored}
-            if own and isinstance(module, torch.nn.RNNBase):
-                with _apart_from_autograd():
-                    module.flatten_parameters()  # cuDNN wants them in one piece of memory
-            if own and keep_fp32:
-                self._follow_state_dicts(module, own)
-        vars(model)[_HANDLE] = self
         self._watch_optimizers()
+        with undo_on_error([model]) as undo:
+            self._applied: Applied | None = Applied(model, policy)
+            undo.callback(self.restore)
+            self._handles += self._applied.handles
+            chosen = {
+                parameter: dtype
+                for parameter, dtype in _choose(model, policy).items()
+                if not (frozen_only and parameter.requires_grad)
+            }
+            for name, parameter in model.named_parameters():
+                if parameter in chosen:
+                    self._stored[parameter] = _StoredWeight(name, parameter, chosen[parameter], keep_fp32)
+            self.left = tuple(name for name, one in model.named_parameters() if one not in self._stored)
+            drop_casts()
+            for module in model.modules():
+                own = {n: self._stored[one] for n, one in module._parameters.items() if one in self._stored}
+                if own and isinstance(module, torch.nn.RNNBase):
+                    with _apart_from_autograd():
+                        module.flatten_parameters()  # cuDNN wants them in one piece of memory
+                if own and keep_fp32:
+                    self._follow_state_dicts(module, own)
+            vars(model)[_HANDLE] = self
 
     @property
     def formats(self) -> dict[str, torch.dtype]:
@@ -233,6 +237,8 @@ _LAYERS: dict[Any, _Layer] = {
     for transposed in ("", "transpose")
     for n in (1, 2, 3)
 }
+_FUSED_LAYERS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+_FUSED = ("_native_multi_head_attention", "_addmm_activation")
 _TRANSFORMERS_CONV1D = _Layer(("weight", "bias"), ("addmm",))
 
 
@@ -245,7 +251,7 @@ def _layer(module: torch.nn.Module, device_type: str) -> _Layer | None:
         # Its fused kernel is for inputs in the format of the weight, so storing it may change the kernel:
         # torch/nn/modules/activation.py, MultiheadAttention.forward
         return None
-    return _LAYERS.get(kind.forward)
+    return _LAYERS.get(getattr(kind, "forward", None))  # the class of TorchScript modules has none
 
 
 def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, torch.dtype]:
@@ -255,6 +261,9 @@ def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, 
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
                 owners.setdefault(_storage(tensor), set()).add(id(module))
+    # In evaluation PyTorch computes these with fused operators, which tables="cuda" leaves uncast on a CPU.
+    wholes = (one for one in model.modules() if isinstance(one, _FUSED_LAYERS))
+    fused = {id(part) for whole in wholes for part in whole.modules()}
     chosen: dict[torch.nn.Parameter, torch.dtype] = {}
     scopes: dict[str, dict[str, Scope]] = {}  # by device type and path
     for paths, module in all_paths(model):
@@ -268,8 +277,14 @@ def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, 
             if device_type not in scopes:
                 root = resolved(policy, device_type, format_name(resolve(policy, device_type))).root
                 scopes[device_type] = scopes_by_path(model, policy, root)
-            formats = {_format(scopes[device_type][path], layer.ops) for path in paths}
+            ops = (*layer.ops, *(_FUSED if id(module) in fused else ()))
+            formats = {_format(scopes[device_type][path], ops) for path in paths}
             low = formats.pop()
+            # cuDNN's recurrent layers compute in fp16 in every region: aten/src/ATen/cudnn/AutocastRNN.cpp
+            in_fp16 = device_type == "cuda" and isinstance(module, torch.nn.RNNBase)
+            in_fp32 = device_type == "cpu" and isinstance(module, torch.nn.LSTM) and low is not None
+            if (in_fp16 and low is torch.bfloat16) or (in_fp32 and why_no_lstm(low) is not None):
+                continue
             if low is not None and not formats:
                 chosen[parameter] = low
     return chosen

@@ -25,27 +25,29 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.compiler import is_exporting
 
-from narrowcast.casting import _operators
+from narrowcast.casting import _operators, _promotion
 from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
+from narrowcast.casting._promotion import SPARSE_CSR, promoted, promoted_on, promoting, register_sparse_csr
 from narrowcast.casting._regions import once_none_is_open
 from narrowcast.casting._scopes import scope_on, scopes_here
 from narrowcast.casting._torch_internals import (
     decomposition_of,
     has_kernel,
+    is_exporting,
     names_of_composites,
-    qualified,
     register_kernel,
     skipped_by_dynamo,
 )
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import (
+    FP32_SET_DTYPE,
+    TABLES,
     UNLISTED,
     Policy,
     ResolvedPolicy,
@@ -55,6 +57,7 @@ from narrowcast.policy import (
     kept_for,
     native_table,
     operator,
+    qualified,
     resolve,
     resolved,
 )
@@ -70,20 +73,28 @@ class _AutocastKernels:
         self.key = autocast_key(device_type)
         self.libraries: dict[str, Any] = {}
         self.users: Counter[str] = Counter()
+        self.of_rules: Counter[str] = Counter()  # those of them that are rules
         self.installed: dict[str, _Kernel] = {}
         self.native: dict[str, _Kernel] = {}  # of those on PyTorch's table
 
     def add(self, op: str) -> None:
+        if op in SPARSE_CSR:
+            self.libraries[op] = register_sparse_csr(op)
+            self.installed[op] = self.libraries[op]
+            return
         native = native_kernel(op, self.device_type)
         if native is not None:
             self.native[op] = native
-        kernel = _kernel(op, self.device_type, native or below_autocast(operator(op), self.device_type))
+        go_on = native or below_autocast(operator(op), self.device_type)
+        if op in promoted():
+            go_on = promoting(op, go_on, self.device_type)
+        kernel = _kernel(op, self.device_type, go_on)
         self.libraries[op] = register_kernel(op, self.key, kernel)
         self.installed[op] = kernel
 
     def drop(self, op: str) -> None:
-        self.libraries.pop(op)._destroy()
-        del self.installed[op]
+        self.libraries[op]._destroy()  # first: if an exception ends it, the next one tries again
+        del self.libraries[op], self.installed[op]
         self.native.pop(op, None)
 
 
@@ -124,8 +135,46 @@ def serve(resolved: ResolvedPolicy) -> None:
         _served.add(resolved)
 
 
+class Promotion:
+    """As long as this lives, operators promote where they would raise, in regions that are opened with it.
+
+    Args:
+        policy: of these regions.
+        dtype: their dtype on ``device_type``.
+        say: called once for each operator that runs in fp32 for want of a low kernel.
+    """
+
+    def __init__(
+        self, policy: Policy, device_type: str, dtype: torch.dtype, say: Callable[[str], None]
+    ) -> None:
+        words = {format_name(dtype), *(word for one in policy.rules for word in (one.compute, one.output))}
+        ops = promoted_on(device_type, frozenset(words & {"bf16", "fp16"})) if device_type in TABLES else ()
+        self._say, self._said = say, set[str]()
+        acquire(device_type, ops, of_rules=False)
+        _promotion.living.add(self)
+        weakref.finalize(self, release, device_type, ops, of_rules=False).atexit = False
+
+    def __call__(self, op: str, what: str) -> None:
+        if op not in self._said:
+            self._said.add(op)
+            self._say(f"{op} {what}")
+
+
+def promotions(
+    policy: Policy, formats: Mapping[str, torch.dtype], say: Callable[[str], None]
+) -> dict[str, Promotion]:
+    """Return a promotion for each device type of ``formats`` with a low dtype."""
+    low = {device: dtype for device, dtype in formats.items() if dtype != torch.float32}
+    return {device: Promotion(policy, device, dtype, say) for device, dtype in low.items()}
+
+
 def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
     """Return the scope in a region of ``policy``, outside of modules that rules select."""
+    if device_type not in TABLES:
+        raise UnsupportedError(
+            f"expected a device whose autocast table is known ({', '.join(TABLES)}), got {device_type!r}, "
+            'where rules and other tables cannot be followed: use a preset without them, as "bf16"'
+        )
     found = resolved(policy, device_type, format_name(dtype))
     serve(found)
     return found.root
@@ -142,29 +191,36 @@ def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | No
     return found
 
 
-def acquire(device_type: str, ops: tuple[str, ...]) -> None:
+def acquire(device_type: str, ops: tuple[str, ...], *, of_rules: bool = True) -> None:
     """Give each of ``ops`` a kernel until ``release`` is called with the same arguments."""
-    with _lock:
+    with _lock, ExitStack() as undo:
         library = _libraries.setdefault(device_type, _AutocastKernels(device_type))
         library.users.update(ops)  # first: a policy may end meanwhile, and must not take all with it
+        ruled = set(library.of_rules)
+        if of_rules:
+            library.of_rules.update(ops)
+        undo.callback(release, device_type, ops, of_rules=of_rules)
         new = [op for op in ops if op not in library.installed]
         if new:
             with _overlays_removed():
                 for op in new:
                     library.add(op)
-            _functorch.update()
+        if ruled != set(library.of_rules):
+            _update_functorch()
+        undo.pop_all()
 
 
-def release(device_type: str, ops: tuple[str, ...]) -> None:
+def release(device_type: str, ops: tuple[str, ...], *, of_rules: bool = True) -> None:
     """Remove each kernel that no other policy needs, as soon as no region is open in any thread.
 
     Policies end when garbage is collected. If a kernel were removed inside a region, PyTorch's would cast
     the same weight again, and autograd would add the gradients of the two casts in the low format.
     """
     with _lock:
-        users = _libraries[device_type].users
-        users.subtract(ops)
-        users += Counter()  # drops those that no policy needs
+        library = _libraries[device_type]
+        for users in (library.users, library.of_rules) if of_rules else (library.users,):
+            users.subtract(ops)
+            users += Counter()  # drops those that no policy needs
     once_none_is_open(_remove_unneeded)
 
 
@@ -175,8 +231,9 @@ def _remove_unneeded() -> None:
         if unneeded:
             with _overlays_removed():
                 for library, op in unneeded:
-                    library.drop(op)
-            _functorch.update()
+                    if op in library.installed:  # else another policy has ended meanwhile
+                        library.drop(op)
+        _update_functorch()
 
 
 @contextmanager
@@ -193,6 +250,16 @@ def _overlays_removed() -> Iterator[None]:
 def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
     """Return our kernel of ``op``; ``native`` does what PyTorch would, called with a keyset first."""
 
+    def prepare(scope: Scope) -> _operators.Action | None:
+        decision = scope.decide(op)
+        if decision is None:
+            return None
+        action = _operators.action_for(op, decision, scope)
+        if decision.compute in (UNLISTED, FP32_SET_DTYPE) and op in promoted():
+            go_on = promoting(op, lambda keyset, *args, **kwargs: action(keyset, args, kwargs), device_type)
+            return lambda keyset, args, kwargs: go_on(keyset, *args, **kwargs)
+        return action
+
     @skipped_by_dynamo  # after a graph break it would compile our code as the script's
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = scope_on(device_type)
@@ -201,65 +268,54 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
         try:
             action: Any = scope.actions[op]
         except KeyError:
-            decision = scope.decide(op)
-            action = None if decision is None else _operators.action_for(op, decision, scope)
-            scope.actions[op] = action
+            action = scope.actions[op] = prepare(scope)
         if action is None:
             return native(keyset, *args, **kwargs)
         if is_exporting():
-            _refuse_export(op, scope)
+            decision = scope.decide(op)
+            assert decision is not None
+            raise UnsupportedError(
+                f"{op} was called while torch.export traced it inside a region whose policy decides about it "
+                f"({decision.because}), and an exported program keeps no region around it: export it outside "
+                "of the region"
+            )
         return action(keyset, args, kwargs)
 
     return kernel
 
 
-def _refuse_export(op: str, scope: Scope) -> None:
-    decision = scope.decide(op)
-    because = "" if decision is None else f" ({decision.because})"
-    raise UnsupportedError(
-        f"{op} was called while torch.export traced it inside a region whose policy decides about it{because}"
-        ", and an exported program keeps no region around it: export it outside of the region"
-    )
-
-
 # ---- in front of torch.func
 
 
-class _FunctorchKernels:
-    """The kernels in front of the layers of ``torch.func``, for rules on every device type."""
+def _update_functorch() -> None:
+    """Register in front of ``torch.func`` what the kernels on autocast keys need; remove everything else.
 
-    def __init__(self) -> None:
-        self._libraries: dict[tuple[str, str], Any] = {}  # operator and key -> the library of its kernel
-
-    def update(self) -> None:
-        """Register what the kernels on autocast keys need, and remove everything else.
-
-        In front: operators with a rule, on PyTorch's table, and every composite. Inside: those that ``vmap``
-        decomposes in spite of a rule.
-        """
-        ruled = list(dict.fromkeys(op for one in _libraries.values() for op in one.installed))
-        wanted: dict[tuple[str, str], Callable[..., _Kernel]] = {}
-        if ruled:
-            listed = (native_table(one.device_type) for one in _libraries.values() if one.installed)
-            for op in (*itertools.chain.from_iterable(listed), *_composites(), *ruled):
-                wanted[op, _FRONT] = _kernel_in_front
-        for op in ruled:
-            if has_kernel(qualified(op), _DECOMPOSED):
-                wanted[op, _BATCHED] = _kernel_inside
-        for gone in [one for one in self._libraries if one not in wanted]:
-            self._libraries.pop(gone)._destroy()
-        for (op, key), make in wanted.items():
-            if (op, key) not in self._libraries:
-                name = qualified(op)
-                below = without_autocast_cache(torch.library.get_kernel(name, key).call_boxed)
-                has_own = has_kernel(name, key) or has_kernel(name, _BATCHED)
-                self._libraries[op, key] = register_kernel(op, key, make(op, below, has_own))
+    In front: operators with a rule, on PyTorch's table, and every composite. Inside: those that ``vmap``
+    decomposes in spite of a rule.
+    """
+    ruled = list(dict.fromkeys(op for one in _libraries.values() for op in one.of_rules))
+    wanted: dict[tuple[str, str], Callable[..., _Kernel]] = {}
+    if ruled:
+        listed = (native_table(one.device_type) for one in _libraries.values() if one.of_rules)
+        for op in (*itertools.chain.from_iterable(listed), *_composites(), *ruled):
+            wanted[op, _FRONT] = _kernel_in_front
+    for op in ruled:
+        if has_kernel(qualified(op), _DECOMPOSED):
+            wanted[op, _BATCHED] = _kernel_inside
+    for gone in [one for one in _functorch if one not in wanted]:
+        _functorch.pop(gone)._destroy()
+    for (op, key), make in wanted.items():
+        if (op, key) not in _functorch:
+            name = qualified(op)
+            below = without_autocast_cache(torch.library.get_kernel(name, key).call_boxed)
+            has_own = has_kernel(name, key) or has_kernel(name, _BATCHED)
+            _functorch[op, key] = register_kernel(op, key, make(op, below, has_own))
 
 
 _FRONT = "FuncTorchDynamicLayerFrontMode"
 _BATCHED = "FuncTorchBatched"
 _DECOMPOSED = "FuncTorchBatchedDecomposition"
-_functorch = _FunctorchKernels()
+_functorch: dict[tuple[str, str], Any] = {}  # operator and key -> the library of its kernel
 _composites = functools.cache(names_of_composites)
 
 

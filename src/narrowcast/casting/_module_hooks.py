@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,12 +22,21 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowcast.casting import _regions
-from narrowcast.casting._kernels import region_of
+from narrowcast.casting._kernels import Promotion, region_of
 from narrowcast.casting._operators import CASTABLE, compute_dtype, depends_on_inputs
-from narrowcast.casting._scopes import autocast_state_of, scope_on, scopes_here, thread
+from narrowcast.casting._scopes import (
+    PROMOTING,
+    autocast_state_of,
+    is_promoting,
+    scope_on,
+    scopes_here,
+    thread,
+)
 from narrowcast.casting._torch_internals import (
     constant_while_tracing,
+    is_exporting,
     keep_graphs_with_regions,
+    register_first,
     skipped_by_dynamo,
     traced_only_inline,
 )
@@ -62,10 +72,11 @@ class OpenCall:
     hook: Hook
     regions: int = 0
     outputs: list[_Casts] = field(default_factory=list)
+    _promotion: Promotion | None = None
 
     def check_recomputation(self) -> None:
         """Refuse to recompute a forward pass of a policy that was removed, without its hooks."""
-        if self.hook.shared.ended:
+        if self.hook.shared.ended and not self.hook.shared.policy.is_plain:
             raise OrderError(
                 "expected the policy of a checkpointed model to be there until the backward pass, which "
                 "computes the model's forward again, got one that was removed: go backward before remove(), "
@@ -106,6 +117,7 @@ class _Region(NamedTuple):
     dtype: torch.dtype
     enabled: bool
     scope: Scope | None
+    promotion: Promotion | None = None
 
 
 _State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
@@ -134,6 +146,8 @@ class Shared:
         compiled: they belong to ``nc.compile``; the same modules may have others.
         removed: the policy is removed, from copies too.
         ended: the policy is removed from the model itself.
+        traced_scopes: those that graphs enter. A graph holds no reference, and an equal policy that is freed
+            earlier may own them.
     """
 
     policy: Policy
@@ -142,12 +156,26 @@ class Shared:
     compiled: bool = False
     removed: bool = False
     ended: bool = False
+    traced_scopes: set[Scope | None] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._promotions: dict[str, Promotion] = {}
+
+    def promotion(self, device: str, dtype: torch.dtype) -> Promotion:
+        """Return what promotes in the policy's regions on ``device``."""
+        if device not in self._promotions:
+            self._promotions[device] = Promotion(self.policy, device, dtype, warnings.warn)
+        return self._promotions[device]
+
+    def end(self, *, copies: bool) -> None:
+        self.removed, self.ended = copies, True
+        self._promotions.clear()
 
     def __deepcopy__(self, _memo: object) -> Shared:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "admits": None}
+        return {**vars(self), "admits": None, "_promotions": {}, "traced_scopes": set()}
 
 
 class Hook:
@@ -174,16 +202,15 @@ class Hook:
         self._register()
         # First before and last after every other hook, so that those run inside, as the module's own code.
         self.handles = (
-            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self.after, always_call=True, with_kwargs=True),
+            register_first(module, self.before),
+            torch.nn.Module.register_forward_hook(module, self.after, always_call=True, with_kwargs=True),
         )
 
     def detach(self) -> None:
         """Remove the hooks from the module; a call that is running ends with the second."""
-        self._detached = True
-        self.handles[0].remove()
-        if all(call.hook is not self for call in _here.calls):
-            self.handles[1].remove()
+        self._detached = any(call.hook is self for call in _here.calls)
+        for handle in self.handles[: 1 if self._detached else 2]:
+            handle.remove()
 
     _detached = False
 
@@ -201,7 +228,7 @@ class Hook:
 
     @traced_only_inline
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_exporting() and not (self.shared.removed or self.shared.compiled):
+        if is_exporting() and not (self.shared.removed or self.shared.compiled):
             raise UnsupportedError(_EXPORTED)
         if not torch.compiler.is_dynamo_compiling():
             return self._before(module, args, kwargs)
@@ -262,7 +289,7 @@ class Hook:
     def _enter(self, call: OpenCall, region: _Region | None) -> None:
         if region is not None:
             caches = torch.is_autocast_cache_enabled()
-            device, dtype, enabled, scope = region
+            device, dtype, enabled, scope, call._promotion = region
             _regions.enter(call, device, dtype, enabled, caches, scope=scope, caller=call.caller)
             call.regions += 1
 
@@ -326,8 +353,10 @@ class Hook:
         """Return the region of the policy on ``device``; None if it is open, or none is needed."""
         check_device(device)
         dtype, scope = region_of(self.shared.policy, device)
-        if (dtype != torch.float32 or scope is not None) and not _is_open(device, dtype, scope):
-            return _Region(device, dtype, True, scope)
+        promotion = None if dtype == torch.float32 else self.shared.promotion(device, dtype)
+        is_open = _is_open(device, dtype, scope) and (promotion is None or is_promoting())
+        if (dtype != torch.float32 or scope is not None) and not is_open:
+            return _Region(device, dtype, True, scope, promotion)
         if dtype == torch.float32 and scope is None and torch.is_autocast_enabled(device):
             # The region around the call has another policy, and this one computes in fp32.
             return _Region(device, torch.get_autocast_dtype(device), False, None)
@@ -390,7 +419,10 @@ def _devices(key: int) -> tuple[str, ...]:
 def _inside(
     key: int, device: str, by_inputs: torch.dtype | None
 ) -> tuple[_State | None, torch.dtype | None, torch.dtype | None]:
-    region, casts, output = _hooks[key].inside(device, by_inputs)
+    hook = _hooks[key]
+    region, casts, output = hook.inside(device, by_inputs)
+    if region is not None:
+        hook.shared.traced_scopes.add(region.scope)
     dtypes = [None if one is None else one.dtype for one in (casts, output)]
     return _state(region), dtypes[0], dtypes[1]
 
@@ -399,8 +431,9 @@ def _state(region: _Region | None) -> _State | None:
     if region is None:
         return None
     keep_graphs_with_regions()
-    device, dtype, enabled, scope = region
-    return device, dtype, enabled, tuple(autocast_state_of(scope, device))
+    device, dtype, enabled, scope, promotion = region
+    state = autocast_state_of(scope, device) + ([] if promotion is None else [PROMOTING])
+    return device, dtype, enabled, tuple(state)
 
 
 def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:

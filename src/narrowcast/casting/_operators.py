@@ -7,6 +7,7 @@ kernels of PyTorch's own table do. Casts are recorded by autograd.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +23,6 @@ from narrowcast.casting._torch_internals import (
     is_proxy_tracing,
     is_tracing,
     is_transforming,
-    qualified,
     takes_numbers_for_tensors,
     without_key,
 )
@@ -34,6 +34,7 @@ from narrowcast.policy import (
     FP32_APPEND_DTYPE,
     FP32_SET_DTYPE,
     LOWER,
+    PROMOTE,
     REFUSE,
     UNLISTED,
     WIDEST,
@@ -43,6 +44,7 @@ from narrowcast.policy import (
     dtype_of,
     native_table,
     operator,
+    qualified,
 )
 
 
@@ -62,36 +64,41 @@ def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
 
         return with_autocast_off
     redispatch, after = boxed_redispatch(op), after_autocast(device_type)
-    if may_get_numbers(op):
-        return lambda keyset, *a, **k: redispatch(keyset & after, *tensors_for_numbers(op, a), **k)
+    positions = _numbers_at(op)
+    if positions:
+        return lambda keyset, *a, **k: redispatch(keyset & after, *_tensors_for_numbers(positions, a), **k)
     return lambda keyset, *args, **kwargs: redispatch(keyset & after, *args, **kwargs)
 
 
 def plain_call(op: Any) -> Callable[..., Any]:
     """Return what ``op(...)`` of an ``OpOverload`` calls, with as few steps in Python as possible."""
-    call = call_of(op)
-    if takes_numbers_for_tensors(op) or not may_get_numbers(op):
+    call, positions = call_of(op), _numbers_at(op)
+    if takes_numbers_for_tensors(op) or not positions:
         return call
-    return lambda *args, **kwargs: call(*tensors_for_numbers(op, args), **kwargs)
+    return lambda *args, **kwargs: call(*_tensors_for_numbers(positions, args), **kwargs)
 
 
 # ---- numbers where an operator takes tensors
 
 
-def may_get_numbers(op: Any) -> bool:
-    """Return whether C++ wraps a number as a tensor for ``op``, of which Python is given the number."""
-    kinds = [str(argument.type) for argument in op._schema.arguments]
-    return torch.Tag.pointwise in op.tags and kinds.count("Tensor") > 1
+def _numbers_at(op: Any) -> tuple[int, ...]:
+    """Return the positions of tensors at which C++ wraps a number for ``op``; Python is given the number."""
+    positions = tuple(at for at, one in enumerate(op._schema.arguments) if str(one.type) == "Tensor")
+    return positions if torch.Tag.pointwise in op.tags and len(positions) > 1 else ()
 
 
-def tensors_for_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return ``args`` of ``op`` with a 0-dim tensor for each number where it takes a tensor."""
-    positions = [at for at, one in enumerate(op._schema.arguments[: len(args)]) if str(one.type) == "Tensor"]
-    if all(isinstance(args[at], torch.Tensor) for at in positions):
+def _tensors_for_numbers(positions: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` with a 0-dim tensor for each number at ``positions``."""
+    for at in positions:
+        if at < len(args) and not isinstance(args[at], torch.Tensor):
+            break
+    else:
         return args
-    tensors = [args[at] for at in positions if isinstance(args[at], torch.Tensor)]
-    made = {at: _tensor_of(args[at], tensors) for at in positions if not isinstance(args[at], torch.Tensor)}
-    return tuple(made.get(at, value) for at, value in enumerate(args))
+    tensors = [args[at] for at in positions if at < len(args) and isinstance(args[at], torch.Tensor)]
+    return tuple(
+        _tensor_of(value, tensors) if at in positions and not isinstance(value, torch.Tensor) else value
+        for at, value in enumerate(args)
+    )
 
 
 def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Tensor:
@@ -117,7 +124,8 @@ def _rank(dtype: torch.dtype) -> int:
 
 Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called by a kernel with its keyset, and the arguments of the operator."""
-CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+LOW = (torch.float16, torch.bfloat16)
+CASTABLE = (*LOW, torch.float32)
 _APPENDED = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
@@ -137,7 +145,7 @@ def action_for(name: str, decision: Decision, scope: Scope) -> Action:
         return _setting_dtype(op, device)
     if decision.compute == FP32_APPEND_DTYPE:
         return _appending_dtype(op, operator(_APPENDED[name]), device)
-    casts = _casts(decision.compute, device, scope)
+    casts = _casts(decision.compute, device, functools.partial(lower_dtype, scope))
     run = _running(op, device, casts)
     return run if decision.output is None else _casting_output(run, decision.output, device, scope)
 
@@ -147,9 +155,7 @@ def native_action(name: str, kind: str, device: str) -> Action:
     op = operator(name)
     if kind == FP32_SET_DTYPE:
         return _setting_dtype(op, device)
-    if kind == LOWER:
-        return _running(op, device, lambda a, k: _cast_all(a, k, torch.get_autocast_dtype(device), device))
-    return _running(op, device, lambda args, kwargs: _cast_all(args, kwargs, torch.float32, device))
+    return _running(op, device, _casts(kind, device, functools.partial(torch.get_autocast_dtype, device)))
 
 
 def is_eligible(tensor: torch.Tensor, device: str) -> bool:
@@ -199,21 +205,20 @@ def depends_on_inputs(compute: str) -> bool:
     return CASTS_TO[compute] == WIDEST
 
 
-def _casts(compute: str, device: str, scope: Scope) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+def _casts(
+    compute: str, device: str, lower: Callable[[], torch.dtype]
+) -> Callable[[Any, Any], tuple[Any, Any]] | None:
     if CASTS_TO[compute] == LOWER:
-        return lambda args, kwargs: _cast_all(args, kwargs, lower_dtype(scope), device)
-    if not depends_on_inputs(compute):
-        dtype = compute_dtype(compute, torch.float32, (), device)
-        return None if dtype is None else lambda args, kwargs: _cast_all(args, kwargs, dtype, device)
-
-    def by_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
-        inputs = tensors_in((*args, *kwargs.values()))
-        return _cast_all(args, kwargs, compute_dtype(compute, torch.float32, inputs, device), device)
-
-    return by_inputs
+        return lambda args, kwargs: cast_all(args, kwargs, lower(), device)
+    if depends_on_inputs(compute):
+        return lambda args, kwargs: cast_all(
+            args, kwargs, widest(tensors_in((*args, *kwargs.values())), device), device
+        )
+    dtype = compute_dtype(compute, torch.float32, (), device)
+    return None if dtype is None else lambda args, kwargs: cast_all(args, kwargs, dtype, device)
 
 
-def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
+def cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
     if dtype is None:
         return args, kwargs
     args = [
@@ -316,7 +321,7 @@ def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
     return append_dtype
 
 
-_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Tensors of other formats, such as fp8, go to PyTorch's own kernel.
 _FORMATS = frozenset({
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
@@ -332,15 +337,16 @@ def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     fetched = torch.library.get_kernel(qualified(op), key)
     call: Callable[..., Any] = fetched.call_boxed
     kind = native_table(device_type).get(op)
-    if kind not in (LOWER, FP32, FP32_SET_DTYPE) or not is_of_pytorch(fetched):
+    if kind not in (LOWER, FP32, FP32_SET_DTYPE, PROMOTE) or not is_of_pytorch(fetched):
         return call
     action, call = native_action(op, kind, device_type), without_autocast_cache(call)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
-        if plain and not is_transforming() and not _is_traced():
-            return action(keyset, args, kwargs)
-        return call(keyset, *args, **kwargs)
+        if kind != PROMOTE:  # where PyTorch's kernel raises an error if bf16 meets fp16
+            plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
+            if not plain or is_transforming() or _is_traced():
+                return call(keyset, *args, **kwargs)
+        return action(keyset, args, kwargs)
 
     return kernel
 
@@ -371,7 +377,7 @@ def _is_traced() -> bool:
 def _are_plain(values: Iterable[Any]) -> bool:
     for value in values:
         if isinstance(value, torch.Tensor):
-            if type(value) not in _CLASSES or value.dtype not in _FORMATS:
+            if type(value) not in CLASSES or value.dtype not in _FORMATS:
                 return False
         elif isinstance(value, list | tuple) and not _are_plain(value):
             return False

@@ -19,14 +19,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 
-from narrowcast.casting import _torch_internals, _weight_casts
-from narrowcast.casting._scopes import OpenRegion, scope_on, scopes_here, set_scope, thread
-from narrowcast.casting._torch_internals import skipped_by_dynamo
+from narrowcast.casting import _scopes, _torch_internals, _weight_casts
+from narrowcast.casting._scopes import OpenRegion, promotion_here, scope_on, scopes_here, set_scope, thread
+from narrowcast.casting._torch_internals import (
+    CHECKPOINT,
+    CHECKPOINT_GENERATOR,
+    Replacement,
+    skipped_by_dynamo,
+)
 from narrowcast.errors import OrderError
 from narrowcast.policy import Scope
 
@@ -39,8 +44,6 @@ class _Process:
         self.caching: set[OpenRegion] = set()
         self.format_of_casts: torch.dtype | None = None
         self.regions = 0
-        self.warning_regions = 0
-        self.propagating_regions = 0
         self.afterwards: Callable[[], object] | None = None
 
     def open(self, region: OpenRegion, *, cache: bool) -> None:
@@ -52,22 +55,18 @@ class _Process:
                 region.caching = True
                 self.caching.add(region)
                 self.hold_casts_of(region.dtype)
-            self.warning_regions += region.warns
-            if region.warns and self.warning_regions == 1:
-                _weight_casts.watch_writes()
-            self.propagating_regions += region.propagates
-            if region.propagates and self.propagating_regions == 1:
-                _checkpoints.bind()
+            if region.warns:
+                _weight_casts.watch_writes(1)
+            for part in _CHECKPOINTING if region.propagates else ():
+                part.use(1)
 
     def close(self, region: OpenRegion, *, drop: bool) -> None:
         with self.lock:
             self.caching.discard(region)
-            self.warning_regions -= region.warns
-            if region.warns and self.warning_regions == 0:
-                _weight_casts.stop_watching_writes()
-            self.propagating_regions -= region.propagates
-            if region.propagates and self.propagating_regions == 0:
-                _checkpoints.unbind()
+            if region.warns:
+                _weight_casts.watch_writes(-1)
+            for part in _CHECKPOINTING if region.propagates else ():
+                part.use(-1)
             if drop:
                 torch.clear_autocast_cache()
                 self.format_of_casts = None
@@ -101,8 +100,6 @@ class _Process:
         self.lock = threading.Lock()
         self.caching = {region for region in self.caching if region.thread is thread.regions}
         self.regions = len(thread.regions)
-        self.warning_regions = sum(region.warns for region in thread.regions)
-        self.propagating_regions = sum(region.propagates for region in thread.regions)
 
 
 _process = _Process()
@@ -121,47 +118,59 @@ def enter(
     warns: bool = False,
     caller: int | None = None,
 ) -> None:
-    """Open a region in this thread, which ``leave(owner)`` closes. ``OpenRegion`` describes the arguments."""
+    """Open a region in this thread, which ``leave(owner)`` closes. ``OpenRegion`` describes the arguments.
+
+    Operators promote inside if ``owner`` has a ``_promotion``.
+    """
     regions = thread.regions
     if regions and regions[-1].caller is not None:
         close_abandoned()
     region = OpenRegion(owner, device, dtype, warns, scope, enabled)
     region.caller = caller
+    if scope is not region.scope_before:
+        set_scope(scope, device)  # first, since it may raise
+        region.moved = True
+    wants_cache = enabled and cache_enabled and dtype != torch.float32
+    _process.open(region, cache=wants_cache)
     torch.set_autocast_enabled(device, enabled)
     if dtype is not region.dtype_before:  # each setting is a twentieth of the time of a region
         torch.set_autocast_dtype(device, dtype)
     torch.autocast_increment_nesting()
-    wants_cache = enabled and cache_enabled and dtype != torch.float32
-    _process.open(region, cache=wants_cache)
     caches = region.caching if wants_cache else cache_enabled
     if caches is not region.cache_before:
         torch.set_autocast_cache_enabled(caches)
-    if scope is not region.scope_before:
-        set_scope(scope, device)
-        region.moved = True
+    if region.promotion is not None:
+        torch.set_autocast_dtype(*_scopes.PROMOTING)
     regions.append(region)
 
 
 @contextmanager
 def traced_region(
-    device: str, dtype: torch.dtype, enabled: bool, scope_state: Sequence[tuple[str, torch.dtype]] = ()
+    device: str,
+    dtype: torch.dtype,
+    enabled: bool,
+    scope_state: Sequence[tuple[str, torch.dtype]] = (),
+    *,
+    cache_enabled: bool = False,
 ) -> Iterator[None]:
     """Open a region in code that Dynamo traces; ``scope_state`` is its scope, from ``autocast_state_of``.
 
     Dynamo traces ``torch.autocast``, inside checkpoints and custom functions too, but neither locks nor
     stacks of a thread. ``torch.autocast`` would disable a region in float32 on a CPU, so one of another dtype
-    is opened, and the dtype is then set to float32. The cache of weight casts is off, so that it returns no
-    cast of another region.
+    is opened, and the dtype is then set to float32. The cache of weight casts is off by default, so that it
+    returns no cast of another region.
     """
-    half = torch.float16 if dtype == torch.float32 else dtype
-    with torch.autocast(device, half, enabled, False):
+    half = torch.float16 if dtype == torch.float32 and enabled else dtype
+    with torch.autocast(device, half, enabled, cache_enabled):
         if dtype != half:
-            torch.set_autocast_dtype(device, dtype)
+            _torch_internals.let_dynamo_trace_autocast()
+            _torch_internals.set_autocast_dtype(device, dtype)
         if not scope_state:
             yield
             return
-        first, last = scope_state[0], scope_state[-1]
-        with torch.autocast(*first, enabled=False), torch.autocast(*last, enabled=False):
+        first, second, last = scope_state[0], scope_state[len(scope_state) // 2], scope_state[-1]
+        outer, middle = torch.autocast(*first, enabled=False), torch.autocast(*second, enabled=False)
+        with outer, middle, torch.autocast(*last, enabled=False):
             yield
 
 
@@ -197,10 +206,10 @@ def leave(owner: object) -> None:
 
 @contextmanager
 def regions(
-    states: Iterable[tuple[str, torch.dtype, bool, Scope | None]], cache_enabled: bool
+    states: Iterable[tuple[str, torch.dtype, bool, Scope | None]], cache_enabled: bool, promotion: Any = None
 ) -> Iterator[None]:
     """Open regions, each of a device type, a dtype, whether autocast is enabled, and a scope."""
-    owner = object()
+    owner = SimpleNamespace(_promotion=promotion)
     entered = 0
     try:
         for device, dtype, enabled, scope in states:
@@ -218,6 +227,8 @@ def _restore(region: OpenRegion) -> None:
     torch.set_autocast_cache_enabled(region.cache_before)
     if region.moved:
         set_scope(region.scope_before, region.device)
+    if region.promotion is not None:
+        torch.set_autocast_dtype(_scopes.PROMOTING[0], region.promoting_before)
     outermost = torch.autocast_decrement_nesting() == 0
     if outermost:
         _weight_casts.drop_casts_here()
@@ -236,8 +247,12 @@ def close_abandoned() -> None:
     PyTorch calls the hooks of a module after an ``Exception``, but not after a ``KeyboardInterrupt``.
     """
     regions = thread.regions
-    while regions and regions[-1].caller is not None and not is_running(regions[-1].caller):
-        _restore(regions.pop())
+    while regions:
+        innermost = regions[-1]
+        if innermost.caller is None or is_running(innermost.caller):
+            return
+        if regions and regions[-1] is innermost:  # else garbage was collected meanwhile, and that closed it
+            _restore(regions.pop())
 
 
 def is_running(caller: int) -> bool:
@@ -266,7 +281,7 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     A call raises OrderError if hooks that computed a model in that state were removed.
     """
     checks = [getattr(region.owner, "check_recomputation", None) for region in thread.regions]
-    cache = torch.is_autocast_cache_enabled()
+    cache, promotion = torch.is_autocast_cache_enabled(), promotion_here()
     devices = sorted({*scopes_here(), *(region.device for region in thread.regions)})
     states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), scope_on(d)) for d in devices]
 
@@ -276,7 +291,7 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
             if check is not None:
                 check()
         absent = [(d, torch.get_autocast_dtype(d), False, None) for d in scopes_here() if d not in devices]
-        with regions([*absent, *states], cache):
+        with regions([*absent, *states], cache, promotion):
             return function(*args, **kwargs)
 
     return in_that_state
@@ -285,32 +300,6 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
 def _bound_where_needed(function: Callable[..., Any]) -> Callable[..., Any]:
     needed = any(region.propagates for region in thread.regions)
     return bound(function) if needed and not torch.compiler.is_compiling() else function
-
-
-class _Checkpoints:
-    """Replacements for parts of torch's checkpointing while a region is open that it does not restore."""
-
-    def __init__(self) -> None:
-        self._names = vars(_torch_internals.CHECKPOINT)
-        # What each name stood for, and ours; made once, since regions open often.
-        self._replacements: dict[str, tuple[Any, Any]] = {}
-
-    def bind(self) -> None:
-        """Bind functions that are checkpointed from now on."""
-        if not self._replacements:
-            originals = {name: self._names[name] for name in _REPLACEMENTS}
-            self._replacements = {name: (one, _REPLACEMENTS[name](one)) for name, one in originals.items()}
-        for name, (original, ours) in self._replacements.items():
-            if self._names[name] is original:  # otherwise another library has replaced it since
-                self._names[name] = ours
-
-    def unbind(self) -> None:
-        for name, (original, ours) in self._replacements.items():
-            if self._names[name] is ours:
-                self._names[name] = original
-
-
-_checkpoints = _Checkpoints()
 
 
 class _BindingFunction:
@@ -348,8 +337,12 @@ def _quiet_kwargs(original: Callable[..., Any]) -> Callable[..., Any]:
     return kwargs_of_regions
 
 
-_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
-    "CheckpointFunction": _BindingFunction,
-    "_checkpoint_without_reentrant_generator": _binding_generator,
-    "_get_autocast_kwargs": _quiet_kwargs,
-}
+_CHECKPOINTING = tuple(
+    Replacement(CHECKPOINT, name, make)
+    for name, make in (
+        ("CheckpointFunction", _BindingFunction),
+        (CHECKPOINT_GENERATOR, _binding_generator),
+        ("_get_autocast_kwargs", _quiet_kwargs),
+    )
+)
+"""Parts of torch's checkpointing while a region is open that it does not restore."""

@@ -4,7 +4,8 @@ The scope is kept in torch's own autocast state, which ``torch.compile`` guards 
 on an IPU, so while rules are in force for the CPU, the autocast dtype of IPUs stands for the scope, and
 autocast is on for them: another scope is another state, for which Dynamo makes another graph. If there are
 more scopes than dtypes, a second such device type is used as well. The keys of graph caches on disk contain
-that state, and the list of what each dtype stands for in this process.
+that state, and the list of what each dtype stands for in this process. In the same way the autocast dtype of
+XLA devices says that operators promote.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -20,9 +22,12 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.policy import Rule, Scope, dtype_of
 
 # The device types whose dtypes stand for the scopes of another one: for the first scopes, and for the others.
-_STATE_DEVICES = {"cpu": ("ipu", "maia"), "cuda": ("hpu", "mtia")}
-_OTHER_STATE_DEVICES = ("xla", "hpu")
+# Those of "cpu" differ from the others', since a model may be on a CPU and on one other device.
+_STATE_DEVICES = {"cpu": ("ipu", "maia"), "mtia": ("hpu", "xpu")}
+_OTHER_STATE_DEVICES = ("hpu", "mtia")
 _NEUTRAL = torch.float16
+PROMOTING = ("xla", torch.float64)
+"""The autocast state in which operators of a thread promote where formats meet."""
 # Without those in which a program may have opened a region for such a device.
 _FORMATS = tuple(
     sorted(
@@ -52,13 +57,14 @@ class OpenRegion:
         propagates: whether checkpoints must restore it, since PyTorch does not.
         caller: the ``id`` of the frame with which the region ends if its owner does not leave it, or None.
         scope: the rules inside; referenced here, since the autocast state holds no reference.
+        promotion: operators promote inside; called with each that runs otherwise, and how.
         caching: whether weight casts are kept.
         moved: whether the scope inside differs from that outside.
     """
 
     __slots__ = (
         "cache_before", "caching", "caller", "device", "dtype", "dtype_before", "enabled_before", "moved",
-        "owner", "propagates", "scope", "scope_before", "thread", "warns",
+        "owner", "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +75,8 @@ class OpenRegion:
         self.device = device
         self.dtype = dtype
         self.warns = warns and enabled
-        self.propagates = scope is not None or (enabled and dtype == torch.float32)
+        self.promotion: Callable[[str, str], None] | None = getattr(owner, "_promotion", None)
+        self.propagates = bool(scope or self.promotion) or (enabled and dtype == torch.float32)
         self.caller: int | None = None
         self.scope = scope
         self.caching = False
@@ -78,6 +85,7 @@ class OpenRegion:
         self.dtype_before = torch.get_autocast_dtype(device)
         self.cache_before = torch.is_autocast_cache_enabled()
         self.scope_before = scope_on(device)
+        self.promoting_before = torch.get_autocast_dtype(PROMOTING[0])
 
 
 class _Thread(threading.local):
@@ -119,6 +127,16 @@ def scope_on(device_type: str) -> Scope | None:
         if scope is not None:
             return scope
     return None
+
+
+def is_promoting() -> bool:
+    """Return whether operators of this thread promote where formats meet."""
+    return torch.get_autocast_dtype(PROMOTING[0]) is PROMOTING[1]
+
+
+def promotion_here() -> Callable[[str, str], None] | None:
+    """Return the promotion of this thread's innermost region that has one."""
+    return next((one.promotion for one in reversed(thread.regions) if one.promotion is not None), None)
 
 
 def scopes_here() -> dict[str, Scope]:
@@ -166,19 +184,15 @@ def _choose_mark(scope: Scope) -> _Mark:
             _process.beyond |= lap > 0
             trace_backward_outside_of_regions()
             _marks[identity] = (_FORMATS[at], _FORMATS[lap - 1] if lap else None)
-            _tag_caches()
+            # Add what the marks stand for to the key of every compiled graph that is kept on disk.
+            settings = torch.compiler.config
+            ours = hashlib.sha256(repr(sorted(_marks.items())).encode()).hexdigest()[:16]
+            kept = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
+            settings.cache_key_tag = f"{kept}|narrowcast:{ours}"
         scope.mark = _marks[identity]
         same = _by_mark.setdefault((device_type, *scope.mark), [])
         same[:] = [one for one in same if one() is not None] + [weakref.ref(scope)]
         return scope.mark
-
-
-def _tag_caches() -> None:
-    """Add what the marks stand for to the key of every compiled graph that is kept on disk."""
-    settings = torch.compiler.config
-    ours = hashlib.sha256(repr(sorted(_marks.items())).encode()).hexdigest()[:16]
-    kept = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
-    settings.cache_key_tag = f"{kept}|narrowcast:{ours}"
 
 
 def lower_dtype(scope: Scope) -> torch.dtype:

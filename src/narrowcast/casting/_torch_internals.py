@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 
-from narrowcast.policy import autocast_key
+from narrowcast.policy import autocast_key, qualified
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C: Any = torch._C
@@ -52,6 +53,13 @@ def without_key(device_type: str) -> Callable[[], AbstractContextManager[None]]:
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
     return functools.partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_key(device_type)))
+
+
+def is_below_autograd() -> bool:
+    """Return whether this call comes from an autograd kernel, which records what its operator does."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/impl/LocalDispatchKeySet.h
+    excluded = _C._dispatch_tls_is_dispatch_key_excluded(_C.DispatchKey.AutogradFunctionality)
+    return bool(excluded) and not torch.is_inference_mode_enabled()
 
 
 def call_of(op: Any) -> Callable[..., Any]:
@@ -118,11 +126,6 @@ def is_of_pytorch(kernel: Any) -> bool:
     return "autocast_mode.cpp" in repr(kernel)
 
 
-def qualified(op: str) -> str:
-    """Return the name of an operator as the dispatcher spells it, ``"aten::softmax.int"``."""
-    return op if "::" in op else f"aten::{op}"
-
-
 def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any = None) -> Any:
     """Register ``kernel``, called with a keyset first, on a dispatch key of an existing operator.
 
@@ -135,7 +138,7 @@ def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any 
         library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        library.impl(name, kernel, key, with_keyset=True)
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)  # not 2.11's default
     return library
 
 
@@ -156,6 +159,12 @@ def is_proxy_tracing() -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """As ``torch.compiler.is_exporting``, which is True in ``torch.compile`` too while Dynamo 2.11 traces."""
+    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/variables/torch.py
+    return torch.compiler._is_exporting_flag
+
+
 def is_tracing() -> bool:
     """Return whether ``torch.jit.trace`` records calls, which would make constants of kept casts."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_trace.py
@@ -168,43 +177,68 @@ def is_transforming() -> bool:
     return _C._functorch.peek_interpreter_stack() is not None
 
 
-# ---- functions of torch that are replaced while regions are open
+# ---- hooks of modules
+
+
+def register_first(module: torch.nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a forward pre-hook ahead of all others.
+
+    ``prepend`` alone changes the order of the ``OrderedDict``, but not that of the dict below it, by which
+    Dynamo 2.11 numbers the hooks in its guards. TorchScript modules call hooks, but refuse the method:
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/source.py
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_script.py
+    handle = torch.nn.Module.register_forward_pre_hook(module, hook, prepend=True, with_kwargs=True)
+    hooks = module._forward_pre_hooks
+    if len(hooks) > 1:
+        ordered = list(hooks.items())
+        hooks.clear()
+        hooks.update(ordered)
+    return handle
+
+
+# ---- names of torch that stand for functions of ours while regions are open
+
+
+class Replacement:
+    """``owner.name`` as ``make`` wraps it, in place while there are users.
+
+    What another library puts in front of ours stays, and ours then only calls what is below.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._make = owner, name, make
+        self.users = 0
+        self._below: Any = None
+        self._ours: Any = None  # made once for what is below, since regions open often
+
+    def use(self, users: int) -> None:
+        """Count one user more (1), or one less (-1)."""
+        self.users += users
+        if users > 0 and self.users == 1:
+            now = getattr(self._owner, self._name)
+            if now is not self._below and now is not self._ours:
+                self._below, self._ours = now, self._make(now)
+            setattr(self._owner, self._name, self._ours)
+        elif self.users == 0 and getattr(self._owner, self._name) is self._ours:
+            setattr(self._owner, self._name, self._below)
+
 
 # Module.load_state_dict has no hook that sees every module. Replacing the method for each region would empty
 # Python's method caches of every module class (measured: 7 microseconds a region with 2,000 classes). So the
-# record is replaced that it makes after writing each module, a dict entry.
+# constructor is replaced of the record that it makes after writing each module: a class without subclasses.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
-_module_file: Any = sys.modules["torch.nn.modules.module"]
-LoadedKeys: Any = _module_file._IncompatibleKeys
-
-
-def replace_loaded_keys(replacement: Any) -> None:
-    """Replace what ``Module.load_state_dict`` makes after it has written a module's weights."""
-    _module_file._IncompatibleKeys = replacement
-
-
-def current_loaded_keys() -> Any:
-    return _module_file._IncompatibleKeys
-
-
+LOADED_KEYS = (vars(torch.nn.modules.module)["_IncompatibleKeys"], "__new__")
 # torch.autograd.backward and torch.autograd.grad look this name up at each call, whoever imported the two.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/__init__.py
-_autograd: Any = torch.autograd
-
-
-def current_engine() -> Any:
-    """Return the function that starts autograd's engine."""
-    return _autograd._engine_run_backward
-
-
-def replace_engine(replacement: Callable[..., Any]) -> None:
-    _autograd._engine_run_backward = replacement
-
-
+ENGINE = (torch.autograd, "_engine_run_backward")
 # Checkpointing restores neither rules nor a region in float32 on a CPU, and has no hook for it.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py
 CHECKPOINT: Any = torch.utils.checkpoint
 """The module that names the parts of activation checkpointing, which are replaced there."""
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(CHECKPOINT, f"{CHECKPOINT_GENERATOR}_impl"):  # torch 2.15, which calls no other
+    CHECKPOINT_GENERATOR += "_impl"
 
 
 # ---- Dynamo and AOTAutograd
@@ -241,6 +275,26 @@ def constant_while_tracing(function: _F) -> _F:
     its: Any = function
     its._dynamo_marked_constant = True
     return function
+
+
+def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+    """Call ``torch.set_autocast_dtype``, for which Dynamo 2.15 would restore the dtype again at its end."""
+    # https://github.com/pytorch/pytorch/blob/v2.15.0/torch/_dynamo/variables/torch.py
+    torch.set_autocast_dtype(device_type, dtype)
+
+
+@constant_while_tracing
+def let_dynamo_trace_autocast() -> None:
+    """Have Dynamo put these calls into graphs, which 2.11 breaks there; for traced code, ahead of a call."""
+    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/trace_rules.py
+    for function in (set_autocast_dtype, torch.clear_autocast_cache):
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+
+@constant_while_tracing
+def has_autocast(device_type: str) -> bool:
+    """As ``torch.amp.is_autocast_available``, which Dynamo 2.11 cannot trace."""
+    return torch.amp.is_autocast_available(device_type)
 
 
 def keep_graphs_with_regions() -> None:

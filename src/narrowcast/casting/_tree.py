@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -121,7 +123,7 @@ def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return list(value), cls
     if cls is dict:
         return list(value.values()), lambda parts: dict(zip(value, parts, strict=True))
-    if isinstance(value, tuple) and hasattr(cls, "_make"):  # PackedSequence too, which is not registered
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # PackedSequence too, not registered
         return list(value), cls._make
     opened = one_level(value)
     if opened is not None:
@@ -167,6 +169,35 @@ def _items(value: Any) -> Iterable[Any]:
 # ---- modules
 
 
+@contextmanager
+def undo_on_error(models: Iterable[Any], optimizers: Iterable[Any] | None = None) -> Iterator[ExitStack]:
+    """If the block raises, close the yielded stack and restore modules; given optimizers, weights too."""
+    modules = [part for one in models for part in one.modules()]
+    kept = inner = [vars(one) for one in (*modules, *(optimizers or ()))]
+    for _ in range(3):  # an optimizer's parameters are nested so deep
+        inside = (one for own in inner for one in (own.values() if isinstance(own, dict) else own))
+        inner = [one for one in inside if type(one) in (list, dict, OrderedDict, defaultdict)]
+        kept = [*kept, *inner]
+    before = [(one, one.copy()) for one in kept]
+    classes = [(one, type(one)) for one in modules]
+    tensors = [t for part in modules if optimizers for t in (*part.parameters(False), *part.buffers(False))]
+    values = [(one, one.data, one.grad) for one in tensors if not torch.nn.parameter.is_lazy(one)]
+
+    def restore() -> None:
+        for module, kind in classes:
+            object.__setattr__(module, "__class__", kind)  # traced modules forward their own
+        for changed, contents in before:
+            changed.clear()
+            changed.extend(contents) if isinstance(changed, list) else changed.update(contents)
+        for tensor, data, gradient in values:
+            tensor.grad, tensor.data, tensor.grad = None, data, gradient  # formats differ meanwhile
+
+    with ExitStack() as undo:
+        undo.callback(restore)
+        yield undo
+        undo.pop_all()
+
+
 def modules_by_path(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return every module inside ``model`` with its first path, itself under ``""``.
 
@@ -195,7 +226,7 @@ def _find_paths(
     paths.append(path)
     wraps = is_wrapper(module)
     for name, child in module._modules.items():  # named_children() gives a shared one once
-        if child is not None:
+        if child is not None and not isinstance(module, torch.jit.ScriptModule):  # calls parts without hooks
             inner = path if wraps and name in _WRAPPED else f"{path}.{name}" if path else name
             _find_paths(inner, child, found, (*above, id(module)))
 

@@ -19,9 +19,9 @@ import torch
 from narrowcast.casting import _kernels, _operators
 from narrowcast.casting._operators import below_autocast, native_kernel
 from narrowcast.casting._scopes import region_dtype, scope_on
-from narrowcast.casting._torch_internals import has_kernel, qualified, register_kernel, skipped_by_dynamo
+from narrowcast.casting._torch_internals import has_kernel, register_kernel, skipped_by_dynamo
 from narrowcast.errors import OrderError
-from narrowcast.policy import UNLISTED, Rule, autocast_key, every_operator, native_table, operator
+from narrowcast.policy import UNLISTED, Rule, autocast_key, every_operator, native_table, operator, qualified
 
 # Python's Tensor relies on these to make a plain tensor of a Parameter.
 _LEFT_ALONE = frozenset({"detach", "alias", "lift", "lift_fresh", "_make_dual", "_fw_primal"})
@@ -55,8 +55,7 @@ class OpCall:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.under_way: list[str] = []
-        self.taken_apart: list[bool] = []  # each of them
+        self.under_way: list[tuple[str, bool]] = []  # each with whether it was decomposed
 
 
 _thread = _Thread()
@@ -64,7 +63,7 @@ _thread = _Thread()
 
 def ops_under_way() -> tuple[str, ...]:
     """The watched operators that the calling thread is in, outermost first."""
-    return tuple(_thread.under_way)
+    return tuple(op for op, _ in _thread.under_way)
 
 
 @contextmanager
@@ -102,16 +101,13 @@ class _Watch:
             if op in _LEFT_ALONE:
                 continue
             namespace = qualified(op).partition("::")[0]
-            watched = self._watched(op, self._below(op))
+            without = (
+                _kernels.own_kernel(op, self._device_type)
+                or native_kernel(op, self._device_type)
+                or below_autocast(operator(op), self._device_type)
+            )
+            watched = self._watched(op, without)
             self._libraries[namespace] = register_kernel(op, key, watched, self._libraries.get(namespace))
-
-    def _below(self, op: str) -> Callable[..., Any]:
-        """Return what a call would reach without this watcher."""
-        return (
-            _kernels.own_kernel(op, self._device_type)
-            or native_kernel(op, self._device_type)
-            or below_autocast(operator(op), self._device_type)
-        )
 
     def end(self) -> None:
         for library in self._libraries.values():
@@ -128,17 +124,15 @@ class _Watch:
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._libraries:
                 return below(keyset, *args, **kwargs)
-            enclosing = tuple(_thread.under_way)
+            enclosing = ops_under_way()
             compute, rule, because = _decided(op, device_type, kind)
             taken_apart = composite and compute in (None, UNLISTED)
-            inside_a_kernel = bool(enclosing) and not _thread.taken_apart[-1]
-            _thread.under_way.append(op)
-            _thread.taken_apart.append(taken_apart)
+            inside_a_kernel = bool(enclosing) and not _thread.under_way[-1][1]
+            _thread.under_way.append((op, taken_apart))
             try:
                 result = below(keyset, *args, **kwargs)
             finally:
                 _thread.under_way.pop()
-                _thread.taken_apart.pop()
             if inside_a_kernel and compute is None:
                 return result
             inputs = _operators.tensors_in((*args, *kwargs.values()))

@@ -13,7 +13,7 @@ its weight was written since, except through ``.data``, which leaves no trace.
 
 from __future__ import annotations
 
-import sys
+import functools
 import threading
 import warnings
 import weakref
@@ -25,9 +25,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowcast.casting import _torch_internals
 from narrowcast.casting._scopes import thread
-from narrowcast.casting._torch_internals import is_proxy_tracing, is_tracing, is_transforming
+from narrowcast.casting._torch_internals import (
+    LOADED_KEYS,
+    Replacement,
+    is_proxy_tracing,
+    is_tracing,
+    is_transforming,
+)
+from narrowcast.casting._warnings import stacklevel_outside, watched_cross_entropy
 
-_autograd: Any = torch.autograd  # the module, of which mypy would not let us replace a function
 BACKWARD_INSIDE = (
     "backward was called inside an nc.autocast region, where its own operations may be cast as well; "
     "end the region after the loss and call backward after it"
@@ -44,11 +50,7 @@ class _Thread(threading.local):
 class _Process:
     def __init__(self) -> None:
         self.generation = 0  # raised by whatever writes weights: the casts of a thread are of one
-        self.optimizers_hooked = False
-        self.loading_users = 0
         self.backward_warned = False
-        self.our_backward: Any = None
-        self.last_backward: Any = None  # made for what it stands in front of, which rarely changes
 
 
 _here = _Thread()
@@ -100,61 +102,35 @@ def drop_casts() -> None:
     """
     _process.generation += 1
     drop_casts_here()  # other threads let go of theirs at their next use
+    if torch.compiler.is_compiling():
+        _torch_internals.let_dynamo_trace_autocast()
     torch.clear_autocast_cache()
 
 
 # ---- what drops them
 
 
-def watch_writes() -> None:
-    """Called when the first region of the process opens in which a backward pass is worth a warning."""
+def watch_writes(users: int) -> None:
+    """Watch what a region in which a backward pass is worth a warning is watched for; users as there."""
     watch_optimizers()
-    watch_loading(1)
-    below = _autograd.backward
-    if _process.last_backward is None or _process.last_backward.__wrapped__ is not below:
-        _process.last_backward = _watched_backward(below)
-    _process.our_backward = _autograd.backward = _process.last_backward
+    for one in (LOADING, _BACKWARD, _CROSS_ENTROPY):
+        one.use(users)
 
 
-def stop_watching_writes() -> None:
-    """Called when the last such region closes."""
-    watch_loading(-1)
-    ours = _process.our_backward
-    # A later replacement goes on calling ours, which outside of regions only calls the original.
-    if ours is not None and _autograd.backward is ours:
-        _autograd.backward = ours.__wrapped__
-    _process.our_backward = None
-
-
+@functools.cache
 def watch_optimizers() -> None:
     """Drop the casts after each step of any optimizer, from now on."""
-    if not _process.optimizers_hooked:
-        register_optimizer_step_post_hook(_drop_after_step)
-        _process.optimizers_hooked = True
+    register_optimizer_step_post_hook(lambda *_: drop_casts())
 
 
-def watch_loading(users: int) -> None:
-    """Drop the casts after each ``load_state_dict``, in any thread, while there are users.
+def _dropping_keys(below: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what ``Module.load_state_dict`` calls when it has written a module's weights."""
 
-    ``users`` is 1 for one more, or -1 for one less.
-    """
-    _process.loading_users += users
-    if _process.loading_users:
-        _torch_internals.replace_loaded_keys(_DroppingKeys)
-    elif _torch_internals.current_loaded_keys() is _DroppingKeys:
-        _torch_internals.replace_loaded_keys(_torch_internals.LoadedKeys)
-
-
-def _drop_after_step(*_: object) -> None:
-    drop_casts()
-
-
-class _DroppingKeys(_torch_internals.LoadedKeys):  # type: ignore[misc]
-    """Made by ``Module.load_state_dict`` when it has written a module's weights."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def dropping(*args: Any, **kwargs: Any) -> Any:
         drop_casts()
-        return _torch_internals.LoadedKeys(*args, **kwargs)
+        return below(*args, **kwargs)
+
+    return dropping
 
 
 def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,13 +146,10 @@ def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             drop_casts()
 
-    backward.__wrapped__ = below  # type: ignore[attr-defined]
     return backward
 
 
-def stacklevel_outside(package: str) -> int:
-    """Return the ``stacklevel`` with which the calling function names the first line outside ``package``."""
-    level, frame = 2, sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
-        level, frame = level + 1, frame.f_back
-    return level
+LOADING = Replacement(*LOADED_KEYS, _dropping_keys)
+"""Drops the casts after each ``load_state_dict``, in any thread, while there are users."""
+_BACKWARD = Replacement(torch.autograd, "backward", _watched_backward)
+_CROSS_ENTROPY = Replacement(torch.nn.functional, "binary_cross_entropy", watched_cross_entropy)

@@ -12,11 +12,6 @@ from narrowcast.errors import SettingError
 if TYPE_CHECKING:
     import torch
 
-# Every value, and max + half a unit, must be exact in a Python float (IEEE 754 binary64).
-_WIDEST_SIGNIFICAND_BITS = 51
-_LARGEST_EXPONENT = 1022
-_SMALLEST_EXPONENT = -1073
-
 
 class Specials(StrEnum):
     """Which codes are not finite numbers, and so whether the format has infinities and -0.0.
@@ -29,9 +24,6 @@ class Specials(StrEnum):
     IEEE = "ieee"
     NAN_ALL_ONES = "nan-all-ones"
     NAN_NEGATIVE_ZERO = "nan-negative-zero"
-
-    def __repr__(self) -> str:
-        return f"Specials.{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +42,8 @@ class Format:
         bias: the power of two is the exponent field minus ``bias``.
         specials: which codes are infinities and NaNs.
 
-    Raises:
-        SettingError: a field is empty, too small or of a wrong type, the bits do not fit the storage, or a
-            Python float cannot represent every number exactly, with half the smallest and half a unit past
-            ``max``.
+    A Python float represents every number of the formats here exactly, with half the smallest and half a unit
+    past ``max``.
 
     >>> from narrowcast.formats import FLOAT16
     >>> FLOAT16.max, FLOAT16.bits
@@ -67,37 +57,6 @@ class Format:
     significand_bits: int
     bias: int
     specials: Specials
-
-    def __post_init__(self) -> None:
-        for field in ("name", "standard"):
-            if not getattr(self, field):
-                raise SettingError(f"{field} must describe the format, got {getattr(self, field)!r}")
-        for field, least in (("exponent_bits", 2), ("significand_bits", 1), ("storage_bits", 4), ("bias", 0)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < least:
-                raise SettingError(f"{self.name}: {field} must be an integer, {least} or more, got {value!r}")
-        if not isinstance(self.specials, Specials):
-            known = ", ".join(map(repr, Specials))
-            raise SettingError(f"{self.name}: specials must be one of {known}, got {self.specials!r}")
-        if self.storage_bits < self.bits:
-            raise SettingError(
-                f"{self.name}: the fields need 1 + {self.exponent_bits} + {self.significand_bits} bits, more "
-                f"than storage_bits = {self.storage_bits}: set storage_bits to at least {self.bits}"
-            )
-        self._check_that_numbers_are_exact()
-
-    def _check_that_numbers_are_exact(self) -> None:
-        smallest, largest = self.min_exponent - self.significand_bits, self.max_exponent
-        if (
-            self.significand_bits > _WIDEST_SIGNIFICAND_BITS
-            or largest > _LARGEST_EXPONENT
-            or smallest < _SMALLEST_EXPONENT
-        ):
-            raise SettingError(
-                f"{self.name}: numbers from 2**{smallest} to 2**{largest} with {self.significand_bits} "
-                f"significand bits are not all exact in a Python float (2**{_SMALLEST_EXPONENT} to "
-                f"2**{_LARGEST_EXPONENT}, {_WIDEST_SIGNIFICAND_BITS} bits): use fewer bits or another bias"
-            )
 
     @property
     def bits(self) -> int:
@@ -323,16 +282,3 @@ def torch_dtype(format: Format) -> torch.dtype:
     dtype = getattr(torch, _DTYPE_NAMES[format])
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def from_torch_dtype(dtype: torch.dtype) -> Format:
-    """Return the format that tensors of ``dtype`` are stored in.
-
-    Raises:
-        SettingError: no format of this package belongs to ``dtype``, such as an integer type or float64.
-    """
-    for format, name in _DTYPE_NAMES.items():
-        if str(dtype) == f"torch.{name}":
-            return format
-    known = ", ".join(f"torch.{name}" for name in _DTYPE_NAMES.values())
-    raise SettingError(f"narrowcast.formats has no format for {dtype}: use one of {known}")

@@ -11,17 +11,17 @@ from narrowcast.policy._ops import (
     TABLES,
     autocast_key,
     base_of,
-    canonical_op,
     every_operator,
     native_table,
     operator,
     overloads_of,
+    qualified,
 )
 from narrowcast.policy._policy import (
     PRESET_TABLE,
     PRESETS,
+    PROMOTED,
     Policy,
-    Preset,
     as_policy,
     dtype_of,
     format_name,
@@ -39,15 +39,14 @@ from narrowcast.policy._resolved import (
     names_module,
     resolved,
     rules_for,
+    unreached,
 )
-from narrowcast.policy._rule import COMPUTES, FORMATS, FP8_RECIPES, WIDEST, Rule, class_names
+from narrowcast.policy._rule import FP8_RECIPES, WIDEST, Rule, class_names
 from narrowcast.policy._toml import dumps as policy_text
 from narrowcast.policy._toml import parse as policy_in
 
 __all__ = [
     "CASTS_TO",
-    "COMPUTES",
-    "FORMATS",
     "FP8_RECIPES",
     "FP32",
     "FP32_APPEND_DTYPE",
@@ -56,20 +55,19 @@ __all__ = [
     "PRESETS",
     "PRESET_TABLE",
     "PROMOTE",
+    "PROMOTED",
     "REFUSE",
     "TABLES",
     "UNLISTED",
     "WIDEST",
     "Decision",
     "Policy",
-    "Preset",
     "ResolvedPolicy",
     "Rule",
     "Scope",
     "as_policy",
     "autocast_key",
     "base_of",
-    "canonical_op",
     "class_names",
     "dtype_of",
     "every_operator",
@@ -82,9 +80,11 @@ __all__ = [
     "policy_in",
     "policy_name",
     "policy_text",
+    "qualified",
     "resolve",
     "resolved",
     "rule",
     "rules_for",
+    "unreached",
     "with_fp32_weights",
 ]

@@ -54,7 +54,7 @@ def overloads_of(name: str) -> tuple[str, ...]:
     """Return the overloads of ``name`` that rules can select, as ``"softmax.int"``; may be empty."""
     found = _names(base_of(name))
     if "." in name:
-        asked = _qualified(name).removesuffix(".default")
+        asked = qualified(name).removesuffix(".default")
         found = tuple(one for one in found if one == asked)
     return tuple(one.removeprefix("aten::") for one in found if _why_not(one) is None)
 
@@ -68,7 +68,7 @@ def operator(name: str) -> Any:
     """Return the ``torch._ops.OpOverload`` called ``name``, as ``"softmax.int"``."""
     import torch
 
-    namespace, _, rest = _qualified(name).partition("::")
+    namespace, _, rest = qualified(name).partition("::")
     base, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
 
@@ -78,7 +78,8 @@ def base_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _qualified(name: str) -> str:
+def qualified(name: str) -> str:
+    """Return the name of an operator as the dispatcher spells it, ``"aten::softmax.int"``."""
     return name if "::" in name else f"aten::{name}"
 
 
@@ -97,10 +98,10 @@ def _without_prefix(name: str) -> str:
 
 def _names(base: str) -> tuple[str, ...]:
     """Return the qualified names of all overloads of ``base``."""
-    qualified = _qualified(base)
-    if qualified not in _by_base() or not qualified.startswith("aten::"):
+    name = qualified(base)
+    if name not in _by_base() or not name.startswith("aten::"):
         _by_base.cache_clear()  # a library may have defined operators since
-    return _by_base().get(qualified, ())
+    return _by_base().get(name, ())
 
 
 @functools.cache
@@ -112,10 +113,10 @@ def _by_base() -> dict[str, tuple[str, ...]]:
 
 
 @functools.cache
-def _why_not(qualified: str) -> str | None:
+def _why_not(overload: str) -> str | None:
     """Return why rules cannot select an overload, or None if they can."""
     try:
-        schema = operator(qualified)._schema
+        schema = operator(overload)._schema
     except (AttributeError, RuntimeError):
         return "has no schema"  # in the dispatcher, but unknown to Python
     if schema.is_mutable:
@@ -140,9 +141,11 @@ def _not_for_rules(name: str, base: str) -> str:
 
 
 def _guess(word: str) -> str:
+    import torch
+
     if word in _MEANT:
         return f'Did you mean "{_MEANT[word]}"?'
-    if _is_python_function(word):
+    if word.islower() and callable(getattr(torch.nn.functional, word, None)):
         return "It is a Python function: write rules for the operators that it calls."
     if "::" in word:
         return f"Import the library that defines {word.partition('::')[0]!r} first."
@@ -151,12 +154,6 @@ def _guess(word: str) -> str:
     if near:
         return "Did you mean " + " or ".join(f'"{one}"' for one in near) + "?"
     return 'For an operator of another library, import the library and write "mylib::op".'
-
-
-def _is_python_function(word: str) -> bool:
-    import torch
-
-    return callable(getattr(torch.nn.functional, word, None)) and word.islower()
 
 
 # ---- PyTorch's autocast tables
@@ -224,13 +221,12 @@ _CPU = {
 }
 _MPS = {
     LOWER: """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
-        conv_transpose2d.input conv_transpose3d.input convolution _mps_convolution prelu addmm addmv addr
-        matmul einsum mm mv linear addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell
-        scaled_dot_product_attention""",
+        conv_transpose2d.input convolution _mps_convolution prelu addmm addmv addr matmul einsum mm mv linear
+        addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell scaled_dot_product_attention""",
     PROMOTE: "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add",
-    FP32: """acos asin batch_norm binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
-        cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim group_norm
-        hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_norm
+    FP32: """acos asin batch_norm binary_cross_entropy_with_logits cdist conv_transpose3d.input cosh
+        cosine_embedding_loss cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm.dim
+        group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm linalg_matrix_norm
         linalg_matrix_norm.str_ord linalg_vector_norm log log10 log1p log2 log_softmax.int logsumexp
         margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss
         nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar pow.Tensor_Scalar

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import os
 import textwrap
@@ -70,7 +71,7 @@ _AS_CUDA_DOES = "addmv chain_matmul linalg_multi_dot mv"
 _AS_CPU_DOES = """cholesky_solve grid_sampler_2d grid_sampler_3d linalg_householder_product linalg_lstsq
     linalg_matrix_rank linalg_solve linalg_tensorsolve lu_solve nanquantile orgqr ormqr polar quantile
     triangular_solve"""
-_PROMOTED = """bilinear complex cross dot embedding_bag heaviside histogram histogramdd index_add index_copy
+PROMOTED = """bilinear complex cross dot embedding_bag heaviside histogram histogramdd index_add index_copy
     index_put index_reduce isclose lerp linalg_cross linalg_ldl_solve linalg_lu_solve linalg_pinv
     linalg_solve_ex linalg_solve_triangular masked_scatter meshgrid put scatter scatter_add scatter_reduce
     sparse_sampled_addmm special_chebyshev_polynomial_t special_chebyshev_polynomial_u
@@ -99,7 +100,7 @@ def _each(ops: str, **effect: str) -> tuple[dict[str, str], ...]:
 
 PRESET_TABLE: dict[str, Preset] = {
     "auto": Preset(
-        meaning="the fastest safe format that the device has instructions for",
+        meaning="the fastest safe format of the device, by rates measured on it or by a table",
         fields={"compute": "auto"},
     ),
     "bf16": Preset(
@@ -119,7 +120,7 @@ PRESET_TABLE: dict[str, Preset] = {
             *_each("binary_cross_entropy", compute="fp32"),
             *_each(_AS_CPU_DOES, compute="fp32"),
             *_each(_AS_CUDA_DOES, compute="lower"),
-            *_each(_PROMOTED, compute="promote"),
+            *_each(PROMOTED, compute="promote"),
         ),
     ),
     "O0": Preset(meaning="apex's O0: everything in float32", fields={"compute": "fp32"}),
@@ -191,7 +192,11 @@ class Policy:
     def preset(cls, name: str) -> Policy:
         """Return the preset called ``name``; an unknown name raises PolicyError."""
         if not isinstance(name, str) or name not in PRESET_TABLE:
-            raise PolicyError(_unknown(name))
+            if isinstance(name, str) and name in _OTHER_NAMES:
+                guess = f'Did you mean "{_OTHER_NAMES[name]}"? Known: {", ".join(PRESETS)}.'
+            else:
+                guess = near_names(str(name), PRESETS)
+            raise PolicyError(f"unknown policy {name!r}. {guess}")
         preset = PRESET_TABLE[name]
         return cls(rules=tuple(Rule(**one) for one in preset.rules), **preset.fields)
 
@@ -242,8 +247,28 @@ class Policy:
         """Whether the model's weights are held in a low format, with master weights or without."""
         return self.master_weights or self.low_weights
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
-        return _table(self)
+        """Format a heading and one line per rule; consecutive operators with the same effect share one."""
+        lines = textwrap.wrap(_heading(self), _WIDTH, subsequent_indent="    ")
+        if self.tables != "native":
+            lines.append(f"  PyTorch's table for {self.tables} on every device")
+        entries: list[tuple[str, str]] = []
+        alike = itertools.groupby(self.rules, lambda one: (one.is_for_modules, one.effect))
+        for (for_modules, effect), group in alike:
+            targets = [one.target for one in group]
+            if not for_modules and len(targets) >= _MANY:
+                targets = [", ".join(targets)]
+            entries += [(target, effect) for target in targets]
+        width = min(_TARGET_WIDTH, max((len(target) for target, _ in entries), default=0))
+        for target, effect in entries:
+            wrapped = textwrap.wrap(target, width, subsequent_indent="  ", break_on_hyphens=False)
+            first, *rest = wrapped or [""]
+            lines.append(f"  {first:<{width}}  {effect}")
+            lines += [f"  {line}" for line in rest]
+        return "\n".join(lines)
 
 
 def name_of(policy: Policy) -> str | None:
@@ -299,8 +324,6 @@ def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
 
 
 def _checked_rules(rules: object) -> tuple[Rule, ...]:
-    if isinstance(rules, Rule):
-        raise PolicyError(f'expected a tuple of rules, got one rule, "{rules}": write (rule,) with a comma')
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise PolicyError(f"expected a tuple of rules, got {rules!r}")
     found: list[Rule] = []
@@ -325,12 +348,6 @@ def _unknown_format(compute: object) -> str:
     return f"unknown format {compute!r}. {near_names(word, formats)}"
 
 
-def _unknown(name: object) -> str:
-    if isinstance(name, str) and name in _OTHER_NAMES:
-        return f'unknown policy {name!r}. Did you mean "{_OTHER_NAMES[name]}"? Known: {", ".join(PRESETS)}.'
-    return f"unknown policy {name!r}. " + near_names(str(name), PRESETS)
-
-
 def _looks_like_a_file(name: object) -> bool:
     return isinstance(name, str) and (name.endswith(".toml") or os.sep in name)
 
@@ -350,7 +367,8 @@ def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
     if not isinstance(policy, str):
         word = str(policy).removeprefix("torch.")
         meant = f'; write "{_OTHER_NAMES[word]}"' if word in _OTHER_NAMES else ""
-        raise PolicyError(f"expected a Policy, the name of a preset or a file, got {policy!r}{meant}")
+        got = repr(policy) + meant if len(repr(policy)) < 50 else type(policy).__name__
+        raise PolicyError(f"expected a Policy, the name of a preset or a file, got {got}")
     if _looks_like_a_file(policy):
         return _in_file(policy)
     if policy not in PRESETS and Path(f"{policy}.toml").is_file():
@@ -428,36 +446,6 @@ def format_name(dtype: torch.dtype) -> str:
     names = {long: short for short, long in _COMPUTE_DTYPES.items()}
     word = str(dtype).removeprefix("torch.")
     return names.get(word, word)
-
-
-# ---- as a table
-
-
-def _table(policy: Policy) -> str:
-    """Format a heading and one line per rule; consecutive operators with the same effect share an entry."""
-    lines = textwrap.wrap(_heading(policy), _WIDTH, subsequent_indent="    ")
-    if policy.tables != "native":
-        lines.append(f"  PyTorch's table for {policy.tables} on every device")
-    entries = _entries(policy.rules)
-    width = min(_TARGET_WIDTH, max((len(target) for target, _ in entries), default=0))
-    for target, effect in entries:
-        first, *rest = textwrap.wrap(target, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
-        lines.append(f"  {first:<{width}}  {effect}")
-        lines += [f"  {line}" for line in rest]
-    return "\n".join(lines)
-
-
-def _entries(rules: tuple[Rule, ...]) -> list[tuple[str, str]]:
-    """Return the target and the effect of each line."""
-    found: list[tuple[str, str]] = []
-    for (everywhere, effect), group in itertools.groupby(
-        rules, lambda one: (not one.is_for_modules, one.effect)
-    ):
-        targets = [one.target for one in group]
-        if everywhere and len(targets) >= _MANY:
-            targets = [", ".join(targets)]
-        found += [(target, effect) for target in targets]
-    return found
 
 
 def _heading(policy: Policy) -> str:

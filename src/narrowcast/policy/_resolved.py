@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,10 +17,11 @@ from narrowcast.policy._ops import (
     FP32_APPEND_DTYPE,
     FP32_SET_DTYPE,
     ONE_DEVICE_ONLY,
+    PROMOTE,
     native_table,
     overloads_of,
 )
-from narrowcast.policy._policy import Policy, kept_for
+from narrowcast.policy._policy import PRESET_TABLE, Policy, kept_for
 from narrowcast.policy._rule import COMPUTES, FP8_RECIPES, Rule, specificity
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ class Scope:
             return self
         found = self._inside.get(rules)
         if found is None:
-            best_first = sorted(rules, key=_rank(rules), reverse=True)
+            # The more specific wins, then the later.
+            best_first = sorted(rules, key=lambda one: (specificity(one), rules.index(one)), reverse=True)
             plain = [one for one in best_first if one.op is None]
             in_formats = [one for one in plain if one.compute not in FP8_RECIPES]
             ops = (*(one for one in best_first if one.op is not None), *self._ops)
@@ -207,6 +209,10 @@ class ResolvedPolicy:
         if any(one.op is None and _decides(one) for one in self.rules):
             # A module rule applies to every operator that is cast.
             found |= dict.fromkeys(self.table)
+        words = {word for one in self.rules for word in (one.compute, one.output)}
+        if words & ({"bf16", "fp16"} - {self.lower}):
+            # PyTorch's kernels that promote raise an error where bf16 meets fp16.
+            found |= dict.fromkeys(op for op, kind in self.native.items() if kind == PROMOTE)
         return tuple(found)
 
 
@@ -236,11 +242,6 @@ def _best(rules: Iterable[Rule]) -> Rule | None:
     return max(rules, key=specificity, default=None)
 
 
-def _rank(rules: tuple[Rule, ...]) -> Callable[[Rule], tuple[object, ...]]:
-    """Return the sort key of ``rules`` at one module: the more specific wins, then the later."""
-    return lambda one: (*specificity(one), rules.index(one))
-
-
 def resolved(policy: Policy, device_type: str, lower: str) -> ResolvedPolicy:
     """Return ``policy`` on ``device_type`` with the region's format ``lower``, one object per policy.
 
@@ -253,3 +254,12 @@ def resolved(policy: Policy, device_type: str, lower: str) -> ResolvedPolicy:
             weakref.finalize(policy, made.forget_scopes).atexit = False
     found: ResolvedPolicy = kept[key]
     return found
+
+
+def unreached(policy: Policy) -> list[Rule]:
+    """Return the rules for operators that decided no call yet, but for those of presets."""
+    kept = [one for one in kept_for(policy).values() if isinstance(one, ResolvedPolicy)]
+    found = [one for kind in kept for scope in kind._scopes.values() for one in scope._decisions.values()]
+    known = {one.rule for one in found if one is not None}
+    known |= {Rule(**one) for preset in PRESET_TABLE.values() for one in preset.rules}
+    return [one for one in policy.rules if one.op is not None and _decides(one) and one not in known]

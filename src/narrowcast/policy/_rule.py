@@ -222,7 +222,9 @@ def _class_name(cls: Any) -> str | None:
             raise PolicyError(f'expected the full name of a class, as "torch.nn.LayerNorm", got {cls!r}')
         if not word.startswith("torch."):
             return word
-        found = _inside_torch(word)
+        found: Any = torch
+        for part in word.split(".")[1:]:
+            found = getattr(found, part, None)
         if found is None and word.startswith("torch.nn.") and word.count(".") == 2:
             kinds = [name for name in dir(torch.nn) if isinstance(getattr(torch.nn, name), type)]
             guess = near_names(word.rpartition(".")[2], kinds)
@@ -234,15 +236,6 @@ def _class_name(cls: Any) -> str | None:
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         raise PolicyError(f"expected a class of torch.nn.Module, got {cls!r}")
     return class_names(cls)[0]
-
-
-def _inside_torch(name: str) -> Any:
-    import torch
-
-    found: Any = torch
-    for part in name.split(".")[1:]:
-        found = getattr(found, part, None)
-    return found
 
 
 def _check_text(what: str, example: str, value: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import narrowcast as nc
+from narrowcast.casting import Promotion, region_in
 from narrowcast.policy import Policy
 
 # A package that torch's test tools want and nothing here needs.
@@ -27,9 +28,10 @@ sys.modules["expecttest"] = EXPECTTEST
 
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SAFE = Policy.preset("safe").rules
 TABLES = ("cpu", "cuda")
+PLAIN = {table: Policy(compute="bf16", tables=table) for table in TABLES}
 SAMPLES = 12  # an operator
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
@@ -97,6 +99,7 @@ def is_floating(value):
 
 def runs(policy, call, leaves, spec):
     args, kwargs = tree_unflatten([one.clone() if is_floating(one) else one for one in leaves], spec)
+    torch.manual_seed(0)
     try:
         with nc.autocast("cpu", policy=policy):
             call(*args, **kwargs)
@@ -105,13 +108,13 @@ def runs(policy, call, leaves, spec):
     return True
 
 
-def mixtures(leaves):
-    """The same leaves with one floating one in bf16, then with all but that one; named by a number."""
+def mixtures(leaves, low=BF16):
+    """The same leaves with one floating one in ``low``, then with all but that one; named by a number."""
     floating = [position for position, one in enumerate(leaves) if is_floating(one)]
     for number, odd in enumerate(floating if len(floating) > 1 else []):
         for is_narrow in (True, False):
             mixed = [
-                one.to(BF16) if position in floating and (position == odd) == is_narrow else one
+                one.to(low) if position in floating and (position == odd) == is_narrow else one
                 for position, one in enumerate(leaves)
             ]
             yield f"{number}{'narrow' if is_narrow else 'wide'}", mixed
@@ -119,24 +122,75 @@ def mixtures(leaves):
 
 def stopped():
     """(name, table, mixture) -> the first sample that stops although it runs with every input in fp32."""
-    plain = {table: Policy(compute="bf16", tables=table) for table in TABLES}
     found = {}
     for name, call, args, kwargs in every_sample():
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
         for table in TABLES:
             ways = list(mixtures(leaves))
-            if not ways or not runs(plain[table], call, leaves, spec):
+            if not ways or not runs(PLAIN[table], call, leaves, spec):
                 continue
             for way, mixed in ways:
                 key = (name, table, way)
-                if key not in found and not runs(plain[table], call, mixed, spec):
+                if key not in found and not runs(PLAIN[table], call, mixed, spec):
                     found[key] = (call, mixed, spec)
     return found
 
 
+def in_place_samples():
+    for op in op_db:
+        if op.inplace_variant is not None and FP32 in op.dtypes:
+            torch.manual_seed(0)
+            for sample in itertools.islice(op.sample_inputs("cpu", FP32, requires_grad=False), SAMPLES):
+                yield f"{op.name}_", op.inplace_variant, (sample.input, *sample.args), sample.kwargs
+
+
+def trains(call, leaves, spec, region):
+    """Whether forward in ``region`` and backward outside of it run."""
+    wanted = [one.clone().requires_grad_() if is_float(one) else one for one in leaves]
+    args, kwargs = tree_unflatten([one * 1 if is_float(one) else one for one in wanted], spec)
+    torch.manual_seed(0)
+    try:
+        with region:
+            outputs = tree_flatten(call(*args, **kwargs))[0]
+        outputs = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+    except Exception:
+        return False
+    return True
+
+
+def is_float(value):
+    return isinstance(value, torch.Tensor) and value.dtype in (BF16, FP16, FP32)
+
+
+def raising_with_promotion():
+    """The operators, in place too, that run in FP32 with backward, and raise in spite of promotion."""
+    plain, left, tried = torch.autocast("cpu", enabled=False), set(), 0
+    regions = {
+        (dtype, table): region_in(policy, "cpu", dtype, Promotion(policy, "cpu", dtype, lambda _: None))
+        for name, dtype in (("bf16", BF16), ("fp16", FP16))
+        for table in TABLES
+        for policy in [Policy(compute=name, tables=table)]
+    }
+    samples = itertools.chain(every_sample(), in_place_samples())
+    for number, (name, call, args, kwargs) in enumerate(samples):  # bf16 and fp16 in turn
+        dtype = (BF16, FP16)[number % 2]
+        leaves, spec = tree_flatten((args, kwargs))
+        leaves = [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
+        low = [one.to(dtype) if is_floating(one) else one for one in leaves]
+        if trains(call, leaves, spec, plain):
+            inputs = (leaves, low, *(mixed for _, mixed in mixtures(leaves, dtype)))
+            for table, mixed in itertools.product(TABLES, inputs):
+                region, tried = regions[dtype, table], tried + 1
+                if not trains(call, mixed, spec, region) and trains(call, leaves, spec, plain):
+                    left.add(name if table == "cpu" else f"{name} on {table}")
+    return sorted(left), tried
+
+
 def main():
     cases = stopped()
+    left_with_promotion, tried = raising_with_promotion()
     safe = {table: Policy(compute="bf16", tables=table, rules=SAFE) for table in TABLES}
     left = {
         f"{name} {table} {way}" for (name, table, way), case in cases.items() if not runs(safe[table], *case)
@@ -145,9 +199,15 @@ def main():
     for one in SAFE:
         for table in TABLES:
             alone = Policy(compute="bf16", tables=table, rules=(one,))
-            names = sorted({key[0] for key, case in cases.items() if key[1] == table and runs(alone, *case)})
-            helped.setdefault(one.op, {})[table] = names
-    print(json.dumps({"stopped": [list(key) for key in cases], "still": sorted(left), "helped": helped}))
+            # Stops again: what a sample finds in uninitialized memory may have stopped it.
+            names = {
+                name
+                for (name, where, _), case in cases.items()
+                if where == table and runs(alone, *case) and not runs(PLAIN[table], *case)
+            }
+            helped.setdefault(one.op, {})[table] = sorted(names)
+    found = {"stopped": [list(key) for key in cases], "still": sorted(left), "helped": helped}
+    print(json.dumps(found | {"with promotion": left_with_promotion, "tried": tried}))
 
 
 main()

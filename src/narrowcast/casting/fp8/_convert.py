@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import UninitializedParameter
 
 from narrowcast.casting._operators import CASTABLE
 from narrowcast.casting._tree import modules_by_path, scopes_by_path
-from narrowcast.casting._weight_casts import stacklevel_outside
+from narrowcast.casting._warnings import stacklevel_outside
 from narrowcast.errors import PolicyError
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, resolved
 
 _MULTIPLE = 16
-_NO_INSTRUCTIONS = "has no fp8 instructions"
+_NO_INSTRUCTIONS = "has no fp8 instructions of CUDA"
 
 
+@dataclass(eq=False)
 class Fp8Use:
     """Shared by the layers that one ``apply_fp8`` converted, and by their copies.
 
@@ -27,8 +27,7 @@ class Fp8Use:
         removed: the layers compute as ``torch.nn.Linear`` again.
     """
 
-    def __init__(self, removed: bool = False) -> None:
-        self.removed = removed
+    removed: bool = False
 
     def __deepcopy__(self, _memo: object) -> Fp8Use:
         return self
@@ -117,15 +116,13 @@ def restore_layer(module: torch.nn.Module) -> None:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether ``device`` multiplies fp8: CUDA 8.9 and newer, AMD's MI300 and newer.
+    """Return whether ``device`` multiplies fp8 as CPUs emulate it: CUDA 8.9 and newer.
 
+    Not AMD's: MI300 has the fnuz formats, whose largest number and NaN differ (``torchao.float8.config``).
     Source: the requirements of ``torch._scaled_mm``, aten/src/ATen/native/cuda/ScaledBlas.cpp.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
-    if torch.version.hip is not None:
-        architecture = str(torch.cuda.get_device_properties(device).gcnArchName)
-        return architecture.startswith(("gfx94", "gfx95", "gfx12"))
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -173,8 +170,6 @@ def _why_not(module: torch.nn.Module) -> str | None:
     kind = type(module).__name__
     if not isinstance(module, torch.nn.Linear):
         return f"is a {kind}, no torch.nn.Linear"
-    if isinstance(module.weight, UninitializedParameter):
-        return "has no shape before its first call: apply the policy after it"
     if kind == "NonDynamicallyQuantizableLinear":
         return "is not called: torch.nn.MultiheadAttention reads its weight"
     if type(module) is not torch.nn.Linear:

@@ -16,6 +16,7 @@ import torch
 
 from narrowcast.casting._operators import CASTABLE
 from narrowcast.casting._scopes import region_dtype
+from narrowcast.casting._torch_internals import has_autocast
 from narrowcast.casting.fp8._convert import Fp8Use, has_fp8
 from narrowcast.errors import MissingModuleError, UnsupportedError
 from narrowcast.policy import Rule
@@ -88,7 +89,7 @@ class Fp8Linear(torch.nn.Linear):
         if self.fp8_use.removed or not formats or input.numel() == 0:
             return super().forward(input)
         device = input.device.type
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        if not has_autocast(device) or not torch.is_autocast_enabled(device):
             return self._multiply(input)
         region = region_dtype(device)
         # Autocast would cast what already is in fp8, as would a rule for "mm".
@@ -155,7 +156,7 @@ class _Product(matmul_with_hp_or_float8_args):  # type: ignore[misc]
                 'has no gradient; keep it out with a rule, as nc.rule.module("critic", compute="bf16")'
             )
         device = grad.device.type
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        if not has_autocast(device) or not torch.is_autocast_enabled(device):
             return matmul_with_hp_or_float8_args.backward(ctx, grad)
         # If backward is called inside a region, autocast would cast what already is in fp8.
         with torch.autocast(device, enabled=False):

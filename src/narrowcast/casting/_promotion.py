@@ -1,0 +1,303 @@
+"""Promote inputs of different formats in operators where PyTorch raises an error.
+
+An FP32 script does not expect two formats, but in some operators bf16 or fp16 meets fp32, and PyTorch raises
+an error. The regions of ``run``, ``nc.apply``, ``nc.Stepper`` and ``nc.certify`` promote there: kernels for
+these operators first call PyTorch's, and if that raises, they run the operator again:
+
+- inputs of different formats are cast to the widest of them;
+- an operator that writes in place or to ``out=`` casts its sources to the format of what it writes to;
+- if all are low, and PyTorch has no kernel for the format, they are cast to fp32, which is reported once.
+
+An operator with a number that fp16 cannot hold, such as ``masked_fill(mask, -1e9)``, runs in fp32 at once, or
+in place with fp16's largest number.
+
+So no result changes that PyTorch computes, except for the operators of ``_IN_FP32``. Fake tensors raise no
+such error, and casts below a layer of ``torch.func`` would not be recorded by it: there the formats decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from narrowcast.casting._operators import (
+    CASTABLE,
+    CLASSES,
+    cast_all,
+    is_eligible,
+    plain_call,
+    tensors_in,
+    widest,
+)
+from narrowcast.casting._scopes import is_promoting, promotion_here
+from narrowcast.casting._torch_internals import (
+    has_kernel,
+    is_below_autograd,
+    is_proxy_tracing,
+    is_transforming,
+    register_kernel,
+    without_key,
+)
+from narrowcast.policy import PROMOTE, PROMOTED, TABLES, dtype_of, native_table, operator
+
+_Kernel = Callable[..., Any]
+# Wrong in low formats (matrix_exp of bf16 is infinite), or without a backward pass: addr and pinv multiply
+# matrices of two formats there, and the others have no kernel.
+_FP32 = """linalg_matrix_exp addr addr_ linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
+    linalg_lu_solve pdist special_i1 special_i1e _sparse_mm _sparse_mm.reduce _sparse_addmm"""
+# No oneDNN kernel on this CPU in a format of the policy. PyTorch's table has what an LSTM calls, and below a
+# layer of torch.func it would be cast again.
+_LSTM = frozenset(("lstm.input", "mkldnn_rnn_layer"))
+_IN_FP32 = frozenset(_FP32.split()) | _LSTM
+# Found by tests/policy/scripts/mixed_inputs.py, which calls every operator with mixed formats, besides those
+# of policy.PROMOTED, for which preset "safe" has rules.
+_MIXED = """_chunk_cat _foreach_lerp.List _foreach_lerp_.List addbmm_ addmm_ addmv addmv_ allclose baddbmm_
+    batch_norm bincount binomial chain_matmul group_norm inner layer_norm linalg_multi_dot masked_fill.Tensor
+    mv rrelu"""
+# With ``out=``. Others raise: kernels for the thousand that there are would take 300 ms.
+_OUT = """abs addbmm addmm addmv amax amin baddbmm bmm ceil clamp cross cummax cummin diag dot floor frac
+    gather index_add index_copy index_select inner kthvalue lerp linalg_cross linalg_multi_dot linalg_norm
+    linalg_vector_norm log_softmax logcumsumexp masked_select matmul max median min mm mode msort mv
+    nan_to_num neg norm round scatter scatter_add scatter_reduce sign softmax sort std take take_along_dim
+    tensordot topk tril triu trunc var vdot where"""
+_NUMBERS = """clamp clamp_ clamp_max clamp_min constant_pad_nd fill_.Scalar full_like hardtanh
+    index_fill.int_Scalar index_fill_.int_Scalar masked_fill.Scalar masked_fill_.Scalar new_full pow.Scalar
+    scatter.value scatter_.value threshold"""
+_WITH_NUMBERS = frozenset(_NUMBERS.split())
+_NO_LOW_KERNEL = """_linalg_det _linalg_slogdet _linalg_solve_ex _pdist_forward _sample_dirichlet
+    _sparse_log_softmax _sparse_mm_reduce_impl _sparse_softmax _standard_gamma _upsample_bicubic2d_aa
+    _upsample_bilinear2d_aa fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn histc linalg_ldl_factor_ex
+    linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_matrix_norm linalg_matrix_norm.str_ord
+    linalg_solve_triangular linalg_vander logdet sparse_sampled_addmm sspaddmm"""
+_SPECIAL = re.compile("airy|bessel|erfcx|log_ndtr|ndtri|polynomial")
+# The table of the CPU has these, that of CUDA has not.
+_ON_CPU_ALONE = re.compile(
+    "linalg|fft|chol|lu_|qr|quantile|svd|inverse|triangular|polar|complex|grid_s|stft|ctc"
+)
+_NORMS = ("batch_norm", "group_norm", "layer_norm")
+# A CPU has no low kernels for products of sparse CSR matrices. matmul is called too often for a kernel of
+# ours on the autocast key, so these stand on a key where only CSR matrices arrive.
+SPARSE_CSR = {"csr addmm": "addmm", "csr mv": "mv"}
+living: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The promotions of all holders. Compiled graphs open regions that do not know theirs."""
+
+
+@functools.cache
+def lacking_low() -> frozenset[str]:
+    """Return the operators to promote that have no kernel for low formats."""
+    on_cpu = {op for op, how in TABLES["cpu"].items() if how != PROMOTE and _ON_CPU_ALONE.search(op)}
+    special = {f"special_{name}" for name in dir(torch.special) if _SPECIAL.search(name)}
+    return frozenset({*_NO_LOW_KERNEL.split(), *special, *on_cpu})
+
+
+@functools.cache
+def promoted() -> frozenset[str]:
+    """Return the operators to promote on some device type."""
+    mixed = (*_MIXED.split(), *_overloads(PROMOTED.split()), *_overloads(_OUT.split(), with_out=True))
+    return _IN_FP32 | _WITH_NUMBERS | lacking_low() | frozenset(mixed)
+
+
+@functools.cache
+def promoted_on(device_type: str, formats: frozenset[str]) -> tuple[str, ...]:
+    """Return those that this PyTorch has and does not cast on ``device_type`` itself."""
+    found = promoted() - native_table(device_type).keys() - _LSTM
+    if device_type == "cpu" and any(why_no_lstm(dtype_of(one)) is not None for one in formats):
+        found |= _LSTM
+    if "fp16" not in formats:
+        found -= _WITH_NUMBERS
+    on_csr = SPARSE_CSR if device_type == "cpu" else ()
+    return (*(op for op in sorted(found) if _exists(op)), *on_csr)
+
+
+def _overloads(bases: Iterable[str], with_out: bool = False) -> Iterator[str]:
+    """Yield overloads of operators and of their forms in place: of several tensors, or with ``out=``."""
+    for base in bases:
+        for name in (base, f"{base}_"):
+            packet = getattr(torch.ops.aten, name, None)
+            for overload in () if packet is None else packet.overloads():
+                takes_out = any(one.is_out for one in getattr(packet, overload)._schema.arguments)
+                skipped = "dimname|names" if with_out else "out|value|scalar|dimname|twin"
+                if (takes_out or not with_out) and not re.search(skipped, overload):
+                    yield name if overload == "default" else f"{name}.{overload}"
+
+
+def _exists(op: str) -> bool:
+    try:
+        operator(op)
+    except AttributeError:
+        return False
+    return True
+
+
+@functools.cache
+def why_no_lstm(dtype: torch.dtype) -> str | None:
+    """Return the error of an LSTM in ``dtype`` on this CPU, or None: oneDNN has no kernel on some."""
+    errors: list[str] = []
+    trial = threading.Thread(target=_try_lstm, args=(dtype, errors))  # a new thread is in no mode or region
+    trial.start()
+    trial.join()
+    return errors[0] if errors else None
+
+
+def _try_lstm(dtype: torch.dtype, errors: list[str]) -> None:
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_enabled("cpu", True)
+    state = torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32)
+    weight = torch.zeros(4, 1, device="cpu", dtype=torch.float32, requires_grad=True)
+    try:
+        torch.lstm(state, (state, state), (weight, weight), False, 1, 0.0, True, False, False)
+    except RuntimeError as error:
+        errors.append(str(error))
+
+
+def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
+    """Return a kernel that calls ``go_on``, PyTorch's, and runs the operator again where that raises."""
+    if name in _WITH_NUMBERS:
+        return _within_range(name, go_on, device)
+    op, in_fp32, no_low = operator(name), name in _IN_FP32, name in lacking_low()
+    off, call = without_key(device), plain_call(op)
+
+    def again(args: Any, kwargs: Any, raised: str | None, by_formats: bool = False) -> Any:
+        inputs = [one for one in tensors_in((*args, *kwargs.values())) if is_eligible(one, device)]
+        formats = {one.dtype for one in inputs}
+        # Below autograd a cast would not be recorded; the kernel of the operator above sees the error.
+        recorded = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
+        if not formats or (recorded and is_below_autograd()):
+            raise _Unchanged
+        dtype: torch.dtype | None = torch.float32
+        if op._schema.is_mutable:
+            dtype = _dtype_written(op, args, kwargs, device)
+        elif len(formats) > 1 and not in_fp32:
+            dtype = widest(inputs, device)
+        if not in_fp32 and (formats == {dtype} or dtype not in CASTABLE):
+            raise _Unchanged  # the error is the script's own, and a second call would write twice
+        if by_formats and not in_fp32 and _is_fine(inputs, name, no_low):
+            raise _Unchanged
+        if name == "batch_norm" and args[5] and any(one.dtype != dtype for one in tensors_in(args[3:5])):
+            raise _Unchanged  # training writes to its running statistics: a cast would lose that
+        with off():
+            cast_args, cast_kwargs = cast_all(args, kwargs, dtype, device)
+            result = call(*cast_args, **cast_kwargs)
+        if raised is not None and (len(formats) == 1 or in_fp32):
+            _report("lstm" if name in _LSTM else name, raised)
+        return result
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        by_formats = is_transforming() or (type(args[0]) not in CLASSES and is_proxy_tracing())
+        if by_formats and is_promoting():
+            with suppress(_Unchanged):
+                return again(args, kwargs, "it has no kernel for it", by_formats=True)
+        try:
+            return go_on(keyset, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        # Not what torch.utils.checkpoint raises to stop a recomputation when it has saved its last tensor.
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not is_promoting():
+                raise
+            try:
+                return again(args, kwargs, str(error))  # the error itself would be part of a cycle
+            except _Unchanged:
+                raise error from None
+            except Exception as other:
+                other.__context__ = None  # the script would see this error alone in fp32
+                raise
+
+    def fp32_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_promoting():  # the trial of an LSTM is not: it would begin another
+            why = why_no_lstm(torch.get_autocast_dtype(device)) if name in _LSTM else None
+            if why is not None or name not in _LSTM:
+                with suppress(_Unchanged):
+                    return again(args, kwargs, why)
+        return go_on(keyset, *args, **kwargs)
+
+    return fp32_kernel if in_fp32 else kernel
+
+
+def _dtype_written(op: Any, args: Any, kwargs: Any, device: str) -> torch.dtype:
+    """Return the dtype of what ``op`` writes to: ``out=``, or in place its first argument."""
+    outs = [kwargs[one.name] for one in op._schema.arguments if one.is_out]
+    dtypes = {one.dtype for one in tensors_in(outs or args[:1]) if is_eligible(one, device)}
+    if len(dtypes) != 1:
+        raise _Unchanged  # a cast of one of several would lose what is written
+    return dtypes.pop()
+
+
+def _within_range(name: str, go_on: _Kernel, device: str) -> _Kernel:
+    """Return a kernel for an operator that takes a number, which fp16 may not hold."""
+    op = operator(name)
+    off, call = without_key(device), plain_call(op)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # full_like and new_full may be asked for another dtype.
+        dtype = kwargs.get("dtype") or tensors_in(args)[0].dtype
+        fits = dtype != torch.float16 or list(map(_within_fp16, args)) == [*args]
+        if fits or not is_promoting():
+            return go_on(keyset, *args, **kwargs)
+        if op._schema.is_mutable or is_below_autograd():
+            _report(name, "fp16 cannot hold the number", "writes fp16's largest number")
+            return go_on(keyset, *map(_within_fp16, args), **kwargs)
+        _report(name, "fp16 cannot hold the number")
+        wide, kwargs = cast_all(args, kwargs, torch.float32, device)
+        with off():
+            return call(*wide, **kwargs)
+
+    return kernel
+
+
+def _within_fp16(value: Any) -> Any:
+    number = isinstance(value, int | float) and 65504 < abs(value) < math.inf
+    return math.copysign(65504, value) if number else value
+
+
+def _is_fine(inputs: list[torch.Tensor], name: str, no_low: bool) -> bool:
+    """Return whether PyTorch computes these formats: one, or fp32 parameters of a low input."""
+    first, *others = (one.dtype for one in inputs)
+    if name in _NORMS and first != torch.float32 and set(others) == {torch.float32}:
+        return True
+    return set(others) <= {first} and not no_low
+
+
+def register_sparse_csr(op: str) -> Any:
+    """Register a kernel that computes a product of a low CSR matrix in fp32; return its library."""
+    name, key = SPARSE_CSR[op], "SparseCsrCPU"
+    call = plain_call(operator(name))
+    has_own = has_kernel(f"aten::{name}", key)
+    native = torch.library.get_kernel(f"aten::{name}", key).call_boxed if has_own else None
+    addmv = operator("addmv")
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        low = next(
+            (one.dtype for one in tensors_in(args) if one.dtype in (torch.bfloat16, torch.float16)), None
+        )
+        if low is not None:  # in a backward pass too, outside of any region
+            wide, kwargs = cast_all(args, kwargs, torch.float32, "cpu")
+            _report(name, f"it is not implemented for CSR matrices of {low}")
+            return call(*wide, **kwargs).to(low)
+        if native is None:
+            matrix, vector = args
+            return addmv(vector.new_empty(matrix.shape[0]), matrix, vector, beta=0)
+        return native(keyset, *args, **kwargs)
+
+    return register_kernel(name, key, kernel)
+
+
+class _Unchanged(Exception):  # noqa: N818
+    """Casts would not help."""
+
+
+def _report(name: str, raised: str, what: str = "runs in fp32") -> None:
+    here, reason = promotion_here(), raised.partition("\n")[0][:100]
+    for promotion in list(living) if here is None else (here,):
+        promotion(
+            name.partition(".")[0].lstrip("_"),
+            f"{what}, since PyTorch raised an error in the low format: {reason}",
+        )
