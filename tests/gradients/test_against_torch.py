@@ -33,6 +33,7 @@ from pairs import (
 )
 
 import narrowcast as nc
+from narrowcast.gradients import _check
 
 SCALES = st.integers(-6, 20).map(lambda power: 2.0**power) | st.floats(0.01, 1e5)
 MODEL = st.integers(0, 2)
@@ -349,3 +350,23 @@ for _part in range(8):
     _machine = type(f"TwoScalers{_part}", (TwoScalers,), {})
     _machine.TestCase.settings = settings.get_profile("gradients-long")
     globals()[f"TestManySequences{_part}"] = pytest.mark.long(_machine.TestCase)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_skipped_first_step_makes_no_momentum(dampening, device, monkeypatch):
+    """Where only the device knows of the skip, torch's fused SGD would leave its momentum unwritten."""
+    monkeypatch.setattr(_check, "known_on_host", lambda found: None)
+    weights = []
+    for fused in (True, False):
+        weight = torch.nn.Parameter(torch.ones(4, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5, dampening=dampening, fused=fused)
+        scaler = nc.GradScaler(device, 8.0)
+        for factor in (math.inf, 1.0, 1.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            result = scaler.step(optimizer)
+            scaler.update()
+            assert result.skipped == math.isinf(factor) == (weight not in optimizer.state)
+        weights.append(weight.detach())
+    assert torch.equal(*weights)

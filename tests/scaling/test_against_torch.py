@@ -68,15 +68,6 @@ def test_any_sequence_of_steps(scale, given_settings, events):
         assert SMALLEST <= ours.scale <= LARGEST
 
 
-def test_it_starts_as_torch_starts():
-    ours, theirs = Dynamic(), torch.amp.GradScaler("cpu")
-    assert ours.scale == theirs.get_scale()
-    assert ours.growth_factor == theirs.get_growth_factor()
-    assert ours.backoff_factor == theirs.get_backoff_factor()
-    assert ours.growth_interval == theirs.get_growth_interval()
-    assert ours.good_steps == 0
-
-
 def test_the_limits_where_it_departs_from_torch():
     """A backoff stops at the smallest normal float32, a growth at 2**127; both may be set closer."""
     low = Dynamic(scale=SMALLEST, good_steps=3)

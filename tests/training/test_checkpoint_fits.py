@@ -1,5 +1,6 @@
 """A checkpoint is compared with what it is loaded into before anything changes; differences are refused."""
 
+import copy
 import itertools
 import random
 import re
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import narrowcast as nc
+from kept_rates import keep_rates
 from narrowcast.errors import CheckpointError, PolicyError
 from narrowcast.training import load_checkpoint, save_checkpoint
 
@@ -311,16 +313,66 @@ def test_another_policy_is_refused(path):
         load_checkpoint(path, other, stepper=wide, policy="bf16")
 
 
-def test_auto_that_computes_in_another_format_is_refused(path, monkeypatch):
-    made = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr("narrowcast.training._make.resolve", lambda *_, d=dtype, **__: d)
-        made[dtype] = stepper_of("auto")
-    model, _, stepper = made[torch.bfloat16]
+@pytest.fixture
+def auto_is(monkeypatch, tmp_path):
+    """Gives this machine rates after which "auto" is this format."""
+
+    def make(name):
+        folder = tmp_path / name
+        keep_rates(folder, (0.5, 0.5, 0.5) if name == "fp32" else (2.0, 2.0, 2.0))
+        monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(folder))
+
+    return make
+
+
+KEPT = r"resumed in {} on cpu, as saved; auto would now choose {} \(measured on 20.*, bf16 against fp32: "
+
+
+@pytest.mark.parametrize(("before", "now"), [("bf16", "fp32"), ("fp32", "bf16")])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_resume_after_new_rates_keeps_its_format(path, auto_is, before, now, by_hand):
+    auto_is(before)
+    model, _, stepper = stepper_of("auto")
+    train(model, stepper, 2)
     save_checkpoint(path, model, stepper=stepper)
-    model, _, stepper = made[torch.float32]
-    message = "the Stepper computes in fp32 on cpu, and computed in bf16"
+    kept = copy.deepcopy([model.state_dict(), stepper.state_dict()])
+    train(model, stepper, 3)
+    auto_is(now)
+    other, _, resumed = stepper_of("auto", seed=1)
+    assert resumed.formats != stepper.formats
+    with pytest.warns(UserWarning, match=KEPT.format(before, now)):
+        resumed.load_state_dict(kept[1]) if by_hand else load_checkpoint(path, other, stepper=resumed)
+    other.load_state_dict(kept[0])
+    assert resumed.formats == stepper.formats
+    train(other, resumed, 3)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_loop_that_resumes_is_told_its_format(path, auto_is):
+    auto_is("bf16")
+    model = net(4, 2)
+    save_checkpoint(path, model, loop(model), policy="auto")
+    found = load_checkpoint(path, model, loop(model), policy="auto")
+    assert found.policy == nc.Policy.preset("auto")
+    auto_is("fp32")
+    with pytest.warns(UserWarning, match=KEPT.format("bf16", "fp32")):
+        found = load_checkpoint(path, model, loop(model), policy="auto")
+    assert (found.policy, found.notes) == (nc.Policy(compute="bf16"), ())
+    assert load_checkpoint(path, model, loop(model), policy="bf16").policy == found.policy
+
+
+def test_a_format_that_cannot_be_kept_is_refused(path, auto_is):
+    auto_is("bf16")
+    model, _, stepper = stepper_of(nc.Policy(compute="auto", rules=(nc.rule.module("0", compute="fp32"),)))
+    save_checkpoint(path, model, stepper=stepper)
+    auto_is("fp32")
+    model, _, stepper = stepper_of(nc.Policy(compute="auto", rules=(nc.rule.module("0", compute="fp32"),)))
+    message = (
+        "the Stepper computes in fp32 on cpu, and computed in bf16. Make it with a policy that computes in"
+    )
     assert message in refused(path, model, stepper=stepper)
+    model, _, stepper = stepper_of(nc.Policy(compute="bf16", rules=(nc.rule.module("0", compute="fp32"),)))
+    load_checkpoint(path, model, stepper=stepper)
 
 
 def test_a_policy_with_rules_comes_back(path):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from child_processes import finished
+from kept_rates import keep_rates
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ALL = ["up.weight", "up.bias", "down.weight", "down.bias"]
@@ -32,7 +33,7 @@ class World(NamedTuple):
     scenarios: tuple[str, ...] = ()
 
 
-FEW = World(2, ("skip: ddp, grad", "skip: fsdp2, loss", "flush", "left alone", "resume"))
+FEW = World(2, ("skip: ddp, grad", "skip: fsdp2, loss", "flush", "left alone", "resume", "auto"))
 CUDA = World(1, ("cuda",))
 SIZES = [pytest.param(World(count), marks=pytest.mark.long, id=str(count)) for count in (2, 4)]
 long_sizes = pytest.mark.parametrize("world", SIZES, indirect=True)
@@ -58,6 +59,9 @@ def torchrun(script, *arguments, processes):
 
 @functools.cache
 def launch(world):
+    caches = Path(os.environ["NARROWCAST_CACHE_DIR"])
+    for rank in range(world.size):
+        keep_rates(caches / f"rank {rank}", (3.0, 3.0, 3.0) if rank == 0 else (0.5, 0.5, 0.5))
     code, out, err = torchrun("ranks.py", *world.scenarios, processes=world.size)
     facts = {line["scenario"]: line["ranks"] for line in lines_of(out)}
     return facts, f"exit code {code}\n{err[-6000:]}"
@@ -252,9 +256,21 @@ def test_states_of_distributed_checkpoint_go_on_to_the_bit(world):
 
 
 @every_size
+def test_ranks_with_other_rates_train_in_one_format(world):
+    ranks = ranks_of(world, "auto")
+    assert [facts["alone"] for facts in ranks] == ["bf16"] + ["fp32"] * (world.size - 1)
+    assert_copies("auto", ranks)
+    for facts in ranks:
+        assert facts["formats"] == {"cpu": "torch.bfloat16"}
+        assert facts["because"].endswith(
+            "bf16 against fp32: 3x in matmul, 3x in matmul with casts, 3x in convolution"
+        )
+
+
+@every_size
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
     facts, ending = launch(world)
-    assert len(facts) == (len(world.scenarios) or 17), ending
+    assert len(facts) == (len(world.scenarios) or 18), ending
     assert ending.startswith("exit code 0\n"), ending
 
 

@@ -1,7 +1,6 @@
 """A wrong order of calls, or a wrong setting, is refused with the right one."""
 
-import copy
-import pickle
+import contextlib
 
 import pytest
 import torch
@@ -108,6 +107,40 @@ def test_an_optimizer_that_needs_a_closure_gets_a_function():
         nc.Stepper(model, optimizer, O2)
 
 
+@pytest.mark.parametrize(("policy", "casts"), [("bf16", False), ("bf16", True), ("fp32", False)])
+def test_a_first_loss_from_outside_the_region_is_warned_of(policy, casts):
+    model, _, stepper = made(policy)
+    warns = pytest.warns(UserWarning, match="the loss was computed from fp32 weights without a cast")
+    with warns if policy == "bf16" and not casts else contextlib.nullcontext():
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            loss = model(torch.ones(2, 4)).mean()
+        stepper.step(loss)
+    stepper.step(model(torch.ones(2, 4)).mean())
+
+
+def test_wrong_kinds_of_arguments_are_one_sentence():
+    model, optimizer, stepper = made()
+    on_meta, with_fp16, complexes = nn.Linear(4, 1, device="meta"), nn.Linear(4, 1), [torch.ones(1) * 1j]
+    with_fp16.weight.grad_dtype = torch.float16
+    stepper.scaler.scale(torch.ones(()))
+    for message, call in {
+        "parameters on the meta device: call": lambda: nc.Stepper(on_meta, sgd(on_meta)),
+        "got fp16 for weight, as grad_dtype says": lambda: micro_batch(with_fp16, made("fp32", with_fp16)[2]),
+        "are clipped by their norm of order 2": lambda: stepper.scaler.clip_grad_value_(
+            torch.optim.SGD(complexes, 0.1), 1.0
+        ),
+        "expected the model, a torch.nn.Module, got str": lambda: nc.training.save_checkpoint(model, "file"),
+        "expected what stepper.state_dict": lambda: stepper.load_state_dict(
+            {"objects": {"a": 3}, "steps": 1}
+        ),
+        "a preset or a file, got SGD$": lambda: nc.Stepper(model, optimizer, optimizer),
+        "expected the optimizer, .* got Linear": lambda: stepper.scaler.step(model),
+        "what state_dict.. of a scaler returned, got int": lambda: stepper.scaler.load_state_dict(3),
+    }.items():
+        with pytest.raises(nc.NarrowcastError, match=message):
+            call()
+
+
 # ---- settings
 
 BAD = [
@@ -120,6 +153,7 @@ BAD = [
     ({"max_norm": 1.0, "max_value": 1.0}, "expected max_norm or max_value, got both"),
     ({"restore": "norm"}, "unknown restore='norm'. Did you mean"),
     ({"scheduler": 3}, "expected a learning-rate scheduler with a step method, got 3"),
+    ({"scheduler": torch.optim.lr_scheduler.StepLR}, "expected a learning-rate scheduler .*, got <class"),
     ({"scheduler": {"D": None}}, r"scheduler has the names \['D'\], and the optimizers \['None'\]"),
     ({"scaler": torch.amp.GradScaler("cpu")}, "expected a nc.GradScaler, got torch's"),
     ({"scaler": nc.GradScaler(), "process_group": object()}, "give process_group to the GradScaler"),
@@ -237,10 +271,3 @@ def test_a_state_of_another_stepper_is_refused():
     _, _, with_masters = made(O2)
     with pytest.raises(CheckpointError, match="it holds no held weights '0'"):
         with_masters.load_state_dict(stepper.state_dict())
-
-
-def test_a_stepper_is_neither_copied_nor_pickled():
-    _, _, stepper = made()
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(UnsupportedError, match="a Stepper cannot be copied or pickled"):
-            copied(stepper)

@@ -116,14 +116,18 @@ def test_statistics_go_back_to_the_start_of_the_window(accumulate):
     assert same(before, values(model), STATISTICS)
 
 
-def test_too_many_skips_name_the_parameters():
-    model, _, stepper = make("fp16", scaler=nc.GradScaler(patience=3))
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_too_many_skips_name_the_parameters(policy):
+    loss_scale = None if policy == "fp16" else nc.scaling.Off()
+    model, _, stepper = make(policy, scaler=nc.GradScaler(patience=3, loss_scale=loss_scale))
     one_step(model, stepper)
     for _ in range(2):
         assert one_step(model, stepper, factor=math.inf).skipped
     before = values(model)
-    with pytest.raises(ScaleCollapseError, match=r"3 steps of AdamW .* since step 2.* first\.weight, first"):
+    named = r"3 steps of AdamW .* since step 2.* first\.weight, first"
+    with pytest.raises(ScaleCollapseError, match=named) as error:
         one_step(model, stepper, factor=math.inf)
+    assert ("try bf16" in str(error.value)) == (policy == "fp16")
     assert same(before, values(model), [*STATISTICS, "first.weight"])
     assert not one_step(model, stepper).skipped, "the next step begins anew"
 

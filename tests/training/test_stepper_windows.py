@@ -179,8 +179,13 @@ def test_a_deleted_stepper_leaves_no_casts_and_no_scaled_gradients():
     micro_batch(model, stepper)
     assert nesting() == 1
     assert model[2].weight.grad.abs().max() > 100
-    del stepper
-    gc.collect()
+    other_model, _, other = made("bf16", mlp())
+    with other.autocast():  # whose casts are kept
+        before = {*other_model[0](torch.randn(3, 16)).grad_fn.next_functions} - {(None, 0)}
+        del stepper
+        gc.collect()
+        assert before & {*other_model[0](torch.randn(3, 16)).grad_fn.next_functions}
+    other.zero_grad()
     assert nesting() == 0
     assert model[2].weight.grad is None
     optimizer.step()

@@ -55,32 +55,37 @@ def split(full, dtype):
     return p, torch.where(moved, shorter, scaled)
 
 
-def test_masters_are_a_float32_run_bit_for_bit(make_optimizer, parameters, give_gradients):
-    reference = floats(parameters)
-    expected, optimizer = make_optimizer(reference), make_optimizer(parameters)
-    handle = hold(optimizer, "masters")
-    for step in range(STEPS):
-        give_gradients(parameters, reference, seed=step)
-        expected.step()
-        optimizer.step()
-        for low, (same_low, master), full in zip(parameters, handle.parameters, reference, strict=True):
+@pytest.fixture
+def beside_float32(make_optimizer, parameters, give_gradients):
+    """A function that steps a held optimizer and one in float32, and yields the handle and the pairs."""
+
+    def steps(*held, **settings):
+        reference = floats(parameters)
+        expected, optimizer = make_optimizer(reference), make_optimizer(parameters)
+        handle = hold(optimizer, *held, **settings)
+        for step in range(STEPS):
+            give_gradients(parameters, reference, seed=step)
+            expected.step()
+            optimizer.step()
+            yield handle, list(zip(parameters, reference, strict=True))
+        assert same_state(optimizer, expected)
+
+    return steps
+
+
+def test_masters_are_a_float32_run_bit_for_bit(beside_float32):
+    for handle, pairs in beside_float32("masters"):
+        for (low, full), (same_low, master) in zip(pairs, handle.parameters, strict=True):
             assert same_low is low
             assert same_bits(master, full)
             assert same_bits(low, full.to(low.dtype))
-    assert same_state(optimizer, expected)
-    assert any(not torch.equal(p.float(), full) for p, full in zip(parameters, reference, strict=True))
+    assert any(not torch.equal(p.float(), full) for p, full in pairs)
 
 
-def test_kahan_is_a_float32_run_from_low_plus_residual(make_optimizer, parameters, give_gradients, dtype):
-    reference = floats(parameters)
-    expected, optimizer = make_optimizer(reference), make_optimizer(parameters)
-    handle = hold(optimizer, "kahan")
-    for step in range(STEPS):
-        give_gradients(parameters, reference, seed=step)
-        expected.step()
-        optimizer.step()
+def test_kahan_is_a_float32_run_from_low_plus_residual(beside_float32, dtype):
+    for handle, pairs in beside_float32("kahan"):
         values = handle.full_values()
-        for low, full in zip(parameters, reference, strict=True):
+        for low, full in pairs:
             p, c = split(full, dtype)
             assert same_bits(low, p)
             rebuilt = (p.double() + c.double() / SCALE[dtype]).float()
@@ -90,25 +95,15 @@ def test_kahan_is_a_float32_run_from_low_plus_residual(make_optimizer, parameter
             bound = full.abs() * 2.0 ** (-16 if dtype == torch.bfloat16 else -22) + 2.0**-36
             assert ((rebuilt - full).abs() <= bound).all()
             full.data.copy_(rebuilt)
-    assert same_state(optimizer, expected)
 
 
-def test_stochastic_is_a_float32_run_from_the_low_parameter(
-    make_optimizer, parameters, give_gradients, dtype
-):
-    reference = floats(parameters)
-    expected, optimizer = make_optimizer(reference), make_optimizer(parameters)
+def test_stochastic_is_a_float32_run_from_the_low_parameter(beside_float32, dtype):
     ours, theirs = (torch.Generator().manual_seed(4) for _ in range(2))
-    hold(optimizer, "stochastic", generator=ours)
-    for step in range(STEPS):
-        give_gradients(parameters, reference, seed=step)
-        expected.step()
-        optimizer.step()
-        for low, full in zip(parameters, reference, strict=True):
+    for _, pairs in beside_float32("stochastic", generator=ours):
+        for low, full in pairs:
             rounded = round_stochastically(full.detach(), dtype, theirs)
             assert same_bits(low, rounded)
             full.data.copy_(rounded)
-    assert same_state(optimizer, expected)
 
 
 def test_replicas_with_random_states_of_their_own_round_alike(parameters, give_gradients):

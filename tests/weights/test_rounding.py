@@ -6,11 +6,11 @@ from fractions import Fraction
 import pytest
 import torch
 
-from narrowcast.formats import round_to
-from narrowcast.formats._format import from_torch_dtype
+from narrowcast.formats import BFLOAT16, FLOAT16, round_to
 from narrowcast.weights._lower import round_stochastically, rounded_with
 
 NOISE_BITS = {torch.bfloat16: 16, torch.float16: 31}
+FORMATS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 def same(a, b):
@@ -38,7 +38,7 @@ def test_every_number_of_the_format_stays_whatever_the_noise(dtype):
 
 
 def test_each_gap_is_rounded_as_the_reference_rounds_it(dtype):
-    format, bits = from_torch_dtype(dtype), NOISE_BITS[dtype]
+    format, bits = FORMATS[dtype], NOISE_BITS[dtype]
     values = beyond(all_numbers(dtype)[::3])
     noise = torch.randint(0, 2**bits, values.shape, dtype=torch.int64).to(torch.int32)
     rounded = rounded_with(values, dtype, noise).float().tolist()
@@ -83,7 +83,7 @@ def test_fp16_below_what_its_noise_resolves_is_zero():
 
 
 def test_drawn_noise_is_even_in_every_bit(dtype):
-    n, draws, format = 2**18, torch.Generator().manual_seed(3), from_torch_dtype(dtype)
+    n, draws, format = 2**18, torch.Generator().manual_seed(3), FORMATS[dtype]
     for x in (1.0 + 2**-13, -1.0 - 2**-9 - 2**-12, 2**-25 + 2**-37, 2**-15 + 2**-26, 60001.5):
         toward = round_to(format, x, "stochastic", u=1 - Fraction(1, 2**60))
         away = round_to(format, x, "stochastic", u=0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from narrowcast.gradients._optimizer_gradients import (
     gradients_of,
 )
 
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _SAME = 1e-3  # norms of copies agree to rounding; norms of different gradients do not
 _CHUNK, _SMALL = 1024, 512  # elements: of a piece of the flattened copy, of a gradient that is worth copying
@@ -73,7 +75,7 @@ class GradientCheck:
     norm: torch.Tensor | None = None
     ranks_differ: torch.Tensor | None = None
     divisor: torch.Tensor | None = None
-    versions: list[tuple[int, int]] | None = None
+    versions: list[int] | None = None
 
     def refuse_changes(self) -> None:
         """Raise OrderError if gradients were written to while their division was deferred."""
@@ -115,10 +117,10 @@ def unscale(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
         _torch_internals.multiply_and_check(members, there, inverse.to(where, non_blocking=True))
         if scaling.below_one:
             # The kernel checks before it multiplies, and dividing by 2**-20 may overflow.
-            one = torch.ones((), device=where)
-            _torch_internals.multiply_and_check(members, there, one)
+            _torch_internals.multiply_and_check(members, there, torch.ones((), device=where))
         if there is not found:
-            found += there.to(device, non_blocking=True)
+            # Fused steps skip at exactly 1.
+            torch.maximum(found, there.to(device, non_blocking=True), out=found)
     groups = _process_groups(gradients, scaling)
     _max_over_ranks(found, groups)
     check = GradientCheck(found, bool(gradients.values or groups), gradients)
@@ -231,21 +233,14 @@ def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
             _torch_internals.multiply_and_check(members, ignored, there.float())
 
 
-def _versions(gradients: OptimizerGradients) -> list[tuple[int, int]]:
+def _versions(gradients: OptimizerGradients) -> list[int]:
     """Return the identity of each ``p.grad`` and the version of the tensor that is read of it."""
-    pairs = zip(gradients.parameters, gradients.values, strict=True)
-    return [(id(parameter.grad), value._version) for parameter, value in pairs]
+    return [*map(id, map(_GRAD, gradients.parameters)), *map(_VERSION, gradients.values)]
 
 
 def known_on_host(found_inf: torch.Tensor) -> bool | None:
     """Return whether a gradient was not finite, or None if that needs a host sync."""
     return bool(found_inf) if found_inf.device.type == "cpu" else None
-
-
-def any_of(checks: Sequence[GradientCheck]) -> torch.Tensor:
-    """Return one flag for several checks, above 0 if one of theirs is."""
-    device = checks[0].found_inf.device
-    return torch.stack([check.found_inf.to(device, non_blocking=True) for check in checks]).amax()
 
 
 # ---- norms over all ranks
@@ -361,9 +356,8 @@ def _max_over_ranks(flag: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
 
 def _are_small(gradients: OptimizerGradients) -> bool:
     """Return whether copying many small gradients side by side is faster than reading them one by one."""
-    if len(gradients.groups) != 1 or gradients.groups[0][0].type != "cpu":
-        return False
-    return len(gradients.values) > 1 and all(value.numel() <= _SMALL for value in gradients.values)
+    on_host = [where.type for where, _, _, _ in gradients.groups] == ["cpu"]
+    return on_host and len(gradients.values) > 1 and all(one.numel() <= _SMALL for one in gradients.values)
 
 
 def _norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _check, _torch_internals
 from narrowcast.gradients._check import GradientCheck, Scaling
 from narrowcast.gradients._optimizer_gradients import OptimizerGradients, check_apart, gradients_of, labels_of
-from narrowcast.gradients._scales import DeviceScale
+from narrowcast.gradients._scales import DeviceScale, check_optimizer
 from narrowcast.gradients._steps import (
     RANKS_DIFFER,
     Outcomes,
@@ -41,8 +41,8 @@ State = dict[str, Any]
 
 
 def fresh_state() -> State:
-    """Return the state of an optimizer of which nothing is known yet; the first two keys are torch's."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}, "check": None}
+    """Return the state of an optimizer of which nothing is known yet, as torch does; "check" is ours."""
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
 class Iteration:
@@ -68,6 +68,7 @@ class Iteration:
     def state(self, method: str, optimizer: torch.optim.Optimizer) -> State:
         """Return the optimizer's state; OrderError if ``method`` may not be called now."""
         self._loss_scale.factor_for(method)
+        check_optimizer(optimizer)
         state = self.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise OrderError(
@@ -140,11 +141,11 @@ class Iteration:
 
     def _unscaled_check(self, state: State, optimizer: torch.optim.Optimizer) -> GradientCheck:
         """Return the check of gradients, which are unscaled from now on."""
-        check: GradientCheck | None = state["check"]
+        check: GradientCheck | None = state.get("check")
         if check is None:  # an optimizer that takes ``grad_scaler`` filled torch's own entries
             found = torch.zeros_like(self._loss_scale.factor_for("step"))
             for flag in state["found_inf_per_device"].values():
-                found += flag.to(found.device)
+                torch.maximum(found, flag.to(found.device), out=found)
             check = GradientCheck(found, bool(state["found_inf_per_device"]), self._gradients(optimizer))
             state["check"] = check
         check.divide_now()
@@ -166,14 +167,15 @@ class Iteration:
                 raise OrderError(f"{type(optimizer).__name__} needs a closure: step it by itself")
         states = [self.state("step", optimizer) for optimizer in optimizers]
         checks = [self._check_for_step(o, state) for o, state in zip(optimizers, states, strict=True)]
-        found = _check.any_of(checks)
+        device = checks[0].found_inf.device
+        found = torch.stack([check.found_inf.to(device, non_blocking=True) for check in checks]).amax()
         return tuple(
             self._step_if_finite(optimizer, state, check, found, (), {})
             for optimizer, state, check in zip(optimizers, states, checks, strict=True)
         )
 
     def _check_for_step(self, optimizer: torch.optim.Optimizer, state: State) -> GradientCheck:
-        check: GradientCheck | None = state["check"]
+        check: GradientCheck | None = state.get("check")
         if state["stage"] is OptState.READY:
             gradients = self._gradients(optimizer)
             scaling = self._scaling()
@@ -186,7 +188,12 @@ class Iteration:
         elif check is None:
             check = self._unscaled_check(state, optimizer)
         assert check is not None
-        self._use_written_flags(state, check)
+        flags = list(state["found_inf_per_device"].values())
+        if flags and not (len(flags) == 1 and flags[0] is check.found_inf):
+            # A script wrote them into torch's own entries.
+            device = check.found_inf.device
+            check.found_inf = torch.stack([flag.to(device) for flag in flags]).amax()
+            check.any_checked, check.flags = True, None
         # Read in any case: of an optimizer that weights.hold holds it may raise.
         by_itself = _torch_internals.takes_grad_scale(optimizer)
         if not check.any_checked and not (by_itself and not self._gradients(optimizer).values):
@@ -196,23 +203,16 @@ class Iteration:
         check.refuse_changes()
         return check
 
-    def _use_written_flags(self, state: State, check: GradientCheck) -> None:
-        """Use flags that a script wrote into torch's own entries, as torch does."""
-        flags = list(state["found_inf_per_device"].values())
-        if flags and not (len(flags) == 1 and flags[0] is check.found_inf):
-            device = check.found_inf.device
-            check.found_inf = torch.stack([flag.to(device) for flag in flags]).amax()
-            check.any_checked, check.flags = True, None
-
     def _defers_unscaling(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
         """Return whether the optimizer's step divides the gradients.
 
-        On a CPU it is faster to divide before the step, and the host knows at once whether to skip it. But if
-        the scale is not a power of two, only a division inside the step gives torch's bits.
+        On a CPU it is faster for torch's own to divide before the step. But if the scale is not a power of
+        two, only a division inside the step gives torch's bits.
         """
         if not _torch_internals.takes_grad_scale(optimizer) or scaling.below_one:
             return False
-        if scaling.factor.device.type != "cpu" or hasattr(optimizer, "grad_scale"):
+        by_itself = hasattr(optimizer, "grad_scale") or not _torch_internals.is_torchs_own(optimizer)
+        if by_itself or scaling.factor.device.type != "cpu":
             return True
         return math.frexp(float(scaling.factor))[0] != 0.5
 
@@ -226,7 +226,8 @@ class Iteration:
         kwargs: Any,
     ) -> StepResult:
         skipped = _check.known_on_host(found)
-        if skipped is None and not _torch_internals.takes_grad_scale(optimizer):
+        by_itself = _torch_internals.takes_grad_scale(optimizer)
+        if skipped is None and (not by_itself or _torch_internals.starts_momentum(optimizer)):
             skipped = bool(found.item())
         finite = skipped is False or _check.known_on_host(check.found_inf) is False
         nonfinite = None if finite else self._names_of_nonfinite(optimizer, check)
@@ -361,7 +362,8 @@ def call_step(
         target.grad_scale = preset
     else:
         target.grad_scale = check.divisor if preset is None else check.divisor * preset
-    target.found_inf = found
+    # torch's own take back what their counts of steps gained, at the cost of a pass over them.
+    target.found_inf = None if skipped is False and _torch_internals.is_torchs_own(optimizer) else found
     try:
         return optimizer.step(*args, **kwargs)
     finally:

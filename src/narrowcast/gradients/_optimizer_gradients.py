@@ -13,7 +13,7 @@ from narrowcast.errors import ScaleError, SettingError, UnsupportedError, few
 from narrowcast.gradients import _torch_internals
 
 # With a thousand small gradients these attribute reads are most of what a step costs.
-_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
+_GRAD = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class OptimizerGradients:
     Attributes:
         parameters: those that have a gradient, in the optimizer's order.
         values: the tensor to read and multiply for each: the gradient itself, the values of a sparse one, the
-            local part of a DTensor.
+            local part of a DTensor, a complex one as pairs of real numbers.
         groups: the values grouped by device and dtype, each with the position of every value.
         dense: whether no gradient is sparse.
         meshes: the placement of each gradient, None for a plain tensor; None if all are plain.
@@ -137,12 +137,21 @@ def gradients_of(
     values, dense, meshes = gradients, True, None
     if not kinds <= {torch.Tensor, torch.nn.Parameter}:
         values, meshes = _local_parts(gradients)
-    if True in map(_IS_SPARSE, values):
+    if [True for value in values if value.is_sparse]:
         values, dense = [_dense_values(p, v, summed) for p, v in zip(parameters, values, strict=True)], False
     groups = _torch_internals.by_device_and_dtype(values) if values else []
+    if any(dtype.is_complex for _, dtype, _, _ in groups):  # pairs of real numbers, as nothing else takes
+        values = [_real(p, value) for p, value in zip(parameters, values, strict=True)]
+        groups = _torch_internals.by_device_and_dtype(values)
     if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _, _ in groups):
         raise ScaleError(_fp16_message(optimizer, parameters, names or {}))
     return OptimizerGradients(parameters, values, groups, dense, meshes)
+
+
+def _real(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if values.is_conj():
+        parameter.grad = values = values.resolve_conj()
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _dense_values(parameter: torch.Tensor, gradient: torch.Tensor, summed: bool) -> torch.Tensor:
@@ -217,7 +226,8 @@ def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.T
     for number, group in enumerate(optimizer.param_groups):
         names: Sequence[str] = group.get("param_names", ())
         for index, parameter in enumerate(group["params"]):
-            place = f"group {number}, parameter {index}, shape {tuple(parameter.shape)}"
+            shape = "unknown" if torch.nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
+            place = f"group {number}, parameter {index}, shape {shape}"
             yield parameter, names[index] if index < len(names) else place
 
 
@@ -234,6 +244,11 @@ def _fp16_message(
 ) -> str:
     narrow = [p for p in parameters if p.grad is not None and p.grad.dtype is torch.float16]
     half = labels_of(optimizer, narrow, names)
+    if all(parameter.dtype is not torch.float16 for parameter in narrow):
+        return (
+            f"expected gradients in fp32, got fp16 for {few(half, 5)}, as grad_dtype says: leave that at the "
+            "parameter's own, or pass allow_fp16_gradients=True to nc.GradScaler to continue in fp16"
+        )
     return (
         f"expected gradients in fp32, got fp16 for {few(half, 5)}: an update smaller than 2**-11 of a weight "
         'in fp16 is lost. Keep fp32 master weights with nc.Stepper(model, optimizer, policy="O2"), or pass '

@@ -33,6 +33,16 @@ def _setting(name: str) -> Any:
     return property(read, write)
 
 
+def _initial(name: str) -> Any:
+    """Return a property that has no effect once the scale is on a device, as in torch."""
+
+    def write(scaler: TorchNames, value: Any) -> None:
+        if scaler._loss_scale.factor is None:
+            scaler._loss_scale.change(**{name: value})
+
+    return property(lambda scaler: getattr(scaler._loss_scale.settings, name, 0), write)
+
+
 class TorchNames:
     """Private attributes of ``torch.amp.GradScaler`` that other libraries read and write.
 
@@ -57,6 +67,7 @@ class TorchNames:
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
     _growth_interval = _setting("growth_interval")
+    _init_scale, _init_growth_tracker = _initial("scale"), _initial("good_steps")
 
     @property
     def _scale(self) -> torch.Tensor | None:
@@ -70,16 +81,14 @@ class TorchNames:
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
+        self._loss_scale.shared_factor()
         return self._loss_scale.good_steps
 
-    @property
-    def _init_scale(self) -> float:
-        return float(self._loss_scale.settings.scale)
-
-    @property
-    def _init_growth_tracker(self) -> int:
-        value = self._loss_scale.settings
-        return value.good_steps if isinstance(value, Dynamic) else 0
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            self._loss_scale.place(value.device)
+            self._loss_scale.change(good_steps=int(value))
 
     @property
     def _per_optimizer_states(self) -> dict[int, State]:
@@ -95,7 +104,7 @@ class TorchNames:
         self._loss_scale.place(torch.device(dev))
 
 
-class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
+class GradScaler(TorchNames, torch.amp.GradScaler):
     """Scale losses so that small gradients survive in fp16, and step only on finite gradients.
 
     Drop-in for ``torch.amp.GradScaler``, of which it is a subclass, with the same scales, parameters and
@@ -136,8 +145,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
     Gradients may be on several devices, sparse, or DTensors. NaN and infinities skip a step; subnormals and
     -0.0 do not. The scale stays within [min_scale, max_scale]. Below a scale of 1 gradients are checked again
     after unscaling, so that no infinity reaches a parameter. With ``fused=True`` optimizers on CUDA there is
-    no host sync: listeners and ``patience`` act at most one step late, and not at all in a CUDA graph. Not
-    picklable between ``scale`` and ``update``; listeners and process groups are not pickled.
+    no host sync: listeners and ``patience`` act at most one step late, and not at all in a CUDA graph. It is
+    not copied or pickled between ``scale`` and ``update``, or with listeners or a process group.
 
     Raises:
         ScaleError: at construction, for a setting outside its range.
@@ -413,6 +422,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):  # type: ignore[override]
             raise OrderError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
                 "after scaler.update()."
+            )
+        if self.process_group is not None or self._outcomes.on_step or self._outcomes.on_skip:
+            raise UnsupportedError(
+                "a GradScaler with listeners or a process_group, which copies would lose, cannot be copied "
+                "or pickled: save its state_dict()"
             )
         return {
             "enabled": self._enabled,

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import OrderError, ScaleError
+from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _torch_internals
+from narrowcast.gradients._optimizer_gradients import parameters_of
 from narrowcast.machine import check_device
-from narrowcast.scaling import Dynamic, LossScale, Off, Static
+from narrowcast.scaling import Dynamic, LossScale, Off, Static, check_loss_scale
 
 
 class DeviceScale:
@@ -33,7 +34,7 @@ class DeviceScale:
         self.settings = value
         self.factor: torch.Tensor | None = None
         self.good_steps: torch.Tensor | None = None
-        self._hysteresis_left: torch.Tensor | None = None
+        self._hysteresis_left: torch.Tensor  # of a dynamic scale that is on a device
         self._untouched = True
         self.moves = 0
         self._known: tuple[float, int] = (value.scale, 0)
@@ -61,7 +62,7 @@ class DeviceScale:
     def factor_on(self, device: torch.device) -> torch.Tensor:
         """Return the factor on ``device``, without placing it there for good."""
         if self.factor is None:
-            return torch.tensor(self.settings.scale, dtype=torch.float32, device=device)
+            return torch.full((), self.settings.scale, dtype=torch.float32, device=device)
         return self.factor.to(device, non_blocking=True)
 
     def copied(self) -> float | torch.Tensor:
@@ -93,7 +94,6 @@ class DeviceScale:
         scale = float(self.factor)
         if isinstance(value, Dynamic):
             assert self.good_steps is not None
-            assert self._hysteresis_left is not None
             value = replace(
                 value,
                 scale=scale,
@@ -142,14 +142,8 @@ class DeviceScale:
         self._untouched = False
         self.moves += 1
         if isinstance(value, Dynamic) and value.rule == "torch":
-            _torch_internals.move_as_torch(
-                self.factor,
-                self.good_steps,
-                found_inf,
-                value.growth_factor,
-                value.backoff_factor,
-                value.growth_interval,
-            )
+            rule = value.growth_factor, value.backoff_factor, value.growth_interval
+            _torch_internals.move_as_torch(self.factor, self.good_steps, found_inf, *rule)
             self.factor.clamp_(value.min_scale, value.max_scale)
         elif isinstance(value, Dynamic):
             self._move_with_hysteresis(value, found_inf > 0)
@@ -157,7 +151,6 @@ class DeviceScale:
     def _move_with_hysteresis(self, value: Dynamic, overflow: torch.Tensor) -> None:
         assert self.factor is not None
         assert self.good_steps is not None
-        assert self._hysteresis_left is not None
         deepspeed = value.rule.startswith("deepspeed")
         left = self._hysteresis_left
         backs_off = overflow & (left <= 1)
@@ -210,11 +203,7 @@ def loss_scale_of(
         settings |= {"hysteresis": hysteresis, "rule": "apex"}
     if given is None:
         return Dynamic(**settings)
-    if not isinstance(given, Off | Static | Dynamic):
-        raise ScaleError(
-            "expected a loss scale of narrowcast.scaling, such as Dynamic(...) or Static(scale=8.0), got "
-            f"{given!r}"
-        )
+    check_loss_scale(given)
     default = Dynamic()
     beside = [name for name, value in settings.items() if value != getattr(default, name) and name != "rule"]
     if beside:
@@ -235,7 +224,7 @@ def changed(value: LossScale, **settings: Any) -> LossScale:
     interval = settings.get("growth_interval", value.growth_interval)
     if isinstance(interval, int) and interval >= 1:
         # With at least this many good steps so far, the next one grows the scale.
-        settings["good_steps"] = min(value.good_steps, interval - 1)
+        settings["good_steps"] = min(settings.get("good_steps", value.good_steps), interval - 1)
     return replace(value, **settings)
 
 
@@ -249,12 +238,18 @@ def device_type_of(device: Any, *, enabled: bool) -> str | None:
     return device_type
 
 
-def check_clipping(optimizer: Any, name: str, limit: float, order: float = 2.0) -> None:
+def check_optimizer(optimizer: Any) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise ScaleError(
-            f"expected the optimizer, whose gradients are clipped, got {type(optimizer).__name__}: "
-            "give the optimizer, not model.parameters()"
+            f"expected the optimizer, whose gradients are meant, got {type(optimizer).__name__}: give the "
+            "optimizer, not model.parameters()"
         )
+
+
+def check_clipping(optimizer: Any, name: str, limit: float, order: float = 2.0) -> None:
+    check_optimizer(optimizer)
+    if (order != 2.0 or name == "value") and any(p.is_complex() for p in parameters_of(optimizer)):
+        raise UnsupportedError("complex gradients are clipped by their norm of order 2 alone, as max_norm=1")
     if not order > 0:
         raise ScaleError(f"norm_type must be above 0, got {order!r}")
     if isinstance(limit, torch.Tensor):

@@ -78,10 +78,6 @@ class StepResult:
         """Return ``skipped`` without a host sync: a 0-dim bool tensor if only the device knows."""
         return self._found_inf > 0 if isinstance(self._found_inf, torch.Tensor) else self._found_inf
 
-    def set_skipped(self, skipped: bool) -> None:
-        """Set ``skipped`` once it has been read another way."""
-        self._found_inf = skipped
-
     @property
     def skipped(self) -> bool:
         """Whether a gradient was NaN or infinite, so that no parameter and no state moved."""
@@ -110,12 +106,17 @@ class StepResult:
     def nonfinite(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient held a NaN or an infinity.
 
-        ``"group 0, parameter 3, shape (4, 5)"`` if the optimizer was given no names. All parameters if
-        torch's ``clip_grad_norm_`` divided by a NaN norm before a step on a GPU.
+        A Stepper has the model's names. A GradScaler has those that the optimizer was given
+        (``SGD(model.named_parameters())``), or says ``"group 0, parameter 3, shape (4, 5)"``. All parameters
+        if torch's ``clip_grad_norm_`` divided by a NaN norm before a step on a GPU.
         """
         if callable(self._nonfinite):
             self._nonfinite = self._nonfinite() if self.skipped else ()
         return self._nonfinite
+
+    def __getstate__(self) -> object:
+        _ = self.skipped, self.scale, self.grad_norm, self.nonfinite  # what reads them cannot be pickled
+        return super().__getstate__()
 
     def __repr__(self) -> str:
         norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm:.6g}"
@@ -235,7 +236,7 @@ class Outcomes:
         while self.pending and not is_capturing():
             step = self.pending.popleft()
             found, ranks_differ, scale = step.read()
-            step.result.set_skipped(found > 0)
+            step.result._found_inf = found > 0
             step.learn_scale(scale)
             self.report(step.optimizer(), step.result, step.number, ranks_differ=ranks_differ > 0)
 
@@ -273,8 +274,8 @@ class Outcomes:
                     since,
                     result.nonfinite,
                     result.scale,
-                    "look at the loss, try bf16, and fp32 to see whether it happens there too. "
-                    "nc.GradScaler(patience=None) never raises this",
+                    f"look at the loss, {'try bf16, and ' * (result.scale != 1.0)}try fp32 to see whether it "
+                    "happens there too. nc.GradScaler(patience=None) never raises this",
                 )
             )
 

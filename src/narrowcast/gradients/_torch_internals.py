@@ -11,12 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_map_only
 
-__all__ = [
-    "OptState"
-]  # of torch's GradScaler: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
+# Of torch's GradScaler: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
+OptState = torch.amp.grad_scaler.OptState
 
 # The class of these nodes has no public name: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/functions/accumulate_grad.h
 ACCUMULATE_GRAD = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
@@ -58,6 +56,12 @@ def multiply_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, fac
     Sets ``found_inf`` to 1 if one of them held a NaN or an infinity before. One kernel; only the scaler of
     torch has a public name for it.
     """
+    if tensors[0].dtype == torch.bfloat16 and tensors[0].is_cuda:
+        # CUDA's kernel has no bf16: https://github.com/pytorch/pytorch/issues/127176
+        found_inf.masked_fill_(~torch.stack(norms(tensors, math.inf)).isfinite().all(), 1.0)
+        for tensor in tensors:
+            tensor.copy_(tensor.float().mul_(factor))
+        return
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
@@ -114,25 +118,21 @@ def clamp(tensors: Sequence[torch.Tensor], low: float, high: float) -> None:
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy dense tensors of one dtype side by side into one dimension, in one kernel."""
+    if set(map(torch.Tensor.dim, tensors)) == {1}:  # a quarter of the time of the general way
+        return torch.cat(list(tensors))
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_utils.py
     flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return flat
 
 
 _DTYPE = attrgetter("dtype")
-
-
-@functools.cache
-def _only_a_cpu_here() -> bool:
-    return not torch.accelerator.is_available()
-
-
+_has_accelerator = functools.cache(torch.accelerator.is_available)
 Group = tuple[torch.device, torch.dtype, Sequence[int], list[torch.Tensor]]
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     """Group tensors by device and dtype, with the position of each."""
-    if _only_a_cpu_here() and len(set(map(_DTYPE, tensors))) == 1:  # half of the time of the general way
+    if not _has_accelerator() and len(set(map(_DTYPE, tensors))) == 1:  # half of the time of the general way
         return [(tensors[0].device, tensors[0].dtype, range(len(tensors)), tensors)]
     # torch.utils._foreach_utils calls it too: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
     group: Any = torch._C._group_tensors_by_device_and_dtype
@@ -158,6 +158,16 @@ def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step skips and unscales by itself, by ``found_inf`` and ``grad_scale``."""
     return bool(getattr(optimizer, ASKED_BY_SCALERS, False))
+
+
+def starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its next step makes momentum that torch's fused SGD leaves unwritten if it skips."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py, _fused_sgd
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        first = next((p for p in group["params"] if p.grad is not None), None)
+        if group["momentum"] and first is not None:
+            return optimizer.state.get(first, {}).get("momentum_buffer") is None
+    return False
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -163,7 +163,21 @@ class Dynamic:
 
     def after_step(self, *, overflow: bool) -> Self:
         """Return the loss scale for the next step."""
-        return self._after_overflow() if overflow else self._after_good_step()
+        assert self.hysteresis_left is not None
+        scale, good_steps = to_float32(self.scale), self.good_steps + 1
+        if overflow:
+            left = max(self.hysteresis_left - 1, 0 if self.rule in ("apex", "megatron") else 1)
+            lower = max(to_float32(scale * self.backoff_factor), to_float32(self.min_scale))
+            scale = lower if self.hysteresis_left <= 1 else self.scale
+            return replace(self, scale=scale, good_steps=0, hysteresis_left=left)
+        if good_steps < self._steps_to_grow:
+            resets = self.rule in _RESET_BY_A_GOOD_STEP
+            left = self.hysteresis if resets else self.hysteresis_left
+            return replace(self, good_steps=good_steps, hysteresis_left=left)
+        grown = to_float32(scale * self.growth_factor)
+        grown = self.scale if math.isinf(grown) else min(grown, to_float32(self.max_scale))
+        good_steps = 1 if self.rule in _DEEPSPEED else 0
+        return replace(self, scale=grown, good_steps=good_steps, hysteresis_left=self.hysteresis)
 
     def _check_rule(self) -> None:
         if self.rule not in RULES:
@@ -187,33 +201,6 @@ class Dynamic:
     def _steps_to_grow(self) -> int:
         return self.growth_interval + 1 if self.rule in _DEEPSPEED else self.growth_interval
 
-    def _after_overflow(self) -> Self:
-        assert self.hysteresis_left is not None
-        if self.rule in ("apex", "megatron"):
-            left = max(self.hysteresis_left - 1, 0)
-            backs_off = left == 0
-        else:
-            left = max(self.hysteresis_left - 1, 1)
-            backs_off = self.hysteresis_left <= 1
-        scale = self._backed_off() if backs_off else self.scale
-        return replace(self, scale=scale, good_steps=0, hysteresis_left=left)
-
-    def _after_good_step(self) -> Self:
-        good_steps = self.good_steps + 1
-        if good_steps < self._steps_to_grow:
-            resets = self.rule in _RESET_BY_A_GOOD_STEP
-            left = self.hysteresis if resets else self.hysteresis_left
-            return replace(self, good_steps=good_steps, hysteresis_left=left)
-        good_steps = 1 if self.rule in _DEEPSPEED else 0
-        return replace(self, scale=self._grown(), good_steps=good_steps, hysteresis_left=self.hysteresis)
-
-    def _backed_off(self) -> float:
-        return max(to_float32(to_float32(self.scale) * self.backoff_factor), to_float32(self.min_scale))
-
-    def _grown(self) -> float:
-        grown = to_float32(to_float32(self.scale) * self.growth_factor)
-        return self.scale if math.isinf(grown) else min(grown, to_float32(self.max_scale))
-
 
 def parse(text: str) -> LossScale:
     """Parse a loss scale from a command line: ``dynamic``, ``off``, or a number for a fixed scale.
@@ -233,6 +220,16 @@ def parse(text: str) -> LossScale:
             f"expected a loss scale of 'dynamic', 'off' or a positive number such as 1024, got {text!r}"
         ) from None
     return Static(scale=scale)
+
+
+def check_loss_scale(given: LossScale) -> LossScale:
+    """Return ``given``; raise ScaleError if it is no loss scale."""
+    if not isinstance(given, Off | Static | Dynamic):
+        raise ScaleError(
+            "expected a loss scale of narrowcast.scaling, such as Dynamic(...) or Static(scale=8.0), got "
+            f"{given!r}"
+        )
+    return given
 
 
 def _check_scale(scale: float, name: str = "loss scale") -> None:

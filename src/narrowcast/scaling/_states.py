@@ -36,13 +36,7 @@ _State = TypeVar("_State", _TorchState, _ApexState)
 
 
 def _recognised(state: object) -> str:
-    """Return which library saved ``state``, "torch" or "apex", from its keys.
-
-    An empty state is that of a disabled ``torch.amp.GradScaler``.
-
-    Raises:
-        ScaleError: for anything else.
-    """
+    """Return which library saved ``state``, "torch" (also if it is empty) or "apex", from its keys."""
     keys = {str(key) for key in state} if isinstance(state, Mapping) else set()
     if isinstance(state, Mapping) and (not keys or keys & {"_growth_tracker", "growth_factor"}):
         return "torch"
@@ -187,6 +181,8 @@ def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) ->
     Returns None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``, and if one of
     the saved scale and the present one that is ``in_force`` is off: a state must not turn scaling on or off.
     """
+    if not isinstance(state, Mapping):
+        raise ScaleError(f"expected what state_dict() of a scaler returned, got {type(state).__name__}")
     if not state:
         _warn(
             "the saved state is empty: it is that of a torch.amp.GradScaler that was disabled. This scaler "

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.casting import Applied, applied_to, cast_floating
+from narrowcast.casting import Applied, applied_to, cast_floating, refuse_in_torchscript
 from narrowcast.errors import PolicyError, SettingError
 from narrowcast.gradients import GradScaler, check_apart, lost_eps, parameters_of
+from narrowcast.machine import best_format
 from narrowcast.policy import Policy, as_policy, resolve
 from narrowcast.scaling import Off, Static
 from narrowcast.training._optimizer_group import OptimizerGroup, Settings
@@ -30,6 +31,11 @@ def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.
     devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
     if not devices:
         raise SettingError(f"expected a model with parameters, got {type(model).__name__} without any")
+    if "meta" in devices:
+        raise SettingError(
+            "expected a model with values, got parameters on the meta device: call "
+            "model.to_empty(device=...), initialize it, and then make the optimizer"
+        )
     formats = {device: resolve(wanted, device, low_weights=True) for device in devices}
     if wanted.holds_low_weights and wanted.compute == "auto":
         # A model that is in a low format already says which.
@@ -39,9 +45,18 @@ def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.
     return formats
 
 
+def warn_of_other_format(device: str, before: str) -> None:
+    """Say that a run goes on in the format that it was saved in, which ``auto`` would not choose now."""
+    now = best_format(device)
+    warnings.warn(
+        f"resumed in {before} on {device}, as saved; auto would now choose {now.format} ({now.because})",
+        stacklevel=4,
+    )
+
+
 def make_groups(
     model: torch.nn.Module,
-    optimizer: Any,
+    by_name: dict[str | None, list[torch.optim.Optimizer]],
     policy: Policy,
     formats: Mapping[str, torch.dtype],
     settings: Settings,
@@ -50,7 +65,6 @@ def make_groups(
     process_group: Any | None,
 ) -> dict[str | None, OptimizerGroup]:
     """A group for each named optimizer, or one under None."""
-    by_name = _optimizers_by_name(optimizer)
     _check_parameters(model, by_name)
     schedulers = _by_same_names("scheduler", scheduler, by_name)
     scalers = _by_same_names("scaler", scaler, by_name, shared=not isinstance(scaler, GradScaler))
@@ -68,7 +82,7 @@ def make_groups(
     return groups
 
 
-def _optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Optimizer]]:
+def optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Optimizer]]:
     given: Mapping[Any, Any] = optimizer if isinstance(optimizer, Mapping) else {None: optimizer}
     by_name = {name: _as_list(one) for name, one in given.items()}
     every = list(itertools.chain.from_iterable(by_name.values()))
@@ -159,8 +173,10 @@ def place_rules(model: torch.nn.Module, policy: Policy) -> list[Applied]:
 
     None are needed without rules for modules, or if ``nc.apply`` was called with the same policy.
     """
-    needed = policy.names_modules and applied_to(model, policy) is None
-    return [Applied(model, policy, opens=False)] if needed else []
+    if applied_to(model, policy) is not None:
+        return []
+    refuse_in_torchscript(policy, model)
+    return [Applied(model, policy, opens=False)] if policy.names_modules else []
 
 
 def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> Any:
@@ -176,7 +192,8 @@ def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> A
                 kwargs = cast_floating(kwargs, dtype, only=(torch.float32,))
         return args, kwargs
 
-    return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    # TorchScript modules call hooks, but refuse the method.
+    return torch.nn.Module.register_forward_pre_hook(model, hook, prepend=True, with_kwargs=True)
 
 
 def _lower_weights(

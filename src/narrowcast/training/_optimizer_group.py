@@ -64,6 +64,7 @@ class OptimizerGroup:
         self._written: list[tuple[int, int]] = []
         self._last_epochs: dict[int, Any] = {}
         self._results = 0
+        self._saw_graph = False
         self.accumulate = self.settings.accumulate
         self.held: list[HeldWeights] = [h for o in self.optimizers if (h := held_by(o)) is not None]
         self.needs_closure = any(map(needs_closure, self.optimizers))
@@ -125,6 +126,14 @@ class OptimizerGroup:
         Only ``inputs`` get gradients, if given. With ``one_rank`` no other rank computes gradients of them.
         """
         self._check_gradients()
+        if inputs is not None and not self._saw_graph and loss.grad_fn is not None:
+            # Of the first backward alone: it is a walk over the whole graph.
+            if any(node.name() == "CheckpointFunctionBackward" for node in nodes_below([loss.grad_fn])):
+                raise UnsupportedError(
+                    "an activation checkpoint with use_reentrant=True hides its parameters from named "
+                    "optimizers, each of which asks for its own gradients alone: pass use_reentrant=False"
+                )
+            self._saw_graph = True
         scaled = self.scaler.scale(loss)
         if self.accumulate > 1:
             scaled = scaled / self.accumulate
@@ -249,7 +258,7 @@ def _check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]
             "ReduceLROnPlateau needs a metric, which Stepper does not have: leave it out and call "
             "scheduler.step(metric) after each evaluation"
         )
-    if not callable(getattr(scheduler, "step", None)):
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
         raise SettingError(f"expected a learning-rate scheduler with a step method, got {scheduler!r}")
     if getattr(scheduler, "optimizer", optimizers[0]) not in optimizers:
         raise SettingError(
@@ -265,7 +274,7 @@ def check_loss(loss: Any, group: OptimizerGroup | None = None) -> None:
             "function, as stepper.step(lambda: criterion(model(x), y))"
         )
     if not isinstance(loss, torch.Tensor):
-        add = ": add several losses" if isinstance(loss, Mapping | Sequence) else ""
+        add = ": add several losses" if isinstance(loss, Mapping | list | tuple) else ""
         raise SettingError(f"expected a loss, got {type(loss).__name__}{add}")
     if loss.numel() != 1:
         raise SettingError(f"expected a loss of one element, got shape {tuple(loss.shape)}: take its mean")
@@ -274,6 +283,15 @@ def check_loss(loss: Any, group: OptimizerGroup | None = None) -> None:
             "expected a loss with a graph, got one that needs no gradient: compute it outside "
             "torch.no_grad(), from parameters with requires_grad=True, and do not detach it"
         )
+
+
+def is_fp32(loss: torch.Tensor, model: torch.nn.Module) -> bool:
+    """Return whether ``loss`` was certainly computed from fp32 weights without a cast."""
+    hides_casts = torch.autograd.function.BackwardCFunction  # written in Python, or compiled
+    return all(p.dtype == torch.float32 for p in model.parameters()) and not any(
+        node.name() == "ToCopyBackward0" or isinstance(node, hides_casts)
+        for node in nodes_below([loss.grad_fn])
+    )
 
 
 # ---- one Stepper for each scaler, and no steps by hand
@@ -374,6 +392,7 @@ class WeightCasts:
         if self._thread is not None:
             self._check_thread()
             self._leave()
+            drop_casts()
             self._thread = None
 
     def forget(self) -> None:
@@ -390,9 +409,9 @@ class WeightCasts:
 
 
 def _leave(thread: int) -> None:
-    if threading.get_ident() == thread:  # the count of another thread is out of reach
-        torch.autocast_decrement_nesting()
-    drop_casts()
+    # The count of another thread is out of reach. At 1 and more another Stepper may be using casts.
+    if threading.get_ident() != thread or torch.autocast_decrement_nesting() == 0:
+        drop_casts()
 
 
 class Statistics:

@@ -13,7 +13,6 @@ import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError, SettingError, few
 from narrowcast.gradients import parameters_of
-from narrowcast.policy import format_name
 from narrowcast.weights import HeldWeights, held_by
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
@@ -233,8 +232,7 @@ class Run:
         stepper = None
         if self.stepper is not None:
             self.stepper._refuse_unfinished()
-            formats = {device: format_name(dtype) for device, dtype in self.stepper.formats.items()}
-            stepper = {"steps": self.stepper.steps, "formats": formats}
+            stepper = {"steps": self.stepper.steps, "formats": self.stepper._format_names()}
         return {
             "model": self.model_state(),
             "stepper": stepper,
@@ -281,12 +279,12 @@ class Run:
             )
         if saved is None or self.stepper is None:
             return
-        for device, dtype in self.stepper.formats.items():
-            before = saved["formats"].get(device, format_name(dtype))
-            if before != format_name(dtype):
+        for device, now in self.stepper._format_names().items():
+            before = saved["formats"].get(device, now)
+            if before != now and not self.stepper._goes_on_in(before, now):
                 fit.refuse(
-                    f"the Stepper computes in {format_name(dtype)} on {device}, and computed in {before}",
-                    "Make it with the policy that was saved",
+                    f"the Stepper computes in {now} on {device}, and computed in {before}",
+                    f"Make it with a policy that computes in {before}",
                 )
 
     def _check_model(self, fit: Fit, theirs: Mapping[str, Any]) -> None:
@@ -310,7 +308,7 @@ class Run:
         try:
             self.objects.load(tree["objects"])
             if self.stepper is not None:
-                self.stepper._restart(tree["stepper"]["steps"])
+                self.stepper._restart(**tree["stepper"])
             state = {name: tree["model"][saved] for name, saved in self._names().items()}
             self.model.load_state_dict(state, strict=False)
             if tree["random"] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,11 +11,18 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting import region_in
-from narrowcast.errors import CheckpointError, OrderError, SettingError, UnsupportedError, near_names
+from narrowcast.casting import promotions, region_in, undo_on_error
+from narrowcast.errors import CheckpointError, OrderError, SettingError, near_names, not_copied
 from narrowcast.gradients import GradScaler, StepResult, multiplied
-from narrowcast.policy import Policy, as_policy, format_name, policy_name
-from narrowcast.training._make import cast_inputs, formats_of, make_groups, place_rules
+from narrowcast.policy import Policy, as_policy, dtype_of, format_name, policy_name
+from narrowcast.training._make import (
+    cast_inputs,
+    formats_of,
+    make_groups,
+    optimizers_by_name,
+    place_rules,
+    warn_of_other_format,
+)
 from narrowcast.training._optimizer_group import (
     OptimizerGroup,
     Settings,
@@ -23,6 +31,7 @@ from narrowcast.training._optimizer_group import (
     WeightCasts,
     check_loss,
     claim,
+    is_fp32,
     release,
 )
 from narrowcast.training._state import Fit, Objects, random_states, set_random_states
@@ -90,27 +99,32 @@ class Stepper:
         self._policy = as_policy(policy)
         self._formats = formats_of(model, self._policy)
         settings = Settings(accumulate, max_norm, max_value)
-        self._groups = make_groups(
-            model, optimizer, self._policy, self._formats, settings, scheduler, scaler, process_group
-        )
         self.model = model
         self.steps = 0
         self._synchronization = Synchronization(model)
-        self._casts = WeightCasts([p for p in model.parameters() if p.dtype == torch.float32])
         self._regions_open = 0
-        if self._synchronization.ddp and len(self._groups) > 1 and accumulate > 1:
+        self._may_be_fp32 = torch.float32 not in self._formats.values()
+        by_name = optimizers_by_name(optimizer)
+        if self._synchronization.ddp and len(by_name) > 1 and accumulate > 1:
             raise SettingError(
                 "accumulate with named optimizers under DistributedDataParallel would mix their gradients: "
                 "use accumulate=1, or one Stepper for each"
             )
-        groups = list(self._groups.values())
-        handles: list[Any] = []
-        weakref.finalize(self, release, groups, handles).atexit = False
-        for group in groups:
-            handles += claim(group)
-        handles += place_rules(model, self._policy)
-        if self._policy.holds_low_weights:
-            handles.append(cast_inputs(model, self._formats))
+        with undo_on_error([model], [one for group in by_name.values() for one in group]) as undo:
+            self._groups = make_groups(
+                model, by_name, self._policy, self._formats, settings, scheduler, scaler, process_group
+            )
+            self._casts = WeightCasts([p for p in model.parameters() if p.dtype == torch.float32])
+            groups = list(self._groups.values())
+            handles: list[Any] = []
+            weakref.finalize(self, release, groups, handles).atexit = False
+            undo.callback(release, groups, handles)
+            for group in groups:
+                handles += claim(group)
+            handles += place_rules(model, self._policy)
+            if self._policy.holds_low_weights:
+                handles.append(cast_inputs(model, self._formats))
+            self._promotions = promotions(self._policy, self._formats, warnings.warn)
 
     # ---- training
 
@@ -130,8 +144,10 @@ class Stepper:
                 if any(group.accumulate > 1 for group in groups):
                     self._casts.keep()
             for device_type, dtype in self._formats.items():
-                regions.enter_context(region_in(self._policy, device_type, dtype, warns=True))
+                promotion = self._promotions.get(device_type)
+                regions.enter_context(region_in(self._policy, device_type, dtype, promotion, warns=True))
             self._regions_open += 1
+            self._may_be_fp32 = False
             try:
                 yield
             except BaseException:
@@ -162,6 +178,13 @@ class Stepper:
         if callable(loss) and not isinstance(loss, torch.Tensor):
             return self._step_by_function(group, name, loss)
         check_loss(loss, group)
+        if self._may_be_fp32 and is_fp32(loss, self.model):
+            warnings.warn(
+                "the loss was computed from fp32 weights without a cast: call the model and the loss inside "
+                '"with stepper.autocast():", or make the Stepper with policy="fp32"',
+                stacklevel=2,
+            )
+        self._may_be_fp32 = False
         return self._backward(group, loss)
 
     def flush(self, name: str | None = None) -> StepResult:
@@ -232,7 +255,11 @@ class Stepper:
         self._refuse_unfinished()
         states = Objects(self.model, self._groups).state()
         # torch.distributed.checkpoint takes text for keys.
-        return {"steps": self.steps, "objects": {"\n".join(key): one for key, one in states.items()}}
+        objects = {"\n".join(key): one for key, one in states.items()}
+        return {"steps": self.steps, "formats": self._format_names(), "objects": objects}
+
+    def _format_names(self) -> dict[str, str]:
+        return {device: format_name(dtype) for device, dtype in self._formats.items()}
 
     def _refuse_unfinished(self) -> None:
         for name, group in self._groups.items():
@@ -247,30 +274,43 @@ class Stepper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, and discard accumulated gradients; load the model's state too.
 
+        With policy ``"auto"`` the saved format is kept; a warning says if ``auto`` would now choose another.
+
         Raises:
             CheckpointError: the state is of a Stepper with other optimizers, masters, schedulers or
                 parameters. Nothing was loaded.
         """
-        if not isinstance(state, Mapping) or not isinstance(state.get("objects"), Mapping):
+        given = state.get("objects") if isinstance(state, Mapping) else None
+        if not isinstance(given, Mapping) or any(str(key).count("\n") != 2 for key in given):
             raise CheckpointError(f"expected what stepper.state_dict() returned, got {state!r:.80}")
         objects = Objects(self.model, self._groups)
         saved = {tuple(key.split("\n")): one for key, one in state["objects"].items()}
         objects.check(Fit("the state of the Stepper"), saved)
         objects.load(saved)
-        self._restart(state["steps"])
+        self._restart(state["steps"], state.get("formats", {}))
 
-    def _restart(self, steps: int) -> None:
+    def _goes_on_in(self, before: str, now: str) -> bool:
+        """Return whether a resumed run keeps the saved format: "auto" chose it, and regions alone differ."""
+        held = self._policy.holds_low_weights or self._policy.names_modules or "fp16" in (before, now)
+        return self._policy.compute == "auto" and not held
+
+    def _restart(self, steps: int, formats: Mapping[str, str]) -> None:
         """Continue after ``steps`` with states that were just loaded, the model's statistics among them."""
+        for device, now in self._format_names().items():
+            before = formats.get(device, now)
+            if before != now and self._goes_on_in(before, now):
+                warn_of_other_format(device, before)
+                self._formats[device] = dtype_of(before)
+        self._promotions = promotions(self._policy, self._formats, warnings.warn)
         for group in self._groups.values():
             group.restart()
         self.steps = steps
         self._end_accumulation()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError(
-            "a Stepper cannot be copied or pickled: copy model and optimizer and make another Stepper, or "
-            "save it with nc.training.save_checkpoint"
-        )
+    __reduce_ex__ = not_copied(
+        "a Stepper",
+        "copy model and optimizer and make another Stepper, or save it with nc.training.save_checkpoint",
+    )
 
     # ---- properties
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import SettingError, UnsupportedError, near_names
+from narrowcast.errors import SettingError, UnsupportedError, near_names, not_copied
 from narrowcast.gradients import ASKED_BY_SCALERS, untraced
 from narrowcast.weights._gradients import (
     ScalerGuard,
@@ -120,7 +120,8 @@ def hold(
 def held_by(optimizer: torch.optim.Optimizer) -> HeldWeights | None:
     """Return the handle of a held optimizer, or None."""
     reference = _HELD.get(optimizer)
-    return reference() if reference is not None else None
+    # Without the attribute it was held by a call that raised and was undone.
+    return reference() if reference is not None and hasattr(optimizer, "holds_low_weights") else None
 
 
 def _refuse_copy() -> Any:
@@ -189,6 +190,8 @@ class HeldWeights:
         self._own = {name: value for name, value in vars(optimizer).items() if name in self._replaced}
         vars(optimizer).update(self._replaced)
         _HELD[optimizer] = weakref.ref(self)
+
+    __reduce_ex__ = not_copied("the handle of held weights", "save its state_dict()")
 
     @property
     def updates(self) -> str:

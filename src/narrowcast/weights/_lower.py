@@ -101,9 +101,10 @@ def _check(tensor: torch.Tensor) -> None:
         raise UnsupportedError(
             "a lazy module has no values to lower yet: call the model once on an example, then lower it"
         )
-    if type(tensor.data) is not torch.Tensor:
+    kind = type(tensor.data).__name__ if tensor.layout is torch.strided else f"{tensor.layout} tensor"
+    if kind != "Tensor":
         raise UnsupportedError(
-            f"a tensor of shape {tuple(tensor.shape)} is a {type(tensor.data).__name__}, which cannot change "
+            f"a tensor of shape {tuple(tensor.shape)} is a {kind}, which cannot change "
             "its format in place: lower the model before it is sharded or quantized"
         )
 
@@ -120,13 +121,8 @@ def round_stochastically(
     number of ``dtype`` does not change. The probability is exact for bfloat16. For float16 it is exact for
     multiples of 2**-55 and otherwise off by less than 2**-31: values below 2**-55 become zero.
 
-    Args:
-        values: float32, any shape, strides and device.
-        dtype: ``torch.bfloat16`` or ``torch.float16``.
-        generator: of the device of ``values``; None: torch's default one.
-
-    Returns:
-        A new tensor of ``dtype`` with the shape, strides and device of ``values``.
+    ``values`` are float32, in any shape and strides, which the result has too; ``generator`` is of their
+    device, by default torch's own.
 
     The sign is kept, also of zero. Subnormals are rounded like other numbers. Infinities and NaNs remain.
     Between the largest finite number and the next power of two the far neighbour is infinity; above that the

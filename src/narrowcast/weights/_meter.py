@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import SettingError, UnsupportedError
+from narrowcast.errors import SettingError, UnsupportedError, not_copied
 from narrowcast.gradients import parameters_of, untraced
 from narrowcast.weights._held import HeldWeights, held_by
 from narrowcast.weights._lower import LOW_DTYPES
@@ -123,6 +123,8 @@ class UpdateMeter:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+
+    __reduce_ex__ = not_copied("an UpdateMeter", "copy what read() returns, or measure the copied optimizer")
 
     def __enter__(self) -> UpdateMeter:
         return self
@@ -278,17 +280,15 @@ _BOUND = {"step", "zero_grad"}
 
 
 def aimed_values(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the float32 value that each parameter would have after a step in float32.
-
-    A copy of the optimizer steps on float32 copies of parameters, gradients and state. The original does not
-    change, no hook is called, and the random state is restored.
-    """
+    """Return the float32 value that each parameter would have after a step in float32."""
     parameters = parameters_of(optimizer)
     with torch.no_grad():
         shadows = {parameter: _shadow_of(parameter) for parameter in parameters}
         shadow = _shadow_optimizer(optimizer, shadows)
         # The step of the class; a scheduler may have replaced that of the instance by one that counts.
-        with _random_state_kept(parameters):
+        devices = {parameter.device for parameter in parameters if parameter.device.index is not None}
+        device_type = next(iter(devices)).type if devices else "cuda"
+        with torch.random.fork_rng([device.index for device in devices], device_type=device_type):
             step_without_hooks(optimizer)(shadow)
     return {parameter: value.detach() for parameter, value in shadows.items()}
 
@@ -324,9 +324,3 @@ def _shadow_optimizer(
             "which needs no copy"
         ) from error
     return shadow
-
-
-def _random_state_kept(parameters: list[torch.Tensor]) -> Any:
-    devices = {parameter.device for parameter in parameters if parameter.device.index is not None}
-    device_type = next(iter(devices)).type if devices else "cuda"
-    return torch.random.fork_rng([device.index for device in devices], device_type=device_type)

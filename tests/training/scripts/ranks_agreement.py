@@ -4,7 +4,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from ranks_common import Tiny, batches, gathered, is_last, make_optimizer, part, same, values
+from ranks_common import Tiny, batches, digest, gathered, is_last, make_optimizer, part, same, train, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -12,6 +12,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
+from narrowcast.machine import best_format
+from narrowcast.machine._examination import _by_kept_rates, default_cache
 
 
 def part_of_model(way, order, *, without_gradient):
@@ -164,7 +166,19 @@ def collectives():
     return {f"{kind}, {way}": counted(kind, way) for kind in kinds for way in ways}
 
 
+def auto():
+    """Each rank has other rates."""
+    model = Tiny()
+    stepper = nc.Stepper(DistributedDataParallel(model), make_optimizer("SGD", model.parameters()), "auto")
+    train(stepper, stepper.model, batches(2))
+    alone = _by_kept_rates("cpu", default_cache()).format
+    formats = {device: str(dtype) for device, dtype in stepper.formats.items()}
+    because = best_format("cpu").because
+    return {"formats": formats, "alone": alone, "because": because, "digest": digest(model.parameters())}
+
+
 SCENARIOS = {
+    "auto": auto,
     "parts": parts,
     "large norms": large_norms,
     "copies that differ": copies_that_differ,

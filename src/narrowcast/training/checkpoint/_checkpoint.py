@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from narrowcast.errors import CheckpointError, PolicyError
+from narrowcast.machine import best_format, known_device_types
 from narrowcast.policy import Policy, as_policy, policy_in, policy_name, policy_text
+from narrowcast.training._make import warn_of_other_format
 from narrowcast.training._state import Fit, Run
 from narrowcast.training.checkpoint import _file, _ranks
 from narrowcast.training.checkpoint._file import storable
@@ -25,7 +27,8 @@ class Checkpoint:
 
     Attributes:
         position: the position given to ``save_checkpoint``; None if there was none.
-        policy: the policy of the run; None if it was saved without one.
+        policy: the policy of the run; None if it was saved without one. Where ``auto`` would now be another
+            format, that of a loop without a ``Stepper`` computes in the format that was saved.
         notes: one sentence for each thing that was left out or not found. Empty if the run continues bit
             for bit.
         ranks: how many ranks saved it.
@@ -84,13 +87,14 @@ def save_checkpoint(
         nc.training.save_checkpoint("last.ckpt", model, stepper=stepper, position={"epoch": epoch})
     """
     ranks = Ranks()
-    target = Path(path)
     run = Run(model, optimizer, stepper, scheduler, scaler)
+    target = Path(path)
     kept = _policy_of(stepper, policy)
 
     def tree() -> dict[str, Any]:
         found = run.state() | {
             "policy": None if kept is None else policy_text(kept),
+            "formats": {} if kept is None or stepper is not None else _formats(model, kept),
             "position": position,
             "ranks": ranks.count,
             "versions": _versions(),
@@ -148,8 +152,8 @@ def load_checkpoint(
         position = nc.training.load_checkpoint("last.ckpt", model, stepper=stepper).position
     """
     ranks = Ranks()
-    source = Path(path)
     run = Run(model, optimizer, stepper, scheduler, scaler)
+    source = Path(path)
     wanted = _policy_of(stepper, policy)
     fit = Fit(source)
     try:
@@ -161,7 +165,9 @@ def load_checkpoint(
 
     def checked() -> Policy | None:
         before = None if tree["policy"] is None else policy_in(tree["policy"].encode(), source)
-        if before is not None and wanted is not None and before != wanted:
+        formats = (tree["stepper"] or tree).get("formats", {})
+        both = [_in_format(one, formats) for one in (before, wanted) if one is not None]
+        if before is not None and wanted is not None and both[0] != both[1]:
             fit.refuse(
                 f"it was saved under the policy {policy_name(before)}, and here is {policy_name(wanted)}",
                 "Continue under the policy that it was saved under",
@@ -171,6 +177,13 @@ def load_checkpoint(
 
     before = ranks.agreed(checked)
     run.load(fit, tree)
+    if before is not None and stepper is None and run.objects.live:
+        now = _formats(model, before)
+        for device, word in tree.get("formats", {}).items():
+            if now.get(device, word) != word:
+                if wanted is None or wanted.compute == "auto":
+                    warn_of_other_format(device, word)
+                before = _in_format(before, {device: word})
     return Checkpoint(
         position=tree["position"],
         policy=before,
@@ -195,6 +208,21 @@ def _policy_of(stepper: Any, policy: Any) -> Policy | None:
             "leave policy out"
         )
     return given or of_stepper
+
+
+def _formats(model: torch.nn.Module, policy: Policy) -> dict[str, str]:
+    """Return what ``auto`` is now on each type of device that the model is on; empty for another policy."""
+    if policy.compute != "auto":
+        return {}
+    devices = {parameter.device.type for parameter in model.parameters()}.intersection(known_device_types())
+    return {device: best_format(device).format for device in sorted(devices)}
+
+
+def _in_format(policy: Policy, formats: Mapping[str, str]) -> Policy:
+    """Return ``policy`` with the format that was saved in place of ``auto``."""
+    saved = next(iter(formats.values()), "auto")
+    free = policy.compute == "auto" and not policy.holds_low_weights
+    return replace(policy, compute=saved) if free else policy
 
 
 def _versions() -> dict[str, str]:

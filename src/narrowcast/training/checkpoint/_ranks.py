@@ -129,7 +129,9 @@ def _split(tree: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str
         if hasattr(value, "device_mesh"):
             sharded[name_of(place)] = value
         elif isinstance(value, torch.Tensor):
-            sums[place] = _sum_of(value)
+            file = io.BytesIO()  # of values, shape, dtype and order of dimensions
+            torch.save(value.cpu(), file)
+            sums[place] = hashlib.sha256(file.getbuffer()).hexdigest()
         elif place[0] != "random":
             sums[place] = repr(value)
         return value
@@ -146,13 +148,6 @@ def _split(tree: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str
         return value
 
     return mapped(tree, own), sharded, [place for place in sums if sums[place] != first.get(place)]
-
-
-def _sum_of(tensor: torch.Tensor) -> str:
-    """A digest of values, shape, dtype and order of dimensions."""
-    file = io.BytesIO()
-    torch.save(tensor.cpu(), file)
-    return hashlib.sha256(file.getbuffer()).hexdigest()
 
 
 def _new_folder(path: Path) -> str:
@@ -172,14 +167,17 @@ def _new_folder(path: Path) -> str:
 
 
 def _save_sharded(data: Path, sharded: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    def write() -> None:
+        metadata = FileSystemReader(data).read_metadata()  # what torch 2.11 returns lacks storage_data
+        metadata.storage_meta = None  # the path
+        _file.write(data / SHARDED, {"metadata": metadata})
+
     with _errors_of_torch():
-        metadata = save(dict(sharded), storage_writer=FileSystemWriter(data))
-    metadata.storage_meta = None  # the path
-    content = {"metadata": metadata}
-    ranks.agreed(lambda: _file.write(data / SHARDED, content) if ranks.rank == 0 else None)
+        save(dict(sharded), storage_writer=FileSystemWriter(data))
+    ranks.agreed(lambda: write() if ranks.rank == 0 else None)
 
 
 @contextlib.contextmanager
