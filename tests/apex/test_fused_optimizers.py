@@ -14,7 +14,7 @@ from narrowcast.apex.optimizers import (
     FusedNovoGrad,
     FusedSGD,
 )
-from narrowcast.errors import UnsupportedError
+from narrowcast.errors import SettingError, UnsupportedError
 from narrowcast.weights import hold
 
 STEPS = 20
@@ -138,6 +138,17 @@ def test_zero_grad_does_what_apexs_did_by_default():
             assert all(p.grad is None if to_none else not p.grad.any() for p in mine)
             made.zero_grad(set_to_none=True)
             assert all(p.grad is None for p in mine)
+
+
+def test_groups_of_fused_sgd_may_bring_their_own_rates():
+    a, b = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = FusedSGD([{"params": [a], "lr": 0.5}, {"params": [b], "lr": 0.25}])
+    (a.sum() + b.sum()).backward()
+    optimizer.step()
+    assert (a[0].item(), b[0].item()) == (0.5, 0.75)
+    for made in (lambda: FusedSGD([a]), lambda: FusedSGD([{"params": [a]}])):
+        with pytest.raises(SettingError, match="FusedSGD needs an lr"):
+            made()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import child_processes
-from narrowcast.apex.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+from narrowcast.apex.parallel import DistributedDataParallel, convert_syncbn_model
 from narrowcast.errors import SettingError, UnsupportedError
 
 
@@ -99,11 +99,6 @@ def test_every_batch_norm_is_converted_with_its_values():
     assert not converted[0].training
     for name, value in converted.state_dict().items():
         assert torch.equal(value, before[name])
-
-
-def test_synchronized_batch_norm_of_one_process_is_batch_norm():
-    x = torch.randn(8, 3)
-    assert torch.equal(SyncBatchNorm(3)(x), torch.nn.BatchNorm1d(3)(x))
 
 
 def test_other_layouts_are_refused():

@@ -485,9 +485,9 @@ def test_schedulers_go_on_without_warnings(before):
 
 
 def test_names_that_scripts_reach_into(capsys):
-    assert (amp._amp_state.opt_level, amp._amp_state.loss_scalers) == (None, [])
+    assert (amp._amp_state.opt_properties, amp._amp_state.loss_scalers) == (None, [])
     _, optimizer = start("O2", num_losses=2)
-    assert (amp._amp_state.opt_level, len(amp._amp_state.loss_scalers)) == ("O2", 2)
+    assert (amp._amp_state.opt_properties.opt_level, len(amp._amp_state.loss_scalers)) == ("O2", 2)
     assert amp._amp_state.opt_properties.options["cast_model_type"] == torch.float16
     module = importlib.import_module("narrowcast.apex.amp._amp_state")
     assert module._amp_state is amp._amp_state

@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowcast.attach import Attachment, FileWatch, Script, _run, read_files, run_attached
+from narrowcast.attach import Attachment, FileWatch, Script, _run, run_attached
 from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
 
 
@@ -24,10 +24,6 @@ class Ended:
         return read_capture(self.folder / "capture.jsonl")
 
     @property
-    def files(self):
-        return read_files(self.folder / "files.jsonl")
-
-    @property
     def at_end_was_called(self):
         return (self.folder / "at_end").exists()
 
@@ -42,7 +38,7 @@ class Runs:
         self._folder = folder
         self._count = 0
 
-    def run(self, text, *words, policy="bf16", stop_after=0, patience_s=60, earlier=None, limit_s=60):
+    def run(self, text, *words, policy="bf16", stop_after=0, patience_s=60, watched=False, limit_s=60):
         self._count += 1
         folder = self._folder / f"run-{self._count}"
         folder.mkdir()
@@ -52,7 +48,7 @@ class Runs:
             "policy": policy,
             "stop_after": stop_after,
             "patience_s": patience_s,
-            "earlier": earlier,
+            "watched": watched,
         }
         # Not under ~/.cache, whose files belong to nobody.
         environment = os.environ | {"XDG_CACHE_HOME": str(self._folder / "cache")}
@@ -75,8 +71,8 @@ def run_here(words):
     writer = CaptureWriter(folder / "capture.jsonl")
     writer.write(start_event(script.argv, settings["policy"]))
     _run._PATIENCE_S = settings["patience_s"]
-    if settings["earlier"] is not None:
-        FileWatch(folder / "files.jsonl", settings["earlier"], own=[folder]).install()
+    if settings["watched"]:
+        FileWatch(folder).install()
     attachment = Attachment(
         settings["policy"],
         writer=writer,

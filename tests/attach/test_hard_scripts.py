@@ -14,6 +14,7 @@ from torch import nn
 from narrowcast.attach import Attachment
 from narrowcast.errors import UnsupportedError
 from narrowcast.scaling import Dynamic, Static
+from narrowcast.weights import UpdateMeter, hold
 
 
 def zeroed_by_hand(model, optimizer):
@@ -52,6 +53,30 @@ def test_a_closure_of_a_step_wrapped_before_is_refused():
             optimizer.step(lambda: None)
 
 
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_lbfgs_zeroes_an_lstm_cell_in_its_closure(policy):
+    """The model is called for the first time inside the closure, at fp16's default loss scale."""
+    cell, head, x = nn.LSTMCell(1, 4), nn.Linear(4, 1), torch.sin(torch.arange(12.0)).view(2, 6)
+    model = nn.ModuleList([cell, head])
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        model.zero_grad()
+        state, loss = (torch.zeros(2, 4), torch.zeros(2, 4)), 0.0
+        for at in range(5):
+            state = cell(x[:, at : at + 1], state)
+            loss = loss + (head(state[0]) - x[:, at + 1 : at + 2]).square().mean()
+        loss.backward()
+        return loss
+
+    exact = closure().item()
+    with Attachment(policy) as attached:
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+    assert losses[0] == pytest.approx(exact, rel=0.02)
+    assert losses[2] < losses[0]
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (3, 0)
+
+
 def test_an_overflow_applied_by_hand_is_an_error_also_later():
     """After an optimizer has stepped, updates by hand are fine until one of them used an overflow."""
     model, optimizer, *_ = regression(0.1)
@@ -70,6 +95,20 @@ def test_an_overflow_applied_by_hand_is_an_error_also_later():
         by_hand(1e6)
         with pytest.raises(UnsupportedError, match="updated by hand"):
             by_hand(1.0)
+
+
+def test_a_trained_mask_of_infinities_is_no_update_by_hand():
+    model = nn.Linear(4, 4)
+    model.mask = nn.Parameter(torch.full((4, 4), -torch.inf).triu(1))
+    model.forward = lambda x: ((h := model.weight @ x) + model.mask.to(h.dtype)).softmax(-1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**24)) as attached:
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.ones(4, 4))[:, 0].square().sum().backward()
+            optimizer.step()
+    assert attached.facts["skipped_steps"] > 0
+    assert attached.facts["steps"] > 0
 
 
 def test_embedding_max_norm_is_no_update_by_hand():
@@ -127,17 +166,22 @@ def test_torch_func_is_not_scaled_and_fp16_is_told(policy):
     assert len(said) == (policy == "fp16")
 
 
+_seen = []
+
+
 def _hook(module, grad_input, grad_output):
-    return None
+    _seen.append(float(grad_output[0].float().norm()))
 
 
-def test_a_model_is_pickled_and_copied_with_its_own_hooks():
-    model = network()
+def test_hooks_of_copied_and_pickled_models_see_true_gradients():
+    model, (x, _) = network(), data()
     with Attachment("fp16"):
-        model[0].register_full_backward_hook(_hook)
-        pickled, copied = pickle.dumps(model), copy.deepcopy(model)
-    for again in (pickle.loads(pickled), copied):
-        assert list(again[0]._backward_hooks.values()) == [_hook]
+        model[2].register_full_backward_hook(_hook)
+        pickled = pickle.dumps(model)
+        for one in (model, copy.deepcopy(model), pickle.loads(pickled)):
+            one(x).square().mean().backward()
+    assert _seen[0] == _seen[1] == _seen[2] < 1
+    assert list(pickle.loads(pickled)[2]._backward_hooks.values()) == [_hook]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -204,3 +248,116 @@ def test_a_script_that_uses_autocast_later_is_noted():
             model(data()[0])
     said = "the script uses autocast itself, so narrowcast added nothing from step 3 on"
     assert notes_of(attached) == [said]
+
+
+def reloaded(model, optimizer, x):
+    """A trial run before training, as tools that look for a batch size or a learning rate make."""
+    start = copy.deepcopy(model.state_dict())
+    backward(model)
+    optimizer.zero_grad()
+    model.load_state_dict({name: value.flip(0) for name, value in start.items()})
+    backward(model)
+
+
+def made_anew(model, optimizer, x):
+    backward(model)
+    model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    optimizer.zero_grad()
+    backward(model)
+
+
+def a_buffer_of_inputs(model, optimizer, x):
+    held = torch.zeros_like(x).requires_grad_()
+    for number in range(4):
+        held.data = x.roll(number, 0) if number % 2 else x.flip(0)
+        with torch.no_grad():
+            held.copy_(x.roll(number, 0))
+        held.grad = None
+        optimizer.zero_grad()
+        model(held).square().mean().backward()
+        optimizer.step()
+
+
+def divergence(model, optimizer, x):
+    optimizer.param_groups[0]["lr"] = 1e38
+    for _ in range(4):
+        optimizer.zero_grad()
+        backward(model, 10.0)
+        optimizer.step()
+
+
+def a_worker(model, optimizer, x):
+    """It computes the gradients of shared weights on a copy, as in A3C; the copy follows them downhill."""
+    worker = copy.deepcopy(model)
+    for _ in range(4):
+        worker.load_state_dict(model.state_dict())
+        worker.zero_grad()
+        backward(worker)
+        for shared, own in zip(model.parameters(), worker.parameters(), strict=True):
+            shared.grad = own.grad
+        optimizer.step()
+
+
+@pytest.mark.parametrize("train", [reloaded, made_anew, a_buffer_of_inputs, divergence, a_worker])
+def test_changes_that_are_no_updates_are_not_refused(train):
+    model, optimizer, _, x, _ = regression(0.1)
+    with Attachment("fp16", Dynamic(scale=2.0**8)):
+        train(model, optimizer, x)
+
+
+@pytest.mark.parametrize("way", [-1.0, 1.0], ids=["down", "up"])
+def test_updates_of_few_values_are_refused_once_proved(way):
+    model, x = nn.Linear(2, 1), torch.randn(8, 2)
+    refused = []
+    with Attachment("fp16", Dynamic(scale=2.0**8)):
+        for number in range(12):
+            try:
+                model(x).exp().mean().backward()
+            except UnsupportedError:
+                refused.append(number)
+                break
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(p.grad.sign(), alpha=way * 1e-2)
+                    p.grad = None
+    assert refused == [9]  # 27 signs agree
+
+
+@pytest.mark.parametrize(("dtype", "policy"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_low_weights_without_masters_are_told_before_the_first_step(dtype, policy):
+    """The share that rounding swallows is that of ``UpdateMeter``, whose copy steps in float32."""
+    model, (x, _), told = network().to(dtype), data(), []
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scale = Dynamic(scale=2.0**4) if policy == "fp16" else None
+    with Attachment(policy, scale, tell=told.append), UpdateMeter(optimizer) as meter:
+        for number in range(10):
+            assert any("SGD trains weights that are stored in" in note for note in told) == (number > 0)
+            optimizer.zero_grad()
+            model(x.to(dtype)).square().mean().backward()
+            optimizer.step()
+    share = meter.read()[0].swallowed_share
+    assert 0.3 < share < 1
+    assert f"rounding swallowed {share:.0%} of the updates of SGD in its first 10 steps" in told
+
+
+@pytest.mark.parametrize("wanted", [None, torch.float16])
+def test_a_leaf_may_want_its_gradient_in_another_format(wanted):
+    found = []
+    for policy in ("fp32", "fp16"):
+        model, (x, _) = network(), data()
+        model[0].weight.grad_dtype = wanted
+        with Attachment(policy, Dynamic(scale=2.0**8) if policy == "fp16" else None):
+            model(x).square().mean().backward()
+        found.append(model[0].weight.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-4)
+
+
+def test_held_weights_have_masters_and_fp64_has_no_region():
+    held, double, (x, _) = network().bfloat16(), network().double(), data()
+    optimizer = torch.optim.SGD(held.parameters(), 1e-3)
+    with Attachment("bf16") as attached:
+        hold(optimizer)
+        held(x.bfloat16()).sum().backward()
+        optimizer.step()
+        assert double(x.double()).dtype == torch.float64
+    assert notes_of(attached) == ["Sequential computes in fp64, as its weights are: no region was opened"]

@@ -215,3 +215,25 @@ def test_a_script_that_changes_its_folder_keeps_its_names(runs):
     )
     assert (ended.code, ended.stderr) == (0, "")
     assert [event["site"] for event in ended.capture.of("loss")] == ["script.py:4"]
+
+
+def test_an_adaptive_solver_calls_its_function_more_often():
+    """Euler's method, its step halved until two halves agree with the whole to 1e-4, as rounding does not."""
+    calls = {}
+    for policy in ("fp32", "bf16"):
+        torch.manual_seed(0)
+        function = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        with torch.no_grad():
+            function[0].weight.mul_(0.034)
+            function[0].bias.add_(1.0)
+        with Attachment(policy) as attached, torch.no_grad():
+            y, left, step, tries = torch.linspace(-1, 1, 64), 1.0, 0.5, 0
+            while left > 0:
+                half = y + step / 2 * function(y)
+                fine = half + step / 2 * function(half)
+                step, tries = step / 2, tries + 1
+                if (y + 2 * step * function(y) - fine).abs().max() < 1e-4:
+                    y, left, step = fine, left - 2 * step, min(0.5, 4 * step)
+        assert attached.facts["module_calls"] == 3 * 2 * tries
+        calls[policy] = tries
+    assert calls["bf16"] > 2 * calls["fp32"]

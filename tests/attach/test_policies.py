@@ -1,5 +1,7 @@
 """Rules under a script that nobody edited: by operator, by module, and where they cannot be kept."""
 
+import dataclasses
+
 import pytest
 import torch
 from scenarios import notes_of
@@ -33,6 +35,18 @@ class Classifier(nn.Module):
         chances = scores.softmax(-1)
         self.formats["softmax"] = chances.dtype
         return chances
+
+
+def test_a_format_that_is_slow_here_is_said_before_the_first_step(monkeypatch):
+    """That of the policy and those of its rules, but not a word that names no format."""
+    asked = nc.Policy(compute="bf16").with_rules(rule.op("linear", compute="fp16"))
+    said, model = [], Classifier()
+    monkeypatch.setattr("narrowcast.attach._regions.slow_formats", lambda names, where: [*names, where])
+    with Attachment(asked, tell=said.append) as attached:
+        model.body.register_forward_hook(lambda *_: said.append("computed"))
+        model(torch.ones(2, 8))
+    assert said == ["bf16", "fp16", "cpu", "computed"]
+    assert attached.notes[:3] == said[:3]
 
 
 def policy(*rules):
@@ -134,3 +148,47 @@ def test_a_policy_that_holds_low_weights_is_refused():
     for name in ("O2", "O3"):
         with pytest.raises(PolicyError, match=f"policy '{name}' holds the model's weights in a low format"):
             Attachment(name)
+
+
+def test_a_sigmoid_rounded_against_its_target_is_noted():
+    """bf16 has nothing from 0.996 to 1, where the gradient is 0. If the target agrees, nothing is lost."""
+
+    def train(policy, logit, target):
+        said, model = [], nn.Sequential(nn.Linear(1, 1, bias=False), nn.Sigmoid())
+        nn.init.constant_(model[0].weight, logit)
+        with Attachment(policy, tell=said.append):
+            chances = model(torch.ones(4, 1)).squeeze(1)
+            nn.functional.binary_cross_entropy(chances, torch.full((4,), target)).backward()
+        return model[0].weight.grad.item(), [line for line in said if "sigmoid" in line]
+
+    gradient, (note,) = train("bf16", 9.0, 0.0)
+    assert gradient == 0
+    assert "bf16" in note
+    assert len(train("fp16", 9.0, 0.0)[1]) == 1
+    assert train("bf16", 9.0, 1.0) == (0, [])
+    assert train("fp16", 3.0, 0.0)[1] == train("bf16", 3.0, 0.0)[1] == []
+    expected = torch.tensor(9.0).sigmoid().item()
+    assert train(policy(rule.op("sigmoid", compute="fp32")), 9.0, 0.0) == (
+        pytest.approx(expected, rel=2**-8),
+        [],
+    )
+
+
+@pytest.mark.parametrize("batched", [torch.func.jacrev, lambda model: lambda x: torch.autograd.grad(
+    model(x), x, torch.eye(3)[..., None], is_grads_batched=True
+)[0]], ids=["func", "autograd"])  # fmt: skip
+def test_a_sigmoid_may_be_differentiated_in_batches(batched):
+    model = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())
+    with Attachment("bf16"):
+        assert batched(model)(torch.ones(3, 2, requires_grad=True)).isfinite().all()
+
+
+def test_a_rule_for_operators_that_no_call_reached_is_told():
+    """Also inside a module that was called; rules of presets are not meant for one script."""
+    unreached = [rule.op("logsumexp", compute="fp32"), rule.module("head", op="gelu", compute="fp32")]
+    asked = nc.Policy.preset("safe").with_rules(rule.op("softmax", compute="fp32"), *unreached)
+    asked = dataclasses.replace(asked, compute="bf16")
+    with Attachment(asked) as attached:
+        Classifier()(torch.ones(2, 8))
+    told = [note for note in attached.notes if "reached" in note]
+    assert told == [f"the rule for {one.target} was reached by no call" for one in unreached]

@@ -63,12 +63,20 @@ SCRIPT = Path(__file__).parent / "scripts" / "spawned.py"
 )
 def test_a_started_process_trains_in_mixed_precision(start, processes, tmp_path, fork_server):
     words = ["run", "--policy", "bf16", "--run-dir", tmp_path / "run", SCRIPT, start]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "capture.jsonl").touch()
     done = fork_server.run("narrowcast.cli.main:main", words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == [f"process {n}: torch.bfloat16" for n in range(processes)]
+    shown = " ".join(done.stderr.split())
+    assert "note: the capture of the earlier run in" in shown
+    assert "narrowcast: nothing ran in mixed precision in this process" in shown
+    assert (
+        f"note: processes of the script, {processes} of them, took {3 * processes} optimizer steps" in shown
+    )
     if start == "fork":
         return
-    assert "the script started processes of its own" in " ".join(done.stderr.split())
+    assert "the script started processes of its own" in shown
     for number in range(processes):
         capture = read_capture(tmp_path / "run" / f"capture-process{number}.jsonl")
         assert capture.end["steps"] == 3

@@ -1,8 +1,10 @@
 """How far the region and the scale reach, and that they end there."""
 
+import sys
 import threading
 import warnings
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ import narrowcast as nc
 from narrowcast.attach import Attachment
 from narrowcast.attach._torch_internals import register_hook_first
 from narrowcast.casting import autocast
-from narrowcast.errors import OrderError, UnsupportedError
+from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.scaling import Dynamic, Static
 
 SCALE = 2.0**8
@@ -192,6 +194,51 @@ def test_a_hook_registered_first_runs_first():
     assert order == ["first", "late"]
 
 
+class Returned(torch.autograd.Function):
+    """A sum whose backward keeps what ``hold`` makes of the gradient that it returns."""
+
+    @staticmethod
+    def forward(ctx, x, y, hold):
+        ctx.hold = hold
+        return x + y
+
+    @staticmethod
+    def backward(ctx, g):
+        array = numpy.full(4, SCALE, "float32")
+        if ctx.hold != "expanded":
+            with torch.inference_mode(ctx.hold == "inference"):
+                g = torch.from_numpy(array) if ctx.hold == "array" else g.clone()
+        where.append(g.data_ptr())
+        holds = {"python": lambda: g, "view": lambda: g[:2], "memory": g.untyped_storage, "numpy": g.numpy}
+        holds["array"] = lambda: array
+        held.append(holds.get(ctx.hold, lambda: None)())
+        return g, g if ctx.hold == "twice" else None, None
+
+
+def references(value):
+    return sys.getrefcount(value)
+
+
+where, held = [], []
+REFERENCES = references(object())
+OTHERS = ["python", "view", "memory", "numpy", "array", "twice", "expanded", "inference"]
+
+
+@pytest.mark.parametrize("hold", ["nothing", *OTHERS])
+def test_gradients_are_unscaled_in_place_if_nobody_else_has_them(hold):
+    where.clear(), held.clear()
+    w, v = (torch.ones(4, requires_grad=True) for _ in range(2))
+    with Attachment("fp16", Static(scale=SCALE)):
+        Returned.apply(w, v if hold == "twice" else v.detach(), hold).sum().backward()
+    assert w.grad.tolist() == [1.0] * 4
+    assert v.grad is None if hold != "twice" else v.grad.tolist() == [1.0] * 4
+    # A thread of another test may have left Dynamo's frame evaluator, under which a call holds one more.
+    if hold != "nothing" or references(object()) == REFERENCES:
+        assert (w.grad.data_ptr() == where[0]) == (hold == "nothing")
+    if hold in ("python", "view", "numpy", "array"):
+        assert set(held[0].tolist()) == {SCALE}
+
+
 @pytest.mark.parametrize("way", ["retain_grad", "retain_grad, twice", "inputs"])
 def test_gradients_inside_the_graph_are_true_and_accumulate(way):
     def kept():
@@ -216,6 +263,18 @@ def test_autograd_grad_is_true_also_where_the_scale_overflows():
 
     for scale in (2.0**4, 2.0**24):
         assert_as_in_fp32(slopes, scale, 2.0**-7)
+
+
+def test_autograd_grad_inside_a_model_is_true():
+    class Slopes(torch.nn.Linear):
+        def forward(self, x):
+            return torch.autograd.grad(super().forward(x).sum(), x)[0]
+
+    model, x = Slopes(1, 1), torch.ones(1, 1, requires_grad=True)
+    torch.nn.init.ones_(model.weight)
+    with Attachment("fp16") as attached:
+        assert model(x).item() == 1  # 65536, the loss scale, is beyond fp16, in which the sum is
+    assert not any("full_like" in note for note in attached.notes)
 
 
 def test_a_function_that_runs_a_pass_inside_its_backward():
@@ -388,3 +447,14 @@ def test_nc_attached_does_what_run_does():
         model(x)
     assert run.left_alone == "the script uses autocast itself"
     assert run.notes == [f"{run.left_alone}, so narrowcast added nothing"]
+    with pytest.raises(ScaleError, match=r"Static\(scale=8.0\), got 0.0"):
+        nc.attached("fp16", 0.0)
+
+
+@pytest.mark.parametrize("name", ["__call__", "forward"])
+def test_training_that_calls_forward_itself_is_noted(name):
+    model = nn.Linear(4, 4)
+    with Attachment("bf16") as attached:
+        getattr(model, name)(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4))
+    assert any("module.forward(x) does not" in note for note in attached.notes) == (name == "forward")

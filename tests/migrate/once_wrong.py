@@ -18,7 +18,6 @@ one = torch.optim.SGD(model.parameters(), lr=2.0**-4)
 two = torch.optim.SGD(other.parameters(), lr=2.0**-3)
 """
 HEAD = f"""\
-import functools
 {TWO_MODELS}
 
 def data():
@@ -32,53 +31,19 @@ def limit(net):
 
 
 """
-STEP_OF = """
-def step_of(optimizer):
-    optimizer.step()
-
-
-"""
-BACKWARD_OF = """
-def backward_of(loss, optimizer):
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-
-
-"""
 TAIL = """
 weights = [model.weight.detach(), other.weight.detach()]
 print(*[w for weight in weights for w in weight.flatten().tolist()])
 """
-CLIP = """\
-class Clip:
-    def attach(self, net):
-        self.net = net
-
-    def __call__(self):
-        torch.nn.utils.clip_grad_value_(self.net.parameters(), 0.01)
-
-
-clip = Clip()
-clip.attach(model)
-"""
 ONE = 'model, one = amp.initialize(model, one, opt_level="O1", verbosity=0)\n'
-BOTH = (
-    '[model, other], [one, two] = amp.initialize([model, other], [one, two], opt_level="O1", verbosity=0)\n'
-)
-CLEAR = "one.zero_grad()\ntwo.zero_grad()\n"
 LOSS = "loss = model(x).float().sum() / 256\n"
-LOSSES = "loss = (model(x) + other(x * 0.125)).float().sum() / 256\n"
 BLOCK = "with amp.scale_loss(loss, one) as scaled:\n    scaled.backward()\n"
-BLOCK_OF_BOTH = BLOCK.replace("one)", "[one, two])")
 
 
 def program(body, before="", after=""):
-    """A program that trains ``model``, or both, in a loop with this body."""
-    initialize = BOTH if "two]" in body or "two" in body else ONE
+    """A program that trains ``model`` in a loop with this body."""
     loop = "for i, x in data():\n" + textwrap.indent(body, "    ")
-    before += STEP_OF if "step_of(" in body else ""
-    before += BACKWARD_OF if "backward_of(" in body else ""
-    return HEAD + before + (initialize if "amp.initialize" not in before else "") + loop + after + TAIL
+    return HEAD + before + (ONE if "amp.initialize" not in before else "") + loop + after + TAIL
 
 
 def after_backward(body, before=""):
@@ -118,23 +83,9 @@ Trainer(model, one).train()
 """
 REWRITTEN = {
     "a helper that reads gradients": after_backward("limit(model)\n"),
-    "an object that was given the model": after_backward("clip()\n", CLIP),
-    "callbacks in a list": after_backward(
-        "for call in calls:\n    call()\n", "calls = []\ncalls.append(lambda: limit(model))\n"
-    ),
-    "a function that a decorator keeps": after_backward(
-        "fire('after')\n",
-        "kept = {}\n\n\ndef on(f):\n    kept['after'] = f\n    return f\n\n\n@on\ndef after():\n"
-        "    limit(model)\n\n\n"
-        "def fire(name):\n    kept[name]()\n",
-    ),
-    "a trainer that is handed on": HEAD + "clip = eval('lambda t: limit(t.net)')\n" + TRAINER + TAIL,
     "a method of a trainer": HEAD + TRAINER.replace("clip(self)", "self.limit()") + TAIL,
 }
 LEFT = {
-    "a look between two helpers": program(
-        "one.zero_grad()\n" + LOSS + "backward_of(loss, one)\nlimit(model)\nstep_of(one)\n"
-    ),
     "a step at the start of the loop": program(
         "if i and i % 2 == 0:\n    limit(model)\n    one.step()\n    one.zero_grad()\n" + LOSS + BLOCK
     ),
@@ -159,21 +110,9 @@ LEFT = {
         LOSS_OF_ONE + "match i % 2:\n    case 0:\n        limit(model)\n        one.step()\n"
         "    case _:\n        one.step()\n"
     ),
-    "a step of one of two out of sight": program(
-        CLEAR + LOSSES + BLOCK_OF_BOTH + "go(one)\ntwo.step()\n",
-        BOTH + "alias = two\nmade = {}\nexec('def go(o):\\n    o.step()', made)\ngo = made['go']\n",
-    ),
     "a step that is handed on": program(
         LOSS_OF_ONE + "run(one.step if i % 2 else len)\nif i % 2 == 0:\n    one.step()\n",
         "def run(f):\n    f() if f is not len else None\n\n\n",
-    ),
-    "a look before a step by what is named a scheduler": program(
-        "one.zero_grad()\n" + LOSS + "sched.back(loss)\nlimit(model)\nsched.step()\n",
-        "class Sched:\n    def back(self, loss):\n" + textwrap.indent(BLOCK, "        ") + "\n"
-        "    def step(self):\n        one.step()\n\n\nsched = Sched()\n",
-    ),
-    "a plain backward pass beside the block": program(
-        "one.zero_grad()\n(model.weight**2).sum().div(8).backward()\n" + LOSS + BLOCK + "one.step()\n"
     ),
     "torch.autograd.backward beside the block": program(
         "one.zero_grad()\ntorch.autograd.backward((model.weight**2).sum() / 8)\n"
@@ -184,7 +123,6 @@ LEFT = {
     "gradients set before the block": program(
         "one.zero_grad()\nmodel.weight.grad = model.weight.detach() / 8\n" + LOSS + BLOCK + "one.step()\n"
     ),
-    "gradients that are never cleared": program(LOSS + BLOCK + "one.step()\n").replace("zero_grad", "none"),
     "gradients that are cleared now and then": program(
         "if i % 2:\n    one.zero_grad()\n" + LOSS + BLOCK + "one.step()\n"
     ),

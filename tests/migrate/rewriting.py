@@ -6,15 +6,21 @@ import io
 import textwrap
 
 from narrowcast.apex import amp
-from narrowcast.migrate import Settings, migrate_text
+from narrowcast.migrate import migrate_text
 
 
 def migrated(text, target="torch", path="train.py"):
     """The outcome for a text; what it makes parses, and a second run changes nothing."""
-    outcome = migrate_text(textwrap.dedent(text), Settings(target=target), path)
+    outcome = migrate_text(textwrap.dedent(text), target, path)
     ast.parse(outcome.text)
-    assert migrate_text(outcome.text, Settings(target=target), path).text == outcome.text
+    assert migrate_text(outcome.text, target, path).text == outcome.text
     return outcome
+
+
+def sides(diff):
+    """The text before a difference, and that after it."""
+    lines = textwrap.dedent(diff).splitlines()
+    return ("".join(f"{line[1:]}\n" for line in lines if line[:1] in ("", " ", side)) for side in "-+")
 
 
 def left_alone(outcome):

@@ -4,7 +4,7 @@ import re
 import textwrap
 
 import pytest
-from rewriting import left_alone, migrated, told
+from rewriting import left_alone, migrated, sides, told
 
 HEAD = """\
 import torch
@@ -46,6 +46,16 @@ def test_the_smallest_script_to_narrowcast():
     assert text == new.replace("torch.amp.Grad", "nc.Grad").replace(
         "import torch\n", "import torch\nimport narrowcast as nc\n"
     )
+
+
+@pytest.mark.parametrize(("given", "added"), [("weight_decay=0.1", ""), ("lr=0.1", "weight_decay=0.0, ")])
+def test_fused_adam_is_torchs_adamw(given, added):
+    made = "optimizer = torch.optim.{}(model.parameters(), {})\n"
+    head = HEAD.replace(made.format("SGD", "lr=0.1"), "")
+    old = "from apex.optimizers import FusedAdam\n" + head
+    text = migrated(old + f"optimizer = FusedAdam(model.parameters(), {given})\n" + INITIALIZE + LOOP).text
+    new = NEW_HEAD.replace(made.format("SGD", "lr=0.1"), made.format("AdamW", f"{given}, {added}fused=True"))
+    assert text == new + SCALER + NEW_LOOP
 
 
 @pytest.mark.parametrize(
@@ -183,129 +193,91 @@ def test_two_losses_share_a_scaler_that_is_updated_once():
 
 
 def test_two_models_that_train_in_turns():
-    text = """\
-    import torch
-    from apex import amp
-    [g, d], [og, od] = amp.initialize([g, d], [og, od], opt_level="O1")
-    for real in batches:
-        fake = g(noise)
-        loss_d = loss(d(fake.detach())) + loss(d(real))
-        with amp.scale_loss(loss_d, od) as scaled:
-            scaled.backward()
-        od.step()
-        og.zero_grad()
-        loss_g = loss(d(fake))
-        with amp.scale_loss(loss_g, og) as scaled:
-            scaled.backward()
-        og.step()
-        od.zero_grad()
-    """
-    new = """\
-    import torch
-    scaler = torch.amp.GradScaler("cuda")
-    for real in batches:
-        with torch.autocast("cuda", dtype=torch.float16):
-            fake = g(noise)
-            loss_d = loss(d(fake.detach())) + loss(d(real))
-        scaler.scale(loss_d).backward()
-        scaler.step(od)
-        scaler.update()
-        og.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss_g = loss(d(fake))
-        scaler.scale(loss_g).backward()
-        scaler.step(og)
-        scaler.update()
-        od.zero_grad()
-    """
-    assert migrated(text).text == textwrap.dedent(new)
+    before, after = sides("""\
+     import torch
+    +scaler = torch.amp.GradScaler("cuda")
+    -from apex import amp
+    -[g, d], [og, od] = amp.initialize([g, d], [og, od], opt_level="O1")
+     for real in batches:
+    +    with torch.autocast("cuda", dtype=torch.float16):
+    -    fake = g(noise)
+    +        fake = g(noise)
+    -    loss_d = loss(d(fake.detach())) + loss(d(real))
+    +        loss_d = loss(d(fake.detach())) + loss(d(real))
+    -    with amp.scale_loss(loss_d, od) as scaled:
+    -        scaled.backward()
+    -    od.step()
+    +    scaler.scale(loss_d).backward()
+    +    scaler.step(od)
+    +    scaler.update()
+         og.zero_grad()
+    +    with torch.autocast("cuda", dtype=torch.float16):
+    -    loss_g = loss(d(fake))
+    +        loss_g = loss(d(fake))
+    -    with amp.scale_loss(loss_g, og) as scaled:
+    -        scaled.backward()
+    -    og.step()
+    +    scaler.scale(loss_g).backward()
+    +    scaler.step(og)
+    +    scaler.update()
+         od.zero_grad()
+    """)
+    assert migrated(before).text == after
 
 
 def test_a_script_in_functions():
-    text = """\
-    '''Trains.'''
-    import torch
-    from apex import amp
+    before, after = sides("""\
+     '''Trains.'''
+     import torch
+    -from apex import amp
+    +
+    +scaler = torch.amp.GradScaler("cuda", enabled=False)
 
 
-    def save(model, path):
-        state = {"model": model.state_dict()}
-        if args.fp16:
-            state["amp"] = amp.state_dict()
-        torch.save(state, path)
+     def save(model, path):
+         state = {"model": model.state_dict()}
+         if args.fp16:
+    -        state["amp"] = amp.state_dict()
+    +        state["amp"] = scaler.state_dict()
+         torch.save(state, path)
 
 
-    def step(net, opt, x, y):
-        out = net(x)
-        loss = torch.nn.functional.mse_loss(out, y)
-        if args.fp16:
-            with amp.scale_loss(loss, opt) as scaled_loss:
-                scaled_loss.backward()
-        else:
-            loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss.item()
+     def step(net, opt, x, y):
+    +    with torch.autocast("cuda", dtype=torch.float16, enabled=scaler.is_enabled()):
+    -    out = net(x)
+    +        out = net(x)
+    -    loss = torch.nn.functional.mse_loss(out, y)
+    +        loss = torch.nn.functional.mse_loss(out, y)
+         if args.fp16:
+    -        with amp.scale_loss(loss, opt) as scaled_loss:
+    -            scaled_loss.backward()
+    +        scaler.scale(loss).backward()
+         else:
+             loss.backward()
+    -    opt.step()
+    +    scaler.step(opt)
+    +    scaler.update()
+         opt.zero_grad()
+         return loss.item()
 
 
-    @torch.no_grad()
-    def evaluate(net, x):
-        net.eval()
-        return net(x)
+     @torch.no_grad()
+     def evaluate(net, x):
+         net.eval()
+         return net(x)
 
 
-    def main():
-        model = torch.nn.Linear(4, 1).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if args.fp16:
-            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-        step(model, optimizer, x, y)
-        evaluate(net=model, x=x)
-    """
-    new = """\
-    '''Trains.'''
-    import torch
-
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
-
-
-    def save(model, path):
-        state = {"model": model.state_dict()}
-        if args.fp16:
-            state["amp"] = scaler.state_dict()
-        torch.save(state, path)
-
-
-    def step(net, opt, x, y):
-        with torch.autocast("cuda", dtype=torch.float16, enabled=scaler.is_enabled()):
-            out = net(x)
-            loss = torch.nn.functional.mse_loss(out, y)
-        if args.fp16:
-            scaler.scale(loss).backward()
-        else:
-            loss.backward()
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-        return loss.item()
-
-
-    @torch.no_grad()
-    def evaluate(net, x):
-        net.eval()
-        return net(x)
-
-
-    def main():
-        global scaler
-        model = torch.nn.Linear(4, 1).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if args.fp16:
-            scaler = torch.amp.GradScaler("cuda")
-        step(model, optimizer, x, y)
-        evaluate(net=model, x=x)
-    """
-    assert migrated(text).text == textwrap.dedent(new)
+     def main():
+    +    global scaler
+         model = torch.nn.Linear(4, 1).cuda()
+         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+         if args.fp16:
+    -        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    +        scaler = torch.amp.GradScaler("cuda")
+         step(model, optimizer, x, y)
+         evaluate(net=model, x=x)
+    """)
+    assert migrated(before).text == after
 
 
 def test_strings_over_several_lines_keep_their_indentation():
@@ -411,7 +383,7 @@ REFUSED = {
         "gradients are read here",
     ),
     "adam": (
-        "from apex.optimizers import FusedAdam\nFusedAdam(p, lr=0.1)\n" + INITIALIZE + LOOP,
+        "from apex.optimizers import FusedAdam\nFusedAdam(p, 0.1)\n" + INITIALIZE + LOOP,
         7,
         "write torch.optim.AdamW(params",
     ),

@@ -11,7 +11,7 @@ import pytest
 
 from child_processes import finished
 from narrowcast.cli import main
-from narrowcast.migrate import Settings, diff_of, migrate_file
+from narrowcast.migrate import diff_of, migrate_file
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
@@ -59,7 +59,7 @@ def test_a_diff_by_default_without_torch(folder):
 
 def test_a_diff_in_color_has_the_same_lines(folder):
     (folder / "train.py").write_text("import os\n" + OLD)
-    outcome = migrate_file(folder / "train.py", Settings())
+    outcome = migrate_file(folder / "train.py", "torch")
     colored = diff_of(outcome, color=True)
     assert re.sub(r"\x1b\[\d*m", "", colored) == diff_of(outcome)
     assert "\n import os\n" in colored
@@ -108,6 +108,7 @@ def test_json(folder, narrowcast):
     ("content", "words"),
     [
         (b"from apex import amp\ndef (\n", "broken.py: does not parse: "),
+        (b"def f(:\n", "broken.py: does not parse: "),
         (b"from apex import amp\nx = '\xff'\n", "broken.py: cannot be decoded: "),
         (
             b"# -*- coding: klingon -*-\nfrom apex import amp\n",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from narrowcast.migrate import Settings, migrate_text
+from narrowcast.migrate import migrate_text
 
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 # No rewriting looks at these, and none of them is indented or moved.
@@ -140,10 +140,10 @@ def test_what_is_made_parses_keeps_other_lines_and_is_stable(count):
 
 def check(text, target):
     ast.parse(text)
-    outcome = migrate_text(text, Settings(target=target))
+    outcome = migrate_text(text, target)
     ast.parse(outcome.text)
     assert kept_lines(outcome.text) == kept_lines(text)
-    again = migrate_text(outcome.text, Settings(target=target))
+    again = migrate_text(outcome.text, target)
     assert again.text == outcome.text
     assert not any(finding.fixed for finding in again.findings)
     assert all(1 <= finding.line <= text.count("\n") + 1 for finding in outcome.findings)

@@ -1,6 +1,6 @@
 """Mistakes in hand-written mixed precision are reported with the corrected line; correct code is not.
 
-Nothing is changed. The tests at the end run corrected programs: they train as without a scaler.
+Nothing is changed.
 """
 
 import re
@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
-from narrowcast.migrate import Settings, migrate_text
+from narrowcast.migrate import migrate_text
 from narrowcast.migrate._lint import RULES
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +33,7 @@ LINES = HEAD.count("\n")
 def found(text):
     """The rule, the line after HEAD and the message of each mistake; nothing is changed."""
     text = re.sub(r"( *)STEP\n", r"\1scaler.step(optimizer)\n\1scaler.update()\n", text)
-    outcome = migrate_text(text, Settings())
+    outcome = migrate_text(text, "torch")
     assert outcome.text == text
     return [(one.rule, one.line - LINES, one.message) for one in outcome.findings if one.rule in RULES]
 
@@ -178,7 +177,7 @@ def test_a_mistake_is_reported_with_the_mended_line(name):
     rule, line, wrong, mended = WRONG[name]
     ((told, at, message),) = found(HEAD + wrong)
     assert (told, at) == (rule, line)
-    assert message.startswith(RULES[rule].reason)
+    assert message.startswith(RULES[rule][0])
     assert mended in message
 
 
@@ -203,7 +202,7 @@ def test_scalers_are_known_by_their_full_names(library):
         "torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n"
         "grads.step(opt)\ngrads.update()\n"
     )
-    assert "clip-before-unscale" in [one.rule for one in migrate_text(text, Settings()).findings]
+    assert "clip-before-unscale" in [one.rule for one in migrate_text(text, "torch").findings]
 
 
 # Shapes that training scripts have, in which nothing is wrong.
@@ -434,49 +433,3 @@ def test_nothing_is_reported_in_the_trainer_of_transformers():
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda path: path.name)
 def test_nothing_is_reported_in_the_examples(path):
     assert found(path.read_text(encoding="utf-8")) == []
-
-
-def trained(text):
-    """The weights after a few steps of a program that is run as it is."""
-    torch.manual_seed(0)
-    scope = {"device": "cpu", "loader": [torch.randn(3, 2) for _ in range(4)]}
-    exec(text, scope)
-    return torch.cat([p.detach().flatten() for name in ("model", "other") for p in scope[name].parameters()])
-
-
-LOOP = """\
-for x in loader:
-    (model(x).sum() + other(x).sum()).backward()
-    CLIP
-    optimizer.step()
-    second.step()
-    optimizer.zero_grad()
-    second.zero_grad()
-"""
-SCALED = (
-    LOOP.replace("(model(x).sum() + other(x).sum())", "scaler.scale(model(x).sum() + other(x).sum())")
-    .replace("optimizer.step()", "scaler.step(optimizer)")
-    .replace("second.step()", "scaler.step(second)\n    scaler.update()")
-)
-CLIPPED = "clip_grad_norm_(model.parameters(), 1.0)"
-# What is clipped, and what the wrong program has in place of what is in the right one.
-WORTH = {
-    "clip-before-unscale": (CLIPPED, "scaler.unscale_(optimizer)\n    ", ""),
-    "update-between-steps": ("pass", "scaler.step(second)", "scaler.update()\n    scaler.step(second)"),
-    "step-without-scaler": ("pass", "scaler.step(optimizer)", "optimizer.step()"),
-}
-
-
-@pytest.mark.parametrize("rule", WORTH)
-def test_the_mended_program_trains_as_without_a_scaler(rule):
-    """The loss scale is a power of two and all is fp32: scaling and unscaling are exact."""
-    clip, right, wrong = WORTH[rule]
-    head = HEAD.replace("GradScaler(device)", "GradScaler(device, init_scale=1024.0, growth_interval=1)")
-    unscaled = "scaler.unscale_(optimizer)\n    " if clip == CLIPPED else ""
-    mended = head + SCALED.replace("CLIP", unscaled + clip)
-    mistaken = mended.replace(right, wrong)
-    assert rule in [one for one, _, _ in found(mistaken)]
-    assert found(mended) == []
-    expected = trained(head + LOOP.replace("CLIP", clip))
-    assert torch.equal(trained(mended), expected)
-    assert not torch.equal(trained(mistaken), expected)

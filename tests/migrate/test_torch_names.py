@@ -72,11 +72,11 @@ GOLDEN = {
         "from torch.amp import autocast_mode\nimport torch.amp.grad_scaler as gs\n"
         'a, s = autocast_mode.autocast("cuda"), gs.GradScaler("cuda")\n',
     ),
-    "parts of annotations, and types asked for": (
+    "parts of annotations": (
         "from torch.cuda.amp import GradScaler\ndef f(s: Optional[GradScaler], t: GradScaler | None):\n"
-        "    return type(s) is GradScaler\n",
+        "    return isinstance(s, GradScaler)\n",
         "from torch.amp import GradScaler\ndef f(s: Optional[GradScaler], t: GradScaler | None):\n"
-        "    return type(s) is GradScaler\n",
+        "    return isinstance(s, GradScaler)\n",
     ),
     "a region in one of another format keeps its own": (
         "import torch\nwith torch.autocast('cuda', torch.bfloat16), torch.cuda.amp.autocast(on, ):\n"
@@ -232,6 +232,14 @@ TO_NARROWCAST = {
         "import torch\ns = torch.cuda.amp.GradScaler()\n",
         'import torch\nimport narrowcast as nc\ns = nc.GradScaler("cuda")\n',
     ),
+    "a script that falls back to a CPU, where torch's turn themselves off": (
+        "import torch\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\ns = torch.cuda.amp.GradScaler()\n"
+        "a = torch.autocast('cuda')\nb = torch.autocast('cuda', enabled=on)\nc = torch.autocast(d)\n",
+        "import torch\nimport narrowcast as nc\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        's = nc.GradScaler("cuda", enabled=torch.cuda.is_available())\n'
+        "a = nc.autocast('cuda', enabled=torch.cuda.is_available())\nb = nc.autocast('cuda', enabled=on)\n"
+        "c = nc.autocast(d)\n",
+    ),
     "a question keeps torch's class, of which narrowcast's is one": (
         "from torch.amp import GradScaler\ns = GradScaler()\nassert isinstance(s, GradScaler)\n",
         "from torch.amp import GradScaler\nimport narrowcast as nc\ns = nc.GradScaler()\n"
@@ -269,6 +277,13 @@ TO_NARROWCAST = {
 def test_torch_names_become_narrowcast(name):
     before, after = TO_NARROWCAST[name]
     assert migrated(before, "narrowcast").text == after
+
+
+def test_the_call_that_unscales_and_clips_is_named():
+    text = "import torch\ns = torch.amp.GradScaler()\ns.unscale_(o)\ntorch.nn.utils.clip_grad_norm_(p, 1.0)\n"
+    told = [finding.message for finding in migrated(text, "narrowcast").findings]
+    assert len(told) == 1
+    assert told[0].endswith("; its clip_grad_norm_(optimizer, max_norm) unscales and clips in one call")
 
 
 KEPT = {

@@ -9,11 +9,3 @@ def is_view(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is a view, as gradients in the buckets of DDP are."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_variable.cpp
     return tensor._is_view()
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a count that every in-place write to the tensor raises. Writes through ``.data`` do not.
-
-    Source: ``VariableVersion`` in https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/TensorImpl.h
-    """
-    return tensor._version

@@ -12,23 +12,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from narrowcast.attach._backward import Backward
-from narrowcast.attach._files import FileWatch, watch_in_force
+from narrowcast.attach._files import watch_in_force
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Observer, Patches, Run, RunningScale, Stopping
 from narrowcast.attach._script import Script, run_script, seed_everything, shift_seeds
 from narrowcast.attach._steps import Steps
-from narrowcast.errors import OrderError
+from narrowcast.errors import NarrowcastError, OrderError, not_copied
+from narrowcast.machine import first_line
 from narrowcast.observe.capture import CaptureWriter, start_event
 from narrowcast.policy import Policy, with_fp32_weights
-from narrowcast.scaling import Dynamic, LossScale, Off
+from narrowcast.scaling import Dynamic, LossScale, Off, check_loss_scale
 
 _INTERRUPTED = 130
 
@@ -55,6 +55,8 @@ class Attachment:
         at_end: called by ``leave_for_good``.
     """
 
+    __reduce_ex__ = not_copied("what nc.attached returns", "call nc.attached again")
+
     def __init__(
         self,
         policy: Policy | str = "auto",
@@ -66,28 +68,25 @@ class Attachment:
         observer: Observer | None = None,
         seed_shift: int = 0,
     ) -> None:
-        self.policy = with_fp32_weights(policy)
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.at_end: Callable[[], None] = lambda: None
         self._left_for_good = False
         self._seed_shift = seed_shift
         self._patches = Patches()
-        self.scale = RunningScale(Off() if loss_scale is None else loss_scale)
-        self.recorder = Recorder(writer, tell)
-        self._stopping = Stopping(stop_after, self._close_before_the_end)
         run = Run(
-            policy=self.policy,
+            policy=with_fp32_weights(policy),
             asked_scale=loss_scale,
-            scale=self.scale,
-            recorder=self.recorder,
+            scale=RunningScale(check_loss_scale(Off() if loss_scale is None else loss_scale)),
+            recorder=Recorder(writer, tell),
             observer=observer or Observer(),
-            stopping=self._stopping,
+            stopping=Stopping(stop_after, self._close_before_the_end),
         )
-        self._observer = run.observer
+        self.policy, self.scale, self.recorder = run.policy, run.scale, run.recorder
+        self._observer, self._stopping = run.observer, run.stopping
         self._regions = Regions(run)
         self._backward = Backward(run, self._regions)
-        self._steps = Steps(run, self._backward.leaves, self._regions.parameter_names)
+        self._steps = Steps(run, self._backward.leaves, self._regions)
         capture = None if writer is None else writer.path
         settings = (self.policy, loss_scale, capture, stop_after, seed_shift)
         self._processes = _Processes(self.recorder, settings)
@@ -97,14 +96,16 @@ class Attachment:
         if _attached is not None:
             raise OrderError("an Attachment is in force already; leave it before entering another one")
         _attached = self
-        self._regions.install(self._patches)
-        self._backward.install(self._patches)
-        self._steps.install(self._patches)
-        self._processes.install(self._patches)
-        self._patches.wrap(os, "_exit", self._before_exit)
-        if self._seed_shift:
-            shift_seeds(self._patches, self._seed_shift, self.recorder.note)
-        self._observer.attached(self)
+        try:
+            for part in (self._regions, self._backward, self._steps, self._processes):
+                part.install(self._patches)
+            self._patches.wrap(os, "_exit", self._before_exit)
+            if self._seed_shift:
+                shift_seeds(self._patches, self._seed_shift, self.recorder.note)
+            self._observer.attached(self)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -114,16 +115,15 @@ class Attachment:
         _attached = None
         if not self._left_for_good:
             self._stopping.cancel()
-        try:
-            self._note_what_was_unusual()
-        finally:
-            self._patches.restore()
-            self._regions.uninstall()
-            self._steps.uninstall()
-            self._backward.leaves.remove_hooks()
-            self.recorder.final_scale = self.loss_scale
-            self.recorder.stopped = self._stopping.reached
-            self.facts = self.recorder.close(self.exit_code)
+        parts = (self._note_what_was_unusual, self._patches.restore, self._regions.uninstall)
+        for part in (*parts, self._steps.uninstall, self._backward.leaves.remove_hooks):
+            try:
+                part()
+            except Exception as error:  # the others, and the report, have to come all the same
+                self.recorder.note(f"on leaving, {part.__name__} failed: {first_line(error)}")
+        self.recorder.final_scale = self.loss_scale
+        self.recorder.stopped = self._stopping.reached
+        self.facts = self.recorder.close(self.exit_code)
 
     @property
     def left_alone(self) -> str | None:
@@ -148,6 +148,10 @@ class Attachment:
         """Open no region from now on, and scale no loss."""
         self._regions.continue_in_fp32()
         self.scale.value = Off()
+
+    def pause_regions(self, paused: bool) -> None:
+        """Open no region while ``paused``; modules called first meanwhile never get their rules."""
+        self._regions.in_fp32 = paused
 
     def continue_at_scale(self, scale: float) -> None:
         """Continue with another loss scale by the same rule; a fixed scale stays."""
@@ -184,11 +188,17 @@ class Attachment:
         recorder = self.recorder
         if recorder.left_alone is not None:
             return
-        self._regions.finish_traced()
-        if not self._regions.called_a_module and not self._processes.started:
+        self._steps.note_what_was_lost()
+        if self._backward.before_modules and self._regions.called_a_module:
+            recorder.note(
+                "backward was called before any module, so what it trains ran in fp32: module(x) runs in "
+                "mixed precision, module.forward(x) does not"
+            )
+        recorder.trained_elsewhere = self._processes.trained()
+        if not self._regions.called_a_module and not (recorder.trained_elsewhere or self._processes.started):
             recorder.note("no module with parameters was called, so nothing ran in mixed precision")
         elif recorder.backwards and not (
-            recorder.steps or recorder.skipped_steps or self._stopping.traced_steps
+            recorder.steps or recorder.skipped_steps or self._stopping.traced_steps or self.exit_code
         ):
             recorder.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
@@ -212,6 +222,7 @@ def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None)
         loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
 
     Raises:
+        ScaleError: ``loss_scale`` is not a loss scale.
         OrderError: on entering, if another is in force.
         UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
         ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
@@ -263,18 +274,19 @@ def _entered(attachment: Attachment) -> Iterator[None]:
     except KeyboardInterrupt:
         attachment.exit_code = _INTERRUPTED
         raise
+    except (RuntimeError, ValueError, ArithmeticError) as error:
+        # Perhaps a check of numbers, as torch's for binary_cross_entropy, that NaN of the low format failed.
+        low = {device["format"] for device in attachment.recorder.devices.values()} - {"fp32"}
+        if low and not isinstance(error, NarrowcastError):
+            also = "--policy fp32 shows whether it does so in FP32 too"
+            attachment.recorder.note(f"the script stopped with {type(error).__name__}; {also}")
+        raise
 
 
 # ---- processes that a script starts
 
 # Started by libraries to load data or to serve objects; they do not train.
 _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
-
-
-def _call_attached(settings: tuple[Any, ...], target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the target of a started process under an attachment again."""
-    with _attach_process(*settings):
-        return target(*args, **kwargs)
 
 
 class _Processes:
@@ -287,7 +299,19 @@ class _Processes:
         self._recorder = recorder
         self._settings = settings
         self._numbers = itertools.count()
+        self._counts: list[Any] = []
         self.started = False
+
+    def trained(self) -> bool:
+        """Return whether one took a step or skipped it; note how many."""
+        trained = [counts for counts in self._counts if any(counts)]
+        if trained:
+            taken, skipped = map(sum, zip(*trained, strict=True))
+            self._recorder.note(
+                f"processes of the script, {len(trained)} of them, took {taken} optimizer steps and skipped "
+                f"{skipped}, which are not counted above"
+            )
+        return bool(trained)
 
     def install(self, patches: Patches) -> None:
         patches.wrap(multiprocessing.process.BaseProcess, "start", self._start)
@@ -296,8 +320,17 @@ class _Processes:
         target = getattr(process, "_target", None)
         left_alone = self._recorder.left_alone is not None
         library = (getattr(target, "__module__", None) or "").startswith(_OF_LIBRARIES)
-        if left_alone or library or _start_method(process) == "fork":
+        if left_alone or library:
             original(process)
+            return
+        counts = multiprocessing.RawArray("q", 2)
+        self._counts.append(counts)
+        if _start_method(process) == "fork":
+            self._recorder.shared, before = counts, self._recorder.shared
+            try:
+                original(process)
+            finally:
+                self._recorder.shared = before
             return
         if target is None:
             self._recorder.note(
@@ -305,8 +338,8 @@ class _Processes:
             )
             original(process)
             return
-        settings = (*self._settings, watch_in_force(), next(self._numbers))
-        process._target = functools.partial(_call_attached, settings, target)
+        settings = (*self._settings, watch_in_force(), next(self._numbers), counts)
+        process._target = functools.partial(_call_attached, target, settings)
         try:
             original(process)
         finally:
@@ -324,30 +357,23 @@ def _start_method(process: Any) -> str:
     return chosen or multiprocessing.get_all_start_methods()[0]
 
 
-@contextmanager
-def _attach_process(
-    policy: Policy,
-    loss_scale: LossScale | None,
-    parents_capture: Path | None,
-    stop_after: int,
-    seed_shift: int,
-    files: FileWatch | None,
-    number: int,
-) -> Iterator[None]:
-    """Attach in the process that an attached script started as its ``number``-th.
+def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+    """Call the target of the process that an attached script started as its ``number``-th, attached too.
 
     Its capture is ``capture-processN.jsonl`` beside its parent's; it is deleted again if it records nothing.
     """
+    policy, loss_scale, capture, stop_after, seed_shift, files, number, counts = settings
     writer = None
-    if parents_capture is not None:
-        writer = CaptureWriter(parents_capture.with_stem(f"{parents_capture.stem}-process{number}"))
+    if capture is not None:
+        writer = CaptureWriter(capture.with_stem(f"{capture.stem}-process{number}"))
         writer.write(start_event(sys.argv, policy.compute, process=number))
     if files is not None:
         files.install()
     attachment = Attachment(policy, loss_scale, writer=writer, stop_after=stop_after, seed_shift=seed_shift)
+    attachment.recorder.shared = counts
     try:
         with _entered(attachment):
-            yield
+            return target(*args, **kwargs)
     finally:
         attachment.leave_for_good()
         recorder = attachment.recorder

@@ -45,6 +45,9 @@ class Backward:
         self._retained: list[weakref.ref[torch.Tensor]] = []
         self._nested_leaves: list[Leaf] = []
         self.leaves = Leaves(run.scale, run.recorder)
+        self.before_modules = False  # a pass differentiated what no module computed
+
+    in_force: Backward | None = None
 
     def install(self, patches: Patches) -> None:
         self._torch_backward = torch.autograd.backward
@@ -94,8 +97,9 @@ class Backward:
         outermost = enclosing == NO_GRAPH_TASK
         roots = _as_tuple(tensors)
         if outermost:
-            self._regions.finish_traced()
-            self._recorder.saw_backward(_one_number(roots), call_site())
+            self.before_modules = self.before_modules or not self._regions.called_a_module
+            site, loss = call_site(), _one_number(roots)
+            self._recorder.saw_backward(loss, site)
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
         if factor is None or (outermost and not self._scale.active):
             self._torch_backward(tensors, grad_tensors, retain_graph, create_graph, inputs=inputs)
@@ -115,7 +119,7 @@ class Backward:
         if outermost:
             # Only now has DDP reduced what it reduces, so that every rank sees the same.
             nested, self._nested_leaves = self._nested_leaves, []
-            self.leaves.backward_ended(list(dict.fromkeys([*leaves, *nested])), number)
+            self.leaves.backward_ended(list(dict.fromkeys([*leaves, *nested])), number, loss, site)
         else:
             self._nested_leaves += leaves
 
@@ -128,6 +132,12 @@ class Backward:
         if self._regions.begins_recomputed_backward():
             return self._regions.is_stand_in
         return lambda t: not isinstance(t, torch.nn.Parameter) and self.leaves.find(t) is None
+
+    def factor_at_hook(self, at_leaf: bool) -> float | None:
+        """Return the factor of the gradients that a hook would see now; None: they are true."""
+        # ``backward`` has unscaled a leaf's gradient before its hooks run; ``grad`` has not.
+        task = graph_task_id()
+        return self._returning.get(task) if at_leaf else self._factor_of(task)
 
     def _factor_of(self, task: int) -> float | None:
         factor = self.leaves.factors.get(task)
@@ -208,24 +218,18 @@ class Backward:
     def _install_hooks(self, patches: Patches) -> None:
         """Show true gradients to the hooks that the script registers on tensors and modules."""
 
-        def in_graph() -> float | None:
-            return self._factor_of(graph_task_id())
-
-        def at_leaf() -> float | None:
-            # ``backward`` has unscaled a leaf's gradient before these hooks run; ``grad`` has not.
-            return self._returning.get(graph_task_id())
-
         def of_tensor(register: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
-            return register(tensor, TrueView(hook, 0, at_leaf if tensor.grad_fn is None else in_graph))
+            return register(tensor, TrueView(hook, 0, at_leaf=tensor.grad_fn is None))
 
         def of_module(
             register: Callable[..., Any], module: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any
         ) -> Any:
-            return register(module, TrueView(hook, 1, in_graph), *args, **kwargs)
+            return register(module, TrueView(hook, 1), *args, **kwargs)
 
         def of_all(register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-            return register(TrueView(hook, 1, in_graph))
+            return register(TrueView(hook, 1))
 
+        patches.replace(Backward, "in_force", self)
         patches.wrap(torch.Tensor, "register_hook", of_tensor)
         for kind in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
             patches.wrap(torch.nn.Module, f"register_{kind}", of_module)
@@ -296,7 +300,7 @@ def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) 
         if seed is not None:
             scaled.append(seed * factor)
         elif root.numel() == 1 and not root.is_complex():
-            scaled.append(torch.full_like(root, factor))
+            scaled.append(torch.ones_like(root) * factor)  # infinite, as any overflow, if root is in fp16
         else:
             scaled.append(None)  # torch raises
     return scaled
@@ -308,35 +312,34 @@ def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) 
 class TrueView:
     """A hook that receives true gradients in fp32; its result is scaled like the argument that it replaces.
 
-    A copy or a pickle of it is the script's own hook.
+    A copy is one too, as a copied module needs. A pickle of it is the script's own hook in other processes.
 
     Args:
         hook: the script's.
         replaces: index of the argument that the result replaces.
-        factor_now: returns the loss scale of the pass that the hook works for; None: not scaled.
+        at_leaf: whether it is a hook of a leaf.
     """
 
-    def __init__(
-        self, hook: Callable[..., Any], replaces: int, factor_now: Callable[[], float | None]
-    ) -> None:
+    def __init__(self, hook: Callable[..., Any], replaces: int, at_leaf: bool = False) -> None:
         functools.update_wrapper(self, hook)
         self.hook = hook
         self.replaces = replaces
-        self.factor_now = factor_now
+        self.at_leaf = at_leaf
 
     def __call__(self, *args: Any) -> Any:
-        factor = self.factor_now()
+        backward = Backward.in_force
+        factor = None if backward is None else backward.factor_at_hook(self.at_leaf)
         if factor is None:
             return self.hook(*args)
         result = self.hook(*_true(args, factor))
         return None if result is None else _scaled_like(result, args[self.replaces], factor)
 
     def __reduce__(self) -> Any:
-        return _itself, (self.hook,)
+        return _viewed, (self.hook, self.replaces, self.at_leaf)
 
 
-def _itself(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return hook
+def _viewed(hook: Callable[..., Any], *how: Any) -> Callable[..., Any]:
+    return hook if Backward.in_force is None else TrueView(hook, *how)
 
 
 def _true(value: Any, factor: float) -> Any:

@@ -1,25 +1,49 @@
-"""Which files a script writes, and whether it reads one that an earlier run of it wrote.
+"""Files of the user that the run of a script changes: copied aside before, and put back after.
 
-A script that resumes from what it saved does other work when it runs again: two such runs cannot be compared.
+So ``compare`` leaves them as they were, and each of its runs finds the same files.
 """
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import getpass
+import hashlib
+import itertools
 import json
 import os
+import shutil
+import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import torch
+from narrowcast._files import lock
+from narrowcast.attach._torch_internals import native_writers
+from narrowcast.errors import FileError, few
 
-_WRITES = os.O_WRONLY | os.O_RDWR
+JOURNAL = "files.jsonl"
+"""Name of the journal in the folder of a run; it is deleted when everything was put back."""
+OUTPUTS = "narrowcast-outputs"
+"""Folder, in that of a run, of the files that it wrote."""
+_COPIES = "narrowcast-originals"
+_POLL_S = 0.2
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+# Audit events that change a name: places of the path and of its folder's descriptor in their arguments.
+_CHANGES: dict[str, tuple[tuple[int, int], ...]] = {
+    "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((0, 2), (1, 3)),
+    "os.remove": ((0, 1),),
+    "os.rmdir": ((0, 1),),
+    "os.mkdir": ((0, 2),),
+    "os.symlink": ((1, 2),),
+}
 # Compiled code, which later runs are meant to read, and locks.
 _NO_DATA = (".pyc", ".pyo", ".so", ".pyd", ".lock")
 _CACHES_NAMED_BY = (
@@ -27,139 +51,113 @@ _CACHES_NAMED_BY = (
     "TRITON_CACHE_DIR",
 )  # fmt: skip
 
-READ_OF_AN_EARLIER_RUN = 97
-"""Exit code of a process that was ended because it read a file that an earlier run wrote."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilesSeen:
-    """Result of ``read_files``.
-
-    Attributes:
-        written: absolute paths, each once, in the order of the first write.
-        read: file of an earlier run that this run read, and the name of that run; None: it read none.
-    """
-
-    written: tuple[str, ...]
-    read: tuple[str, str] | None
-
 
 class FileWatch:
-    """Log the files that a process writes, and those that processes which it starts by multiprocessing write.
+    """Copy what this process changes aside, before it does, and log it in a journal for ``restore_files``.
 
-    A process that reads a file of ``earlier`` before this run wrote it is ended at once with exit code
-    ``READ_OF_AN_EARLIER_RUN``.
-
-    It sees the files that Python opens and renames, and ``torch.save``. It does not see links, nor files that
-    other native code (safetensors, h5py, SQLite) or other programs open.
+    So do processes that it starts by fork or multiprocessing. It sees the files that Python opens for
+    writing, renames, links and removes, those of sqlite3, and what torch and safetensors save. It does not
+    see files that other native code (h5py) or other programs open. Caches, devices and locks stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
     Args:
-        log: where to write.
-        earlier: files that earlier runs wrote, absolute -> name of that run.
-        own: folders that belong to this run alone; files in them are ignored.
+        folder: of the run, for the journal and the copies; files in it are ignored.
     """
 
-    def __init__(self, log: Path, earlier: Mapping[str, str], own: Iterable[Path] = ()) -> None:
-        self._earlier = dict(earlier)
-        self._written: set[str] = set()
+    def __init__(self, folder: Path) -> None:
         # Kept as a path, not an open file: scripts exist that close file descriptors they did not open.
-        self._log = os.path.realpath(log)
-        self._ignored = tuple(os.path.realpath(folder) + os.sep for folder in [*own, *_cache_folders()])
-        log.write_bytes(b"")
+        self._folder = os.path.realpath(folder)
+        self._kept: set[str] = set()
+        cwd = os.path.realpath(os.getcwd())
+        caches = (os.path.realpath(each) + os.sep for each in _cache_folders())
+        # Some set HF_HOME to the disk that holds all of their work.
+        caches = (each for each in caches if not f"{cwd}{os.sep}".startswith(each))
+        self._ignored = (self._folder + os.sep, *caches)
+        Path(folder, JOURNAL).write_text(json.dumps({"cwd": cwd}) + "\n")
 
     def install(self) -> None:
         """Begin; lasts as long as the process."""
         global _in_force  # noqa: PLW0603 (an audit hook belongs to the process, for good)
         _in_force = self
-        save = torch.save
+        for owner, name, place in native_writers():
+            setattr(owner, name, self._seen(getattr(owner, name), place))
+        sys.addaudithook(self._audit)
 
-        @functools.wraps(save)
-        def watched_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(f, str | os.PathLike):  # which torch opens in C++
-                self._wrote(f)
-            save(obj, f, *args, **kwargs)
+    def _seen(self, writer: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @functools.wraps(writer)
+        def seen_writer(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > place and isinstance(args[place], str | os.PathLike):
+                self._keep(args[place])
+            elif "filename" in kwargs:
+                self._keep(kwargs["filename"])
+            return writer(*args, **kwargs)
 
-        torch.save = torch.serialization.save = watched_save
+        return seen_writer
 
-        def audit(event: str, args: tuple[Any, ...]) -> None:
-            if event == "open":
-                self._opened(args[0], args[2])
-            elif event == "os.rename":
-                self._wrote(args[1])
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = args
+            if isinstance(flags, int) and flags & _WRITES and not isinstance(path, int):
+                self._keep(path)
+        elif event in _CHANGES:
+            for path, folder in _CHANGES[event]:
+                self._keep(args[path], args[folder], follow=False, whole=event == "os.rename")
+        elif event == "sqlite3.connect":
+            for ending in ("", "-journal", "-wal", "-shm"):
+                self._keep(os.fsdecode(args[0]) + ending)
 
-        sys.addaudithook(audit)
-
-    def _opened(self, path: Any, flags: Any) -> None:
-        if isinstance(path, int) or not isinstance(flags, int):
+    def _keep(self, path: Any, folder: int | None = -1, *, follow: bool = True, whole: bool = False) -> None:
+        """Log what ``path`` is now, once, with a copy of a file; of a ``whole`` folder all that is in it."""
+        name = self._name(path, folder, follow=follow)
+        if name is None or name in self._kept:
             return
-        update = flags & os.O_RDWR and not flags & os.O_TRUNC  # the old content matters
-        if update or not flags & _WRITES:
-            self._reads(path)
-        # A folder is opened for writing by a temporary file without a name (O_TMPFILE).
-        if flags & _WRITES and not os.path.isdir(path):
-            self._wrote(path)
-
-    def _wrote(self, path: Any) -> None:
-        name = self._real_path(path)
-        if name is not None and name not in self._written:
-            self._written.add(name)
-            self._log_line({"wrote": name})
-
-    def _reads(self, path: Any) -> None:
-        name = self._real_path(path) if self._earlier else None
-        if name is None:
+        try:
+            about = os.lstat(name)
+        except OSError:
+            self._log(name, was="nothing")
             return
-        places = [name, *map(str, Path(name).parents)]  # a folder may have been renamed with its files
-        earlier = next((self._earlier[place] for place in places if place in self._earlier), None)
-        if earlier is None or not self._written.isdisjoint(places):
-            return
-        if not os.path.isfile(name) or not os.path.getsize(name):
-            return
-        # Another process of this run may have written it since this process was started.
-        if set(read_files(Path(self._log)).written).isdisjoint(places):
-            self._log_line({"read": name, "run": earlier})
-            os._exit(READ_OF_AN_EARLIER_RUN)
+        if stat.S_ISREG(about.st_mode):
+            owner = (about.st_uid, about.st_gid)
+            self._log(name, was="file", copy=f"{os.getpid()}-{next(_numbers)}", owner=owner)
+        elif stat.S_ISLNK(about.st_mode):
+            self._log(name, was="link", target=os.readlink(name))
+        elif stat.S_ISDIR(about.st_mode):
+            self._log(name, was="folder", mode=stat.S_IMODE(about.st_mode))
+            for each in os.scandir(name) if whole else ():
+                self._keep(each.path, follow=False, whole=True)
 
-    def _real_path(self, path: Any) -> str | None:
+    def _name(self, path: Any, folder: int | None, *, follow: bool) -> str | None:
         """Return the absolute path of a file, links resolved; None if it is to be ignored."""
         with suppress(TypeError, ValueError, OSError):
-            text = os.fsdecode(path)
-            if text.endswith(_NO_DATA) or text.startswith(("/dev/", "/proc/", "/sys/")):
-                return None
-            name = os.path.realpath(text)
-            ignored = (
-                name == self._log or f"{name}{os.sep}".startswith(self._ignored) or "__pycache__" in name
-            )
+            text = os.fsdecode(path).rstrip("/")
+            if folder not in (None, -1):
+                text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
+            name = os.path.realpath(text if follow else os.path.dirname(text))
+            name = name if follow else os.path.join(name, os.path.basename(text))
+            ignored = name.endswith(_NO_DATA) or name.startswith(("/dev/", "/proc/", "/sys/"))
+            ignored = ignored or f"{name}{os.sep}".startswith(self._ignored) or "__pycache__" in name
             return None if ignored else name
         return None
 
-    def _log_line(self, line: dict[str, str]) -> None:
-        with suppress(OSError):  # the script deleted the folder
-            log = os.open(self._log, os.O_WRONLY | os.O_APPEND)
-            try:
-                # In one piece: other processes write here too.
-                os.write(log, (json.dumps(line) + "\n").encode())
-            finally:
-                os.close(log)
+    def _log(self, path: str, **facts: Any) -> None:
+        """Write a line of the journal, after the copy of the file that it names."""
+        try:
+            if "copy" in facts:
+                copies = os.path.join(self._folder, _COPIES)
+                os.makedirs(copies, exist_ok=True)
+                shutil.copy2(path, os.path.join(copies, facts["copy"]))
+            descriptor = os.open(os.path.join(self._folder, JOURNAL), os.O_WRONLY | os.O_APPEND)
+            with open(descriptor, "ab") as journal:
+                # In one piece: other processes write here too. A line of its own, even after one cut short.
+                journal.write(f"\n{json.dumps({'path': path, **facts})}\n".encode())
+        except OSError as error:
+            why = f"narrowcast cannot copy it to {self._folder} ({error.strerror}), so it stays as it is"
+            raise OSError(error.errno, why, path) from None
+        self._kept.add(path)
 
 
-def read_files(log: Path) -> FilesSeen:
-    """Read the log of a ``FileWatch``; a truncated line is ignored."""
-    written: dict[str, None] = {}
-    read = None
-    with suppress(OSError):
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                seen = json.loads(line)
-                if "wrote" in seen:
-                    written[seen["wrote"]] = None
-                elif read is None:
-                    read = (seen["read"], seen["run"])
-    return FilesSeen(written=tuple(written), read=read)
-
-
+_numbers = itertools.count()
 _in_force: FileWatch | None = None
 
 
@@ -178,3 +176,169 @@ def _cache_folders() -> list[Path]:
         folders.append(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
     folders += [Path(os.environ[name]) for name in _CACHES_NAMED_BY if os.environ.get(name)]
     return folders
+
+
+# ---- after the run
+
+
+def changed_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read the journal of a run: path -> its first line, which tells what was there before the run.
+
+    What is in a folder that the run created is not listed.
+    """
+    lines: dict[str, dict[str, Any]] = {}
+    with suppress(OSError):
+        for text in (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):  # truncated
+                line = json.loads(text)
+                path = line.get("path", "")
+                new = (str(each) for each in Path(path).parents if str(each) in lines)
+                if path not in lines and not any(lines[each]["was"] == "nothing" for each in new):
+                    lines[path] = line
+    return lines
+
+
+def restore_files(folder: Path) -> list[str]:
+    """Move what the run in ``folder`` wrote to its ``outputs``, and put back what was there before.
+
+    After a kill it can be called again: a copy is deleted once its file is back, the journal last.
+
+    Returns:
+        Where the files and folders that were moved had been.
+
+    Raises:
+        FileError: one cannot be moved or put back; its copy stays.
+    """
+    lines = changed_files(folder)
+    cwd = lines.pop("", {}).get("cwd", "/")
+    moved, path = [], ""
+    try:
+        for path, line in lines.items():
+            if not _is_as_before(path, line, folder) and os.path.lexists(path):
+                _move(path, folder / OUTPUTS, cwd)
+                moved.append(path)
+        for path, line in sorted(lines.items()):  # a folder before what is in it
+            _put_back(path, line, folder)
+    except (OSError, shutil.Error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise FileError(
+            f"cannot put {path} back as it was before the run in {folder}: {why}. Its content is in "
+            f"{folder / _COPIES}; {folder / JOURNAL} tells which file it is, and deleting that gives it up"
+        ) from error
+    shutil.rmtree(folder / _COPIES, ignore_errors=True)
+    (folder / JOURNAL).unlink(missing_ok=True)
+    return moved
+
+
+def _is_as_before(path: str, line: dict[str, Any], folder: Path) -> bool:
+    is_link = os.path.islink(path)
+    if line["was"] == "nothing":
+        with suppress(OSError):
+            os.rmdir(path)  # an empty folder is no output
+        return not os.path.lexists(path)
+    if line["was"] == "link":
+        return is_link and os.readlink(path) == line["target"]
+    if line["was"] == "folder":
+        return os.path.isdir(path) and not is_link
+    copy = folder / _COPIES / line["copy"]
+    same = os.path.isfile(path) and not is_link and copy.exists() and filecmp.cmp(path, copy, shallow=False)
+    return same or not copy.exists()  # it was put back before a kill
+
+
+def _move(path: str, outputs: Path, cwd: str) -> None:
+    """Move a file or a folder; what was in ``cwd`` keeps its relative path."""
+    inside = Path(path).is_relative_to(cwd)
+    to = outputs / (os.path.relpath(path, cwd) if inside else f"absolute{path}")
+    if to.is_dir() and not to.is_symlink():  # from a move that was killed
+        shutil.rmtree(to)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(path, to)
+
+
+def _put_back(path: str, line: dict[str, Any], folder: Path) -> None:
+    if line["was"] == "folder":
+        Path(path).mkdir(mode=line["mode"], parents=True, exist_ok=True)
+    elif line["was"] == "link" and not os.path.lexists(path):
+        os.symlink(line["target"], path)
+    elif line["was"] == "file" and (copy := folder / _COPIES / line["copy"]).exists():
+        if os.path.lexists(path):  # as before: only its time may differ
+            shutil.copystat(copy, path)
+            copy.unlink()
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(copy, path)
+        with suppress(PermissionError):
+            os.chown(path, *line["owner"])
+
+
+# ---- after a kill
+
+
+def _register() -> Path:
+    """Return the folder in which runs that go on are named; Raises ``RuntimeError`` without a home."""
+    cache = os.environ.get("NARROWCAST_CACHE_DIR")
+    return Path(cache or Path.home() / ".cache" / "narrowcast") / "running"
+
+
+@contextmanager
+def folder_of_one(tell: Callable[[str], None]) -> Iterator[None]:
+    """Wait for the end of others' runs in the working folder, whose files would pass for the user's."""
+    here = hashlib.sha256(os.fsencode(os.getcwd())).hexdigest()[:32]
+    with ExitStack() as stack:
+        with suppress(OSError, RuntimeError):
+            _register().mkdir(parents=True, exist_ok=True)
+            turn = stack.enter_context((_register() / f"{here}.turn").open("wb"))
+            # Ranks of one job run together, as does what a script in a run starts: they would wait for ever.
+            alone = os.environ.get("RANK", "0") == "0" and "NARROWCAST_RUN_DIR" not in os.environ
+            while alone and not _locked(turn):
+                tell("waiting for another run in this folder to end")
+                time.sleep(_POLL_S)
+            restore_killed(tell)
+        yield
+
+
+@contextmanager
+def registered(folder: Path) -> Iterator[None]:
+    """Name the folder of a run where ``restore_killed`` finds it; a lock tells that the run goes on."""
+    entry = None
+    with ExitStack() as stack:
+        # Without a folder for it, only a kill goes without a remedy.
+        with suppress(OSError, RuntimeError):
+            _register().mkdir(parents=True, exist_ok=True)
+            entry = _register() / f"{uuid.uuid4().hex}.run"
+            file = stack.enter_context(entry.open("xb", buffering=0))
+            lock(file)
+            file.write(os.fsencode(folder))
+        try:
+            yield
+        finally:
+            if entry is not None and not (folder / JOURNAL).exists():
+                entry.unlink(missing_ok=True)
+
+
+def _locked(file: IO[bytes]) -> bool:
+    with suppress(BlockingIOError):
+        lock(file)
+        return True
+    return False
+
+
+def restore_killed(tell: Callable[[str], None]) -> None:
+    """Put back the files of runs that were killed; ``tell`` gets a line for each that had changed some."""
+    try:
+        entries = sorted(_register().glob("*.run"))
+    except (OSError, RuntimeError):
+        return
+    for entry in entries:
+        with suppress(OSError), entry.open("r+b") as file:
+            lock(file)
+            folder = Path(os.fsdecode(file.read()))
+            try:
+                changed = restore_files(folder)
+            except FileError as error:
+                tell(str(error))
+                continue
+            entry.unlink()
+            if changed:
+                where = f"what it had written is in {folder / OUTPUTS}"
+                tell(f"a run was killed; files are as before it now, and {where}: {few(changed, 5)}")

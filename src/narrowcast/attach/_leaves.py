@@ -12,12 +12,15 @@ import torch
 
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._run import RunningScale
-from narrowcast.attach._torch_internals import graph_task_id, register_hook_first
+from narrowcast.attach._torch_internals import graph_task_id, only_the_engine_holds, register_hook_first
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import NonfiniteFlags, leaf_of, nodes_below, nonfinite_flags
 
 _READ_EVERY = 64  # backwards without a step between them
 _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
+# Values that changed, of which a share moved along the gradient, or against it (SAM): by chance 2 * 2**-25.
+_ENOUGH = 25
+_ALONG = 0.9
 
 
 @dataclass(slots=True, eq=False)
@@ -25,13 +28,14 @@ class Leaf:
     """State of one tensor in which gradients accumulate.
 
     Attributes:
-        overflow: number of the backward that left a gradient in it that was not finite; 0: none.
+        overflow: number of the first backward that left a gradient in it that was not finite; 0: none.
         skipped: an optimizer has skipped a step because of it.
         clean_since: the first backward whose overflow still counts; earlier gradients were dropped.
-        owned: an optimizer has stepped on it, or has skipped.
+        owned: an optimizer has stepped on it, or has skipped; or its changes are no updates.
         checked: the gradient that the last check read, and its version.
-        before: its version and some of its values when a backward ended, to detect updates that no
-            optimizer made.
+        before: its version, some of its values and of its gradient when a backward ended, to detect updates
+            that no optimizer made.
+        moves: of the values that changed since, how many, and the sum of their signs times the gradient's.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -41,7 +45,8 @@ class Leaf:
     clean_since: int = 0
     owned: bool = False
     checked: tuple[weakref.ref[torch.Tensor], int] | None = None
-    before: tuple[int, torch.Tensor | None] | None = None
+    before: tuple[int, torch.Tensor | None, torch.Tensor | None] | None = None
+    moves: tuple[int, int] = (0, 0)
 
 
 class Leaves:
@@ -56,7 +61,9 @@ class Leaves:
         self._recorder = recorder
         self.factors: dict[int, float] = {}
         self._by_id: dict[int, Leaf] = {}
-        self._unread: list[tuple[int, list[Leaf], NonfiniteFlags]] = []  # with the number of the backward
+        # With the number and the line of the backward; None stands for its loss.
+        self._unread: list[tuple[int, str, list[Leaf | None], NonfiniteFlags]] = []
+        self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
         self._an_optimizer_steps = False
         self._lock = threading.RLock()
 
@@ -70,20 +77,13 @@ class Leaves:
         leaves = []
         for node in nodes_below(roots):
             if isinstance(node, torch.autograd.function.BackwardCFunction):
-                self._note_function(node)
+                kind = getattr(type(node), "_forward_cls", type(node))
+                if not kind.__module__.startswith("torch."):
+                    self._recorder.note(_OF_FUNCTION.format(kind.__name__))
             tensor = leaf_of(node)
             if tensor is not None and (passed_on is None or not passed_on(tensor)):
                 leaves.append(self._hooked(tensor))
         return leaves
-
-    def _note_function(self, node: Any) -> None:
-        """Note that a custom Function's backward receives scaled gradients."""
-        kind = getattr(type(node), "_forward_cls", type(node))
-        if not kind.__module__.startswith("torch."):
-            self._recorder.note(
-                f"the backward of {kind.__name__} sees gradients times the loss scale; that is right where "
-                "it is linear in them (no clamp, no norm), and wrong otherwise"
-            )
 
     def _hooked(self, tensor: torch.Tensor) -> Leaf:
         with self._lock:
@@ -97,7 +97,13 @@ class Leaves:
         """Divide a gradient by the scale of the running pass: the hook of each leaf."""
         factor = self.factors.get(graph_task_id())
         # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
-        return None if factor is None or gradient is None else true_gradient(gradient, factor)
+        if factor is None or gradient is None:
+            return None
+        # In place where nobody else reads it: new memory costs more than the product. An expanded gradient
+        # is not contiguous.
+        if gradient.is_contiguous() and not gradient.requires_grad and only_the_engine_holds(gradient):
+            return gradient.mul_(1.0 / factor)
+        return true_gradient(gradient, factor)
 
     def find(self, tensor: torch.Tensor) -> Leaf | None:
         leaf = self._by_id.get(id(tensor))
@@ -109,9 +115,13 @@ class Leaves:
         gone = [(leaf, tensor) for leaf, tensor in pairs if tensor.grad is None]
         if gone and self._unread:
             self._read()
-        for leaf, tensor in pairs:
-            if leaf.before is not None and _changed(tensor, leaf.before) and self._moved_on(leaf, tensor):
-                raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
+        moved = [
+            (leaf, tensor)
+            for leaf, tensor in pairs
+            if leaf.before and self._changed(tensor, *leaf.before) and self._moved_on(leaf, tensor)
+        ]
+        if moved:
+            self._refuse_updates(moved)
         for leaf, tensor in gone:
             self._discard(leaf, tensor, backward)
         skipped = [(leaf, t, t.grad) for leaf, t in pairs if leaf.skipped and t.grad is not None]
@@ -126,34 +136,77 @@ class Leaves:
         """
         return tensor.grad is None or self._changed_since_check(tensor)
 
+    def _changed(self, tensor: torch.Tensor, version: int, values: torch.Tensor | None, *_: object) -> bool:
+        """Return whether a leaf has other values; a write through ``.data`` keeps the version.
+
+        Comparing values waits for the device: only while no optimizer is known to update parameters.
+        """
+        if tensor._version != version or self._an_optimizer_steps or values is None:
+            return tensor._version != version
+        now = leaf_sample(tensor)
+        return now is not None and not torch.allclose(now, values, 0.0, 0.0, equal_nan=True)
+
+    def _refuse_updates(self, moved: Sequence[tuple[Leaf, torch.Tensor]]) -> None:
+        """Refuse changes along or against the gradient: updates by hand.
+
+        Loaded weights, new ones, and a buffer with the next batch change in directions of their own. A
+        worker's copy of weights that an optimizer updates follows them.
+        """
+        updated = [t for one in self._by_id.values() if one.owned and (t := one.tensor()) is not None]
+        pairs = [(t, u) for _, t in moved for u in updated if (t.shape, t.device) == (u.shape, u.device)]
+        if any(bool((t == u).all()) for t, u in pairs):
+            for leaf, _ in moved:
+                leaf.owned, leaf.before = True, None
+            return
+        for leaf, tensor in moved:
+            assert leaf.before is not None
+            _, values, gradient = leaf.before
+            leaf.before = None
+            now = leaf_sample(tensor)
+            if now is not None and values is not None and gradient is not None:
+                signs = ((now - values).sign() * gradient.sign()).nan_to_num(0.0)
+                count, along = leaf.moves
+                leaf.moves = count + int(signs.count_nonzero()), along + int(signs.sum())
+        together = [sum(counts) for counts in zip(*(leaf.moves for leaf, _ in moved), strict=True)]
+        for leaf, tensor in moved:
+            for count, along in (leaf.moves, together):
+                if count >= _ENOUGH and abs(along) > _ALONG * count:
+                    raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
+            if leaf.moves[0] >= _ENOUGH:
+                leaf.owned = True
+                self._recorder.note(_OTHER_CHANGES)
+
     def _discard(self, leaf: Leaf, tensor: torch.Tensor, clean_since: int) -> None:
-        if leaf.overflow:
-            if not bool(torch.isfinite(tensor.detach()).all()):
+        if leaf.overflow and not leaf.skipped:
+            # Where the loss was finite, so was the tensor: what it holds now came from its gradient.
+            if leaf.overflow != self._bad_loss[0] and not bool(torch.isfinite(tensor.detach()).all()):
                 raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
-            if not leaf.skipped:
-                self._recorder.note(
-                    "the script dropped gradients that had overflowed; the loss scale was lowered"
-                )
-                self._scale.discarded(leaf.overflow)
+            self._recorder.note(
+                "the script dropped gradients that had overflowed; the loss scale was lowered"
+            )
+            self._scale.discarded(leaf.overflow)
         leaf.overflow, leaf.skipped, leaf.clean_since = 0, False, clean_since
 
-    def backward_ended(self, leaves: Sequence[Leaf], backward: int) -> None:
+    def backward_ended(
+        self, leaves: Sequence[Leaf], backward: int, loss: torch.Tensor | None, site: str
+    ) -> None:
         """Check what the leaves accumulated, before the script can clamp it; the result is read later."""
-        holding, gradients = [], []
+        gradients = [] if loss is None else [loss]
+        holding: list[Leaf | None] = [None for _ in gradients]
         for leaf in leaves:
             tensor = leaf.tensor()
             if tensor is None:
                 continue
             if not leaf.owned:
-                # A write through ``.data`` does not change the version. Comparing values costs a copy and a
-                # wait for the device: only while no optimizer is known to update parameters.
-                sample = None if self._an_optimizer_steps else _sample(tensor).clone()
-                leaf.before = (tensor._version, sample)
+                # Once an optimizer steps, only leaves that change beside it are copied.
+                quiet = self._an_optimizer_steps and leaf.before is not None
+                samples = (None, None) if quiet else (leaf_sample(tensor), leaf_sample(tensor.grad))
+                leaf.before = (tensor._version, *samples)
             if tensor.grad is not None:
                 holding.append(leaf)
                 gradients.append(tensor.grad)
                 leaf.checked = (weakref.ref(tensor.grad), tensor.grad._version)
-        unread = (backward, holding, nonfinite_flags(gradients))
+        unread = (backward, site, holding, nonfinite_flags(gradients))
         with self._lock:
             self._unread.append(unread)
             if len(self._unread) >= _READ_EVERY:
@@ -167,6 +220,12 @@ class Leaves:
         bad = {id(p) for p, flag in zip(changed, now, strict=True) if flag}
         bad |= {id(p) for p in parameters if (leaf := self.find(p)) is not None and leaf.overflow}
         return [p for p in parameters if id(p) in bad]
+
+    def bad_loss(self, parameters: Sequence[torch.Tensor]) -> str | None:
+        """Return the line of a backward whose loss was not finite, if these gradients came from it."""
+        backward, site = self._bad_loss
+        leaves = [leaf for parameter in parameters if (leaf := self.find(parameter)) is not None]
+        return site if any(0 < leaf.overflow <= backward for leaf in leaves) else None
 
     def _changed_since_check(self, parameter: torch.Tensor) -> bool:
         leaf, gradient = self.find(parameter), parameter.grad
@@ -203,10 +262,12 @@ class Leaves:
     def _read(self) -> None:
         with self._lock:
             unread, self._unread = self._unread, []
-            for backward, leaves, flags in unread:
+            for backward, site, leaves, flags in unread:
                 for leaf, flag in zip(leaves, flags.read(), strict=True):
-                    if flag and backward >= leaf.clean_since:
-                        leaf.overflow = backward
+                    if flag and leaf is None:
+                        self._bad_loss = (backward, site)
+                    elif flag and leaf is not None and backward >= leaf.clean_since:
+                        leaf.overflow = leaf.overflow or backward
             self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
 
     def remove_hooks(self) -> None:
@@ -221,21 +282,26 @@ def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
     return gradient * (1.0 / factor)
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach().reshape(-1)
-    return values[:: max(1, values.numel() // _SAMPLES)]
-
-
-def _changed(tensor: torch.Tensor, before: tuple[int, torch.Tensor | None]) -> bool:
-    version, sample = before
-    if tensor._version != version:
-        return True
-    return sample is not None and not torch.allclose(_sample(tensor), sample, 0.0, 0.0, equal_nan=True)
+def leaf_sample(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a copy of some values, evenly spaced; None of a sparse tensor and of None."""
+    if tensor is None or tensor.layout != torch.strided:
+        return None
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    values = values.reshape(-1)
+    return values[:: max(1, values.numel() // _SAMPLES)].clone()
 
 
 _BY_HAND = (
-    "a tensor of shape {shape} was updated by hand: it changed after backward and no torch.optim.Optimizer "
+    "a tensor of shape {shape} was updated by hand: it changed by its gradient and no torch.optim.Optimizer "
     "has stepped on it. In fp16 a step whose gradients overflow must be skipped, and only "
     "Optimizer.step can be. Use --policy bf16, which needs no skipping, or put the update into a "
     "torch.optim.Optimizer (SAM's first step is such an update too)."
+)
+_OF_FUNCTION = (
+    "the backward of {} sees gradients times the loss scale; that is right where it is linear in them (no "
+    "clamp, no norm), and wrong otherwise"
+)
+_OTHER_CHANGES = (
+    "tensors changed after backward, without an optimizer and not along their gradients: taken for loaded "
+    "weights or data. If these are updates, use --policy bf16: in fp16 they would need to be skipped"
 )

@@ -19,7 +19,7 @@ import torch
 
 import narrowcast
 from narrowcast.gradients import is_capturing
-from narrowcast.machine import arithmetic_settings, versions
+from narrowcast.machine import UNREADABLE, arithmetic_settings, first_line, read_each, versions
 from narrowcast.observe.capture import CaptureWriter
 
 # Reading a value from a device waits for the device, so it is done seldom; a CPU needs no waiting.
@@ -55,11 +55,14 @@ class Recorder:
         self.notes: list[str] = []
         self.backwards = 0
         self.forwards = 0
+        self.module_calls = 0  # of every module, those inside of others too
         self.steps = 0
         self.skipped_steps = 0
         self.final_scale: float | None = None
         self.stopped = False
         self.left_alone: str | None = None
+        self.shared: Any = None  # steps taken and skipped, for the process that started this one
+        self.trained_elsewhere = False
 
     def saw_device(self, device_type: str, format_name: str, because: str) -> None:
         """Record that the first region on a device type was opened, or turned out not to be needed."""
@@ -92,6 +95,8 @@ class Recorder:
         with self._lock:
             self.steps += not skipped
             self.skipped_steps += skipped
+            if self.shared is not None:
+                self.shared[skipped] += 1
             now = time.perf_counter()
             before, of_any = self._last_step_of.get(optimizer), self._last_step
             self._last_step_of[optimizer] = self._last_step = now
@@ -105,6 +110,18 @@ class Recorder:
             )
             if of_any is not None and now - of_any > _FLUSH_EVERY_S:
                 self.flush()  # the next event is far
+
+    def paused(self, seconds: float, waited_s: float) -> None:
+        """Record that the process stood still for ``seconds``, which count in no time.
+
+        ``waited_s``: what it had waited for the device before that, which ends the steps so far.
+        """
+        with self._lock:
+            self._started += seconds
+            self._last_flush += seconds
+            self._last_step = None if self._last_step is None else self._last_step + seconds
+            self._last_step_of = {which: at + seconds for which, at in self._last_step_of.items()}
+            self._add("pause", waited_s=waited_s)
 
     def _add(self, event: str, **values: Any) -> None:
         """Keep an event for the next flush, which reads its values from the device."""
@@ -153,21 +170,29 @@ class Recorder:
     def close(self, exit_code: int | None) -> dict[str, Any]:
         """Flush, write the ``end`` event, from which the summary of a run is made, and return it."""
         self.flush()
+        peaks = read_each(
+            {"peak_resident_bytes": _peak_resident_bytes, "peak_tensor_bytes": _peak_gpu_tensor_bytes}
+        )
+        settings, found = arithmetic_settings(), versions()
+        for name, value in (peaks | settings | found).items():
+            if str(value).startswith(UNREADABLE):
+                self.note(f"{name} is {value}")
         facts = {
             "event": "end",
             "exit_code": exit_code,
             "stopped": self.stopped,
             "aside": self.left_alone,
+            "elsewhere": self.trained_elsewhere,
             "wall_s": time.perf_counter() - self._started,
             "backwards": self.backwards,
             "forwards": self.forwards,
+            "module_calls": self.module_calls,
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "final_scale": self.final_scale,
-            "peak_resident_bytes": _peak_resident_bytes(),
-            "peak_tensor_bytes": _peak_gpu_tensor_bytes(),
-            "settings": arithmetic_settings(),
-            "versions": versions(),
+            "settings": settings,
+            "versions": found,
+            **{name: None if isinstance(value, str) else value for name, value in peaks.items()},
         }
         if self._writer:
             self._writer.write(facts)
@@ -186,7 +211,10 @@ def _reading(loss: torch.Tensor) -> Reading | None:
 
 
 def _read(event: dict[str, Any]) -> dict[str, Any]:
-    return {name: value() if callable(value) else value for name, value in event.items()}
+    try:
+        return {name: value() if callable(value) else value for name, value in event.items()}
+    except Exception as error:  # CUDA raises at each reading once a kernel of the script has failed
+        return {"event": "note", "text": f"a {event['event']} could not be read: {first_line(error)}"}
 
 
 def _peak_gpu_tensor_bytes() -> int | None:

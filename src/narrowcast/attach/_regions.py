@@ -9,28 +9,41 @@ import functools
 import sys
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.utils.data import get_worker_info
 
-from narrowcast.attach._recorder import Reading
 from narrowcast.attach._run import Patches, Run
-from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
-from narrowcast.casting import Applied, autocast, cast_floating, modules_by_path, region_in
+from narrowcast.attach._torch_internals import NO_GRAPH_TASK, gradient_dtypes, graph_task_id, is_jit_tracing
+from narrowcast.casting import (
+    PROMOTING,
+    Applied,
+    Promotion,
+    autocast,
+    cast_floating,
+    modules_by_path,
+    region_in,
+)
 from narrowcast.errors import UnsupportedError, few
 from narrowcast.gradients import is_capturing
-from narrowcast.machine import best_format, known_device_types, slow_format_warning
+from narrowcast.machine import best_format, known_device_types, slow_formats
 from narrowcast.observe.op_trace import near_module
 from narrowcast.observe.profiling import seconds_between, stamp
-from narrowcast.policy import Policy, Rule, class_names, format_name, resolve
+from narrowcast.policy import Policy, Rule, class_names, format_name, resolve, unreached
 from narrowcast.scaling import Dynamic
 
-NAMED_NOTHING = "named no module of what the script called"
-"""Ending of the note on a rule that matched no module."""
+RULE_NOTE = "the rule for "
+"""Beginning of the notes on rules that nothing in the script matched."""
+_STUCK = (
+    "a sigmoid in {} returned exactly 0 or 1 where the target differs; its gradient is lost there, which can "
+    "stop training: use binary_cross_entropy_with_logits, or a rule that computes sigmoid in fp32"
+)
+_FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
 class _Thread(threading.local):
@@ -61,28 +74,41 @@ class Regions:
         self._titles: Counter[str] = Counter()
         self._rules = _ModuleRules(run.policy)
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
-        # While Dynamo traces, only known values may be read and attributes set.
-        devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        self._traceable_dtypes = {device: resolve(run.policy, device) for device in devices}
-        self._traced_on: str | None = None
-        self._in_fp32 = False
+
+        def dtype_while_traced(device_type: str) -> torch.dtype | None:
+            return self._dtype_on(device_type)
+
+        # Dynamo calls it while it traces, so that operators promote in that trace already.
+        as_constant: Any = torch.compiler.assume_constant_result
+        self._dtype_while_traced: Callable[[str], torch.dtype | None] = as_constant(dtype_while_traced)
+        self.in_fp32 = False
+        self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
+        self._promotions: dict[str, Promotion] = {}
+        self._sigmoids = 0
 
     def install(self, patches: Patches) -> None:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         patches.replace(torch.nn.Module, "__call__", self._module_call(torch.nn.Module.__call__))
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
+        patches.wrap(torch.autograd.function.BackwardCFunction, "apply", self._function_backward)
         patches.wrap(torch.autocast, "__enter__", self._autocast_enter)
         patches.wrap(autocast, "__enter__", self._autocast_enter)
         patches.wrap(torch.amp.GradScaler, "__init__", self._scaler_init)
 
     def uninstall(self) -> None:
-        for note in self._rules.remove():
+        missed = self._rules.remove()
+        for note in missed:
             self._recorder.note(note)
+        if any(self._dtypes.values()) and self._recorder.left_alone is None:
+            for rule in unreached(self._policy):
+                if not any(note.startswith(f"{RULE_NOTE}{rule.target} ") for note in missed):
+                    self._recorder.note(f"{RULE_NOTE}{rule.target} was reached by no call")
+        self._promotions.clear()
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
     def continue_in_fp32(self) -> None:
         """Open no region from now on."""
-        self._in_fp32 = True
+        self.in_fp32 = True
         self._rules.remove()
 
     def parameter_names(self) -> dict[int, str]:
@@ -100,13 +126,14 @@ class Regions:
     # ---- the region
 
     def _module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        thread = self._thread
+        thread, recorder = self._thread, self._recorder
 
         @functools.wraps(original)
         def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             if torch.compiler.is_dynamo_compiling():
                 return self._traced_call(original, module, args, kwargs)
-            if thread.depth or self._recorder.left_alone is not None:
+            recorder.module_calls += 1
+            if thread.depth or recorder.left_alone is not None:
                 return original(module, *args, **kwargs)
             return self._outermost_call(
                 functools.partial(original, module, *args, **kwargs), module, args, kwargs
@@ -122,7 +149,7 @@ class Regions:
             # torch.jit.trace would keep the casts in the traced module after the run.
             return call()
         device_type = parameter.device.type
-        dtype = None if self._in_fp32 else self._dtype_on(device_type)
+        dtype = None if self.in_fp32 or self._is_double(module, parameter) else self._dtype_on(device_type)
         if not self._thread.observed and module not in self._called:
             self._first_call(module)
         in_backward = graph_task_id() != NO_GRAPH_TASK
@@ -130,46 +157,106 @@ class Regions:
             # In a backward, an open region belongs to a recomputed forward.
             return call()
         if in_backward or self._thread.observed:
-            return self._in_region(call, device_type, dtype)
+            return self._in_region(call, module, device_type, dtype)
         self._thread.observed = True
         try:
             self._observer.called(module, args, kwargs)
-            if self._in_fp32:
+            if self._run.scale.active:
+                tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+                self._inputs.extend((type(module).__name__, weakref.ref(t)) for t in tensors)
+            if self.in_fp32:
                 dtype = None
             timed = not self._recorder.backwards and not is_capturing()
             began = stamp(device_type) if timed else None
-            output = self._in_region(call, device_type, dtype)
+            output = self._in_region(call, module, device_type, dtype)
             if began is not None:
-                self._recorder.saw_forward(_lasted(began, stamp(device_type)), training=module.training)
+                lasted = functools.partial(seconds_between, began, stamp(device_type))
+                # That of a GPU is read later, without waiting here.
+                duration_s = lasted() if isinstance(began, float) else lasted
+                self._recorder.saw_forward(duration_s, training=module.training)
             self._observer.returned(module, output)
         finally:
             self._thread.observed = False
         self._run.stopping.forward_ended()
         return output
 
-    def _in_region(self, call: Callable[[], Any], device_type: str, dtype: torch.dtype | None) -> Any:
+    def _is_double(self, module: torch.nn.Module, parameter: torch.Tensor) -> bool:
+        """Return whether all weights are in fp64, which autocast leaves as they are; note it."""
+        if parameter.dtype != torch.float64:
+            return False
+        double = all(p.dtype == torch.float64 for p in module.parameters() if p.is_floating_point())
+        if (
+            double
+            and not self._thread.observed
+            and not (self._policy.compute == "fp32" and self._policy.is_plain)
+        ):
+            self._recorder.note(
+                f"{type(module).__name__} computes in fp64, as its weights are: no region was opened"
+            )
+        return double
+
+    def _in_region(
+        self, call: Callable[[], Any], module: torch.nn.Module, device_type: str, dtype: torch.dtype | None
+    ) -> Any:
         """Call a module in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
         thread = self._thread
         if dtype is None:
             # If no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
             # baseline of speed measurements. Otherwise an inner module may open one on another device.
-            alone = self._in_fp32 or (self._policy.compute == "fp32" and self._policy.is_plain)
+            alone = self.in_fp32 or (self._policy.compute == "fp32" and self._policy.is_plain)
             thread.depth += alone
             try:
                 return call()
             finally:
                 thread.depth -= alone
-        region = region_in(self._policy, device_type, dtype)
+        region = region_in(self._policy, device_type, dtype, self._promotions.get(device_type))
         thread.opening = True
         region.__enter__()
         thread.opening = False
         thread.depth += 1
         try:
             output = call()
+            self._watch_sigmoid(output)
+        except (RuntimeError, TypeError) as error:
+            note_formats(error, module, dtype)
+            raise
         finally:
             thread.depth -= 1
             region.__exit__(*sys.exc_info())
         return cast_floating(output, torch.float32)
+
+    def _watch_sigmoid(self, output: Any) -> None:
+        """Note where a loss needs the gradient of a sigmoid that a low format rounded to exactly 0 or 1."""
+        node = output.grad_fn if isinstance(output, torch.Tensor) and output.dtype.itemsize == 2 else None
+        while node is not None and node.name().startswith(("View", "Squeeze", "Unsqueeze", "Reshape")):
+            node = node.next_functions[0][0]
+        if node is None or node.name() != "SigmoidBackward0":
+            return
+        values, name = output.detach(), format_name(output.dtype)
+
+        def note_if_stuck(gradient: torch.Tensor) -> None:
+            # binary_cross_entropy has 1e12 there, over the number of elements, and 0 if the target agrees.
+            steep = gradient.abs().float() * gradient.numel() > 1e4 * self._run.scale.value.scale
+            with suppress(RuntimeError):  # values of batched gradients, as under vmap, cannot be read
+                if not is_capturing() and bool((steep & ((values == 0) | (values == 1))).any()):
+                    self._recorder.note(_STUCK.format(name), at_once=True)
+
+        self._sigmoids += 1
+        if not output.is_cuda or self._sigmoids % 17 == 1:  # reading values waits for a GPU
+            output.register_hook(note_if_stuck)
+
+    def _function_backward(self, original: Callable[..., Any], node: Any, *gradients: Any) -> Any:
+        """Run a custom Function's backward in a region if its forward met low formats, as ``custom_bwd``.
+
+        Otherwise operators there raise, since saved fp32 weights meet low gradients.
+        """
+        kind = getattr(type(node), "_forward_cls", type(node))
+        device = next((g.device.type for g in gradients if isinstance(g, torch.Tensor)), "cpu")
+        dtype = None if self.in_fp32 or self._recorder.left_alone else self._dtypes.get(device)
+        if dtype is None or kind.__module__.startswith("torch.") or dtype not in gradient_dtypes(node):
+            return original(node, *gradients)  # torch's checkpoints restore the region themselves
+        with region_in(self._policy, device, dtype):
+            return original(node, *gradients)
 
     def _traced_call(
         self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
@@ -188,18 +275,12 @@ class Regions:
                 "policy could not be kept: compile the module itself, torch.compile(model), or use a preset "
                 "without rules"
             )
-        dtype = self._traceable_dtypes.get(parameter.device.type, torch.float32)
-        if dtype == torch.float32:
+        dtype = self._dtype_while_traced(parameter.device.type)
+        if dtype is None:
             return original(module, *args, **kwargs)
-        self._traced_on = parameter.device.type
-        with torch.autocast(parameter.device.type, dtype):
+        with torch.autocast(parameter.device.type, dtype), torch.autocast(*PROMOTING, enabled=False):
             output = original(module, *args, **kwargs)
         return cast_floating(output, torch.float32)
-
-    def finish_traced(self) -> None:
-        """Choose the format of a device whose regions were only traced so far."""
-        if self._traced_on is not None:
-            self._dtype_on(self._traced_on)
 
     def _dtype_on(self, device_type: str) -> torch.dtype | None:
         """Return the dtype of regions on this device; None: it needs none."""
@@ -218,25 +299,40 @@ class Regions:
         because = best_format(device_type).because if self._policy.compute == "auto" else "as asked"
         name = format_name(dtype)
         self._recorder.saw_device(device_type, name, because)
-        slow = slow_format_warning(name, device_type)
-        if slow:
+        for slow in slow_formats([name, *(rule.compute for rule in self._policy.rules)], device_type):
             self._recorder.note(slow, at_once=True)
-        if dtype == torch.float16 and self._run.asked_scale is None and not self._run.scale.active:
-            self._run.scale.value = Dynamic()
+        self.expect_on([device_type])
         if dtype != torch.float32:
             # The fast path of nn.TransformerEncoder in evaluation raises on operands of two formats.
             torch.backends.mha.set_fastpath_enabled(False)
+            self._promotions[device_type] = Promotion(self._policy, device_type, dtype, self._recorder.note)
         self._dtypes[device_type] = None if dtype == torch.float32 and self._policy.is_plain else dtype
+
+    def expect_on(self, device_types: Iterable[str]) -> None:
+        """Scale losses from the next backward on if regions on one of these devices are in fp16."""
+        run = self._run
+        if run.asked_scale is not None or run.scale.active or self.in_fp32 or run.recorder.left_alone:
+            return
+        known = set(device_types).intersection(known_device_types())
+        if any(resolve(self._policy, kind) == torch.float16 for kind in known):
+            run.scale.value = Dynamic()
 
     def _first_call(self, module: torch.nn.Module) -> None:
         """Name a module that the script calls for the first time, and attach its rules."""
         if self._run.scale.active:
             _refuse_sharded(module)
         kind = type(module).__name__
-        if not self._in_fp32:
+        if not self.in_fp32:
             self._rules.attach(module)
         self._titles[kind] += 1  # modules that were deleted, and other classes of that name, count too
         self._called[module] = f"{kind}-{self._titles[kind]}" if self._titles[kind] > 1 else kind
+
+    def bad_input(self) -> str | None:
+        """Return the class of a module that lately got NaN or infinity, if the tensor still exists."""
+        kept = ((kind, tensor()) for kind, tensor in list(self._inputs))  # other threads go on
+        dense = ((kind, t.detach()) for kind, t in kept if t is not None and t.layout == torch.strided)
+        bad = (kind for kind, values in dense if not bool(torch.isfinite(values).all()))
+        return next(bad, None)
 
     # ---- recomputation
 
@@ -259,8 +355,10 @@ class Regions:
             tensors = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad}
             if first_inputs is None:
                 first_inputs = set(tensors)
-            elif stand_ins := [t for key, t in tensors.items() if key not in first_inputs]:
-                self._recomputes(stand_ins)
+            elif stand_ins := {key: weakref.ref(t) for key, t in tensors.items() if key not in first_inputs}:
+                self._thread.recomputes = True  # its own backward follows in this thread
+                living = {key: kept for key, kept in self._stand_ins.items() if kept() is not None}
+                self._stand_ins = living | stand_ins
             before, self._thread.depth = self._thread.depth, depth
             try:
                 return function(*inputs, **keywords)
@@ -268,12 +366,6 @@ class Regions:
                 self._thread.depth = before
 
         return original(at_depth, *args, **kwargs)
-
-    def _recomputes(self, stand_ins: Sequence[torch.Tensor]) -> None:
-        """Record that a checkpoint runs its function again; its own backward follows in this thread."""
-        self._thread.recomputes = True
-        self._stand_ins = {key: kept for key, kept in self._stand_ins.items() if kept() is not None}
-        self._stand_ins |= {id(tensor): weakref.ref(tensor) for tensor in stand_ins}
 
     def begins_recomputed_backward(self) -> bool:
         """Return whether the backward that begins now in this thread is that of a recomputation."""
@@ -301,6 +393,23 @@ class Regions:
             self._run.leave_alone("the script makes a GradScaler itself")
 
 
+def note_formats(error: Exception, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Add to an error about formats where in ``model`` it was raised, and the rule that avoids it."""
+    if not any(word in str(error) for word in _FORMAT_WORDS) or getattr(error, "__notes__", None):
+        return
+    paths = {id(module): path for path, module in model.named_modules()}
+    trace, path = error.__traceback__, ""
+    while trace is not None:
+        path = paths.get(id(trace.tb_frame.f_locals.get("self")), path)
+        trace = trace.tb_next
+    where = f"module {path!r} of {type(model).__name__}" if path else type(model).__name__
+    keep = f'nc.rule.module("{path}*", compute="fp32") keeps it' if path else "rules keep operators"
+    error.add_note(
+        f"narrowcast: raised in {where}, called in {format_name(dtype)}; in a policy, {keep} in fp32 "
+        "(docs/policies.md)."
+    )
+
+
 def _refuse_sharded(module: torch.nn.Module) -> None:
     """Refuse to scale losses of FSDP modules and DTensors, whose gradients do not pass leaf hooks."""
     fsdp1 = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
@@ -310,13 +419,6 @@ def _refuse_sharded(module: torch.nn.Module) -> None:
             "scaled loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "
             "Use --policy bf16, which needs no loss scale."
         )
-
-
-def _lasted(began: Any, ended: Any) -> Reading:
-    """Return seconds; those of a GPU are read later, without waiting here."""
-    if isinstance(began, float):
-        return seconds_between(began, ended)
-    return lambda: seconds_between(began, ended)
 
 
 def _entered_by_the_script(frame: Any) -> bool:
@@ -375,7 +477,10 @@ class _ModuleRules:
         called = ", ".join(sorted(self._models))
         missed = [rule for rule, kinds in self._unmatched.items() if kinds == self._models]
         self._models.clear()
-        notes = [f"the rule for {r.target} {NAMED_NOTHING} ({called}){self._guesses[r]}" for r in missed]
+        notes = [
+            f"{RULE_NOTE}{r.target} named no module of what the script called ({called}){self._guesses[r]}"
+            for r in missed
+        ]
         for why, paths in self._left_out.items():
             notes.append(f"{few(paths)} {'does' if len(paths) == 1 else 'do'} not multiply in fp8: {why}")
         return notes

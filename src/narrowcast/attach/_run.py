@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,15 @@ class Patches:
     """Replace attributes of modules and classes; ``restore`` puts back the originals, latest first."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()  # one that fails does not keep the others
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` to ``value``; a name that ``owner`` inherited is deleted again later."""
         if name in vars(owner):
             original = vars(owner)[name]
-            self._undo.append(lambda: setattr(owner, name, original))
+            self._undo.callback(setattr, owner, name, original)
         else:
-            self._undo.append(lambda: delattr(owner, name))
+            self._undo.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -46,8 +46,7 @@ class Patches:
         self.replace(owner, name, wrapper)
 
     def restore(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 class Observer:

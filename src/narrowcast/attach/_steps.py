@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from narrowcast.attach._leaves import Leaves
+from narrowcast.attach._leaves import Leaves, leaf_sample
+from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Patches, Run
-from narrowcast.errors import ScaleCollapseError, UnsupportedError
+from narrowcast.errors import ScaleCollapseError, UnsupportedError, few
 from narrowcast.gradients import (
     SkipsInARow,
     SkipStep,
@@ -24,11 +25,34 @@ from narrowcast.gradients import (
     step_or_restore,
     untraced,
 )
+from narrowcast.policy import format_name
+from narrowcast.weights import held_by
 
 PATIENCE = 25
 """Skipped steps of one optimizer in a row after which the loss scale is not the cause."""
 
+_WARN_AT = 20
+_MEASURED = 10  # steps in which updates of low weights are counted
+_LOW_WEIGHTS = (
+    "{} trains weights that are stored in {}, without fp32 masters: small updates are rounded away. Load the "
+    "model in fp32 (dtype=torch.float32); run computes in the low format all the same"
+)
+
 _Step = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class _LowWeights:
+    """Values in a low format that had a gradient, and those of them that their steps left as they were."""
+
+    name: str
+    steps: int = 0
+    updates: int = 0
+    swallowed: int = 0
+
+    def text(self) -> str:
+        share = self.swallowed / max(1, self.updates)
+        return f"rounding swallowed {share:.0%} of the updates of {self.name} in its first {self.steps} steps"
 
 
 class _Thread(threading.local):
@@ -41,21 +65,25 @@ class Steps:
     """Wrap the ``step`` of every optimizer class, where torch itself wraps it to call step hooks.
 
     torch's public step hooks can neither omit a step nor see one that raises; a wrapper around the whole
-    step can. ``names`` returns ``id`` of each parameter -> its name.
+    step can.
     """
 
-    def __init__(self, run: Run, leaves: Leaves, names: Callable[[], dict[int, str]]) -> None:
+    def __init__(self, run: Run, leaves: Leaves, regions: Regions) -> None:
         self._scale = run.scale
         self._recorder = run.recorder
         self._stopping = run.stopping
         self._observer = run.observer
         self._leaves = leaves
-        self._names = names
+        self._regions = regions
         self._thread = _Thread()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._next_number = itertools.count()
+        # Number of an optimizer -> its class, steps taken, and steps skipped since the last one taken.
+        self._outcomes: dict[int, tuple[str, int, int]] = {}
         self._skips = SkipsInARow(PATIENCE)
+        self._low: weakref.WeakKeyDictionary[torch.optim.Optimizer, _LowWeights | None]
+        self._low = weakref.WeakKeyDictionary()
+        self._lows: list[_LowWeights] = []
         self._installed = False
 
     def install(self, patches: Patches) -> None:
@@ -158,19 +186,48 @@ class Steps:
             return hooked(optimizer, *args, **kwargs)
         if self._thread.depth == 1 and self._observer.holds_back(optimizer):
             return self._hold_back(optimizer, args, kwargs)
+        closure = closure_of(args, kwargs)
+        if closure is not None:  # which may make the first call of a model, and so open the first region
+            self._regions.expect_on(p.device.type for p in parameters_of(optimizer))
         if not self._scale.active:
-            result = hooked(optimizer, *args, **kwargs)
+            result = self._call(hooked, optimizer, args, kwargs)
             self._saw_step(optimizer, skipped=False)
             return result
         self._leaves.own(parameters_of(optimizer))
-        if closure_of(args, kwargs) is not None:
+        if closure is not None:
             return self._step_with_closure(hooked, optimizer, args, kwargs)
         bad = self._leaves.nonfinite_among(parameters_of(optimizer))
         if bad:
             self._skip(optimizer, bad)
             return None
-        result = hooked(optimizer, *args, **kwargs)
+        result = self._call(hooked, optimizer, args, kwargs)
         self._took(optimizer)
+        return result
+
+    def _call(self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Step; in a few steps, count the updates of low weights that rounding swallows."""
+        if optimizer not in self._low:
+            self._low[optimizer] = None
+            low = {p.dtype for p in parameters_of(optimizer)} & {torch.bfloat16, torch.float16}
+            if low and held_by(optimizer) is None:
+                low_weights = self._low[optimizer] = _LowWeights(type(optimizer).__name__)
+                self._lows.append(low_weights)
+                self._recorder.note(
+                    _LOW_WEIGHTS.format(low_weights.name, few([*map(format_name, low)])), at_once=True
+                )
+        counts = self._low[optimizer]
+        if counts is None or counts.steps == _MEASURED or closure_of(args, kwargs) is not None:
+            return hooked(optimizer, *args, **kwargs)
+        trained = [p for g in optimizer.param_groups if g.get("lr") != 0 for p in g["params"]]
+        before = [(p, leaf_sample(p), leaf_sample(p.grad)) for p in trained if p.element_size() < 4]
+        result = hooked(optimizer, *args, **kwargs)
+        counts.steps += 1
+        for p, values, gradient in before:
+            if values is not None and gradient is not None:
+                counts.updates += int((gradient != 0).sum())
+                counts.swallowed += int(((gradient != 0) & (leaf_sample(p) == values)).sum())
+        if counts.steps == _MEASURED:
+            self._recorder.note(counts.text(), at_once=True)
         return result
 
     def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -189,11 +246,44 @@ class Steps:
         return loss
 
     def _saw_step(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        if self._thread.depth == 1:
-            scale = self._scale.value.scale if self._scale.active else None
-            if optimizer not in self._numbers:
-                self._numbers[optimizer] = next(self._next_number)
-            self._recorder.saw_step(optimizer=self._numbers[optimizer], skipped=skipped, scale=scale)
+        if self._thread.depth != 1:
+            return
+        scale = self._scale.value.scale if self._scale.active else None
+        number = self._numbers.setdefault(optimizer, len(self._outcomes))
+        self._recorder.saw_step(optimizer=number, skipped=skipped, scale=scale)
+        name, taken, in_a_row = self._outcomes.get(number, (type(optimizer).__name__, 0, 0))
+        self._outcomes[number] = (name, taken + (not skipped), in_a_row + 1 if skipped else 0)
+        if skipped and in_a_row + 1 == _WARN_AT:
+            self._recorder.note(
+                f"{_WARN_AT} steps of {name} in a row were skipped: nothing is trained while that lasts, as "
+                f"gradients are not finite, now at a loss scale of {scale:g}",
+                at_once=True,
+            )
+
+    def note_what_was_lost(self) -> None:
+        """Note each optimizer that took no step, though another may have, and updates that rounding lost."""
+        for counts in self._lows:
+            if 0 < counts.steps < _MEASURED:
+                self._recorder.note(counts.text())
+        for name, taken, skips in self._outcomes.values():
+            if skips and not taken:
+                self._recorder.note(
+                    f"{name} took no step, so what it optimizes is untrained: all {skips} were skipped, as "
+                    "gradients were not finite. Try --policy bf16, and fp32 to see whether it has them too"
+                )
+
+    def _note_bad_loss(self, bad: list[torch.Tensor]) -> None:
+        """Tell a loss that is not finite from gradients that overflowed: the loss scale has no part in it."""
+        site = self._leaves.bad_loss(bad)
+        if site is None:
+            return
+        kind = self._regions.bad_input()
+        source = f", and so was an input of {kind}" if kind else ""
+        self._recorder.note(
+            f"the loss at {site} was NaN or infinite itself{source}; the step was skipped, and no loss scale "
+            "mends that",
+            at_once=True,
+        )
 
     def _took(self, optimizer: torch.optim.Optimizer) -> None:
         self._skips.took(optimizer)
@@ -202,14 +292,13 @@ class Steps:
 
     def _skip(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
         self._saw_step(optimizer, skipped=True)
+        self._note_bad_loss(bad)
         self._leaves.skipped(parameters_of(optimizer))
         self._scale.after_step(overflow=True)
         since = self._skips.skipped(optimizer, self._recorder.steps + self._recorder.skipped_steps)
-        if since is not None:
-            self._collapse(optimizer, bad, since)
-
-    def _collapse(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor], since: int) -> None:
-        names = self._names()
+        if since is None:
+            return
+        names = self._regions.parameter_names()
         known = [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in bad]
         advice = "try --policy bf16, and --policy fp32 to see whether it happens there too."
         scale = self._scale.value.scale
@@ -246,6 +335,7 @@ class Steps:
                 self._scale.after_step(overflow=True)
                 if self._scale.value == scale:
                     break  # a fixed scale
+                self._leaves.skipped(bad)  # not dropped by the script
                 for parameter in parameters_of(optimizer):
                     parameter.grad = None
             raise SkipStep(loss, bad)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +25,20 @@ torch offers no public name.
 is_jit_tracing: Callable[[], bool] = vars(torch.jit)["is_tracing"]
 
 
+def gradient_dtypes(node: Any) -> set[torch.dtype]:
+    """Return the dtypes of the gradients that a node of a graph takes and passes on."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.cpp
+    passed_on = {below._input_metadata[i].dtype for below, i in node.next_functions if below is not None}
+    return passed_on | {taken.dtype for taken in node._input_metadata}
+
+
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Return whether ``torch.func`` is differentiating ``tensor``; such a tensor has no data to read."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/functorch/init.cpp
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+_register_hook: Any = torch.Tensor.register_hook  # ``run`` replaces it meanwhile
 
 
 def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
@@ -35,7 +48,7 @@ def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any
     Handles of the reordered hooks keep working, since they go by key.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_hook.cpp
-    handle: RemovableHandle = torch.Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = _register_hook(tensor, hook)
     hooks = tensor._backward_hooks
     assert hooks is not None
     earlier = [(key, hooks[key]) for key in hooks if key != handle.id]
@@ -43,3 +56,36 @@ def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any
         del hooks[key]
     hooks.update(earlier)
     return handle
+
+
+# How often Python holds a gradient and its storage in the function below, and how often C++ does.
+_BY_THE_ENGINE_ALONE = (5, 3, 2, 2)
+
+
+def only_the_engine_holds(gradient: torch.Tensor) -> bool:
+    """Return whether nobody else can read a gradient; to be called by a method that is a leaf's hook."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_variable.cpp
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
+    if type(gradient) is not torch.Tensor or gradient.layout != torch.strided or gradient.is_inference():
+        return False
+    if is_functorch_wrapped(gradient) or sys.version_info >= (3, 14):  # which counts in another way
+        return False
+    storage = gradient.untyped_storage()
+    in_python = sys.getrefcount(gradient), sys.getrefcount(storage)
+    tensor_in_cpp = gradient._use_count()  # type: ignore[attr-defined]
+    counts = (*in_python, tensor_in_cpp, torch._C._storage_Use_Count(storage._cdata))
+    # Memory that NumPy or DLPack lent cannot be resized.
+    return all(map(int.__le__, counts, _BY_THE_ENGINE_ALONE)) and storage.resizable()
+
+
+def native_writers() -> list[tuple[Any, str, int]]:
+    """Return what opens files in C++ or Rust, which raises no audit event: owner, name, place of the path.
+
+    ``torch.save``, ``torch.export.save``, ``torch.package`` and ``torch.jit.save`` end in those of torch.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/serialization.py (_open_zipfile_writer_file)
+    writers: list[tuple[Any, str, int]] = [(torch._C, "PyTorchFileWriter", 0)]
+    writers += [(owner, "save", 1) for owner in (torch._C.ScriptModule, torch._C.ScriptFunction)]
+    if importlib.util.find_spec("safetensors") is not None:
+        writers.append((importlib.import_module("safetensors"), "serialize_file", 1))
+    return writers

@@ -10,15 +10,10 @@ from narrowcast.migrate._migration import (
     passed_over_text,
     summary_text,
 )
-from narrowcast.migrate.source._edits import Finding, Outcome, Settings, Target
 from narrowcast.migrate.source._files import FileOutcome, write
 
 __all__ = [
     "FileOutcome",
-    "Finding",
-    "Outcome",
-    "Settings",
-    "Target",
     "as_json",
     "diff_of",
     "findings_text",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 
-from narrowcast.migrate.source._edits import Changes, Settings
+from narrowcast.migrate.source._edits import Changes, Target
 from narrowcast.migrate.source._tree import (
     Function,
     Source,
@@ -36,96 +36,59 @@ _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _IGNORE = re.compile(r"#\s*narrowcast:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One mistake.
-
-    Attributes:
-        name: in kebab case; a comment on the line switches it off by this name.
-        reason: why it is a mistake.
-        correction: what to write; ``{code}`` is the text of the statement.
-    """
-
-    name: str
-    reason: str
-    correction: str
-
-
+# Name in kebab case: why it is a mistake, and what to write; ``{code}`` is the text of the statement.
 RULES = {
-    rule.name: rule
-    for rule in (
-        Rule(
-            name="clip-before-unscale",
-            reason="the gradients are still multiplied by the loss scale, so that a limit on their norm "
-            "or value clips nearly every step to almost nothing",
-            correction="on the line before: {scaler}.unscale_({optimizer})",
-        ),
-        Rule(
-            name="grad-before-unscale",
-            reason="the gradient is still multiplied by the loss scale, and so is what is computed from it",
-            correction="on a line before: {scaler}.unscale_({optimizer})",
-        ),
-        Rule(
-            name="step-without-scaler",
-            reason="the loss was scaled and the optimizer steps by itself: nothing checks for infinities, "
-            "and gradients that were not unscaled are too large by the loss scale",
-            correction="{scaler}.step({optimizer})",
-        ),
-        Rule(
-            name="update-missing",
-            reason="the scale is never updated: it cannot back off where gradients overflow, and torch "
-            "raises at the next step",
-            correction="on a line after the last step: {scaler}.update()",
-        ),
-        Rule(
-            name="update-between-steps",
-            reason="the scale is updated between two steps of one backward pass: the gradients of the second "
-            "were scaled with the old scale and are unscaled with the new one",
-            correction="{scaler}.update() once, after the last step",
-        ),
-        Rule(
-            name="backward-in-region",
-            reason="the backward pass runs inside the autocast region, where its own operators may be cast "
-            "once more",
-            correction="{code} behind the region, with the indentation of its with",
-        ),
-    )
+    "clip-before-unscale": (
+        "the gradients are still multiplied by the loss scale, so that a limit on their norm "
+        "or value clips nearly every step to almost nothing",
+        "on the line before: {scaler}.unscale_({optimizer})",
+    ),
+    "grad-before-unscale": (
+        "the gradient is still multiplied by the loss scale, and so is what is computed from it",
+        "on a line before: {scaler}.unscale_({optimizer})",
+    ),
+    "step-without-scaler": (
+        "the loss was scaled and the optimizer steps by itself: nothing checks for infinities, "
+        "and gradients that were not unscaled are too large by the loss scale",
+        "{scaler}.step({optimizer})",
+    ),
+    "update-missing": (
+        "the scale is never updated: it cannot back off where gradients overflow, and torch "
+        "raises at the next step",
+        "on a line after the last step: {scaler}.update()",
+    ),
+    "update-between-steps": (
+        "the scale is updated between two steps of one backward pass: the gradients of the second "
+        "were scaled with the old scale and are unscaled with the new one",
+        "{scaler}.update() once, after the last step",
+    ),
+    "backward-in-region": (
+        "the backward pass runs inside the autocast region, where its own operators may be cast once more",
+        "{code} behind the region, with the indentation of its with",
+    ),
 }
 
-Mistake = tuple[str, ast.expr, str]
-"""The name of a rule, where it is broken, and the message."""
 
-
-def lint(source: Source, settings: Settings) -> Changes:
-    """Report the mistakes of one file."""
+def lint(source: Source, target: Target) -> Changes:
+    """Report the mistakes of one file, one for each line and rule, unless a comment switches the rule off."""
     changes = Changes()
     if not _TELLING.search(source.text):
         return changes
-    for rule, node, message in mistakes(source):
+    scan = _Scan(source)
+    seen: set[tuple[int, str]] = set()
+    for rule, node, scaler, code in sorted(scan.found(), key=lambda one: source.start(one[1])):
         begin, end = source.lines(node)
-        if not any(_is_ignored(rule, line) for line in source.text[begin:end].splitlines()):
-            changes.report(source.start(node), rule, message, fixed=False)
+        is_ignored = any(_is_ignored(rule, line) for line in source.text[begin:end].splitlines())
+        if (node.lineno, rule) not in seen and not is_ignored:
+            reason, correction = RULES[rule]
+            told = correction.format(scaler=scaler, optimizer=scan.optimizer_after(node), code=code)
+            changes.report(source.start(node), rule, f"{reason}; write {told}", fixed=False)
+        seen.add((node.lineno, rule))
     return changes
 
 
-def mistakes(source: Source) -> list[Mistake]:
-    """Return the mistakes of one file, one for each line and rule, those too that a comment switches off."""
-    if not _TELLING.search(source.text):
-        return []
-    scan = _Scan(source)
-    first: dict[tuple[int, str], Mistake] = {}
-    for rule, node, scaler, code in sorted(scan.found(), key=lambda one: source.start(one[1])):
-        told = RULES[rule].correction.format(scaler=scaler, optimizer=scan.optimizer_after(node), code=code)
-        first.setdefault((node.lineno, rule), (rule, node, f"{RULES[rule].reason}; write {told}"))
-    return list(first.values())
-
-
 def _is_ignored(rule: str, line: str) -> bool:
-    """Return whether a comment on ``line`` switches ``rule`` off.
-
-    ``# narrowcast: ignore[update-missing]`` does so for the rules that it names, ``# narrowcast: ignore`` for
-    all.
-    """
+    """Return whether a comment switches ``rule`` off: every rule, or with ``[update-missing]`` that one."""
     found = _IGNORE.search(line)
     if found is None:
         return False
@@ -203,9 +166,7 @@ class _Scan:
         """Return the names of scaled losses, each with its scaler: ``scaled = scaler.scale(loss)``."""
         found = {}
         for node in self.source.nodes:
-            value = (
-                getattr(node, "value", None) if isinstance(node, ast.Assign) else getattr(node, "iter", None)
-            )
+            value = node.value if isinstance(node, ast.Assign) else getattr(node, "iter", None)
             if isinstance(value, ast.Call) and (scaler := self._scaler_of(value, "scale")):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[union-attr]
                 found.update({self.source.code(target): scaler for target in targets})
@@ -262,11 +223,8 @@ class _Scan:
                 yield from reversed(inner)
 
     def _event(self, node: ast.AST, state: _State) -> None:
-        if isinstance(node, ast.Attribute):
-            parent = self.source.parents[node]
-            clears = isinstance(parent, ast.Assign) and is_constant(parent.value, None)
-            if node.attr == "grad" and not isinstance(node.ctx, ast.Load) and not clears:
-                state.mixed = True
+        if self.source.sets_gradient(node):
+            state.mixed = True
         elif isinstance(node, ast.Call):
             self._call(node, method_of(node), state)
 

@@ -1,6 +1,6 @@
 """Run the stages of a migration until nothing changes, and report the result: a diff, findings, counts, JSON.
 
-A stage is a function ``stage(source: Source, settings: Settings) -> Changes``. It gets one parsed file as the
+A stage is a function ``stage(source: Source, target: Target) -> Changes``. It gets one parsed file as the
 stages before it left it, and returns the edits of its text and the findings. A stage must find nothing to
 change in its own output. Lines in findings are those of the file as it was read.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from narrowcast.migrate._lint import lint
 from narrowcast.migrate._torch_names import deprecated_names, to_narrowcast
 from narrowcast.migrate.apex._file import apex
-from narrowcast.migrate.source._edits import Applied, Changes, Finding, Outcome, Settings, origin
+from narrowcast.migrate.source._edits import Applied, Changes, Finding, Outcome, Target, origin
 from narrowcast.migrate.source._files import (
     WORDS,
     FileOutcome,
@@ -28,7 +28,7 @@ from narrowcast.migrate.source._files import (
 )
 from narrowcast.migrate.source._tree import Source
 
-Stage = Callable[[Source, Settings], Changes]
+Stage = Callable[[Source, Target], Changes]
 _STAGES: tuple[Stage, ...] = (apex, deprecated_names, lint, to_narrowcast)
 # Each round follows from the one before; more would be a stage that undoes another.
 _ROUNDS = 6
@@ -39,7 +39,7 @@ _COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
 
 
 def migrate_files(
-    paths: Iterable[Path], settings: Settings, *, progress: Callable[[str], None] = lambda _: None
+    paths: Iterable[Path], target: Target, *, progress: Callable[[str], None] = lambda _: None
 ) -> list[FileOutcome]:
     """Migrate each file of ``paths``, without writing it.
 
@@ -50,23 +50,24 @@ def migrate_files(
     outcomes = []
     for number, path in enumerate(files, 1):
         progress(f"{number} of {len(files)}: {path}")
-        outcomes.append(migrate_file(path, settings))
+        outcomes.append(migrate_file(path, target))
     return outcomes
 
 
-def migrate_file(path: Path, settings: Settings) -> FileOutcome:
+def migrate_file(path: Path, target: Target) -> FileOutcome:
     """Migrate one file, without writing it. Why it cannot be read or parsed is in ``problem``."""
     try:
         data = path.read_bytes()
-        if not WORDS.search(data):
-            return FileOutcome(path=str(path))
         text = decoded(data)[0]
     except OSError as error:
         return FileOutcome(path=str(path), problem=f"cannot be read: {error.strerror}")
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         return FileOutcome(path=str(path), problem=f"cannot be decoded: {error}")
     try:
-        outcome = migrate_text(text, settings, str(path))
+        if not WORDS.search(data):
+            Source(str(path), text)  # raises if it does not parse
+            return FileOutcome(path=str(path))
+        outcome = migrate_text(text, target, str(path))
     except SyntaxError as error:
         line = f" (line {error.lineno})" if error.lineno else ""
         return FileOutcome(path=str(path), problem=f"does not parse: {error.msg}{line}")
@@ -75,7 +76,7 @@ def migrate_file(path: Path, settings: Settings) -> FileOutcome:
     return FileOutcome(path=str(path), before=text, after=outcome.text, findings=outcome.findings)
 
 
-def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome:
+def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
     """Migrate the text of one file.
 
     Raises:
@@ -89,7 +90,7 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
         before = source
         for stage in _STAGES:
             try:
-                changes = stage(source, settings)
+                changes = stage(source, target)
                 found = [
                     (origin(trail, at), rule, message, fixed) for at, rule, message, fixed in changes.found
                 ]
@@ -107,14 +108,11 @@ def migrate_text(text: str, settings: Settings, path: str = "<text>") -> Outcome
             break
     else:
         raise RuntimeError(f"{path}: the migration does not come to an end; nothing was changed")
-    found_in_order = sorted(changed | left, key=lambda one: (one[0], not one[3], one[1:3]))
-    return Outcome(text=source.text, findings=tuple(_finding(first, one) for one in found_in_order))
-
-
-def _finding(source: Source, found: tuple[int, str, str, bool]) -> Finding:
-    at, rule, message, fixed = found
-    line, column = source.line_of(at)
-    return Finding(path=source.path, line=line, column=column, rule=rule, message=message, fixed=fixed)
+    findings = []
+    for at, rule, message, fixed in sorted(changed | left, key=lambda one: (one[0], not one[3], one[1:3])):
+        line, column = first.line_of(at)
+        findings.append(Finding(path=path, line=line, column=column, rule=rule, message=message, fixed=fixed))
+    return Outcome(text=source.text, findings=tuple(findings))
 
 
 # ---- reports
@@ -190,23 +188,20 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
 
 def as_json(
     outcomes: Sequence[FileOutcome],
-    settings: Settings,
+    target: Target,
     paths: Sequence[Path],
     *,
     written: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Return all of it for JSON; of the files only those with changes, findings or problems.
 
-    Args:
-        outcomes, settings: of a run.
-        paths: that the run was given.
-        written: the files that were written, in a run that writes.
+    ``paths`` are those that the run was given, ``written`` the files that it wrote if it writes.
     """
     shown = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
     state = {} if written is None else {one.path: {"written": one.path in written} for one in shown}
     return {
         "schema": _SCHEMA,
-        "target": settings.target,
+        "target": target,
         "files_looked_at": len(outcomes),
         "notebooks_not_looked_at": [str(one) for one in notebooks(paths)],
         "files": [one.as_dict() | {"diff": diff_of(one)} | state.get(one.path, {}) for one in shown],

@@ -6,7 +6,7 @@ import ast
 import re
 from collections import defaultdict
 
-from narrowcast.migrate.source._edits import Changes, Settings, import_line, reaches
+from narrowcast.migrate.source._edits import Changes, Target, reaches, require_import
 from narrowcast.migrate.source._imports import GONE, argument_spans, move_imports, open_bracket
 from narrowcast.migrate.source._tree import Reference, Source, argument, is_constant
 
@@ -20,18 +20,18 @@ _AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
 # What the old regions compute in by default; the new ones use the dtype that is set for the device.
 _DEFAULTS = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
 _DTYPES = re.compile(r"float16|half|dtype")
+# Of a script that runs without a GPU too, where torch's regions and scalers for CUDA turn themselves off.
+_FALLS_BACK = re.compile(r"cuda\.is_available\(\)")
 _NEW = {
-    "torch.autocast": "autocast",
-    "torch.amp.autocast": "autocast",
-    "torch.amp.autocast_mode.autocast": "autocast",
-    "torch.amp.GradScaler": "GradScaler",
-    "torch.amp.grad_scaler.GradScaler": "GradScaler",
-    "torch.amp.custom_fwd": "custom_fwd",
-    "torch.amp.custom_bwd": "custom_bwd",
-}
+    f"torch.{name}": name.rpartition(".")[2]
+    for name in (
+        "autocast", "amp.autocast", "amp.autocast_mode.autocast", "amp.GradScaler",
+        "amp.grad_scaler.GradScaler", "amp.custom_fwd", "amp.custom_bwd",
+    )
+}  # fmt: skip
 
 
-def deprecated_names(source: Source, settings: Settings) -> Changes:
+def deprecated_names(source: Source, target: Target) -> Changes:
     """Replace ``torch.cuda.amp`` and ``torch.cpu.amp`` by ``torch.amp``, and name the device."""
     changes = Changes()
     by_import: dict[str, list[tuple[Reference, str, str]]] = defaultdict(list)
@@ -101,8 +101,7 @@ def _new_home(full: str) -> str | None:
 def _rewrite(source: Source, changes: Changes, reference: Reference, device: str, name: str) -> bool:
     """Rewrite one use; False where the replacement is not certain."""
     node = reference.node
-    parent = source.parents[node]
-    call = parent if isinstance(parent, ast.Call) and parent.func is node else None
+    call = source.call_of(node)
     whole = reference.name == "torch"
     if name not in _NAMES or _is_for_old_torch(source, node):
         return False
@@ -149,14 +148,10 @@ def _means_the_same(source: Source, node: ast.expr, name: str) -> bool:
 
 
 def _is_type_test(source: Source, node: ast.expr) -> bool:
-    """Return whether ``node`` is the class of an ``isinstance``, ``type(x) is ...`` or class pattern."""
+    """Return whether ``node`` is the class of an ``isinstance``."""
     parent = source.parents[node]
-    if isinstance(parent, ast.Compare):
-        sides = [parent.left, *parent.comparators]
-        return any(isinstance(one, ast.Call) and getattr(one.func, "id", "") == "type" for one in sides)
     outer = source.parents[parent] if isinstance(parent, ast.Tuple | ast.BinOp) else parent
-    asked = isinstance(outer, ast.Call) and getattr(outer.func, "id", "") in ("isinstance", "issubclass")
-    return asked or (isinstance(parent, ast.MatchClass) and parent.cls is node)
+    return isinstance(outer, ast.Call) and getattr(outer.func, "id", "") in ("isinstance", "issubclass")
 
 
 def _name_device(source: Source, changes: Changes, call: ast.Call, device: str, name: str) -> bool:
@@ -190,10 +185,10 @@ def _name_device(source: Source, changes: Changes, call: ast.Call, device: str, 
     return True
 
 
-def to_narrowcast(source: Source, settings: Settings) -> Changes:
+def to_narrowcast(source: Source, target: Target) -> Changes:
     """Replace torch's names by ``nc.autocast``, ``nc.GradScaler``, ``nc.custom_fwd``, ``nc.custom_bwd``."""
     changes = Changes()
-    if settings.target != "narrowcast":
+    if target != "narrowcast":
         return changes
     here = narrowcast_name(source)
     kept: set[str] = set()
@@ -207,14 +202,28 @@ def to_narrowcast(source: Source, settings: Settings) -> Changes:
             name = f"{here}.{_NEW[reference.full]}"
             changes.replace(source.span(reference.node), name)
             told = f"{reference.full} as {name}, which takes the same arguments"
+            if _off_without_cuda(source, changes, reference.node):
+                told += "; off without CUDA, as torch's turns itself off"
+            if reference.full.endswith("GradScaler") and "clip_grad_norm_" in source.text:
+                told += "; its clip_grad_norm_(optimizer, max_norm) unscales and clips in one call"
             changes.report(source.start(reference.node), TO_NARROWCAST, told, fixed=True)
     if changes.edits:
         home = dict.fromkeys((*_NEW, "torch.amp"), GONE)
         move_imports(source, changes, moved - kept, home.get)
-        if not reaches(source, here, "narrowcast"):
-            line = "import narrowcast" if here == "narrowcast" else f"import narrowcast as {here}"
-            changes.edits.insert(0, import_line(source, line))
+        require_import(source, changes, here, "narrowcast")
     return changes
+
+
+def _off_without_cuda(source: Source, changes: Changes, node: ast.expr) -> bool:
+    """Write out that a region or scaler for CUDA is off on a machine without, if the file is made for one."""
+    call = source.call_of(node)
+    if call is None or not _FALLS_BACK.search(source.text):
+        return False
+    given = {keyword.arg for keyword in call.keywords} & {"enabled", None} or len(call.args) > 2
+    if given or not is_constant(argument(call, 0, "device"), "cuda") or not reaches(source, "torch", "torch"):
+        return False
+    changes.insert(argument_spans(source, call)[-1][2], ", enabled=torch.cuda.is_available()")
+    return True
 
 
 def narrowcast_name(source: Source) -> str:

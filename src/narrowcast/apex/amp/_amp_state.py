@@ -29,11 +29,6 @@ class AmpState:
         self.verbosity = 1
         self.allow_incoming_model_not_fp32 = False
 
-    @property
-    def opt_level(self) -> str | None:
-        """The level of the latest ``initialize``; None before it."""
-        return None if self.opt_properties is None else self.opt_properties.opt_level
-
     def reset(self) -> None:
         """Forget every ``initialize``. Settings that the user made stay."""
         self.opt_properties, self.loss_scalers, self.handle = None, [], None

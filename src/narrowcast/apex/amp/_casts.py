@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from narrowcast.apex._torch_internals import version_of
 from narrowcast.apex.amp._amp_state import _amp_state
 from narrowcast.apex.amp._levels import LOW_DTYPES
 from narrowcast.apex.amp._rules import (
@@ -32,9 +31,18 @@ from narrowcast.apex.amp._rules import (
     is_known,
     plan,
 )
-from narrowcast.casting import Applied, LastingRegion, ScopedRegion, active_scopes, cast_where, drop_casts
+from narrowcast.casting import (
+    Applied,
+    LastingRegion,
+    ScopedRegion,
+    active_scopes,
+    cast_where,
+    drop_casts,
+    tensors_inside,
+)
 from narrowcast.errors import AmpError, OrderError
 from narrowcast.policy import Policy, format_name
+from narrowcast.weights import version_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -48,21 +56,8 @@ class Casts:
     whole: Mapping[Target, WholeCast] = field(default_factory=dict)
 
 
-# By the id of the rules of the policy, which the regions of the policy share.
+# By the id of the rules of the policy, which the regions of the policy share, in any thread.
 _in_force: dict[int, Casts] = {}
-
-
-def _begin(casts: Casts) -> Callable[[], None]:
-    """Use ``casts`` in every region of their policy, in any thread; return a function that ends this."""
-    key = id(casts.policy.rules)
-    _in_force[key] = casts
-    _replace_functions()
-
-    def end() -> None:
-        del _in_force[key]
-        _replace_functions()
-
-    return end
 
 
 def _casts_here() -> tuple[Casts, tuple[str, ...]] | None:
@@ -120,17 +115,17 @@ def half_function(fn: _F) -> _F:
     infinite. Calls inside ``fn`` are cast as usual. Without O1 in force in the calling thread, and inside
     ``disable_casts``, nothing is cast.
     """
-    return _decorated(fn, HALF)
+    return _cast(fn, WholeCast(HALF))
 
 
 def float_function(fn: _F) -> _F:
     """Decorator: as ``half_function``, in float32."""
-    return _decorated(fn, FLOAT)
+    return _cast(fn, WholeCast(FLOAT))
 
 
 def promote_function(fn: _F) -> _F:
     """Decorator: as ``half_function``, in the widest type among the floating tensors given."""
-    return _decorated(fn, WIDEST)
+    return _cast(fn, WholeCast(WIDEST))
 
 
 def register_half_function(module: Any, name: str) -> None:
@@ -206,32 +201,23 @@ def _replace_functions() -> None:
     for target in wanted - _replaced.keys():
         owner, name = target
         own = vars(owner).get(name, _MISSING)  # a class may inherit it
-        ours = _cast(getattr(owner, name), _by_name(target))
+        ours = _cast(getattr(owner, name), target)
         setattr(owner, name, ours)
         _replaced[target] = own, ours
 
 
-def _cast(function: _F, how_under: Callable[[Casts], WholeCast | None]) -> _F:
-    """Wrap ``function`` to cast its arguments by the casts in force in the calling thread."""
+def _cast(function: _F, wanted: WholeCast | Target) -> _F:
+    """Wrap ``function`` to cast its arguments in this way, or as the casts in force here have it by name."""
 
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
         found = _casts_here()
-        how = None if found is None else how_under(found[0])
-        if found is None or how is None:
+        if found is None:
             return function(*args, **kwargs)
-        return _call(how, function, args, kwargs, *found)
+        how = wanted if isinstance(wanted, WholeCast) else found[0].whole.get(wanted)
+        return function(*args, **kwargs) if how is None else _call(how, function, args, kwargs, *found)
 
     return cast  # type: ignore[return-value]
-
-
-def _by_name(target: Target) -> Callable[[Casts], WholeCast | None]:
-    return lambda casts: casts.whole.get(target)
-
-
-def _decorated(fn: _F, kind: str) -> _F:
-    how = WholeCast(kind)
-    return _cast(fn, lambda _: how)
 
 
 def _call(
@@ -244,7 +230,8 @@ def _call(
 ) -> Any:
     """Call ``function`` with its arguments cast by ``how``."""
     reads_dtypes = how.kind in (BANNED, WIDEST)
-    dtypes = _castable_dtypes((args, kwargs), devices) if reads_dtypes else []
+    inside = tensors_inside((args, kwargs)) if reads_dtypes else []
+    dtypes = [tensor.dtype for tensor in inside if _is_castable(tensor, devices)]
     if how.kind == BANNED:
         if any(dtype in LOW_DTYPES for dtype in dtypes):
             raise AmpError(how.advice)
@@ -262,19 +249,6 @@ def _call(
         return function(*args, **kwargs)
     with _no_region():
         return function(*args, **kwargs)
-
-
-def _castable_dtypes(values: Any, devices: tuple[str, ...]) -> list[torch.dtype]:
-    """Return the types of the castable tensors in ``values``."""
-    found: list[torch.dtype] = []
-
-    def note(tensor: torch.Tensor) -> bool:
-        if _is_castable(tensor, devices):
-            found.append(tensor.dtype)
-        return False
-
-    cast_where(values, torch.float32, note)
-    return found
 
 
 def _is_castable(tensor: torch.Tensor, devices: tuple[str, ...]) -> bool:
@@ -312,7 +286,11 @@ class Handle:
     def start(self, models: list[torch.nn.Module]) -> None:
         """Put everything in force, or nothing if that raises."""
         with ExitStack() as undo, ExitStack() as done:
-            undo.callback(_begin(self._casts))
+            key = id(self._casts.policy.rules)
+            _in_force[key] = self._casts
+            undo.callback(_replace_functions)
+            undo.callback(_in_force.pop, key)
+            _replace_functions()
             before = _latest_here()
             if before is not None:
                 before._close_region()
@@ -366,7 +344,8 @@ class Handle:
         """Return whether ``model``, which is about to be called, casts; drop casts that may be outdated."""
         if _thread.disabled:
             return False
-        version = sum(version_of(one) for one in model.parameters() if not one.is_inference())
+        weights = (one for one in model.parameters() if not torch.nn.parameter.is_lazy(one))
+        version = sum(version_of(one) for one in weights if not one.is_inference())
         was_written = self._versions.get(model) != version
         self._versions[model] = version
         # Scripts swap weights through .data around an evaluation, which no version shows.

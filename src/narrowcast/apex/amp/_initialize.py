@@ -13,6 +13,7 @@ from narrowcast.apex.amp._levels import DISABLED, Properties, properties
 from narrowcast.apex.amp._models import CastModel, check_models
 from narrowcast.apex.amp._optimizers import optimizer_of, prepare_optimizers
 from narrowcast.apex.amp._scale_loss import LossScaler, loss_scalers_for
+from narrowcast.casting import undo_on_error
 
 # Undoes each call of ``initialize`` that is in force, in their order.
 _in_force: list[Callable[[], object]] = []
@@ -100,8 +101,8 @@ def initialize(
     )
     check_models(model_list)
     scalers = loss_scalers_for(wanted, num_losses, min_loss_scale, max_loss_scale)
-    _start(model_list, optimizer_list, wanted, scalers)
     _report(wanted)
+    _start(model_list, optimizer_list, wanted, scalers)
     return _as_given(models, optimizers)
 
 
@@ -133,16 +134,14 @@ def _start(
         for one in reversed(cast_models):
             one.undo({**one.originals, **values})
 
-    try:
+    with undo_on_error(models, map(optimizer_of, optimizers)) as on_error:
+        on_error.callback(undo)
         for model in models:
             cast_models.append(CastModel(model, wanted))
         originals = {low: full for one in cast_models for low, full in one.originals.items()}
         undo_optimizers = prepare_optimizers(optimizers, wanted, scalers, originals, models)
         if wanted.patch_torch_functions:
             handle = start_casts(models, wanted.half_type)
-    except BaseException:
-        undo()
-        raise
     for one in cast_models:
         one.originals.clear()
     _amp_state.opt_properties, _amp_state.loss_scalers = wanted, scalers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,13 +63,22 @@ class CastModel:
         if inputs is not None:
             self._cast_weights(model, inputs, bool(properties.keep_batchnorm_fp32))
             outputs = outputs or torch.float32
-            self._handles = export_in_float32(model)
+            modules: Any = model.modules()
+            for module in modules:
+                self._handles.append(module.register_state_dict_post_hook(_export))
+                self._handles.append(module.register_load_state_dict_pre_hook(_load_masters))
         self._forward: weakref.ref[_CastForward] | None = None
         if outputs is not None:
             forward = _CastForward(model, inputs, outputs, vars(model).get("forward"))
             self._forward, vars(model)["forward"] = weakref.ref(forward), forward
 
     def _cast_weights(self, model: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
+        for path, part in model.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise AmpError(
+                    f"expected no TorchScript where weights are cast, got {path or 'the model'}, whose "
+                    "state_dict cannot be followed: use O1, or the module before torch.jit"
+                )
         before = {name: tensor.dtype for name, tensor in _named_tensors(model).items()}
         if dtype in LOW_DTYPES:
             keep = is_batch_or_instance_norm if keep_batchnorm else None
@@ -110,20 +120,14 @@ def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+@dataclass(eq=False, repr=False)
 class _CastForward:
     """Replaces the ``forward`` of one model; copied and saved along with it."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        inputs: torch.dtype | None,
-        outputs: torch.dtype,
-        before: Callable[..., Any] | None = None,
-    ) -> None:
-        self._model = model
-        self.inputs = inputs
-        self.outputs = outputs
-        self.before = before
+    _model: torch.nn.Module
+    inputs: torch.dtype | None
+    outputs: torch.dtype
+    before: Callable[..., Any] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.inputs is not None:
@@ -156,12 +160,7 @@ _masters_by_weight: weakref.WeakValueDictionary[int, Masters] = weakref.WeakValu
 
 
 class Masters:
-    """The float32 masters of one optimizer.
-
-    Attributes:
-        held: the optimizer as ``narrowcast.weights.hold`` returned it.
-        pairs: each half weight with its master.
-    """
+    """The float32 masters of one held optimizer: ``pairs`` of a half weight and its master."""
 
     def __init__(self, held: HeldWeights) -> None:
         self.held = held
@@ -193,6 +192,7 @@ class Masters:
 
 
 def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Hook of each module: return float32 from ``state_dict()``."""
     for name, live in (*module._parameters.items(), *module._buffers.items()):
         value = state.get(prefix + name)
         # keep_vars=True asks for the live weight.
@@ -202,21 +202,8 @@ def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metada
         state[prefix + name] = value.to(torch.float32) if masters is None else masters.full_value(live)
 
 
-def export_in_float32(model: torch.nn.Module) -> list[Any]:
-    """Have ``state_dict()`` of the model and its parts return float32, and ``load_state_dict`` set masters.
-
-    A loaded value goes to the master in full, and rounded to nearest to the weight. Returns handles, each
-    with ``remove()``.
-    """
-    handles: list[Any] = []
-    modules: Any = model.modules()
-    for module in modules:
-        handles.append(module.register_state_dict_post_hook(_export))
-        handles.append(module.register_load_state_dict_pre_hook(_load_masters))
-    return handles
-
-
 def _load_masters(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Hook of each module: set masters to loaded values in full, which weights get rounded to nearest."""
     # torch loads the weights after this hook. Their values round to the same numbers, so the masters stay.
     for name, weight in module.named_parameters(recurse=False):
         masters, value = _masters_by_weight.get(id(weight)), state.get(prefix + name)

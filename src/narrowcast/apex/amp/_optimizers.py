@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowcast.apex._torch_internals import is_view, version_of
+from narrowcast.apex._torch_internals import is_view
 from narrowcast.apex.amp._amp_state import maybe_print
 from narrowcast.apex.amp._levels import LOW_DTYPES, Properties
 from narrowcast.apex.amp._models import Masters
 from narrowcast.errors import AmpError
 from narrowcast.gradients import closure_of, lost_eps, mark_as_stepped, unscale_by
-from narrowcast.weights import hold
+from narrowcast.weights import hold, version_of
 
 _STASH = "_amp_stash"
 _NO_EFFECT = (

@@ -127,17 +127,11 @@ def _word(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WholeCast:
-    """How one Python function is cast.
+    """How one Python function is cast."""
 
-    Attributes:
-        kind: ``HALF``, ``FLOAT``, ``WIDEST`` or ``BANNED``.
-        alone: whether calls inside it are left uncast.
-        advice: the error message for half tensors, if they are refused.
-    """
-
-    kind: str
-    alone: bool = False
-    advice: str = ""
+    kind: str  # HALF, FLOAT, WIDEST or BANNED
+    alone: bool = False  # whether calls inside it are left uncast
+    advice: str = ""  # the error message for half tensors, if they are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +144,10 @@ class _Vote:
 def plan(
     half: str, devices: Iterable[str], registered: dict[Key, str]
 ) -> tuple[Policy, dict[Target, WholeCast]]:
-    """Return the casts of the current lists, for models on these device types; ``half`` as ``"fp16"``.
+    """Return the casts of the current lists and of registered functions, for models on these device types.
 
-    Args:
-        registered: functions of the three modules that the user registered, and how they are cast.
-
-    Returns:
-        A policy for functions that PyTorch dispatches as operators, and the Python functions that are cast as
-        a whole or refuse half tensors.
+    A policy for functions that PyTorch dispatches as operators, and the Python functions that are cast as a
+    whole or refuse half tensors.
     """
     votes = [*_votes(), *(_Vote(kind, _REGISTERED, key) for key, kind in registered.items())]
     whole: dict[Key, WholeCast] = {}
@@ -256,9 +246,9 @@ def _winner(op: str, votes: list[_Vote]) -> str:
 def _rules(wanted: dict[str, str], devices: tuple[str, ...]) -> tuple[Rule, ...]:
     tables = [native_table(device) for device in devices]
     for table in tables:
-        if "_cudnn_rnn" not in table:
-            layers = (op for name in _RECURRENT for op in overloads_of(name))
-            wanted = {**dict.fromkeys(layers, HALF), **wanted}
+        # The table casts for the kernel of layers, which cells do not call.
+        names = [name for name in _RECURRENT if "cell" in name or "_cudnn_rnn" not in table]
+        wanted = {**dict.fromkeys((op for name in names for op in overloads_of(name)), HALF), **wanted}
     others = dict.fromkeys(op for table in tables for op in table)
     wanted = {**dict.fromkeys(others, AS_IS), **wanted}
     inside = {op: AS_IS for name in _CALLS_LISTED for op in overloads_of(name) if op not in wanted}

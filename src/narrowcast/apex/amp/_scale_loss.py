@@ -50,10 +50,10 @@ class LossScaler:
         self._good_blocks = 0
         self.value: Dynamic | Static
         if isinstance(loss_scale, str):
-            value = Dynamic(rule="apex", scale=min(_START, max_loss_scale), max_scale=max_loss_scale)
+            self.value = Dynamic(rule="apex", scale=min(_START, max_loss_scale), max_scale=max_loss_scale)
             if min_loss_scale:
-                value = replace(value, scale=max(value.scale, min_loss_scale), min_scale=min_loss_scale)
-            self.value = value
+                scale = max(self.value.scale, min_loss_scale)
+                self.value = replace(self.value, scale=scale, min_scale=min_loss_scale)
         else:
             self.value = Static(scale=loss_scale)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import UnsupportedError
+from narrowcast.errors import SettingError, UnsupportedError
 
 __all__ = [
     "FusedAdagrad",
@@ -114,7 +114,7 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
     def __init__(
         self,
         params: Any,
-        lr: float | torch.Tensor,
+        lr: float | torch.Tensor | None = None,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -129,15 +129,20 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
                 "the gradient: leave weight_decay at 0 and multiply the parameters by 1 - lr * weight_decay "
                 "before each step, which is the same"
             )
+        params = list(params)
+        if lr is None and not all(isinstance(group, dict) and "lr" in group for group in params):
+            raise SettingError("FusedSGD needs an lr, or one in each group of parameters")
         super().__init__(
             params,
             set_grad_none=set_grad_none,
-            lr=lr,
+            lr=1e-3 if lr is None else lr,
             momentum=momentum,
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
+        if lr is None:
+            del self.defaults["lr"]
 
 
 class _Unsupported(torch.optim.Optimizer):

@@ -43,7 +43,7 @@ def _replace_call(
     plan: Plan, reference: Reference, new: str, fixed: dict[str, object], gone: set[str], note: str
 ) -> None:
     """Replace a name of apex by ``new``; ``fixed`` arguments must have their value, and are removed."""
-    source, call = plan.source, plan.call_of(reference)
+    source, call = plan.source, plan.source.call_of(reference.node)
     plan.done.add(id(reference.node))
     is_test = new == _TORCH_DDP and "isinstance" in source.code(source.parents[reference.node])
     if call is not None and is_plain(call) and len(call.args) == 1:
@@ -65,7 +65,7 @@ def write_master_params(plan: Plan, gradients: Gradients) -> None:
     """Replace ``amp.master_params(optimizer)`` by the parameters of its model, or of its groups."""
     source = plan.source
     for reference in plan.references("amp.master_params"):
-        call = plan.call_of(reference)
+        call = plan.source.call_of(reference.node)
         plan.done.add(id(reference.node))
         if call is None or len(call.args) != 1 or call.keywords:
             plan.refuse(reference.node, "amp.master_params without its optimizer written out")

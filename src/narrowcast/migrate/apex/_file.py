@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
 from pathlib import PurePath
 
 import narrowcast.apex
@@ -21,16 +20,15 @@ from narrowcast.migrate.apex._setup import Setup, is_reached, read_setup, write_
 from narrowcast.migrate.apex._training import Run, Training
 from narrowcast.migrate.source._edits import (
     Changes,
-    Settings,
+    Target,
     after_imports,
-    import_line,
     insert_after,
-    reaches,
     remove,
+    require_import,
     unwrap,
 )
-from narrowcast.migrate.source._imports import GONE, move_imports, replace_names, set_module
-from narrowcast.migrate.source._tree import Source, argument, is_constant, receiver_of
+from narrowcast.migrate.source._imports import GONE, argument_spans, move_imports, replace_names, set_module
+from narrowcast.migrate.source._tree import Reference, Source, argument, is_constant, receiver_of
 
 _UNKNOWN = {
     "half_function": "cast its inputs inside, or torch.amp.custom_fwd for a Function",
@@ -74,11 +72,11 @@ _OR_NARROWCAST = ", or migrate --to narrowcast, which keeps the calls"
 _ELSEWHERE = "amp.scale_loss is not in this file: the backward pass is elsewhere, or does not scale"
 
 
-def apex(source: Source, settings: Settings) -> Changes:
+def apex(source: Source, target: Target) -> Changes:
     """Rewrite what ``source`` does with apex."""
     if not any(is_apex(one.full) for one in source.imports):
         return Changes()
-    plan = Plan(source, settings.target, device=device_type(source))
+    plan = Plan(source, target, device=device_type(source))
     native = next((one for one in source.references if _GRAD_SCALER.match(one.full)), None)
     if native is not None and any(is_apex(one.full) for one in source.references):
         plan.refuse(native.node, _NATIVE)
@@ -87,7 +85,7 @@ def apex(source: Source, settings: Settings) -> Changes:
     if not plan.refused:
         return plan.changes
     left = Changes()
-    if settings.target == "narrowcast":
+    if target == "narrowcast":
         _keep_with_narrowcast(source, left)
     kept = bool(left.edits)
     for at, reason in dict.fromkeys(plan.refused):
@@ -101,7 +99,7 @@ def _rewrite(plan: Plan) -> None:
     for reference in source.references:
         if reference.full.startswith("apex.amp.lists."):
             plan.done.add(id(reference.node))
-            call = plan.call_of(reference)
+            call = plan.source.call_of(reference.node)
             name = source.code(call.args[0]) if call is not None and call.args else '"..."'
             plan.refuse(reference.node, _EDITED_LISTS.format(name=name))
     setups = [one for ref in plan.references("amp.initialize") if (one := read_setup(plan, ref)) is not None]
@@ -121,10 +119,29 @@ def _rewrite(plan: Plan) -> None:
             continue
         if refused and reference.full in _OF_TRAINING:
             continue  # left for the reasons that were found
-        plan.refuse(reference.node, _why(reference.full))
+        if not _adam(plan, reference):
+            plan.refuse(reference.node, _why(reference.full))
     _move_imports(plan, homes)
     if not plan.refused:
         remove(source, plan.changes, plan.gone)
+
+
+def _adam(plan: Plan, reference: Reference) -> bool:
+    """Write torch's AdamW for a FusedAdam, if it has no arguments but those that both have."""
+    call = plan.source.call_of(reference.node)
+    if reference.full != "apex.optimizers.FusedAdam" or call is None or len(call.args) != 1:
+        return False
+    given = {keyword.arg for keyword in call.keywords}
+    if isinstance(call.args[0], ast.Starred) or not given <= {"lr", "betas", "eps", "weight_decay"}:
+        return False
+    added = "fused=True" if "weight_decay" in given else "weight_decay=0.0, fused=True"
+    plan.changes.replace(plan.source.span(reference.node), "torch.optim.AdamW")
+    plan.changes.insert(argument_spans(plan.source, call)[-1][2], f", {added}")
+    plan.note(
+        reference.node, "FusedAdam is torch.optim.AdamW with fused=True, without weight decay by default"
+    )
+    plan.needs_torch = True
+    return True
 
 
 def _why(full: str) -> str:
@@ -174,7 +191,9 @@ def _write_training(plan: Plan, setup: Setup, training: Training) -> None:
     regions.write(scaler, always=always)
     plan.needs_torch = True
     if lines:
-        _write_lines(plan, lines)
+        at = after_imports(source, tried=True)
+        blank = "" if source.text[at:].startswith(source.newline) else source.newline
+        plan.changes.insert(at, source.newline + "".join(line + source.newline for line in lines) + blank)
 
 
 def _write_run(plan: Plan, run: Run, scaler: str) -> None:
@@ -197,14 +216,6 @@ def _write_run(plan: Plan, run: Run, scaler: str) -> None:
             plan.note(block.call, "loss_id goes: one scaler serves all losses")
         if len(block.optimizers) > 1:
             plan.note(block.call, _IN_ONE)
-
-
-def _write_lines(plan: Plan, lines: list[str]) -> None:
-    """Insert lines behind the module's imports."""
-    source = plan.source
-    at = after_imports(source, tried=True)
-    blank = "" if source.text[at:].startswith(source.newline) else source.newline
-    plan.changes.insert(at, source.newline + "".join(line + source.newline for line in lines) + blank)
 
 
 # Imports
@@ -232,15 +243,13 @@ def _move_imports(plan: Plan, homes: dict[str, str]) -> None:
 
     move_imports(source, plan.changes, moved, home, plan.gone)
     _remove_tries(plan)
-    wanted = [("torch", "torch")] if plan.needs_torch else []
-    if plan.target == "narrowcast" and any("nc." in one.text for one in plan.changes.edits):
-        wanted.append(("nc", "narrowcast"))
+    uses_narrowcast = plan.target == "narrowcast" and any("nc." in one.text for one in plan.changes.edits)
+    if plan.needs_torch:
+        require_import(source, plan.changes, "torch", "torch")
+    if uses_narrowcast:
+        require_import(source, plan.changes, "nc", "narrowcast")
         if narrowcast_name(source) != "nc":
             plan.refuse(source.tree.body[0], "nc is the name of something else in this file: rename it first")
-    for name, module in wanted:
-        if not reaches(source, name, module):
-            line = f"import {module}" if name == module else f"import {module} as {name}"
-            plan.changes.edits.insert(0, import_line(source, line))
 
 
 def _remove_tries(plan: Plan) -> None:
@@ -275,35 +284,22 @@ def _keep_with_narrowcast(source: Source, changes: Changes) -> None:
     for reference in source.references:
         if not _has(reference.full):
             lacking.setdefault(reference.name, []).append(reference.full)
-    for statement in source.nodes:
-        if isinstance(statement, ast.ImportFrom) and not statement.level and is_apex(statement.module or ""):
-            missing = {
-                one: _missing(f"{statement.module}.{one.name}", one.asname or one.name, lacking)
-                for one in statement.names
-            }
-            moved = [one for one in statement.names if not missing[one]]
-            if len(moved) == len(statement.names):
-                set_module(source, changes, statement, f"narrowcast.{statement.module}")
-            elif moved:
-                line = f"from narrowcast.{statement.module} import {', '.join(map(ast.unparse, moved))}"
-                replace_names(source, changes, statement, moved, [line])
-        elif isinstance(statement, ast.Import) and any(is_apex(alias.name) for alias in statement.names):
-            ours = [one for one in statement.names if is_apex(one.name)]
-            missing = {one: _missing(one.name, one.asname or "apex", lacking) for one in ours}
-            moved = [one for one in ours if not missing[one]]
-            _keep_plain(source, changes, statement, moved)
-        else:
-            continue
-        for name in dict.fromkeys(name for names in missing.values() for name in names):
+    by_statement: dict[ast.Import | ast.ImportFrom, dict[ast.alias, list[str]]] = {}
+    for one in source.imports:
+        if is_apex(one.full):
+            missing = lacking.get(one.name, []) if _has(one.full) else [one.full]
+            by_statement.setdefault(one.statement, {})[one.alias] = missing
+    for statement, missing_of in by_statement.items():
+        moved = [alias for alias, missing in missing_of.items() if not missing]
+        if isinstance(statement, ast.ImportFrom) and len(moved) == len(statement.names):
+            set_module(source, changes, statement, f"narrowcast.{statement.module}")
+        elif moved:
+            replace_names(source, changes, statement, moved, _from_narrowcast(statement, moved))
+        for name in dict.fromkeys(name for missing in missing_of.values() for name in missing):
             message = f"narrowcast.apex has no {name.removeprefix('apex.')}: this still asks for apex itself"
             changes.report(source.start(statement), RULE, f"{message} (see docs/from-apex.md)", fixed=False)
         if moved:
             changes.report(source.start(statement), RULE, "imported from narrowcast.apex instead", fixed=True)
-
-
-def _missing(full: str, bound: str, lacking: Mapping[str, list[str]]) -> list[str]:
-    """Return the names that narrowcast.apex lacks: one import, or what the script uses of it."""
-    return lacking.get(bound, []) if _has(full) else [full]
 
 
 def _has(full: str) -> bool:
@@ -313,12 +309,14 @@ def _has(full: str) -> bool:
     return known and not f"{full}.".startswith(_LACKING)
 
 
-def _keep_plain(source: Source, changes: Changes, statement: ast.Import, moved: list[ast.alias]) -> None:
+def _from_narrowcast(statement: ast.Import | ast.ImportFrom, moved: list[ast.alias]) -> list[str]:
+    """Return the statements that import names of apex from narrowcast."""
+    if isinstance(statement, ast.ImportFrom):
+        return [f"from narrowcast.{statement.module} import {', '.join(map(ast.unparse, moved))}"]
     lines: dict[str, None] = {}
     for alias in moved:
         if alias.asname or alias.name != "apex":
             lines[f"import narrowcast.{ast.unparse(alias)}"] = None
         if not alias.asname:
             lines["from narrowcast import apex"] = None
-    if moved:
-        replace_names(source, changes, statement, moved, list(lines))
+    return list(lines)

@@ -12,7 +12,7 @@ import ast
 
 from narrowcast.migrate.apex._training import LOOPS, Run, Training, is_clip
 from narrowcast.migrate.source._edits import insert_before
-from narrowcast.migrate.source._tree import Function, is_constant, method_of, receiver_of, walk
+from narrowcast.migrate.source._tree import Function, method_of, receiver_of, walk
 
 # Calls that read no gradients, by the last part of their names.
 _HARMLESS = {
@@ -168,20 +168,13 @@ class Gradients:
         for node in self.source.nodes:
             if id(node) in allowed or self.training.in_plain_branch(node):
                 continue
-            if self._sets_gradient(node):
+            if self.source.sets_gradient(node):
                 self.plan.refuse(node, _SET)
             elif repeated and self._reads_gradients(node):
                 self.plan.refuse(node, _LOOKS.format(are="are"))
         for run in self.training.runs:
             if run.repeated:
                 self._check_loop(run, allowed)
-
-    def _sets_gradient(self, node: ast.AST) -> bool:
-        """Return whether a gradient is assigned, other than to None."""
-        if not isinstance(node, ast.Attribute) or node.attr != "grad" or isinstance(node.ctx, ast.Load):
-            return False
-        parent = self.source.parents[node]
-        return not (isinstance(parent, ast.Assign) and is_constant(parent.value, None))
 
     def _reads_gradients(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Attribute):
@@ -204,14 +197,12 @@ class Gradients:
         for node in inside.values():
             if id(node) in allowed or not isinstance(node, ast.Call) or self.training.in_plain_branch(node):
                 continue
-            if self._is_of_this_file(node):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in self.plan.functions:
                 continue  # searched itself
             is_alone = isinstance(self.source.parents[node], ast.Expr)
-            if (is_alone and not self._is_harmless_call(node)) or self._takes_weights(node):
+            if (is_alone and name not in _HARMLESS) or self._takes_weights(node):
                 self.plan.refuse(node, _LOOKS.format(are="may be"))
-
-    def _is_of_this_file(self, call: ast.Call) -> bool:
-        return getattr(call.func, "id", getattr(call.func, "attr", "")) in self.plan.functions
 
     def _takes_weights(self, call: ast.Call) -> bool:
         """Return whether a call is given a model, its parameters or an optimizer, and may read gradients."""
@@ -223,7 +214,3 @@ class Gradients:
             if weights or self.plan.is_model(one) or self.source.code(one) in self._optimizers:
                 return True
         return False
-
-    def _is_harmless_call(self, call: ast.Call) -> bool:
-        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-        return name in _HARMLESS and not self._is_of_this_file(call) and not self._takes_weights(call)

@@ -15,8 +15,8 @@ from narrowcast.migrate.source._edits import Changes, Target
 from narrowcast.migrate.source._tree import Function, Reference, Source, listed, receiver_of, walk
 
 RULE = "apex"
-_AUTOCAST: dict[Target, str] = {"torch": "torch.autocast", "narrowcast": "nc.autocast"}
-_SCALER: dict[Target, str] = {"torch": "torch.amp.GradScaler", "narrowcast": "nc.GradScaler"}
+AUTOCAST: dict[Target, str] = {"torch": "torch.autocast", "narrowcast": "nc.autocast"}
+SCALER: dict[Target, str] = {"torch": "torch.amp.GradScaler", "narrowcast": "nc.GradScaler"}
 
 # Methods of a model that compute nothing with its weights.
 _NO_FORWARD = re.compile(
@@ -50,16 +50,6 @@ class Plan:
     gone: list[ast.stmt] = field(default_factory=list)
     needs_torch: bool = False
 
-    @property
-    def autocast(self) -> str:
-        """The autocast region of the target library."""
-        return _AUTOCAST[self.target]
-
-    @property
-    def scaler(self) -> str:
-        """The scaler of the target library."""
-        return _SCALER[self.target]
-
     def refuse(self, node: ast.AST, reason: str) -> None:
         """Leave the apex part of the file alone, for this reason."""
         self.refused.append((self.source.start(node), reason))
@@ -73,11 +63,6 @@ class Plan:
         wanted = {f"apex.{name}" for name in names}
         return [one for one in self.source.references if one.full in wanted and id(one.node) not in self.done]
 
-    def call_of(self, reference: Reference) -> ast.Call | None:
-        """Return the call whose function is ``reference``."""
-        parent = self.source.parents[reference.node]
-        return parent if isinstance(parent, ast.Call) and parent.func is reference.node else None
-
     @cached_property
     def models(self) -> set[str]:
         """The texts of the models given to ``amp.initialize``.
@@ -87,7 +72,7 @@ class Plan:
         """
         held: set[str] = set()
         for reference in self.source.references:
-            call = self.call_of(reference)
+            call = self.source.call_of(reference.node)
             if reference.full != "apex.amp.initialize" or call is None:
                 continue
             values = call.args[:1] or [one.value for one in call.keywords if one.arg == "models"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 
-from narrowcast.migrate.apex._plan import Plan
+from narrowcast.migrate.apex._plan import AUTOCAST, Plan
 from narrowcast.migrate.apex._training import Level, Training
 from narrowcast.migrate.source._edits import wrap
 from narrowcast.migrate.source._tree import walk
@@ -26,6 +26,7 @@ class Regions:
     def __init__(self, plan: Plan, training: Training) -> None:
         self.plan = plan
         self.source = plan.source
+        self._autocast = AUTOCAST[plan.target]
         self.spans: list[Span] = []
         self.has_forward = False
         self._barriers = self._find_barriers()
@@ -50,9 +51,8 @@ class Regions:
     def _add_training(self, losses: set[str], levels: list[Level]) -> None:
         """Add the region of the forward pass before a block, in the innermost suite that has one."""
         for level in levels:
-            before = level.suite[: level.suite.index(level.statement)]
-            start = max((i + 1 for i, one in enumerate(before) if id(one) in self._barriers), default=0)
-            run = before[start:]
+            start = max((i + 1 for i, one in enumerate(level.before) if id(one) in self._barriers), default=0)
+            run = level.before[start:]
             last = max((i for i, one in enumerate(run) if self._stores(one) & losses), default=-1)
             forward = [i for i, one in enumerate(run) if self._is_forward(one, losses)]
             if last < 0 and forward:
@@ -83,7 +83,7 @@ class Regions:
         for call in self.source.all_calls:
             if id(call) not in self._covered and self.plan.is_forward(call):
                 self.has_forward = True
-                self.plan.note(call, f"this runs in fp32 now: {self.plan.autocast} around it casts it too")
+                self.plan.note(call, f"this runs in fp32 now: {self._autocast} around it casts it too")
 
     def _add(self, first: ast.stmt, last: ast.stmt) -> None:
         suite = self.source.suite(first)
@@ -103,13 +103,9 @@ class Regions:
         return {
             name
             for node in walk(statement)
-            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
-            for name in _names(node)
-        } | {
-            name
-            for node in walk(statement)
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
-            for name in _names(node.value)
+            if isinstance(getattr(node, "ctx", None), ast.Store)
+            and isinstance(node, ast.Name | ast.Attribute | ast.Subscript)
+            for name in _names(node.value if isinstance(node, ast.Subscript) else node)
         }
 
     def _refuse_cross_entropy(self) -> None:
@@ -125,7 +121,8 @@ class Regions:
             how = [self.plan.device, "dtype=torch.float16"]
             if scaler is not None and not always:
                 how.append(f"enabled={scaler}.is_enabled()")
-            wrap(self.source, self.plan.changes, first, last, f"with {self.plan.autocast}({', '.join(how)}):")
+            header = f"with {self._autocast}({', '.join(how)}):"
+            wrap(self.source, self.plan.changes, first, last, header)
             self.plan.note(first, "the region in which operators are cast: the forward pass and the loss")
 
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from narrowcast.migrate.apex._plan import Plan, outermost_function
+from narrowcast.migrate.apex._plan import SCALER, Plan, outermost_function
 from narrowcast.migrate.source._edits import between_statements, insert_before
 from narrowcast.migrate.source._tree import (
     Function,
@@ -79,7 +79,7 @@ class Setup:
 
 def read_setup(plan: Plan, reference: Reference) -> Setup | None:
     """Read a call of ``initialize``; return None if it cannot be rewritten."""
-    source, call = plan.source, plan.call_of(reference)
+    source, call = plan.source, plan.source.call_of(reference.node)
     plan.done.add(id(reference.node))
     if call is None or not is_plain(call):
         plan.refuse(reference.node, "amp.initialize with arguments that are not written out here")
@@ -198,8 +198,8 @@ def write_setup(plan: Plan, setup: Setup, users: Sequence[ast.AST]) -> tuple[str
     """
     source, statement, lines, module = plan.source, setup.statement, [], []
     if isinstance(statement, ast.Assign):
-        given = [source.code(one) for name in ("models", "optimizers") if (one := _given(setup.call, name))]
-        values = ", ".join(given)
+        given = [argument(setup.call, place, name) for place, name in enumerate(_ORDER[:2])]
+        values = ", ".join(source.code(one) for one in given if one and not is_constant(one, None))
         targets = [source.code(target) for target in statement.targets]
         if any(_bare(target) != _bare(values) for target in targets):
             lines.append(f"{' = '.join(targets)} = {values}")
@@ -213,11 +213,11 @@ def write_setup(plan: Plan, setup: Setup, users: Sequence[ast.AST]) -> tuple[str
         made = [plan.device, *setup.scaler]
         if setup.enabled:
             made.append(f"enabled={' and '.join(setup.enabled)}")
-        lines.append(f"{name} = {plan.scaler}({', '.join(made)})")
+        lines.append(f"{name} = {SCALER[plan.target]}({', '.join(made)})")
         function = source.function(statement)
         is_local = all(source.function(one) is function for one in users)
         if setup.outermost is not None or not is_local:
-            module.append(f"{name} = {plan.scaler}({plan.device}, enabled=False)")
+            module.append(f"{name} = {SCALER[plan.target]}({plan.device}, enabled=False)")
             if function is not None:
                 insert_before(source, plan.changes, _first_of(function), f"global {name}")
     if lines:
@@ -232,11 +232,6 @@ def _first_of(function: Function) -> ast.stmt:
     body = function.body
     has_text = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     return body[1] if has_text and len(body) > 1 else body[0]
-
-
-def _given(call: ast.Call, name: str) -> ast.expr | None:
-    value = argument(call, _ORDER.index(name), name)
-    return None if value is None or is_constant(value, None) else value
 
 
 def _bare(code: str) -> str:

@@ -135,9 +135,8 @@ class Training:
 
     def _is_fixed(self, test: str) -> bool:
         """Return whether a condition always has the same value, since its names are set at most once."""
-        names = {getattr(node, "id", getattr(node, "attr", "")) for node in walk(ast.parse(f"({test})"))} - {
-            ""
-        }
+        named = (getattr(node, "id", getattr(node, "attr", "")) for node in walk(ast.parse(f"({test})")))
+        names = {name for name in named if name}
         stores = []
         for node in self.source.nodes:
             name = getattr(node, "id", getattr(node, "attr", ""))
@@ -152,7 +151,7 @@ class Training:
     # Blocks, and the suites from each to its steps
 
     def _block(self, reference: Reference) -> Block | None:
-        plan, source, call = self.plan, self.source, self.plan.call_of(reference)
+        plan, source, call = self.plan, self.source, self.source.call_of(reference.node)
         plan.done.add(id(reference.node))
         item = source.parents[call] if call is not None else None
         statement = source.parents[item] if isinstance(item, ast.withitem) else None
@@ -261,10 +260,8 @@ class Training:
         uses = [
             one for one in self.source.nodes if isinstance(one, kind) and getattr(one, field_name) == name
         ]
-        call = self.source.parents[uses[0]] if len(uses) == 1 else None
-        if not isinstance(call, ast.Call) or call.func is not uses[0]:
-            return None
-        simple = isinstance(self.source.statement(call), ast.Expr | ast.Assign | ast.AugAssign)
+        call = self.source.call_of(uses[0]) if len(uses) == 1 else None
+        simple = call and isinstance(self.source.statement(call), ast.Expr | ast.Assign | ast.AugAssign)
         return call if simple else None
 
     # Steps
@@ -332,8 +329,8 @@ class Training:
             if not isinstance(node, ast.Attribute) or node.attr != "step":
                 continue
             if self.source.code(node.value) in names:
-                call = self.source.parents[node]
-                if not isinstance(call, ast.Call) or call.func is not node:
+                call = self.source.call_of(node)
+                if call is None:
                     self.plan.refuse(node, "the step of an optimizer is passed on here: call it in the loop")
                 elif id(call) not in known and not self.in_plain_branch(call):
                     self.plan.refuse(call, "a step that follows no block of amp.scale_loss in its suite")

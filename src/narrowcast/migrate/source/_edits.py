@@ -11,20 +11,9 @@ from typing import Literal
 from narrowcast.migrate.source._tree import Source, walk
 
 Target = Literal["torch", "narrowcast"]
-"""What to migrate to: ``torch.amp``, or narrowcast's own names."""
+"""What to migrate to: ``torch.amp``, or ``nc.autocast`` and ``nc.GradScaler``."""
 
 _UNIT = "    "
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What to migrate to.
-
-    Attributes:
-        target: ``"torch"`` for ``torch.amp``, ``"narrowcast"`` for ``nc.autocast`` and ``nc.GradScaler``.
-    """
-
-    target: Target = "torch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,29 +90,24 @@ class Applied:
 
     def __init__(self, text: str, edits: Iterable[Edit]) -> None:
         pieces: list[str] = []
-        self._new: list[int] = [0]
-        self._old: list[int] = [0]
+        self._marks = [(0, 0)]  # offsets in the new text, rising, and in the old one
         at = length = 0
         for edit in sorted(edits):  # stable: insertions at one place keep their order
             if edit.start < at:
                 raise ValueError(f"two edits overlap at character {edit.start}: {edit.text!r}")
             pieces += [text[at : edit.start], edit.text]
             length += edit.start - at
-            self._mark(length, edit.start)
+            self._marks.append((length, edit.start))
             length += len(edit.text)
-            self._mark(length, edit.end)
+            self._marks.append((length, edit.end))
             at = edit.end
         self.text = "".join([*pieces, text[at:]])
 
-    def _mark(self, new: int, old: int) -> None:
-        self._new.append(new)
-        self._old.append(old)
-
     def origin(self, offset: int) -> int:
         """Return the old offset of a character; for an inserted one the place of the insertion."""
-        index = bisect_right(self._new, offset) - 1
-        gone_on = self._old[index] + offset - self._new[index]
-        return min(gone_on, self._old[index + 1]) if index + 1 < len(self._old) else gone_on
+        after = bisect_right(self._marks, offset, key=lambda mark: mark[0])
+        new, old = self._marks[after - 1]
+        return min([old + offset - new, *(before for _, before in self._marks[after : after + 1])])
 
 
 def origin(trail: Sequence[Applied], offset: int) -> int:
@@ -241,10 +225,12 @@ def insert_after(source: Source, changes: Changes, statement: ast.stmt, code: st
     changes.insert(end, line + source.newline if ended else source.newline + line)
 
 
-def import_line(source: Source, line: str) -> Edit:
-    """Return the insertion of an import at module level, after the imports at the top of the file."""
-    at = after_imports(source)
-    return Edit(at, at, line + source.newline)
+def require_import(source: Source, changes: Changes, name: str, module: str) -> None:
+    """Import ``module`` as ``name`` after the imports at the top of the file, unless that is done already."""
+    if not reaches(source, name, module):
+        line = f"import {module}" if name == module else f"import {module} as {name}"
+        at = after_imports(source)
+        changes.edits.insert(0, Edit(at, at, line + source.newline))
 
 
 def reaches(source: Source, name: str, full: str) -> bool:

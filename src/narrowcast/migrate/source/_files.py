@@ -28,14 +28,7 @@ WORDS = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileOutcome:
-    """What a migration makes of one file.
-
-    Attributes:
-        path: as it was found.
-        before, after: its text, with its own line ends and without a byte order mark.
-        findings: in the order of their lines.
-        problem: why the file could not be migrated, for example that it does not parse; None if it was.
-    """
+    """What a migration makes of one file: its text before and after, or why it could not be migrated."""
 
     path: str
     before: str = ""

@@ -30,72 +30,43 @@ def move_imports(
         home: maps an old full name to the new one, to ``GONE`` if the import goes, to None if it stays.
         removed: collects the statements that go; the caller removes them. None: they are removed here.
     """
+    homes: dict[ast.Import | ast.ImportFrom, dict[ast.alias, str]] = defaultdict(dict)
+    for one in source.imports:
+        if one.name in moved and (new := home(one.full)) is not None:
+            homes[one.statement][one.alias] = new
     gone: list[ast.stmt] = []
-    for statement in source.nodes:
-        if isinstance(statement, ast.ImportFrom):
-            _move_from(source, changes, statement, moved, home, gone)
-        elif isinstance(statement, ast.Import):
-            _move_plain(source, changes, statement, moved, home, gone)
+    for statement, news in homes.items():
+        lines = _new_imports(source, statement, news)
+        modules = {new.rpartition(".")[0] for new in news.values()}
+        is_whole = len(news) == len(statement.names)
+        if is_whole and not lines:
+            gone.append(statement)
+        elif is_whole and len(modules) == 1 and isinstance(statement, ast.ImportFrom):
+            set_module(source, changes, statement, *modules)
+        else:
+            replace_names(source, changes, statement, list(news), lines)
     if removed is None:
         remove(source, changes, gone)
     else:
         removed += gone
 
 
-def _move_from(
-    source: Source,
-    changes: Changes,
-    statement: ast.ImportFrom,
-    moved: Collection[str],
-    home: Callable[[str], str | None],
-    gone: list[ast.stmt],
-) -> None:
-    targets: dict[str, list[ast.alias]] = defaultdict(list)
-    for alias in statement.names:
-        new = home(f"{'.' * statement.level}{statement.module or ''}.{alias.name}")
-        if new is not None and (alias.asname or alias.name) in moved:
-            targets[new.rpartition(".")[0]].append(alias)
-    if not targets:
-        return
-    leaving = [alias for aliases in targets.values() for alias in aliases]
-    if len(targets) == 1 and len(leaving) == len(statement.names):
-        if GONE in targets:
-            gone.append(statement)
-        else:
-            set_module(source, changes, statement, *targets)
-        return
-    lines = [
-        f"from {module} import {', '.join(map(ast.unparse, aliases))}"
-        for module, aliases in targets.items()
-        if module != GONE
-    ]
-    replace_names(source, changes, statement, leaving, lines)
-
-
-def _move_plain(
-    source: Source,
-    changes: Changes,
-    statement: ast.Import,
-    moved: Collection[str],
-    home: Callable[[str], str | None],
-    gone: list[ast.stmt],
-) -> None:
-    lines: dict[str, None] = {}
-    leaving = []
-    for alias in statement.names:
+def _new_imports(
+    source: Source, statement: ast.Import | ast.ImportFrom, news: dict[ast.alias, str]
+) -> list[str]:
+    """Return the statements that import the names of ``statement`` from where they are now."""
+    lines: dict[str, list[str]] = defaultdict(list)
+    for alias, new in news.items():
         bound = alias.asname or alias.name.partition(".")[0]
-        new = home(alias.name)
-        if new is None or bound not in moved:
+        if new == GONE:
             continue
-        leaving.append(alias)
-        if alias.asname and new != GONE:
-            lines[f"import {new} as {alias.asname}"] = None
-        elif new != GONE and not any(one.full == one.name == bound for one in source.imports):
-            lines[f"import {new.partition('.')[0]}"] = None
-    if leaving and not lines and len(leaving) == len(statement.names):
-        gone.append(statement)
-    elif leaving:
-        replace_names(source, changes, statement, leaving, list(lines))
+        if isinstance(statement, ast.ImportFrom):
+            lines[f"from {new.rpartition('.')[0]} import "].append(ast.unparse(alias))
+        elif alias.asname:
+            lines[f"import {new} as {bound}"] = []
+        elif not any(one.full == one.name == bound for one in source.imports):
+            lines[f"import {new.partition('.')[0]}"] = []
+    return [line + ", ".join(names) for line, names in lines.items()]
 
 
 def set_module(source: Source, changes: Changes, statement: ast.ImportFrom, module: str) -> None:

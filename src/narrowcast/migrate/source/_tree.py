@@ -21,22 +21,15 @@ _SUITES = ("body", "orelse", "finalbody", "handlers", "cases")
 # What binds a name to something that is not imported.
 _OTHER = "?"
 # Contexts and operators have no place in the text, and are a third of all nodes.
-_PLACELESS = ("ctx", "op", "ops")
+_PLACELESS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 
 
 def children(node: ast.AST) -> Sequence[ast.AST]:
     """Return the nodes directly inside ``node``, in their order; kept with the node for the next walk."""
-    kept = node.__dict__
-    known: Sequence[ast.AST] | None = kept.get("_children")
+    known: Sequence[ast.AST] | None = node.__dict__.get("_children")
     if known is None:
-        found: list[ast.AST] = []
-        for name in node._fields:
-            value = kept.get(name)
-            if isinstance(value, list) and name not in _PLACELESS:
-                found += [one for one in value if isinstance(one, ast.AST)]
-            elif isinstance(value, ast.AST) and name not in _PLACELESS:
-                found.append(value)
-        known = kept["_children"] = found
+        found = ast.iter_child_nodes(node)
+        known = node.__dict__["_children"] = [one for one in found if not isinstance(one, _PLACELESS)]
     return known
 
 
@@ -138,12 +131,7 @@ class Imported:
 
 
 class Source:
-    """One parsed file.
-
-    Attributes:
-        path: as it was given.
-        text: with its own line ends, without a byte order mark.
-        tree: by Python's parser.
+    """One parsed file; its text has its own line ends, and no byte order mark.
 
     Raises:
         SyntaxError: the text does not parse.
@@ -290,6 +278,18 @@ class Source:
             if isinstance(outer, ast.ClassDef):
                 return None
         return None
+
+    def call_of(self, node: ast.AST) -> ast.Call | None:
+        """Return the call whose function is ``node``."""
+        parent = self.parents[node]
+        return parent if isinstance(parent, ast.Call) and parent.func is node else None
+
+    def sets_gradient(self, node: ast.AST) -> bool:
+        """Return whether a gradient is assigned, other than to None."""
+        if not isinstance(node, ast.Attribute) or node.attr != "grad" or isinstance(node.ctx, ast.Load):
+            return False
+        parent = self.parents[node]
+        return not (isinstance(parent, ast.Assign) and is_constant(parent.value, None))
 
     def suite(self, statement: ast.stmt) -> list[ast.stmt]:
         """Return the list of statements in which ``statement`` stands."""

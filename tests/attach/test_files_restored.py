@@ -1,0 +1,241 @@
+"""Files that a script changes are copied aside before, and put back after."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from attached_scripts import Runs
+
+from narrowcast.attach import OUTPUTS, folder_of_one, registered, restore_files, restore_killed
+from narrowcast.errors import FileError
+
+# What a script does to the user's files ``kept``, ``sub/in``, and ``link`` to ``kept``.
+WAYS = {
+    "open": "open('kept', 'w').write('x')",
+    "open, to append": "open(b'kept', 'ab').write(b'x')",
+    "open, to update": "open(Path('sub/in'), 'r+').write('x')",
+    "os.open": "fd = os.open('kept', os.O_WRONLY | os.O_TRUNC); os.write(fd, b'x'); os.close(fd)",
+    "through a link": "open('link', 'w').write('x')",
+    "from another folder": "os.chdir('sub'); open('../kept', 'w').write('x')",
+    "os.replace": "open('a', 'w').write('x'); os.replace('a', 'kept')",
+    "renamed away": "os.rename('kept', 'a'); open('a', 'a').write('x')",
+    "a folder renamed away": "os.rename('sub', 'a'); open('a/in', 'w').write('x')",
+    "a folder replaced": "shutil.rmtree('sub'); os.makedirs('sub/new'); open('sub/new/a', 'w').write('x')",
+    "a new folder renamed": "os.mkdir('new'); open('new/in', 'w').write('x'); os.rename('new/', 'moved/')",
+    "a folder in place of a file": "os.remove('kept'); os.mkdir('kept'); open('kept/a', 'w').write('x')",
+    "a link moved on": "os.remove('link'); os.symlink('sub', 'link')",
+    "a hard link": "os.link('kept', 'a'); open('a', 'w').write('x')",
+    "sqlite3": "with sqlite3.connect('a') as db: db.execute('create table t (a)')\ndb.close()",
+    "torch.save": "torch.save([1.0], 'kept')",
+    "torch.save, not ASCII": "torch.save([1.0], 'gr\u00fc\u00df'); os.rename('gr\u00fc\u00df', 'kept')",
+    "torch.jit.save": "torch.jit.save(torch.jit.script(net), 'kept')",
+    "torch.distributed.checkpoint": "dcp.save({'a': torch.ones(2)}, checkpoint_id='sub', no_dist=True)",
+    "safetensors": "from safetensors.torch import save_file as save; save(net.state_dict(), 'kept')",
+    "safetensors, by name": "import safetensors.numpy as s; s.save_file({}, filename=Path('kept'))",
+}  # fmt: skip
+HEAD = """\
+import json, os, shutil, sqlite3, sys, warnings
+from pathlib import Path
+import torch, torch.distributed.checkpoint as dcp
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+net = torch.nn.Linear(2, 2)
+codes = {}
+for number, (way, text) in enumerate(json.loads(Path(sys.argv[1]).read_text()).items()):
+    # Each in a folder and a process of its own, as quick as a fork is.
+    if os.fork() == 0:
+        os.chdir(str(number))
+        exec(text)
+        os._exit(0)
+    codes[way] = os.waitstatus_to_exitcode(os.wait()[1])
+print(json.dumps(codes))
+"""
+
+
+def state(folder):
+    """Every name in a folder, with its content, permissions and time."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        content = os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+        about = path.lstat() if content is not False and not path.is_symlink() else None
+        found[str(path.relative_to(folder))] = (content, about and (about.st_mode, about.st_mtime_ns))
+    return found
+
+
+def prepare(folder):
+    (folder / "sub").mkdir(parents=True)
+    for name, text in ("kept", "of the user"), ("sub/in", "too"):
+        (folder / name).write_text(text)
+        os.utime(folder / name, (1e9, 1e9))
+    (folder / "kept").chmod(0o640)
+    (folder / "link").symlink_to("kept")
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory, fork_server):
+    """Of each way: before, after the script, and restored; and the outputs."""
+    runs = Runs(fork_server, tmp_path_factory.mktemp("files"))
+    (ways := runs.work.parent / "ways.json").write_text(json.dumps(WAYS))
+    for number, _ in enumerate(WAYS):
+        prepare(runs.work / str(number))
+    before = state(runs.work)
+    ended = runs.run(HEAD, str(ways), watched=True)
+    assert (ended.code, json.loads(ended.lines[-1])) == (0, dict.fromkeys(WAYS, 0)), ended.stderr
+    after = state(runs.work)
+    restore_files(ended.folder)
+    return {"before": before, "after": after, "restored": state(runs.work), "outputs": ended.folder / OUTPUTS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_files_are_as_before(states, way):
+    start = f"{list(WAYS).index(way)}/"
+    before, after, restored = (
+        {name: found for name, found in states[when].items() if name.startswith(start)}
+        for when in ("before", "after", "restored")
+    )
+    assert after != before
+    assert restored == before
+    new = {name for name, found in after.items() if found[0] and before.get(name, [0])[0] != found[0]}
+    outputs = states["outputs"]
+    assert all((outputs / name).is_symlink() or (outputs / name).is_file() for name in new)
+
+
+def test_what_stays(runs):
+    """Locks, caches and the run's own folder; a file that nothing changed keeps its place too."""
+    prepare(runs.work)
+    inode = (runs.work / "kept").stat().st_ino
+    text = """
+        import os, sys, tempfile
+        tempfile.TemporaryFile(dir=".").close()
+        open("kept", "r+").close()
+        os.makedirs("sub", exist_ok=True)
+        os.mkfifo("pipe"); os.open("pipe", os.O_RDWR)
+        open("/dev/null", "w").write("x")
+        os.makedirs(os.environ["XDG_CACHE_HOME"] + "/a")
+        for path in os.environ["XDG_CACHE_HOME"] + "/a/b", sys.argv[1] + "/own", "x.lock", "made.pyc":
+            open(path, "w").write("x")
+        """
+    folder = runs.work.parent / "run-1"
+    ended = runs.run(text, str(folder), watched=True)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert restore_files(folder) == []
+    assert (runs.work / "kept").stat().st_ino == inode
+    stays = [folder / "own", *(runs.work / name for name in ("x.lock", "made.pyc"))]
+    assert all(path.read_text() == "x" for path in [*stays, runs.work.parent / "cache/a/b"])
+    assert not (folder / OUTPUTS).exists()
+
+
+def test_children_by_fork_spawn_and_loaders_are_seen(runs, monkeypatch):
+    text = """
+        import multiprocessing
+        from torch.utils.data import DataLoader, Dataset
+
+        class Writes(Dataset):
+            def __len__(self):
+                return 1
+            def __getitem__(self, n):
+                open("loader", "w").write("x")
+                return n
+
+        def work(name):
+            open(name, "w").write("x")
+
+        if __name__ == "__main__":
+            list(DataLoader(Writes(), num_workers=1))
+            for start in "fork", "spawn":
+                child = multiprocessing.get_context(start).Process(target=work, args=(start,))
+                child.start()
+                child.join()
+                assert child.exitcode == 0
+        """
+    monkeypatch.setenv("HF_HOME", str(runs.work.parent))  # a cache that holds all of somebody's work
+    files = [runs.work / name for name in ("loader", "fork", "spawn")]
+    for file in files:
+        file.write_text("of the user")
+    ended = runs.run(text, watched=True)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert {str(file) for file in files} <= set(restore_files(ended.folder))
+    assert [file.read_text() for file in files] == ["of the user"] * 3
+    assert (ended.folder / OUTPUTS / "loader").read_text() == "x"
+
+
+def test_a_file_that_cannot_be_copied_is_not_opened(runs):
+    (runs.work / "kept").write_text("of the user")
+    journal = runs.work.parent / "run-1" / "files.jsonl"
+    ended = runs.run("import os, sys\nos.remove(sys.argv[1])\nopen('kept', 'w')", str(journal), watched=True)
+    assert ended.code == 1
+    assert f"narrowcast cannot copy it to {journal.parent} (No such file" in ended.stderr
+    assert (runs.work / "kept").read_text() == "of the user"
+
+
+def test_restoring_that_is_cut_short_goes_on(runs, monkeypatch):
+    for name in "first", "second":
+        (runs.work / name).write_text(name)
+    script = "open('second', 'w').write('x'); open('first', 'w').write('x'); open('new', 'w').write('x')"
+    folder = runs.run(script, watched=True).folder
+    with (folder / "files.jsonl").open("a") as journal:
+        journal.write('{"path": "/cut sho')
+    move = shutil.move
+
+    def interrupt(source, to):
+        if Path(to) == runs.work / "second":
+            raise KeyboardInterrupt
+        move(source, to)
+
+    monkeypatch.setattr(shutil, "move", interrupt)
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(folder / "cache"))
+    with folder_of_one(pytest.fail), registered(folder):
+        restore_killed(pytest.fail)  # the run goes on
+        with pytest.raises(KeyboardInterrupt):
+            restore_files(folder)
+    monkeypatch.undo()
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(folder / "cache"))
+    restore_killed(lambda _: None)
+    assert [(runs.work / name).read_text() for name in ("first", "second")] == ["first", "second"]
+    assert {path.name for path in (folder / OUTPUTS).iterdir()} == {"first", "second", "new"}
+    assert not (folder / "files.jsonl").exists()
+    assert not list((folder / "cache/running").glob("*.run"))
+
+
+def test_runs_in_one_folder_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+    said, order = [], []
+
+    def second():
+        with folder_of_one(said.append):
+            order.append("second")
+
+    with folder_of_one(pytest.fail):
+        for name, value in ("RANK", "1"), ("NARROWCAST_RUN_DIR", "x"):
+            with monkeypatch.context() as inside:
+                inside.setenv(name, value)
+                with folder_of_one(pytest.fail):
+                    pass
+        (other := threading.Thread(target=second)).start()
+        while not said:
+            time.sleep(0.01)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
+    assert set(said) == {"waiting for another run in this folder to end"}
+
+
+def test_a_file_that_cannot_be_put_back_is_named(runs, monkeypatch):
+    (runs.work / "kept").write_text("of the user")
+    folder = runs.run("open('kept', 'w').write('x')", watched=True).folder
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "move", refuse)
+    with pytest.raises(
+        FileError, match=rf"cannot put {runs.work}/kept back .*: Permission denied\. Its content"
+    ):
+        restore_files(folder)
+    monkeypatch.undo()
+    assert restore_files(folder) == [str(runs.work / "kept")]
+    assert (runs.work / "kept").read_text() == "of the user"
