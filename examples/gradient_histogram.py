@@ -35,7 +35,7 @@ import narrowcast as nc
 from narrowcast.formats import FLOAT16
 
 PICTURE = "gradient_histogram.png"
-COLOURS = {"flushed": "#b3282d", "subnormal": "#e0a030", "normal": "#30708f", "overflow": "#7b3f98"}
+COLOURS = {"flushed": "#b3282d", "subnormal": "#e0a030", "normal": "#30708f", "overflowed": "#7b3f98"}
 DEVIATES = 1 << 20
 
 
@@ -103,8 +103,7 @@ def print_table(histogram: nc.observe.ExponentHistogram, scale: float) -> None:
     print(f"{'scale':>12}{'zero':>10}{'subnormal':>12}{'normal':>10}{'overflow':>11}")
     for each in sorted(scales):
         told = histogram.cast_to(FLOAT16, scale=each)
-        shares = told.flushed_share, told.subnormal_share, told.normal_share, told.overflowed_share
-        cells = ["-" if share is None else f"{share:.4f}" for share in shares]
+        cells = [f"{share:.4f}" for share in told.shares.values()] or ["-"] * 4
         mark = "  the largest that overflows nothing here" if each == largest else ""
         text = f"2**{round(math.log2(each))}"
         print(f"{text:>12}{cells[0]:>10}{cells[1]:>12}{cells[2]:>10}{cells[3]:>11}{mark}")
@@ -118,22 +117,16 @@ def draw(histogram: nc.observe.ExponentHistogram, scale: float, what: str, path:
         "flushed": (-math.inf, moved - 11),
         "subnormal": (moved - 11, moved),
         "normal": (moved, moved + 30),
-        "overflow": (moved + 30, math.inf),
+        "overflowed": (moved + 30, math.inf),
     }
     told = histogram.cast_to(FLOAT16, scale=scale)
-    shares = {
-        "flushed": told.flushed_share,
-        "subnormal": told.subnormal_share,
-        "normal": told.normal_share,
-        "overflow": told.overflowed_share,
-    }
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axes = figure.subplots()
     left, right = min([*counts, moved - 12]) - 1, max([*counts, moved + 31]) + 2
     entries = []
     for name, (low, high) in edges.items():
         within = {e: n / total for e, n in counts.items() if low <= e < high}
-        label = f"{name}: {100 * (shares[name] or 0):.2f} %"
+        label = f"{name}: {100 * told.shares.get(name, 0):.2f} %"
         axes.bar(list(within), list(within.values()), 0.9, align="edge", color=COLOURS[name])
         entries.append(Patch(color=COLOURS[name], label=label))
         axes.axvspan(max(low, left), min(high, right), color=COLOURS[name], alpha=0.1, linewidth=0)

@@ -7,10 +7,14 @@ import contextlib
 import multiprocessing.process
 import os
 import random
+import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
+import types
+import warnings
 from pathlib import Path
 
 import numpy
@@ -22,11 +26,15 @@ from forked_runs import ForkServer
 # Processes that tests start inherit it: two workers with two threads each would wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Rates that someone measured on this machine would decide what "auto" is.
+_CACHE = tempfile.TemporaryDirectory(prefix="narrowcast-tests-")
+os.environ["NARROWCAST_CACHE_DIR"] = _CACHE.name
 TESTS = Path(__file__).parent
 # CPU seconds that a test without the mark ``long`` may take, with its processes, without session fixtures.
 LIMIT_CPU_S = 3.0
 # What _busy() takes on the CPU for which the limit was chosen; a slower one gets more.
 _BUSY_S = 0.045
+_OF_TOOLS = re.compile("PYTEST_CURRENT_TEST|_?TORCHINDUCTOR|TRITON_|CUDA_HOME|TORCH_WARM_POOL")
 _over_limit: dict[str, float] = {}
 _session_fixtures_s = 0.0
 
@@ -63,6 +71,26 @@ def no_waiting():
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.fixture
+def counted_waits():
+    """``with counted_waits() as found:`` counts in ``found.count`` how often the host waits for the GPU."""
+
+    @contextlib.contextmanager
+    def inside():
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        found = types.SimpleNamespace(count=0)
+        try:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.count = sum("called a synchronizing" in str(one.message) for one in waits)
+
+    return inside
+
+
 def _global_state() -> dict[str, object]:
     module = sys.modules["torch.nn.modules.module"]
     optimizer = sys.modules["torch.optim.optimizer"]
@@ -73,6 +101,7 @@ def _global_state() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "autocast": {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")},
+        "promoting": torch.get_autocast_dtype("xla") == torch.float64,
         "autocast cache": torch.is_autocast_cache_enabled(),
         "autocast nesting": _autocast_nesting(),
         "functions": {
@@ -102,10 +131,8 @@ def _global_state() -> dict[str, object]:
         "path": [p for p in sys.path if "torchinductor" not in p],
         "main": sys.modules["__main__"],
         "folder": os.getcwd(),
-        # torch's compiler keeps settings of its own there, from its first import on.
-        "environment": {
-            k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST" and "TORCHINDUCTOR" not in k
-        },
+        # torch's compiler keeps settings of its own there, from its first import or its first GPU kernel on.
+        "environment": {k: v for k, v in os.environ.items() if not _OF_TOOLS.match(k)},
     }
 
 
@@ -113,9 +140,9 @@ def _open_regions() -> tuple[int, ...]:
     """Of all threads: one that a thread leaves open as it ends would keep others from keeping casts."""
     regions = sys.modules.get("narrowcast.casting._regions")
     if regions is None:
-        return (0, 0, 0)
-    process = regions._process
-    return len(process.caching), process.warning_regions, process.propagating_regions
+        return (0,) * 5
+    replaced = (regions._weight_casts.LOADING, *regions._CHECKPOINTING)
+    return len(regions._process.caching), *(one.users for one in replaced)
 
 
 def _autocast_nesting() -> int:
@@ -171,6 +198,7 @@ def _warnings_come_again():
     weight_casts = sys.modules.get("narrowcast.casting._weight_casts")
     if weight_casts is not None:
         weight_casts._process.backward_warned = False
+        sys.modules["narrowcast.casting._warnings"].warned.clear()
 
 
 def pytest_addoption(parser):
@@ -197,8 +225,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.relative_to(TESTS).as_posix() in CPU_KIND_FILES:
             item.add_marker(pytest.mark.cpu_kind)
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
+        if item.get_closest_marker("gpu"):
+            # There torch warns of more: of its sync debug mode, cuBLAS in a new thread, TF32 under inductor.
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
         if not item.get_closest_marker("xdist_group"):
             # A file's tests share the fixtures of their module, and so stay together.
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))

@@ -1,9 +1,9 @@
 """Run functions in processes that are forked from one that has imported torch, which takes 2 s each time.
 
 The server is this file run as a program. It reads one request a line (JSON) from its standard input, forks,
-and answers with the process id and, when that process has ended, with its exit code. The forked process
-leaves the loop, calls the function and ends as a Python program does (traceback, threads, exit handlers),
-except that only the script's own module is deleted: to delete all modules takes another second.
+and answers with the process id and, when that process has ended, with its id and exit code. The forked
+process leaves the loop, calls the function and ends as a Python program does (traceback, threads, exit
+handlers), except that only the script's own module is deleted: to delete all modules takes another second.
 """
 
 import atexit
@@ -27,18 +27,19 @@ class ForkedProcess:
         self.args = words
         self.returncode = None
         self._server = server
-        self.pid = int(server.stdout.readline())
+        self.pid = server.next_started()
 
     def wait(self, timeout=None):
-        if self.returncode is None:
+        while self.pid not in self._server.codes:
             if not select.select([self._server.stdout], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
-            self.returncode = int(self._server.stdout.readline())
+            self._server.read_line()
+        self.returncode = self._server.codes[self.pid]
         return self.returncode
 
 
 class ForkServer:
-    """Starts one process at a time."""
+    """Starts processes. ``codes``: process id -> exit code, of those that have ended."""
 
     def __init__(self):
         tests = Path(__file__).parent
@@ -47,6 +48,7 @@ class ForkServer:
         # Not buffered: on a busy machine both lines of a run may arrive at once, and ``select`` would wait
         # for ever for the second one, which the buffer holds already.
         self._server = subprocess.Popen(command, bufsize=0, **pipes)
+        self.stdout, self.codes = self._server.stdout, {}
 
     def start(self, function, words, *, stdout, stderr, cwd=None, env=None):
         """Call ``"module:function"`` with ``words``; ``stdout`` and ``stderr`` are files."""
@@ -59,7 +61,19 @@ class ForkServer:
             "env": dict(os.environ if env is None else env),
         }
         self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        return ForkedProcess(self._server, request["words"])
+        return ForkedProcess(self, request["words"])
+
+    def next_started(self):
+        while (words := self.read_line())[1:]:
+            pass
+        self.codes.pop(words[0], None)
+        return words[0]
+
+    def read_line(self):
+        """The id of a process that has started, or the id and the exit code of one that has ended."""
+        words = [int(word) for word in self.stdout.readline().split()]
+        self.codes.update([words] if words[1:] else [])
+        return words
 
     def run(self, function, words, *, folder, limit_s=100.0, **where):
         """Wait for the end; the output goes to files in ``folder``."""
@@ -84,13 +98,13 @@ class ForkServer:
 def _serve():
     """Return the request in the process that was forked for it; None at the end of the server."""
     for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            return json.loads(line)
-        sys.stdout.write(f"{pid}\n")
-        sys.stdout.flush()
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n")
-        sys.stdout.flush()
+        if os.fork() == 0:  # the parent of the run, so that another one can begin before it ends
+            pid = os.fork()
+            if pid == 0:
+                return json.loads(line)
+            os.write(1, f"{pid}\n".encode())
+            os.write(1, f"{pid} {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+            os._exit(0)
     return None
 
 

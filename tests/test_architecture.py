@@ -17,28 +17,39 @@ SOURCE = Path(narrowcast.__file__).parent
 # above it. To raise a number is a decision: write its reason beside it.
 BUDGETS = {
     "errors": 140,
-    "_files": 85,  # the one atomic write, of which there were seven
-    "formats": 600,
-    "machine": 1_200,
-    "policy": 1_550,
-    "scaling": 600,
-    "casting": 4_400,
-    "gradients": 2_300,
-    "weights": 1_450,
-    "training": 2_300,
-    "observe": 2_800,
-    "attach": 2_600,
-    "verify": 2_900,
-    "integrations": 0,
-    "apex": 2_900,
-    "migrate": 3_400,
-    "report": 2_700,
-    "cli": 1_050,
+    "_files": 86,  # the one atomic write, of which there were seven
+    "formats": 550,
+    "machine": 1_400,  # 155 decide "auto" by rates, agreed on by ranks; 50 say which formats are slow
+    "policy": 1_526,  # rules that no call reached, a notebook view
+    "scaling": 520,  # checks what is given as a loss scale
+    "casting": 4_927,  # 430 promote where formats meet, 55 warn of sigmoids, 58 undo on errors, TorchScript
+    "gradients": 2_320,  # complex gradients, and what tests of torch assign
+    "weights": 1_445,
+    # A resume keeps the format of "auto"; a first loss in fp32, reentrant checkpoints, undone on errors.
+    "training": 2_405,
+    "observe": 2_805,  # why mixed precision is not worth it
+    # Gradients unscaled in place; 180 put back the files that runs change; 20 for runs that take turns.
+    "attach": 3_130,  # proofs of updates by hand, untrained runs, low weights, sigmoids, errors of scripts
+    # 73 judge how steps move weights: gradients alone do not show a wrong optimizer, or a lost master.
+    # 275 let the steps of two runs take turns, so that a busy machine slows both alike.
+    # 12 say which parameters are lost.
+    "verify": 3_940,  # 107 on why it is not faster, 120 on time limits, 440 on bias, variance and intervals
+    "apex": 2_850,  # refuses TorchScript where weights are cast
+    "migrate": 3_266,  # FusedAdam, and scripts that fall back to a CPU
+    # 60 estimate a speedup from pairs of blocks; 57 draw errors against their limits.
+    "report": 2_860,  # 79 say whether it is worth it; 50 judge one seed: losses far apart, steps skipped
+    # 49 list, open and clean captures, say where outputs are, and name full disks.
+    "cli": 1_140,  # --min-speedup, --time-limit, progress; compare measures what decides "auto"
     "__init__": 113,
     "__main__": 7,
 }
 MOST_FILES = 190
-MOST_TEST_LINES = 40_000
+# The tests that a GPU needs came on top of what others prove on a CPU; then 180 on what is slow here, on
+# losses that are far apart, and on calls a step; 400 that sweep optimizers, parameters, and copies; 120 on
+# the answer whether mixed precision is worth it; 175 on what decides "auto"; 35 on what gradients share;
+# 68 on files that are put back, full disks, and what `report` lists; 45 on sabotage of the mixed run;
+# 180 on runs that take turns, and on intervals of speedups.
+MOST_TEST_LINES = 43_150
 MOST_PUBLIC_NAMES = 95
 PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
 ORDER = list(BUDGETS)
@@ -142,7 +153,7 @@ def modules_after(code: str) -> set[str]:
     return set(importlib.import_module("json").loads(printed.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("package", sorted(TORCH_FREE - {"apex", "integrations"}))
+@pytest.mark.parametrize("package", sorted(TORCH_FREE | {"formats"}))
 def test_torch_free_packages_do_not_import_torch(package):
     assert "torch" not in modules_after(f"import narrowcast.{package}")
 

@@ -60,7 +60,8 @@ PYTHON_BLOCKS = {
 @pytest.fixture(scope="session")
 def outcomes(tmp_path_factory):
     said = tmp_path_factory.mktemp("documents") / "outcomes.json"
-    done = finished([sys.executable, "-W", "error", "-c", RUNNER, said], given=json.dumps(PYTHON_BLOCKS))
+    warned = ["-W", "error", "-W", "ignore:Guards may run slower on Python 3.13.0"]
+    done = finished([sys.executable, *warned, "-c", RUNNER, said], given=json.dumps(PYTHON_BLOCKS))
     assert done.returncode == 0, done.stderr
     return json.loads(said.read_text())
 
@@ -71,8 +72,9 @@ def test_python_blocks_run(name, outcomes):
     assert outcomes[name] is None, outcomes[name]
 
 
-def test_the_readme_begins_with_commands_and_an_example():
+def test_the_readme_is_short_and_begins_with_commands():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 130
     first_screen = "\n".join(lines[:30])
     assert "make demo" in first_screen
     assert "make test" in first_screen
@@ -110,8 +112,8 @@ def test_the_stepper_of_the_documents_trains_the_digits(policy, capsys):
     assert accuracy > 0.93  # fp32 comes to 0.96
 
 
-def test_the_readmes_difference_changes_no_weight():
-    (difference,) = blocks(ROOT / "README.md", "diff")
+def test_porting_a_loop_changes_no_weight():
+    (difference,) = blocks(ROOT / "docs" / "torch-amp.md", "diff")
     lines = difference.splitlines()
     assert sum(line[0] in "+-" for line in lines) == 6
     weights = {}
@@ -165,7 +167,7 @@ def test_commands_are_commands(document, command):
     elif program == "make":
         assert f"\n{words[0]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
     else:
-        assert program in ("narrowcast", "python", "python3", "pip", "source", "tensorboard")
+        assert program in ("narrowcast", "python", "python3", "pip", "source", "git", "tensorboard")
 
 
 def test_a_wrong_command_is_found_out():
@@ -249,8 +251,7 @@ def test_every_example_is_listed_run_and_shown():
             assert any(name.split("/")[0] == path.stem for name in run_by_make), path
     for name, command in run_by_make.items():
         assert f"examples/{name}.py" in command
-        for document in (ROOT / "README.md", ROOT / "docs" / "gallery.md"):
-            assert f"`examples/{name}.py`" in document.read_text(encoding="utf-8"), f"{document.name}: {name}"
+        assert f"`examples/{name}.py`" in (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8"), name
     for picture in (ROOT / "docs" / "gallery").glob("*.png"):
         assert picture.stat().st_size < 400_000, picture
         assert f"(gallery/{picture.name})" in (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
@@ -281,10 +282,10 @@ def test_files_and_make_targets_that_documents_name_exist():
         assert named <= targets, f"{path.name}: {named - targets}"
 
 
-@pytest.mark.parametrize("page", ["deviations", "from-apex"])
-def test_every_difference_names_a_test_that_exists(page):
+@pytest.mark.parametrize(("page", "fewest"), [("deviations", 15), ("from-apex", 15), ("supported", 10)])
+def test_every_difference_names_a_test_that_exists(page, fewest):
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     rows = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
-    assert len(rows) > 15
+    assert len(rows) > fewest
     for file, name in rows:
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"

@@ -33,7 +33,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     part = target.with_name(f"{prefix}{uuid.uuid4().hex}.part")
     try:
         with part.open("xb") as file:
-            _lock(file)
+            lock(file)
             _remove_abandoned(target.parent, prefix, part)
             yield file
             file.flush()
@@ -41,6 +41,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             _copy_owner_and_mode(target, part)
         os.replace(part, target)
         sync_folder(target.parent)
+    except OSError as error:
+        error.filename = error.filename or str(target)  # a write names no file
+        raise
     finally:
         part.unlink(missing_ok=True)
 
@@ -70,11 +73,11 @@ def _remove_abandoned(folder: Path, prefix: str, mine: Path) -> None:
             ours = other.name.startswith(prefix) and other.name.endswith(".part")
             if ours and len(other.name) == len(mine.name) and other != mine:
                 with contextlib.suppress(OSError), other.open("r+b") as file:
-                    _lock(file)
+                    lock(file)
                     other.unlink()
 
 
-def _lock(file: IO[bytes]) -> None:
+def lock(file: IO[bytes]) -> None:
     """Lock a file until it is closed or its process ends; raises OSError if another process holds it."""
     try:
         import fcntl

@@ -3,7 +3,7 @@
     NarrowcastError
     ├── PolicyError (ValueError)               unknown policy or rule, or one that cannot hold on this device
     ├── SettingError (ValueError)              an argument out of range, or two that exclude each other
-    ├── DeviceError (ValueError)               unknown device, or one that this machine does not have
+    ├── DeviceError (ValueError, RuntimeError) unknown device, or one that this machine does not have
     ├── ScaleError (ValueError, AssertionError)    loss scale, or gradients, that a scaler cannot use
     ├── OrderError (RuntimeError, AssertionError)  parts of a training step called out of order
     ├── UnsupportedError (RuntimeError)        training that this policy would compute incorrectly
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 __all__ = [
     "AmpError",
@@ -59,7 +60,7 @@ class SettingError(NarrowcastError, ValueError):
     """An argument outside its range, an unknown format, or two arguments that exclude each other."""
 
 
-class DeviceError(NarrowcastError, ValueError):
+class DeviceError(NarrowcastError, ValueError, RuntimeError):
     """A device that torch does not know, or that this machine does not have."""
 
 
@@ -97,6 +98,15 @@ class FileError(NarrowcastError, OSError, ValueError):
 
 class CheckpointError(NarrowcastError, ValueError):
     """A checkpoint that is damaged, cannot be written, or does not fit what it is loaded into."""
+
+
+def not_copied(what: str, instead: str) -> Any:
+    """Return the ``__reduce_ex__`` of objects that hooks refer to, and would not refer to in a copy."""
+
+    def refuse(_object: object, _protocol: object) -> NoReturn:
+        raise UnsupportedError(f"{what} cannot be copied or pickled: {instead}")
+
+    return refuse
 
 
 def near_names(name: str, known: Iterable[str]) -> str:

@@ -1,8 +1,10 @@
 """Wrong use: one clear line on stderr, exit code 2, and nothing left behind."""
 
 import json
+import os
 import sys
 
+import made_captures
 import pytest
 
 from narrowcast.cli import main
@@ -16,6 +18,7 @@ def workplace(here, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     # On a CPU without bf16 there would be nothing to compare.
     monkeypatch.setenv("NARROWCAST_POLICY", "bf16")
+    monkeypatch.setattr("narrowcast.verify.compare.slow_here", lambda policy: [])
     workshop = here
     workshop.write("good.py", "print('it ran')")
     workshop.write("file", "")
@@ -70,7 +73,7 @@ def test_wrong_use_is_one_line_and_two(workplace, capsys, verb, words):
     assert IN_BOTH_VERBS[words] in said.err
     assert said.err.count("\n") == 1
     assert said.out == ("imported\n" if words in ("-m package", "-m package.nothing") else "")
-    assert not workplace.cache.exists()
+    assert not (workplace.cache / "runs").exists()
     assert [path for path in sorted(workplace.folder.rglob("*")) if path.suffix != ".pyc"] == before
 
 
@@ -103,7 +106,18 @@ def test_a_verb_that_there_is_not(workplace, capsys, words, message):
     assert (said.err, said.out) == (f"narrowcast: {message}\n", "")
 
 
-def test_report_without_a_capture_names_the_way_to_one(capsys):
+def test_report_without_a_capture_shows_the_latest(workplace, capsys):
+    for name, old_s in (("compare-a", 20), ("run-b", 0), ("run-c", 10)):
+        folder = workplace.cache / "runs" / name
+        made = made_captures.trained if name == "compare-a" else made_captures.one_run
+        made(folder, steps=3)
+        os.utime(next(folder.glob("*.jsonl")), (1e9 - old_s, 1e9 - old_s))
+    assert main(["report"]) == 0
+    assert f"{workplace.cache}/runs/run-b/report.html" in capsys.readouterr().err
+
+
+def test_report_without_a_capture_names_the_way_to_one(workplace, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["report"]) == 2
     said = "narrowcast: Invalid value for 'CAPTURE': none given; narrowcast compare train.py writes one\n"
     assert capsys.readouterr().err == said
@@ -116,22 +130,17 @@ def test_no_words_at_all_show_the_help_and_are_wrong_use(workplace, capsys):
     assert "narrowcast run train.py --its --own args" in said.out
 
 
-@pytest.mark.parametrize(("policy", "why"), [("fp32", "the policy is fp32"), ("auto", "this CPU is old")])
-def test_where_mixed_precision_stays_in_fp32_nothing_is_compared(workplace, capsys, monkeypatch, policy, why):
-    from narrowcast.machine import Choice
-
-    old = Choice(format="fp32", because="this CPU is old")
-    monkeypatch.setattr("narrowcast.verify.compare._comparison.best_format", lambda device_type: old)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["compare", "--policy", policy, "--json", "good.py"]) == 0
+def test_where_the_policy_is_fp32_nothing_is_compared(workplace, capsys):
+    why = "mixed precision stays in fp32 here, since the policy is fp32"
+    assert main(["compare", "--policy", "fp32", "--json", "good.py"]) == 0
     said = capsys.readouterr()
-    assert said.err == f"narrowcast: nothing to compare: mixed precision stays in fp32 here, since {why}\n"
+    assert said.err == f"narrowcast: nothing to compare: {why}\n"
     nothing = json.loads(said.out)
-    assert (nothing["fp32"], nothing["mixed"]) == (None, None)
-    assert nothing["reason"] == f"mixed precision stays in fp32 here, since {why}"
-    assert main(["compare", "--policy", policy, "good.py"]) == 0
+    assert (nothing["fp32"], nothing["mixed"], nothing["reason"]) == (None, None, why)
+    assert nothing["verdict"] == {"right": "yes", "worth_it": f"no: {why}"}
+    assert main(["compare", "--policy", "fp32", "good.py"]) == 0
     assert capsys.readouterr().out == ""
-    assert not workplace.cache.exists()
+    assert not (workplace.cache / "runs").exists()
 
 
 @pytest.mark.parametrize("verb", ["run", "compare", "explain"])
@@ -141,5 +150,11 @@ def test_a_setting_behind_the_script_is_said_to_be_the_scripts(workplace, capsys
     said = capsys.readouterr().err
     assert said.startswith(f"narrowcast: note: {note}\n")
     assert "--seed went" not in said
-    assert main([verb, "--policy", "bf16", "missing.py", "--seed", "3"]) == 2
-    assert "went to" not in capsys.readouterr().err
+    for words in ["--policy", "bf16", "missing.py", "--seed", "3"], ["--", "missing.py", "--policy", "x"]:
+        assert main([verb, *words]) == 2
+        assert "went to" not in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_the_working_folder_is_refused(workplace, capsys):
+    assert main(["explain", "--policy", "bf16", "--run-dir", ".", "good.py"]) == 2
+    assert "holds the working folder; name another one with --run-dir" in capsys.readouterr().err

@@ -10,6 +10,7 @@ SCRIPT = """\
     import torch
 
     print("words", sys.argv[1:])
+    open("best.pt", "w").close()
     model = torch.nn.Linear(32, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(60):
@@ -33,7 +34,10 @@ def test_text_and_json_of_a_script(workshop):
     assert len(ended.stdout.splitlines()) <= 50, "at most a screen"
     text = " ".join(ended.stdout.split())
     assert "Casts: 7 a step" in text  # input, weight, bias, output back; the output's gradient and two others
-    assert "train.py:12 item() 1." in text
+    assert "train.py:13 item() 1." in text
+    outputs = f"{folder}/fp32/narrowcast-outputs and {folder}/mixed/narrowcast-outputs"
+    assert f"what the script wrote is in {outputs}\n" in ended.stderr
+    assert not (workshop.folder / "best.pt").exists()
     assert "What this means" in text
     said = (folder / "fp32" / "stdout.txt").read_text()
     assert said == "words ['--json', '-m', '--policy', 'x']\n"

@@ -1,6 +1,7 @@
 """``narrowcast explain``: the table, JSON, two policies, lock files, exit codes."""
 
 import json
+import re
 
 import pytest
 
@@ -35,6 +36,7 @@ SOFTMAX = """\
     op = "mm"
     compute = "fp16"
     """
+SAVES = "open('best.pt', 'w').close()"
 COMPUTE = """\
     import torch
 
@@ -56,7 +58,7 @@ def shared(shared_workshop):
     """A run with a policy from a file, and its lock checked against another model."""
     workshop = shared_workshop
     workshop.write("train.py", TRAIN.replace("LAYERS", ""))
-    workshop.write("edited.py", TRAIN.replace("LAYERS", "model.append(nn.Linear(16, 16))"))
+    workshop.write("edited.py", TRAIN.replace("LAYERS", "model.append(nn.Linear(16, 16)); " + SAVES))
     workshop.write("locks/rules.toml", SOFTMAX)
     options = ("--policy", "locks/rules.toml", "--run-dir", "explained", "--lock", "locks/policy.lock")
     ended = workshop.narrowcast("explain", *options, "train.py", "--json", "--lock", "x")
@@ -106,6 +108,8 @@ def test_a_lock_finds_its_policy_and_fails_for_another_model(shared):
     assert 'policy = "rules.toml"' in (workshop.folder / "locks" / "policy.lock").read_text()
     assert edited.code == 1
     assert "  4: linear\n    locked  not called\n    now     " in edited.stdout
+    assert re.search("what the script wrote is in .*/narrowcast-outputs\n", edited.stderr)
+    assert not (workshop.folder / "best.pt").exists()
 
 
 @pytest.mark.long

@@ -24,9 +24,24 @@ PAGES = {
         "One of auto, bf16, fp16, fp32, safe, O0, O1, or a TOML file with rules.",
         *("--module", "-m", "--run-dir", "NARROWCAST_CACHE_DIR", "--seed"),
     ],
-    ("compare", "-h"): ["one that you need.", "SCRIPT", "--policy", "--loss-scale", "--run-dir", "--json"],
+    ("compare", "-h"): [
+        "Your files are as before",
+        "narrowcast compare [OPTIONS] SCRIPT [ARGS]...",
+        "--policy",
+        "--loss-scale",
+        "--run-dir",
+        "--json",
+    ],
     ("explain", "-h"): ["SCRIPT", "--policy", "--against", "--lock", "--check", "--all", "--json", "--steps"],
-    ("migrate", "-h"): ["PATH", "--write", "--check", "--to", "--json", "Exit code 1: with --check"],
+    ("doctor", "-h"): ["narrowcast doctor [OPTIONS] [SCRIPT] [ARGS]..."],
+    ("migrate", "-h"): [
+        "narrowcast migrate [OPTIONS] PATH... ",
+        "--write",
+        "--check",
+        "--to",
+        "--json",
+        "Exit code 1: with --check",
+    ],
 }
 PROGRAM = """\
     import contextlib, io, json, sys

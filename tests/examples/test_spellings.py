@@ -167,5 +167,6 @@ def test_spellings_end_alike_on_a_gpu(script, tmp_path):
     small = ("--width", "64", "--batch-size", "64")
     processes = ("--processes", "1") if script == "ddp.py" else ()
     for policy in ROUNDOFF:
-        lines = succeeded(run(script, "--policy", policy, *small, *processes, folder=tmp_path))
-        assert_alike(lines, script, policy)
+        done = run(script, "--policy", policy, *small, *processes, folder=tmp_path)
+        assert done.returncode == 0, done.stderr  # nccl and inductor may say more there
+        assert_alike(done.stdout.splitlines(), script, policy)

@@ -59,7 +59,7 @@ def test_trains_under_run_and_passes_the_certificate_of_compare(script, tmp_path
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "tried").exists(), (tmp_path / "tried").read_text()
     found = json.loads(done.stdout)
-    assert found["verdict"] == "pass"
+    assert found["verdict"]["right"] == "yes"
     certificate = found["certificate"]
     assert certificate["verdict"] == "pass"
     assert 0 < certificate["error_over_noise"] < 0.05

@@ -17,13 +17,13 @@ from narrowcast.machine import (
     arithmetic_settings,
     best_format,
     check_device,
-    is_native,
     known_device_types,
     require_torch,
-    slow_format_warning,
+    slow_formats,
     versions,
 )
-from narrowcast.machine._torch_internals import capabilities_before_2_12
+from narrowcast.machine._environment import known_to_be_slow, table_format
+from narrowcast.machine._torch_internals import capabilities_before_2_12, default_store
 
 # Flags of /proc/cpuinfo that mean instructions for a format.
 FLAGS = {
@@ -33,10 +33,16 @@ FLAGS = {
 
 
 @pytest.fixture
-def instructions(monkeypatch):
-    """Give this machine other instructions."""
-    where = "narrowcast.machine._environment.cpu_capabilities"
-    return lambda *names: monkeypatch.setattr(where, lambda: dict.fromkeys(names, True))
+def instructions(monkeypatch, tmp_path):
+    """Give this machine another processor, on which nothing was measured yet."""
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+
+    def give(*names, processor="AMD EPYC"):
+        where = "narrowcast.machine._environment."
+        monkeypatch.setattr(f"{where}cpu_capabilities", lambda: dict.fromkeys(names, True))
+        monkeypatch.setattr(f"{where}processor_name", lambda: processor)
+
+    return give
 
 
 def flags_of_this_machine():
@@ -54,19 +60,19 @@ def flags_of_this_machine():
 @pytest.mark.cpu_kind
 def test_the_format_of_this_cpu_is_what_its_flags_say():
     flags = flags_of_this_machine()
-    choice = best_format("cpu")
-    assert (choice.format == "bf16") == is_native("bf16", "cpu")
+    choice = table_format("cpu")
     if flags is None:
         assert choice.format in ("fp32", "bf16")
         assert choice.because.startswith("this CPU has ")
         return
     for name, known in FLAGS.items():
         # AVX10.2 has both formats and the flags of neither extension.
-        assert is_native(name, "cpu") == bool(flags & {*known, "avx10_2"})
+        emulated = "has no instructions" in (known_to_be_slow(name) or "")
+        assert emulated != bool(flags & {*known, "avx10_2"})
     if choice.format == "bf16":
         for flag, shown in FLAGS["bf16"].items():
             assert (flag in flags) == (shown in choice.because)
-    else:
+    elif not flags & {*FLAGS["bf16"], "avx10_2"}:
         assert choice.because == "this CPU has no bf16 instructions, so bf16 would be slower"
 
 
@@ -89,24 +95,113 @@ def test_a_cpu_is_judged_by_its_instructions(instructions, names, expected):
     found = Choice(format="bf16", because=f"this CPU has {expected}")
     if expected is None:
         found = Choice(format="fp32", because="this CPU has no bf16 instructions, so bf16 would be slower")
-    assert best_format("cpu") == found
+    assert table_format("cpu") == found
+    table = f"{found.because}; by the table, not measured"
+    assert best_format("cpu") == Choice(format=found.format, because=table)
+
+
+AMD, INTEL = "AMD EPYC", "Intel(R) Xeon(R)"
+
+
+@pytest.fixture
+def keep():
+    from kept_rates import keep_rates  # a server that forks imports this file without the path of tests
+
+    return keep_rates
 
 
 @pytest.mark.parametrize(
-    ("instructions_here", "name", "advice"),
+    ("processor", "has", "speeds", "auto"),
     [
-        ((), "bf16", "fp32 is faster here"),
-        ((), "fp32", None),
-        (("amx_bf16",), "bf16", None),
-        (("amx_bf16",), "fp16", "--policy bf16 is the fast one here"),
-        (("amx_bf16", "amx_fp16"), "fp16", None),
+        (AMD, ("avx512_bf16",), (4.0, 3.1, 2.0), "bf16"),
+        (INTEL, ("avx512_bf16", "avx512_fp16"), (0.60, 0.56, 0.74), "fp32"),
+        (AMD, ("avx2",), (0.06, 0.06, 0.01), "fp32"),
+        (INTEL, ("avx512_bf16", "amx_bf16"), (8.0, 5.0, 4.0), "bf16"),
+        # What was measured counts for more than the table, and a tie is fp32.
+        (AMD, ("avx512_bf16",), (0.60, 0.56, 0.74), "fp32"),
+        (INTEL, ("avx512_bf16", "avx512_fp16"), (2.0, 1.5, 1.3), "bf16"),
+        (AMD, ("avx512_bf16",), (1.04, 1.02, 1.02), "fp32"),
+        # One kind of work that gains much makes up for one that loses a little.
+        (AMD, ("avx512_bf16",), (3.0, 2.0, 0.9), "bf16"),
     ],
 )
-def test_a_slow_format_is_warned_of(instructions, instructions_here, name, advice):
-    instructions(*instructions_here)
-    slow = f"{name} on this CPU has no instructions and is very slow (10 to 900 times)"
-    assert slow_format_warning(name, "cpu") == (advice and f"{slow}; {advice}")
-    assert slow_format_warning(name, "cuda") is None
+def test_auto_is_what_the_rates_say(instructions, tmp_path, keep, processor, has, speeds, auto):
+    instructions(*has, processor=processor)
+    assert keep(tmp_path, speeds) is None
+    choice = best_format("cpu")
+    assert choice.format == auto
+    date = r"measured on \d{4}-\d\d-\d\d, bf16 against fp32: "
+    assert re.match(
+        f"{date}{speeds[0]:.2g}x in matmul, {speeds[1]:.2g}x in matmul with casts", choice.because
+    )
+
+
+def test_unclear_rates_leave_auto_to_the_table(instructions, tmp_path, keep):
+    instructions("avx512_bf16")
+    for how in ({"late": True}, {"spread": 0.4}, {"estimated": True}):
+        why = keep(tmp_path, (0.9, 0.9, 0.9), **how)
+        assert why == "not all rates that decide auto on cpu were measured steadily: the table decides"
+        assert best_format("cpu").because == "this CPU has AVX512-BF16; by the table, not measured"
+    assert keep(None, (0.5, 0.5, 0.5)).startswith("the rates that decide auto on cpu were not kept: ")
+
+
+@pytest.mark.parametrize(("speed", "kept"), [(0.06, True), (92.0, False)])
+def test_an_estimate_only_confirms_fp32(instructions, tmp_path, keep, speed, kept):
+    """On a busy machine small calls of fp32 took 40 ms, and larger ones seemed slower than emulated bf16."""
+    instructions("avx2")
+    assert (keep(tmp_path, (speed, speed, speed), estimated=True) is None) == kept
+    assert best_format("cpu").format == "fp32"
+
+
+@pytest.mark.parametrize("content", ["{", '{"key": 1, "rates": {}}', '{"rates": []}'])
+def test_damaged_rates_leave_auto_to_the_table(instructions, tmp_path, keep, content):
+    instructions("avx512_bf16")
+    keep(tmp_path, (0.5, 0.5, 0.5))
+    (path,) = (tmp_path / "rates").iterdir()
+    path.write_text(content)
+    assert best_format("cpu").format == "bf16"
+
+
+def test_the_store_of_a_process_group(one_process):
+    assert default_store().compare_set("narrowcast/test", "", "first") == b"first"
+    assert default_store().compare_set("narrowcast/test", "", "second") == b"first"
+
+
+EMULATED = "on this CPU has no instructions: matmuls 15 to hundreds of times slower: use"
+SLOW_CONVOLUTIONS = (
+    "fp16 on this CPU has AVX512-FP16, and yet convolutions hundreds of times slower than fp32: use"
+)
+NO_AMX = (
+    "bf16 on this CPU has AVX512-BF16 without AMX, and matmuls at about 0.6 of fp32's speed: use "
+    "--policy fp32"
+)
+
+
+@pytest.mark.parametrize(
+    ("processor", "has", "auto", "slow"),
+    [
+        ("AMD EPYC", ("avx2",), "fp32", [f"{name} {EMULATED} --policy fp32" for name in ("bf16", "fp16")]),
+        ("AMD EPYC", ("avx512_bf16",), "bf16", [f"fp16 {EMULATED} --policy bf16 or --policy fp32"]),
+        (
+            "Intel(R) Xeon(R)",
+            ("avx512_bf16", "avx512_fp16"),
+            "fp32",
+            [NO_AMX, f"{SLOW_CONVOLUTIONS} --policy fp32"],
+        ),
+        (
+            "Intel(R) Xeon(R)",
+            ("avx512_bf16", "amx_bf16", "avx512_fp16"),
+            "bf16",
+            [f"{SLOW_CONVOLUTIONS} --policy bf16 or --policy fp32"],
+        ),
+        ("Intel(R) Xeon(R)", ("amx_bf16", "amx_fp16", "avx512_fp16"), "bf16", []),
+    ],
+)
+def test_formats_known_to_be_slow_on_a_kind_of_cpu(instructions, processor, has, auto, slow):
+    instructions(*has, processor=processor)
+    assert best_format("cpu").format == auto
+    assert slow_formats(["fp16", "lower", "bf16", "fp32", "fp16"], "cpu") == slow[::-1]
+    assert slow_formats(["fp16", "bf16"], "cuda") == []
 
 
 def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
@@ -119,13 +214,13 @@ def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", supported)
     expected = Choice(format="fp16", because="this GPU computes in fp16 and not in bf16")
-    assert best_format("cuda") == expected
+    assert table_format("cuda") == expected
     assert asked == [False], "emulated bf16 is slow"
 
 
 @pytest.mark.gpu
 def test_the_format_of_this_gpu():
-    choice = best_format("cuda")
+    choice = table_format("cuda")
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     assert choice.format == ("bf16" if has_bf16 else "fp16")
     if has_bf16:

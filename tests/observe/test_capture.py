@@ -7,8 +7,8 @@ import made_captures
 import pytest
 
 from narrowcast.errors import FileError
-from narrowcast.observe.capture import SCHEMA, CaptureWriter, read_capture, start_event
-from narrowcast.observe.capture._events import EVENTS
+from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
+from narrowcast.observe.capture._events import EVENTS, SCHEMA
 
 START = made_captures.start(argv=["train.py", "nan"])
 LOSSES = [
@@ -28,13 +28,14 @@ STEPS = [
     for n in range(1, 4)
 ]
 NOTE = {"event": "note", "text": "gr\u00fc\u00df\nand \u2028 a second line, \ud800"}
-END = made_captures.end()
+END = made_captures.end(module_calls=None)
 EXAMPLES = {
     "start": START,
     "device": made_captures.device(),
     "loss": LOSSES[0],
     "step": STEPS[1],
     "forward": {"event": "forward", "time_s": 1.0, "duration_s": 0.1, "gradients": True, "training": True},
+    "pause": {"event": "pause", "time_s": 1.0, "waited_s": 0.0},
     "note": NOTE,
     "end": END,
     "run": {"event": "run", "name": "fp32-0", "format": "fp32", "seed": 0}
@@ -42,6 +43,7 @@ EXAMPLES = {
     "memory": {"event": "memory", "format": "mixed", "peak_tensor_bytes": 3, "reason": None},
     "certificate": made_captures.certificate(3),
     "output": made_captures.output(),
+    "not_worth_it": {"event": "not_worth_it", "cause": "small", "reason": "layers too small"},
     "finished": {"event": "finished", "wall_s": 1.0},
     **{event["event"]: event for event in made_captures.explained_events()[1:]},
 }

@@ -5,7 +5,8 @@ import math
 import random
 from pathlib import Path
 
-from narrowcast.observe.capture import SCHEMA
+from narrowcast.observe.capture._events import SCHEMA
+from narrowcast.report import find_capture, save_page
 
 STARTED = 1_790_000_000.0
 VERSIONS = {"narrowcast": "0.1.0", "torch": "2.13.0", "python": "3.11.9", "platform": "Linux x86_64"}
@@ -25,6 +26,10 @@ def write_lines(path, *events):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return path
+
+
+def write_page(folder):
+    return save_page(find_capture(folder))
 
 
 def altered(events, kind, field, value):
@@ -101,7 +106,8 @@ def computing(seed, *, mixed, calls=200):
 def parameter(name, ratio, *, judged=True, reason=None):
     norms = {"gradient_norm": 0.81, "error_norm": 0.003, "noise_norm": 0.4, "rounding_norm": 1e-7}
     errors = {"error_over_noise": ratio, "relative_error": 0.004, "cosine": 0.99999}
-    return {"name": name, "shape": [64, 64], **norms, **errors, "judged": judged, "reason": reason}
+    judgement = {"judged": judged, "lost": False, "reason": reason}
+    return {"name": name, "shape": [64, 64], **norms, **errors, **judgement}
 
 
 def certificate(count=14, *, names=None, **changed):

@@ -7,7 +7,8 @@ import pytest
 
 from narrowcast.errors import FileError
 from narrowcast.observe.capture import read_comparison
-from narrowcast.report import comparison_page, comparison_table, run_page, run_summary, summary
+from narrowcast.report import comparison_table, run_summary, summary
+from narrowcast.report._page import comparison_page, run_page
 
 VALUES = [None, 1e308, "", 2**63 - 1]
 VALUES += [pytest.param(value, marks=pytest.mark.long) for value in (True, 0, -1, 5e-324, "nan", [], {})]

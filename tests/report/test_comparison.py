@@ -23,7 +23,7 @@ SIDE = {
     "runs": ["fp32-0"],
 }
 UNKNOWN = dict.fromkeys(SIDE) | {"final_loss": {}, "last_line": "", "runs": []}
-NO_RATIO = dict.fromkeys(("speed", "speed_interval", "peak_tensor_bytes", "peak_resident_bytes"))
+NO_RATIO = dict.fromkeys(("speedup", "speedup_interval", "memory_ratio", "process_memory_ratio"))
 WORST = {"name": "fc.weight", "error_over_noise": 0.0171, "relative_error": 0.01}
 CERTIFICATE = made_captures.certificate(
     error_over_noise=0.00712345, worst_parameter=WORST, reason="below 0.05"
@@ -41,11 +41,12 @@ def made(fp32=SIDE, mixed=SIDE, ratio=NO_RATIO, **changed):
     return {
         "fp32": fp32,
         "mixed": {"format": "bf16", **mixed, "policy": "auto"},
-        "ratio": {**NO_RATIO, **ratio},
+        **NO_RATIO,
+        **ratio,
         "certificate": None,
         "output": None,
         "loss": None,
-        "verdict": "cannot tell",
+        "verdict": {"right": "cannot tell: nothing was judged", "worth_it": "cannot tell: a time is missing"},
         "kind": "training",
         "finished": True,
         "notes": [],
@@ -66,14 +67,14 @@ FULL = made(
         "final_scale": 65536.0,
     },
     ratio={
-        "speed": 2.0,
-        "speed_interval": [1.89, 2.1],
-        "peak_tensor_bytes": 0.5,
-        "peak_resident_bytes": 1.25,
+        "speedup": 2.0,
+        "speedup_interval": [1.89, 2.1],
+        "memory_ratio": 0.5,
+        "process_memory_ratio": 1.25,
     },
     certificate=CERTIFICATE,
     loss=LOSS,
-    verdict="pass",
+    verdict={"right": "yes", "worth_it": "yes: 2.00x faster (95 % interval 1.89x to 2.10x)"},
     notes=["the script has a trait that is worth a note so long that it does not fit on one line", "b"],
 )
 INFERENCE = made(
@@ -83,7 +84,7 @@ INFERENCE = made(
     | {"format": "bf16", "peak_tensor_bytes": 3 * 2**20},
     kind="inference",
     output=made_captures.output(sqnr_db=50.17, calls=20),
-    verdict="pass",
+    verdict={"right": "yes", "worth_it": "yes: 2.00x faster (95 % interval 1.89x to 2.10x)"},
 )
 LOST = made(
     UNKNOWN | {"final_loss": {"/a/gan.py:3": 1.5, "C:\\a\\gan.py:9": 0.5}},
@@ -96,7 +97,7 @@ LOST = made(
         "reason": "the loss is finite in FP32 and not in mixed precision",
         "sites": {"/a/gan.py:3": {}, "C:\\a\\gan.py:9": {"difference": 0.0}},
     },
-    verdict="fail",
+    verdict={"right": "no: losses: the loss is", "worth_it": "cannot tell: a time is missing"},
     reasons=dict.fromkeys(
         ("fp32.step_time_s_median", "mixed.step_time_s_median"), "no torch.optim.Optimizer stepped"
     )
@@ -104,8 +105,8 @@ LOST = made(
 )
 TRAINING_TABLE = """\
                             FP32     mixed, bf16   change
-step time, median     12.30 ms         6.15 ms   speedup 2.00x
-  95 % interval   12.10 to 12.60 ms   6.00 to 6.40 ms   1.89x to 2.10x
+step time, median     12.30 ms         6.15 ms   2.00x faster
+  95 % in one run   12.10 to 12.60 ms   6.00 to 6.40 ms   1.89x to 2.10x
 peak tensor memory    1024 MiB         512 MiB   50 % less
 peak process memory    512 MiB         640 MiB   25 % more
 final loss             0.12346         0.12346
@@ -117,7 +118,8 @@ gradients  pass: error over noise 0.00712 (limit 0.05), worst 0.0171 in
            fc.weight; below 0.05
 loss       pass: difference -0.000215, spread of seeds 0.0031; the difference
            is 0.07 of the spread between 3 seeds
-verdict    pass
+right      yes
+worth it   yes: 2.00x faster (95 % interval 1.89x to 2.10x)
 Last line of the script's output:
   FP32   accuracy 0.98
   mixed  accuracy 0.98
@@ -146,7 +148,7 @@ def test_the_table_of_a_training():
                 "no peak tensor memory: FP32: was not made",
                 "no peak tensor memory: mixed: was killed",
                 "loss fail: worst of 2 losses: gan.py:3; the loss is finite in FP32 and",
-                "verdict fail",
+                "right no: losses: the loss is",
                 "FP32 (it printed nothing)",
             ],
         ),
@@ -155,7 +157,7 @@ def test_the_table_of_a_training():
             "FP32 mixed, bf16 change",
             [
                 "forward time, median 0.5 ms 250.0 ms",
-                "95 % interval 0.4 to 0.6 ms 200.0 to 300.0 ms",
+                "95 % in one run 0.4 to 0.6 ms 200.0 to 300.0 ms",
                 "peak tensor memory 1024 MiB 3.0 MiB",
                 "output pass: relative error 0.0031, SQNR 50.17 dB, 20 calls; below 0.05 in",
             ],
@@ -163,7 +165,7 @@ def test_the_table_of_a_training():
         (
             made(UNKNOWN, UNKNOWN | {"format": None}, kind=None, finished=False),
             "This comparison was cut short: these are the numbers up to then.",
-            ["FP32 mixed, - change", "verdict cannot tell"],
+            ["FP32 mixed, - change", "right cannot tell: nothing was judged"],
         ),
     ],
     ids=["two losses, one of them lost", "inference", "cut short"],
@@ -181,19 +183,21 @@ def test_the_table_of_other_comparisons(given, first, expected):
 @pytest.mark.parametrize(
     ("speed", "interval", "shown"),
     [
-        (2.0, [1.9, 2.1], "speedup 2.00x"),
-        (1.0, None, "speedup 1.00x"),
-        (0.5, [0.4, 0.6], "speedup 0.50x"),
-        (1.2, [0.9, 1.4], "speedup 1.20x?"),
-        (1.2, ["nan", "inf"], "speedup 1.20x"),
-        (1e300, None, "speedup 1e+300x"),
+        (2.0, [1.9, 2.1], "2.00x faster"),
+        (1.0, None, "1.00x faster"),
+        (0.5, [0.4, 0.625], "2.00x slower"),
+        (1.2, [0.9, 1.4], "1.20x faster?"),
+        (0.8, [0.5, 1.25], "1.25x slower?"),
+        (1.2, ["nan", "inf"], "1.20x faster"),
+        (1e300, None, "1e+300x faster"),
     ],
 )
 def test_a_speedup_has_one_direction(speed, interval, shown):
-    table = squeezed(comparison_table(made(ratio={"speed": speed, "speed_interval": interval})))
+    table = squeezed(comparison_table(made(ratio={"speedup": speed, "speedup_interval": interval})))
     assert next(row for row in table if row.startswith("step time")).endswith(f"ms {shown}")
-    if interval == [0.4, 0.6]:
-        assert any(row.endswith("0.40x to 0.60x") for row in table)
+    bounds = {0.4: "1.60x to 2.50x", 0.5: "0.80x to 2.00x", 0.9: "0.90x to 1.40x"}
+    if interval and interval[0] in bounds:
+        assert any(row.endswith(bounds[interval[0]]) for row in table)
 
 
 @pytest.mark.parametrize("color", [False, True])

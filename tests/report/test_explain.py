@@ -8,7 +8,7 @@ from test_any_capture import VALUES
 
 from narrowcast.errors import FileError
 from narrowcast.observe.explanation import explained, read_explanation
-from narrowcast.report import explain_text, write_page
+from narrowcast.report import explain_text
 from narrowcast.report._text import when
 
 TEXT = """\
@@ -98,7 +98,7 @@ def test_a_capture_of_something_else_or_cut_short_is_refused(tmp_path):
 
 
 def test_a_page_has_the_panel_and_says_where_it_cannot(tmp_path):
-    page = write_page(made_captures.explained_run(tmp_path)).read_text()
+    page = made_captures.write_page(made_captures.explained_run(tmp_path)).read_text()
     assert "narrowcast explain train.py --epochs 3" in page
     assert "plot-loss" not in page.partition("<script>")[0], "losses of slowed steps say nothing"
     for words in (
@@ -112,14 +112,14 @@ def test_a_page_has_the_panel_and_says_where_it_cannot(tmp_path):
     for words in ("How to read this", "When not to trust this"):
         assert words not in page, "it is about comparisons"
     (tmp_path / "explain.jsonl").write_text("{}")
-    assert "does not begin with a start event" in write_page(tmp_path).read_text()
+    assert "does not begin with a start event" in made_captures.write_page(tmp_path).read_text()
 
 
 def test_a_comparison_has_the_panel_where_its_folder_was_explained(tmp_path):
     folder = made_captures.trained(tmp_path, steps=5)
-    assert 'id="formats"' not in write_page(folder).read_text()
+    assert 'id="formats"' not in made_captures.write_page(folder).read_text()
     made_captures.write_lines(folder / "explain.jsonl", *made_captures.explained_events())
-    page = write_page(folder).read_text()
+    page = made_captures.write_page(folder).read_text()
     assert 'id="formats"' in page
     assert f"Watched from {when(made_captures.explained_events()[0]['started'])} on." in page
 
@@ -128,7 +128,7 @@ def test_nothing_of_a_hostile_capture_reaches_a_terminal_or_a_page_as_it_is(tmp_
     folder = made_captures.hostile_explanation(tmp_path)
     text = explain_text(explained(read_explanation(folder / "explain.jsonl")))
     assert not {"\x1b", "\x00", "\u202e"} & set(text)
-    page = write_page(folder).read_text()
+    page = made_captures.write_page(folder).read_text()
     assert made_captures.BREAKS_OUT not in page
     assert made_captures.IMAGE not in page
 
@@ -147,4 +147,4 @@ def test_a_field_of_another_value_is_refused_or_shown(tmp_path, value):
             json.dumps(found, allow_nan=False)
             for every in (False, True):
                 assert max(map(len, explain_text(found, every=every).splitlines())) <= 79
-            write_page(tmp_path)
+            made_captures.write_page(tmp_path)

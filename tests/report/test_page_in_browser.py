@@ -3,9 +3,7 @@
 import made_captures
 import pytest
 
-from narrowcast.report import write_page
-
-WIDTHS = {1280: "light", 400: "dark"}
+WIDTHS = {1280: "light", 390: "dark"}
 # One of each kind of page; the hostile ones and the largest take their turn in the long tests.
 MAKES = {
     "training": made_captures.trained,
@@ -61,7 +59,7 @@ def drawn(page):
     "what", [pytest.param(what, marks=[pytest.mark.long] * (what not in FAST)) for what in MAKES]
 )
 def test_a_page_draws_fits_and_does_nothing_else(browser, tmp_path, what):
-    path = write_page(MAKES[what](tmp_path))
+    path = made_captures.write_page(MAKES[what](tmp_path))
     for width, scheme in WIDTHS.items():
         with Opened(browser, path, viewport={"width": width, "height": 900}, color_scheme=scheme) as opened:
             page = opened.page
@@ -89,7 +87,7 @@ def search_parameters(page):
 
 def test_the_policy_stops_a_script_that_got_through(browser, tmp_path):
     """The second wall: even if escaping failed, the script would not run and nothing would be fetched."""
-    path = write_page(made_captures.trained(tmp_path, steps=5))
+    path = made_captures.write_page(made_captures.trained(tmp_path, steps=5))
     inside = (
         "<script>window.hacked=1</script><img src='https://example.invalid/x.png' onerror='window.hacked=1'>"
     )
@@ -103,7 +101,7 @@ def test_the_policy_stops_a_script_that_got_through(browser, tmp_path):
 
 @pytest.mark.long
 def test_colours_follow_the_system_and_paper_is_light(browser, tmp_path):
-    path = write_page(made_captures.trained(tmp_path, steps=30))
+    path = made_captures.write_page(made_captures.trained(tmp_path, steps=30))
     stroke = "getComputedStyle(document.querySelector('#plot-loss-0 path.fp32')).stroke"
     with Opened(browser, path, color_scheme="light") as opened:
         page = opened.page

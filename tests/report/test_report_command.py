@@ -44,7 +44,7 @@ def test_a_folder_gives_the_table_and_the_page(folder, capsys):
     assert main(["report", str(folder)]) == 0
     said = capsys.readouterr()
     assert "step time, median" in said.out
-    assert "verdict    pass" in said.out
+    assert "right      yes" in said.out
     assert said.err == f"narrowcast: report: {folder / 'report.html'}\n"
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>")
@@ -56,7 +56,7 @@ def test_json_is_on_stdout_alone(folder, tmp_path, capsys):
     assert main(["report", "--json", "--output", str(page), str(folder / COMPARISON)]) == 0
     said = capsys.readouterr()
     numbers = read_json(said.out)
-    assert numbers["verdict"] == "pass"
+    assert numbers["verdict"]["right"] == "yes"
     assert numbers["report"] == str(page)
     assert page.is_file()
     assert not (folder / "report.html").exists()
@@ -110,3 +110,31 @@ def test_a_page_that_cannot_be_written_is_wrong_use(folder, capsys):
     why = "Is a directory; name another place with --output FILE"
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", f"narrowcast: cannot write the page {folder}: {why}\n")
+
+
+def test_captures_are_listed_opened_and_cleaned(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+    opened = []
+    monkeypatch.setattr("typer.launch", lambda page: opened.append(page) or 0)
+    assert main(["report", "--list"]) == 0
+    assert capsys.readouterr().err == f"narrowcast: there are no captures in {tmp_path / 'runs'}\n"
+    names = ["compare-train-1", "compare-train-2", "compare-train-3"]
+    folders = [made_captures.trained(tmp_path / "runs" / name, steps=3) for name in names]
+    for age, folder in enumerate(reversed(folders)):
+        os.utime(folder / COMPARISON, (1e9 - age, 1e9 - age))
+        os.utime(folder, (1e9 - age, 1e9 - age))
+    assert main(["report", "--open"]) == 0
+    assert opened == [str(folders[-1] / "report.html")]
+    capsys.readouterr()
+    (folders[0] / "fp32-1/files.jsonl").write_text("")
+    assert main(["report", "--list"]) == 0
+    assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()} == {
+        str(each) for each in folders
+    }
+    for answer, left in (False, 3), (True, 1):
+        monkeypatch.setattr("typer.confirm", lambda _, answer=answer: answer)
+        assert main(["report", "--clean"]) == 0
+        said = capsys.readouterr()
+        assert str(folders[1]) in said.out
+        assert len(list((tmp_path / "runs").iterdir())) == left
+    assert said.err == f"narrowcast: {folders[0]} stays: it has files of yours that are to be put back\n"

@@ -50,6 +50,14 @@ BLOCKS = {
             "  1 optimizer step, 0 skipped, final loss scale 65536, 3600.0 s",
         ],
     ),
+    "no step taken": (
+        [CPU, end(steps=0, skipped_steps=8, final_scale=2.0)],
+        [
+            "narrowcast: WARNING: NOTHING WAS TRAINED: all 8 optimizer steps were skipped",
+            FIRST,
+            "  0 optimizer steps, 8 skipped, final loss scale 2, 1.2 s",
+        ],
+    ),
     "left to itself": (
         [end(steps=4, aside="it opens torch.autocast itself")],
         [

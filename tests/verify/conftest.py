@@ -32,10 +32,9 @@ def script_of(tmp_path):
 def runs(tmp_path, script_of):
     """``ScriptRuns`` of the text of a script."""
 
-    def make(text, *arguments, policy="bf16", loss_scale=None):
+    def make(text, *arguments, policy="bf16", **more):
         target = (script_of(text), *arguments)
-        settings = {"policy": policy, "loss_scale": loss_scale, "folder": tmp_path / "runs"}
-        return ScriptRuns(ScriptSettings(target=target, **settings))
+        return ScriptRuns(ScriptSettings(target=target, policy=policy, folder=tmp_path / "runs", **more))
 
     return make
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from narrowcast.verify.certificate import Measured, certificate_of, compared
+from narrowcast.errors import SettingError
+from narrowcast.verify.certificate import Batches, Measured, certificate_of, compared
 from narrowcast.verify.certificate import _verdict as limits
 
 FINISH = {"policy": "bf16", "format": "bf16", "at_step": 0, "loss_scale": None, "cannot_tell": None}
@@ -110,6 +111,116 @@ def test_totals_are_of_all_parameters_as_one_vector():
     assert [p.name for p in found.parameters] == ["a", "b"]
 
 
+# ---- several batches: bias, variance, and steps of many minibatches
+
+
+def drawn(count, *, bias=0.03, spread=0.1, noise=1.0, elements=400, seed=0):
+    """FP32 and mixed gradients of batches: a mean of 1, noise, and errors of known bias and variance."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    fp32 = 1 + noise * draw(count, elements)
+    return fp32, fp32 + bias + spread * draw(count, elements)
+
+
+def measured(fp32, mixed, name="weight"):
+    sums = Batches(fp32.shape[1])
+    for one, other in zip(fp32, mixed, strict=True):
+        sums.add(one, other)
+    return sums.measured(name, (fp32.shape[1],), compared(fp32[0], fp32[0] * (1 + 1e-7)))
+
+
+def judged(*parameters, **settings):
+    return certificate_of(parameters, **FINISH | settings)
+
+
+@pytest.mark.parametrize("count", [4, 7, 8, 21])
+def test_bias_and_variance_are_those_of_pairs_of_batches(count):
+    """The definition in float64: products of different batches, and differences of all pairs."""
+    fp32, mixed = drawn(count)
+    errors, pairs = mixed - fp32, range(count)
+    others = [(i, j) for i in pairs for j in pairs if i != j]
+    bias = float(sum(errors[i] @ errors[j] for i, j in others)) / len(others)
+    total = float((errors * errors).sum()) / count
+    noise = float(sum((fp32[i] - fp32[j]).square().sum() for i, j in others)) / len(others)
+    found = judged(measured(fp32, mixed))
+    (parameter,) = found.parameters
+    # Sums of groups are kept in fp32, with a roundoff of 6e-8.
+    assert parameter.bias_norm == pytest.approx(math.sqrt(bias), rel=1e-6)
+    assert parameter.error_norm == pytest.approx(math.sqrt(total), rel=1e-9)
+    assert parameter.noise_norm == pytest.approx(math.sqrt(noise), rel=1e-6)
+    for k in (1, 2, 32, 1024):
+        expected = math.sqrt((k * bias + total - bias) / noise)
+        assert found.at(k).value == pytest.approx(expected, rel=1e-6)
+        assert judged(measured(fp32, mixed), minibatches=k).error_over_noise == pytest.approx(
+            expected, rel=1e-6
+        )
+    # Gradients that are the mean of four minibatches have half the noise already.
+    assert judged(measured(fp32, mixed), averaged=4, minibatches=4).at(4) == found.at(1)
+
+
+def test_the_bias_is_estimated_without_bias_and_intervals_hold_it():
+    squares, held = [], 0
+    truth = [math.sqrt((k * 0.03**2 + 0.1**2) / 2) for k in (1, 32, 1024)]
+    for seed in range(100):
+        found = judged(measured(*drawn(4, elements=40, seed=seed)))
+        squares.append(found._moments.squares.bias)
+        held += sum(
+            found.at(k).low <= t <= found.at(k).high for k, t in zip((1, 32, 1024), truth, strict=True)
+        )
+    # The squares' deviation is 0.016 in theory: six pairs, each 0.01 * sqrt(40), and the bias itself.
+    assert sum(squares) / 100 == pytest.approx(40 * 0.03**2, abs=3 * 0.032 / 10)
+    assert min(squares) < sum(squares) / 100
+    assert held >= 0.93 * 300
+
+
+def test_a_cast_that_only_spreads_holds_for_any_batch():
+    fp32, _ = drawn(64, seed=3)
+    found = judged(measured(fp32, fp32 + drawn(64, bias=0.0, spread=0.02, noise=0.0, seed=4)[1] - 1))
+    assert found.at(4096).value < 5 * found.at(1).value  # alone with bias it would be 64 times that
+    assert found.holds_up_to > 4096
+
+
+def test_it_holds_up_to_the_batch_at_which_a_limit_is_reached():
+    found = judged(measured(*drawn(8, bias=0.01, spread=0.02)), samples=64)
+    k = found.holds_up_to
+    assert found.at(k).value < 0.05 <= found.at(k + 1).value
+    assert found.reason.endswith(f"Right up to an effective batch of {64 * k:,} samples (k = {k}).")
+    # One parameter, a thousandth of the whole, with a bias of its own; 15 elements are too few to tell.
+    for elements, expected in ((16, True), (15, False)):
+        small = [0.01 * one for one in drawn(8, bias=0.1, spread=0.01, elements=elements)]
+        both = judged(measured(*drawn(8, bias=0.01, spread=0.02)), measured(*small, "head.bias"))
+        assert (both.holds_up_to < k) == expected
+        at_k = judged(
+            measured(*drawn(8, bias=0.003, spread=0.02)), measured(*small, "head.bias"), minibatches=32
+        )
+        assert (at_k.verdict, "head.bias" in at_k.reason) == (("fail", True) if expected else ("pass", False))
+        assert at_k.parameters[1].lost == expected
+
+
+@pytest.mark.parametrize(("k", "verdict"), [(1, "pass"), (2, "fail"), (64, "fail")])
+def test_a_small_relative_error_passes_little_noise_for_one_minibatch_only(k, verdict):
+    one = measured(*drawn(4, bias=0.003, spread=0.0, noise=0.01))
+    assert judged(one, minibatches=k).verdict == verdict
+
+
+def test_fewer_than_four_batches_tell_nothing_of_larger_ones():
+    few = measured(*drawn(3))
+    found = judged(few)
+    assert found.holds_up_to is None
+    assert all(math.isnan(value) for value in found.at(1))
+    assert found.to_dict()["error_over_noise_interval"] is None
+    found = judged(few, minibatches=2)
+    assert (found.verdict, "it takes 4 batches" in found.reason) == ("cannot tell", True)
+    with pytest.raises(SettingError, match="at least 1, got 0"):
+        found.at(0)
+
+
+def test_batches_without_noise_have_no_interval():
+    same = torch.ones(4, 30)
+    assert judged(measured(same, same * 1.001)).holds_up_to is None
+    exact = judged(measured(drawn(4)[0], drawn(4)[0]))
+    assert (exact.at(1000), exact.verdict) == ((0, 0, 0), "pass")
+
+
 # ---- verdicts
 
 
@@ -158,6 +269,7 @@ def test_one_lost_layer_fails_though_the_total_is_small():
     assert found.error_over_noise < limits.TOTAL_LIMIT
     assert found.verdict == "fail"
     assert found.worst_parameter.name == "deep.weight"
+    assert [one.lost for one in found.parameters] == [False, True]
     assert found.parameters[1].reason == "its gradient is zero in mixed precision"
     assert found.reason == (
         "The gradient of deep.weight is lost in mixed precision: it is off by 1 of its own size or of "
@@ -354,8 +466,9 @@ def test_it_goes_through_json():
     found = hard_ones().to_dict()
     assert json.loads(json.dumps(found, allow_nan=False))["verdict"] == "fail"
     assert set(found) == {
-        "policy", "format", "at_step", "loss_scale", "error_over_noise", "relative_error", "cosine",
-        "worst_parameter", "parameters", "verdict", "reason",
+        "policy", "format", "at_step", "loss_scale", "minibatches", "averaged", "samples", "error_over_noise",
+        "error_over_noise_interval", "holds_up_to", "relative_error", "cosine", "worst_parameter",
+        "parameters", "verdict", "reason",
     }  # fmt: skip
     assert found["worst_parameter"] == {
         "name": "<b>&\"'broken", "error_over_noise": "inf", "relative_error": "inf",
@@ -370,6 +483,7 @@ def test_the_table_of_a_small_one():
     assert verdict == "gradient certificate: pass"
     assert "error over noise  0.005" in summary
     assert "cosine            0.999950" in summary
+    assert "right up to       not known: that needs four batches with noise" in summary
     assert head.split("  ")[0] == "parameter (worst first)"
     assert row.split() == ["weight", "0.005", "0.01", "0.99995", "yes"]
 
@@ -382,6 +496,8 @@ def test_a_name_with_a_line_break_stays_on_its_line():
 
 def test_a_notebook_shows_every_parameter_escaped():
     certificate = hard_ones()
+    assert repr(certificate).startswith(f"Certificate({certificate.verdict!r}, ")
+    assert len(repr(certificate)) < 80
     text = certificate._repr_html_()
     assert "<b>" not in text
     assert "&lt;b&gt;&amp;&quot;&#x27;broken" in text

@@ -167,7 +167,14 @@ def test_a_policy_that_changes_nothing_starts_no_run(diagnosed, tmp_path):
 
 
 def rate(kind, shape, size, speed, format_="bf16"):
-    return {"kind": kind, "shape": shape, "size": size, "format": format_, "speed_against_fp32": speed}
+    return {
+        "kind": kind,
+        "shape": shape,
+        "size": size,
+        "format": format_,
+        "speed_against_fp32": speed,
+        "steady": True,
+    }
 
 
 RATES = [

@@ -33,6 +33,7 @@ def test_a_call_is_watched_and_leaves_everything_as_it_was():
     assert str(explanation).startswith("Sequential: bf16 on this CPU, by the policy bf16\n")
     assert max(map(len, str(explanation).splitlines())) <= 79
     assert "linear" in explanation._repr_html_()
+    assert repr(explanation) == f"Explanation({len(explanation.found['sites'])} rows)"
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

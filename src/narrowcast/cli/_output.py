@@ -24,6 +24,8 @@ SCRIPT_FAILED = 3
 """Exit codes of the verbs but ``run``; 2 is also that of wrong use."""
 
 _SILENT_S = 2.0
+_LINE_EVERY_S = 10.0
+_LONGEST_LINE = 66  # and "narrowcast: "
 
 
 def show(text: str) -> None:
@@ -73,6 +75,8 @@ def talk(text: str) -> None:
 def shown_progress() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a line of progress on a terminal, once two seconds have passed.
 
+    Where stderr is no terminal, it prints a line every ten seconds.
+
     SIGTERM, as ``timeout`` sends it, ends the block as Control-C does, and with it the processes it started.
     A script that fails in the block ends the command with its message and exit code 3.
     """
@@ -88,11 +92,15 @@ def shown_progress() -> Iterator[Callable[[str], None]]:
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
         status = console.status("")
-        shown = False
+        shown, last = False, start
 
         def progress(text: str) -> None:
-            nonlocal shown
-            if time.monotonic() - start > _SILENT_S and console.is_terminal:
+            nonlocal shown, last
+            if not console.is_terminal:
+                if time.monotonic() - last >= _LINE_EVERY_S:
+                    last = time.monotonic()
+                    talk(printable(text)[:_LONGEST_LINE])
+            elif time.monotonic() - start > _SILENT_S:
                 status.update(Text(printable(text)[: console.width - 4]))
                 if not shown:
                     shown = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,17 +19,16 @@ from narrowcast.cli.run import (
     RestArgument,
     RunDirOption,
     ScriptArgument,
+    cache_folder,
     check_policy,
     check_seed,
     find_script,
 )
+from narrowcast.errors import SettingError
 from narrowcast.scaling import parse
 
 if TYPE_CHECKING:
     from narrowcast.verify.compare import ComparisonSettings
-
-_ENOUGH_SEEDS = 3
-_CHECKED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 
 _StepsOption = Annotated[
     int,
@@ -50,6 +50,21 @@ _AtStepOption = Annotated[
     typer.Option("--at-step", metavar="N", min=0, help="Compare gradients after N steps of mixed training."),
 ]
 
+_MinSpeedupOption = Annotated[
+    float | None,
+    typer.Option("--min-speedup", metavar="X", help="Exit with 1 if the speedup is below X."),
+]
+
+_TimeLimitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit",
+        metavar="S",
+        min=0,
+        help="Seconds that the runs may take, or nearly: 25, or half more than the first two; 0: no limit.",
+    ),
+]
+
 
 def compare(
     script: ScriptArgument,
@@ -64,8 +79,10 @@ def compare(
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the first repeat.")] = 0,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help='Exit with 1 on "cannot tell" too; for losses from --repeats 3 on.'),
+        typer.Option("--strict", help='Exit with 1 on the verdict "cannot tell" too.'),
     ] = False,
+    min_speedup: _MinSpeedupOption = None,
+    time_limit: _TimeLimitOption = None,
     as_json: JsonOption = False,
     cache_dir: CacheDirOption = None,
 ) -> int:
@@ -74,46 +91,75 @@ def compare(
     Compares time, memory, losses, and gradients, whose error it measures in units of minibatch noise. Also
     writes a self-contained HTML report.
 
-    The script runs about nine times and writes its files each time: make sure that it does not overwrite
-    one that you need.
+    The script runs about nine times. Your files are as before then, but for those that other programs or
+    native code write; what each run wrote is in its folder.
     """
     check_policy(policy)
     check_seed(seed)
     check_seed(seed + repeats - 1)
     if loss_scale is not None:
         parse(loss_scale)
-
+    _check_min_speedup(min_speedup)
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import make_run_folder
-    from narrowcast.verify.compare import ComparisonSettings, stays_in_fp32
+    from narrowcast.verify.compare import ComparisonSettings, compared_instead, stays_in_fp32
 
     require_torch()
     found = find_script(script, arguments, module=module)
-    why = stays_in_fp32(policy)
-    if why:
-        from narrowcast.report import empty_summary
-
-        reason = f"mixed precision stays in fp32 here, since {why}"
-        talk(f"nothing to compare: {reason}")
-        if as_json:
-            show_result(empty_summary(reason), str, as_json=True)
-        return 0
+    _decide_auto(policy, cache_folder(cache_dir))
+    why, instead = stays_in_fp32(policy), compared_instead(policy)
+    if why and instead is None:
+        return _nothing_to_compare(why, as_json=as_json)
+    if instead is not None:
+        talk(f"auto computes in fp32 here, since {why}; comparing {instead}")
     given: dict[str, Any] = {
-        "policy": policy,
+        "policy": instead or policy,
         "loss_scale": loss_scale,
         "steps": steps,
         "repeats": repeats,
         "at_step": at_step,
         "seed": seed,
+        "min_speedup": min_speedup,
     }
     settings = ComparisonSettings(
         target=(script, *(arguments or [])),
         is_module=module,
         options=_words(given, module=module),
+        time_limit_s=time_limit,
+        fp32_because=why,
         folder=make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir),
         **given,
     )
     return _compare(settings, as_json=as_json, strict=strict)
+
+
+def _nothing_to_compare(why: str, *, as_json: bool) -> int:
+    from narrowcast.report import empty_summary
+
+    reason = f"mixed precision stays in fp32 here, since {why}"
+    talk(f"nothing to compare: {reason}")
+    if as_json:
+        show_result(empty_summary(reason), str, as_json=True)
+    return 0
+
+
+def _check_min_speedup(asked: float | None) -> None:
+    if asked is not None and not 0 < asked < math.inf:
+        raise SettingError(f"expected --min-speedup to be a number above 0, got {asked:g}")
+
+
+def _decide_auto(policy: str, cache: Path | None) -> None:
+    """Measure what decides ``auto`` on a CPU; a GPU is left to the script, and the table is right there."""
+    import torch
+
+    from narrowcast.machine import measure_auto
+    from narrowcast.policy import as_policy
+
+    if as_policy(policy).compute == "auto" and not torch.accelerator.is_available():
+        with shown_progress() as progress:
+            note = measure_auto("cpu", cache, progress=lambda text: progress(f"measuring {text}"))
+        if note:
+            talk(f"note: {note}")
 
 
 def _words(given: dict[str, Any], *, module: bool) -> tuple[str, ...]:
@@ -125,44 +171,30 @@ def _words(given: dict[str, Any], *, module: bool) -> tuple[str, ...]:
 
 
 def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:
-    from narrowcast.report import comparison_table, summary, write_page
+    from narrowcast.report import comparison_table, save_page, summary
     from narrowcast.verify.compare import compare as run_both
+    from narrowcast.verify.compare import slow_here
 
-    _delete_stale_page(settings.folder)
+    for slow in slow_here(settings.policy):
+        talk(f"note: {slow}")
     try:
         with shown_progress() as progress:
             comparison = run_both(settings, progress=progress)
     except (KeyboardInterrupt, SystemExit):
-        talk(f"to see the runs so far: narrowcast report {settings.folder}")
+        talk(f"interrupted; narrowcast report {settings.folder} shows the runs so far")
         raise
-    page = write_page(settings.folder)
+    page = save_page(comparison)
     result = summary(comparison, report=str(page))
     show_result(result, lambda: comparison_table(result, color=sys.stdout.isatty()), as_json=as_json)
     talk(f"report: {page}")
-    return _exit_code(result, strict=strict, losses_too=settings.repeats >= _ENOUGH_SEEDS)
+    return _exit_code(result, strict=strict, with_speed=settings.min_speedup is not None)
 
 
-def _delete_stale_page(folder: Path) -> None:
-    """Delete a stale report, so that an interrupted comparison is not mistaken for a finished one."""
-    from narrowcast.errors import FileError
-    from narrowcast.report import PAGE
-
-    try:
-        (folder / PAGE).unlink(missing_ok=True)
-    except OSError as error:
-        raise FileError(f"cannot delete the old report {folder / PAGE}: {error.strerror}") from error
-
-
-def _exit_code(result: dict[str, Any], *, strict: bool, losses_too: bool) -> int:
-    """Return 1 for a check that failed, and with ``strict`` for one that cannot tell; print a line for each.
-
-    Losses of fewer seeds than it takes to judge them do not count.
-    """
-    unclear = [name for name in _CHECKED if result[name] and result[name]["verdict"] == "cannot tell"]
-    for name in unclear:
-        talk(f"warning: cannot tell from the {_CHECKED[name]}: {result[name]['reason']}")
-    missed = [name for name in unclear if name != "loss" or losses_too]
-    failed = [name for name in _CHECKED if result[name] and result[name]["verdict"] == "fail"]
-    if failed and "fp16" in (result["mixed"]["format"] or ""):
+def _exit_code(result: dict[str, Any], *, strict: bool, with_speed: bool) -> int:
+    """Return 1 where an answer that counts is no; with ``strict``, where nobody can tell too."""
+    right, worth_it = result["verdict"].values()
+    if right.startswith("no") and "fp16" in (result["mixed"]["format"] or ""):
         talk("what to try: --loss-scale dynamic (the default in fp16), or --policy bf16")
-    return CHECK_FAILED if result["verdict"] == "fail" or (strict and missed) else 0
+    bad = ("no", "cannot tell") if strict else ("no",)
+    failed = right.startswith(bad) or (with_speed and worth_it.startswith(bad))
+    return CHECK_FAILED if failed else 0

@@ -16,8 +16,10 @@ from narrowcast.cli.run import (
     PolicyOption,
     RestArgument,
     RunDirOption,
+    cache_folder,
     check_policy,
     find_script,
+    tell_outputs,
 )
 
 
@@ -25,7 +27,7 @@ def doctor(
     script: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SCRIPT]",
+            metavar="SCRIPT",
             help="A script to profile, or with -m a module; without one the machine alone.",
             show_default=False,
         ),
@@ -62,7 +64,7 @@ def doctor(
     if script is not None:
         # Refuse a missing script before anything is measured.
         find_script(script, arguments, module=module)
-    cache, budget = _cache_folder(cache_dir), Budget(device_s=budget_s)
+    cache, budget = cache_folder(cache_dir), Budget(device_s=budget_s)
     with shown_progress() as progress:
         found = examine(
             cache=cache, fresh=fresh, budget=budget, progress=lambda text: progress(f"measuring {text}")
@@ -97,15 +99,7 @@ def _diagnose(
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     with shown_progress() as progress:
         found = diagnose(ScriptSettings(**asked, folder=folder), examined["rates"], progress=progress)
+    tell_outputs(folder)
     whole = found | {"conclusion": conclusion(found), "machine": examined}
     show_result(whole, lambda: diagnosis_text(found, color=sys.stdout.isatty()), as_json=as_json)
     return 0
-
-
-def _cache_folder(asked: Path | None) -> Path | None:
-    if asked is not None:
-        return asked
-    try:
-        return Path.home() / ".cache" / "narrowcast"
-    except RuntimeError:
-        return None

@@ -20,6 +20,7 @@ from narrowcast.cli.run import (
     ScriptArgument,
     check_policy,
     find_script,
+    tell_outputs,
 )
 from narrowcast.errors import PolicyError
 
@@ -110,7 +111,9 @@ def explain(
         target = (script, *(arguments or []))
         settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
         with shown_progress() as progress:
-            return explain_script(settings, steps=steps, progress=progress)
+            found = explain_script(settings, steps=steps, progress=progress)
+        tell_outputs(folder)
+        return found
 
     found = watch(policy)
     if against is not None:

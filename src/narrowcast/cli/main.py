@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from narrowcast.cli.run import launched, run, tell
 from narrowcast.errors import NarrowcastError
 
 WRONG_USE = 2
+INTERRUPTED = 130
 # Options that change the result of a run, and that few scripts have under the same name.
 _TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict", "--repeats")
 # Everything after the script's name belongs to the script.
@@ -29,7 +32,6 @@ _SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "-
 
 app = typer.Typer(
     name="narrowcast",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -73,24 +75,30 @@ def _paragraphs(verb: Callable[..., object]) -> str:
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(verb.__doc__ or "").split("\n\n"))
 
 
-class _VerbOfScript(TyperCommand):
+class _Verb(TyperCommand):
     """A verb that warns if one of its options follows the script's name, since it then goes to the script."""
 
-    def invoke(self, ctx: Any) -> object:
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # typer 0.29 writes {SCRIPT}
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        rest: list[str] = super().parse_args(ctx, args)
+        theirs = list(ctx.params.get("arguments") or ())
         own = [name for option in self.params for name in option.opts if name in _TELLING]
-        given = [word.partition("=")[0] for word in ctx.params.get("arguments") or ()]
+        given = [word.partition("=")[0] for word in theirs]
         behind = [name for name in own if name in given]
-        if behind and launched("RANK", 0) == 0:
+        meant = words[-len(theirs) - 2 : -len(theirs) - 1] == ["--"]  # the user says whose they are
+        if behind and not meant and not ctx.resilient_parsing and launched("RANK", 0) == 0:
             names, script = " and ".join(behind), ctx.params["script"]
             tell(f"{names} went to {script}; before the name of the script it would be for narrowcast")
-        result: object = super().invoke(ctx)
-        return result
+        return rest
 
 
 for _verb in (run, compare, doctor, explain):
-    app.command(help=_paragraphs(_verb), context_settings=_SCRIPT_LAST, cls=_VerbOfScript)(_verb)
+    app.command(help=_paragraphs(_verb), context_settings=_SCRIPT_LAST, cls=_Verb)(_verb)
 for _plain in (report, migrate):
-    app.command(help=_paragraphs(_plain))(_plain)
+    app.command(help=_paragraphs(_plain), cls=_Verb)(_plain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,9 +118,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" To run a script: narrowcast run {words[0]}" if forgot_verb else ""
         talk(text + hint)
         return int(getattr(error, "exit_code", WRONG_USE))
+    except typer.Abort:  # nobody answers a question
+        return INTERRUPTED
     except NarrowcastError as error:
         talk(str(error))
         return WRONG_USE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        why = f"{errno.errorcode[error.errno]}: {os.strerror(error.errno)}"
+        talk(f"cannot write {error.filename or 'a file'} ({why})")
+        return WRONG_USE
     finally:
         sys.excepthook = hook  # typer installs its own, but the script must find Python's
-    return int(action() if callable(action) else action or 0)
+    return int((action() if callable(action) else action) or 0)

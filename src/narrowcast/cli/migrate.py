@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from narrowcast.cli._output import CHECK_FAILED, NOT_WRITTEN, show, show_result, shown_progress, talk
 from narrowcast.cli.run import JsonOption
-
-if TYPE_CHECKING:
-    from narrowcast.migrate import FileOutcome
+from narrowcast.errors import FileError
 
 NOT_LOOKED_AT = 3
 
@@ -21,7 +18,7 @@ NOT_LOOKED_AT = 3
 def migrate(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="Python files, and folders with *.py in them."),
+        typer.Argument(metavar="PATH", help="Python files, and folders with *.py in them."),
     ],
     write: Annotated[
         bool, typer.Option("--write", help="Write the files instead of showing a diff.")
@@ -48,17 +45,22 @@ def migrate(
 
     from narrowcast import migrate as migration
 
-    settings = migration.Settings(target=to)
     with shown_progress() as progress:
-        outcomes = migration.migrate_files(paths, settings, progress=progress)
+        outcomes = migration.migrate_files(paths, to, progress=progress)
     changed = [outcome for outcome in outcomes if outcome.changes]
     for line in migration.findings_text(outcomes) + migration.passed_over_text(paths):
         talk(line)
-    kept = _write(changed) if write else []
+    kept = []
+    for outcome in changed if write else ():
+        try:
+            migration.write(outcome)
+        except FileError as error:
+            talk(str(error))
+            kept.append(outcome)
     changed = [outcome for outcome in changed if outcome not in kept]
     if as_json:
         done = {outcome.path for outcome in changed} if write else None
-        show_result(migration.as_json(outcomes, settings, paths, written=done), str, as_json=True)
+        show_result(migration.as_json(outcomes, to, paths, written=done), str, as_json=True)
     elif changed and (write or check):
         show("\n".join(outcome.path for outcome in changed))
     elif changed:
@@ -70,18 +72,3 @@ def migrate(
     if check and changed:
         return CHECK_FAILED
     return NOT_LOOKED_AT if any(outcome.problem is not None for outcome in outcomes) else 0
-
-
-def _write(changed: Sequence[FileOutcome]) -> list[FileOutcome]:
-    """Write the changed files; returns those that could not be written, each with a message."""
-    from narrowcast.errors import FileError
-    from narrowcast.migrate import write
-
-    kept = []
-    for outcome in changed:
-        try:
-            write(outcome)
-        except FileError as error:
-            talk(str(error))
-            kept.append(outcome)
-    return kept

@@ -6,17 +6,19 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from narrowcast.cli._output import talk
 from narrowcast.errors import NarrowcastError, PolicyError
 from narrowcast.policy import PRESET_TABLE, with_fp32_weights
 from narrowcast.scaling import parse
 
 if TYPE_CHECKING:
-    from narrowcast.attach import Attachment, Script
+    from narrowcast.attach import Script
     from narrowcast.observe.capture import CaptureWriter
 
 # What NumPy's seed takes; torch and Python take more.
@@ -84,7 +86,7 @@ def run(
         ),
     ] = None,
     cache_dir: CacheDirOption = None,
-) -> Callable[[], int]:
+) -> Callable[[], None]:
     """Run an unmodified FP32 script in mixed precision.
 
     It ends as under plain Python, with its own exit code; a few lines on stderr then summarize the run.
@@ -93,7 +95,7 @@ def run(
     check_seed(seed)
     scale = None if loss_scale is None else parse(loss_scale)
 
-    from narrowcast.attach import Attachment
+    from narrowcast.attach import Attachment, run_attached
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import CaptureWriter, discard_captures, make_run_folder, start_event
 
@@ -103,6 +105,8 @@ def run(
     name = found.name if rank == 0 else f"{found.name}-rank{rank}"
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     if rank == 0:
+        if (folder / "capture.jsonl").is_file():
+            tell(f"the capture of the earlier run in {folder} is replaced")
         discard_captures(folder, from_rank=launched("WORLD_SIZE", 1))
     # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.
     own = rank == 0 or run_dir is None
@@ -110,10 +114,9 @@ def run(
     rules = len(with_fp32_weights(policy).rules)
     writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
-    shown = rank == 0
-    attachment = Attachment(policy, scale, writer=writer, tell=tell if shown else lambda _: None)
-    ending = _Ending(writer, shown=shown)
-    return lambda: _run(found, attachment, ending, seed)
+    attachment = Attachment(policy, scale, writer=writer, tell=tell if rank == 0 else lambda _: None)
+    ending = _ending(writer) if rank == 0 else lambda: None
+    return partial(run_attached, found, attachment, seed=seed, at_end=ending)
 
 
 def tell(text: str) -> None:
@@ -131,11 +134,34 @@ def check_policy(policy: str) -> None:
         raise PolicyError(f"{error}{came}") from None
 
 
-def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Script:
-    """Return the script to run; refuse a missing one."""
-    from narrowcast.attach import Script
+def cache_folder(asked: Path | None) -> Path | None:
+    """Return the folder of rates and runs; None: there is no home folder either."""
+    if asked is not None:
+        return asked
+    try:
+        return Path.home() / ".cache" / "narrowcast"
+    except RuntimeError:
+        return None
 
+
+def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Script:
+    """Return the script to run; refuse a missing one. First put back what killed runs had changed."""
+    from narrowcast.attach import Script, restore_killed
+
+    restore_killed(tell)
     return (Script.from_module if module else Script.from_path)(script, arguments or [])
+
+
+def tell_outputs(folder: Path) -> None:
+    """Say where the files are that the runs of a script in ``folder`` wrote."""
+    from narrowcast.attach import OUTPUTS
+
+    found = [str(path) for path in (folder / OUTPUTS, *sorted(folder.glob(f"*/{OUTPUTS}"))) if path.is_dir()]
+    if found:
+        talk(
+            "note: files are as before (but for those of other programs and native code), and what the "
+            f"script wrote is in {' and '.join(found)}"
+        )
 
 
 def check_seed(seed: int | None) -> None:
@@ -146,42 +172,28 @@ def check_seed(seed: int | None) -> None:
         )
 
 
-def _run(script: Script, attachment: Attachment, ending: _Ending, seed: int | None) -> int:
-    from narrowcast.attach import run_attached
+def _ending(writer: CaptureWriter) -> Callable[[], None]:
+    """Return a function that prints the summary of a run when the script and its threads have ended."""
+    # Imported now: the script may have a module beside it with the name of one that the report needs.
+    from narrowcast.observe.capture import read_capture
+    from narrowcast.report import run_block
 
-    run_attached(script, attachment, seed=seed, at_end=ending)
-    return 0
-
-
-class _Ending:
-    """Prints the summary of a run when the script and its threads have ended."""
-
-    def __init__(self, writer: CaptureWriter, *, shown: bool) -> None:
-        # Imported now: the script may have a module beside it with the name of one that the report needs.
-        from narrowcast.report import run_block
-
-        self._block = run_block
-        self._writer = writer
-        self._shown = shown
-
-    def __call__(self) -> None:
-        from narrowcast.observe.capture import read_capture
-
-        if not self._shown:
-            return
-
+    def end() -> None:
         try:
-            text = self._block(read_capture(self._writer.path), capture_path=str(self._writer.path))
-        except NarrowcastError as error:
-            text = f"narrowcast: {error}"
-        if self._writer.error is not None:
-            text += f"\n  the capture is incomplete: {self._writer.error.strerror}"
+            text = run_block(read_capture(writer.path), capture_path=str(writer.path))
+        except Exception as error:  # a fault of ours: it must not look like one of the script
+            said = error if isinstance(error, NarrowcastError) else repr(error)
+            text = f"narrowcast: {said if writer.error is None else 'there is no summary'}"
+        if writer.error is not None:
+            text += f"\n  the capture {writer.path} is incomplete: {writer.error.strerror}"
         for stream in (sys.stdout, sys.stderr):
             # The script, or the reader of a pipe, may have closed them.
             with suppress(OSError, ValueError, AttributeError):
                 if stream is sys.stderr:
                     stream.write(f"{text}\n")
                 stream.flush()
+
+    return end
 
 
 def launched(name: str, otherwise: int) -> int:

@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from narrowcast._files import replacing
-from narrowcast.machine._environment import Choice, best_format
-from narrowcast.machine._facts import first_line, gather_facts, mismatches
-from narrowcast.machine._rates import Budget, has_tf32, measure_device, work_for
+from narrowcast.machine._environment import (
+    Choice,
+    cpu_capabilities,
+    first_line,
+    known_to_be_slow,
+    table_format,
+)
+from narrowcast.machine._facts import cpu_facts, gather_facts, mismatches
+from narrowcast.machine._rates import Budget, has_tf32, measure_device, work_for, work_for_auto
+from narrowcast.machine._torch_internals import default_store
 
 _SCHEMA = 1
 # Raise it whenever rows get another meaning: other shapes, other fields, another way to time.
 CACHE_FORMAT = 2
 # Within this, two formats are as fast as each other: the spread of a quiet machine is a few percent.
 _AS_FAST = 1.1
-# How much faster another 16-bit format must be before it is named: the choice is also about range.
-_MUCH_FASTER = 1.25
 # Where the middle half of the ratios spans more than this share of them, something else was running.
 _STEADY = 0.25
+# For the rates that decide "auto": with the steps on the way, a quiet machine takes less than a second.
+_AUTO_BUDGET = Budget(device_s=2.0)
+# "auto" leaves fp32 only for a format that is faster by more than this.
+_WORTH = 1.03
+# How long a rank waits for what rank 0 chose, which may be downloading data first.
+_RANK_0_S = 30
 
 
 def examine(
@@ -46,26 +65,35 @@ def examine(
     Returns:
         JSON-ready values: ``schema``, ``facts``, ``mismatches``, ``rates`` (``source``: ``"measured"`` or
         ``"cache"``, ``measured_at_s`` since 1970, ``wall_s``, ``file``, and of each of its ``devices``
-        ``rows`` and ``choice``) and ``notes``, lines about what was not kept.
+        ``rows``, ``auto`` (the rows that decide it, null if the table does), ``choice`` and ``slow``) and
+        ``notes``, lines about what was not kept.
     """
     progress("what this machine has")
     facts, budget = gather_facts() if facts is None else facts, budget or Budget()
     wrong = mismatches(facts)
     unusable = {found["device"] for found in wrong if found["severity"] == "error"}
     key, notes = rates_key(facts, budget), list[str]()
+    devices = [device for device in _devices(facts) if device["device"] not in unusable]
+    for device in devices:
+        why = measure_auto(device["device_type"], cache, fresh=fresh, progress=progress)
+        notes += [why] if why else []
     path = None if cache is None else rates_path(cache, key)
     rates, why = (None, None) if path is None or fresh else read_rates(path, key)
     if why is not None:
         notes.append(f"{path} {why}: measured anew")
     if rates is None:
-        rates = _measured([gpu for gpu in _devices(facts) if gpu["device"] not in unusable], budget, progress)
+        rates = _measured(devices, budget, progress)
         why = _keep(rates, path, key)
         rates |= {"source": "measured", "file": None if why else str(path)}
-        notes += [f"the rates were not kept for the next time ({why})"] if why else []
+        notes += [f"the rates were not kept for the next time: {why}"] if why else []
     else:
         rates |= {"source": "cache", "file": str(path)}
     for device in rates["devices"]:
-        device["choice"] = agreement(best_format(device["device_type"]), device["rows"])
+        device["auto"] = (_auto_rates(device["device_type"], cache) or {}).get("rows")
+        device["choice"] = asdict(best_format(device["device_type"], cache))
+        for row in device["rows"]:
+            row["steady"] = _is_steady(row)
+        device["slow"] = slow_formats(("bf16", "fp16"), device["device_type"], device["rows"])
     return {"schema": _SCHEMA, "facts": facts, "mismatches": wrong, "rates": rates, "notes": notes}
 
 
@@ -136,9 +164,12 @@ def read_rates(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None, 
 
 def _keep(rates: dict[str, Any], path: Path | None, key: dict[str, Any]) -> str | None:
     """Write the rates for the next time, whole or not at all; return why not, or None."""
-    if any(row["out_of_time"] for device in rates["devices"] for row in device["rows"]):
+    rows = rates.get("rows") or [row for device in rates["devices"] for row in device["rows"]]
+    late = sum(row["out_of_time"] for row in rows)
+    if late:
         # What is missing would be missing in every later decision too.
-        return "this machine was too busy to measure all of them; try again when it is quiet"
+        used = f"the time for a device, {rates['budget']['device_s']:.0f} s, was used up"
+        return f"{used} with {late} of {len(rows)} cells not measured; try again when this machine is quiet"
     if path is None:
         return "there is no home folder; set NARROWCAST_CACHE_DIR"
     try:
@@ -151,50 +182,191 @@ def _keep(rates: dict[str, Any], path: Path | None, key: dict[str, Any]) -> str 
     return None
 
 
-# ---- "auto" against the rates
+# ---- "auto" by the rates
 
 
-def agreement(choice: Choice, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare a choice with rows of ``measure_device``; it stays the choice whatever the result.
+_by_rates: dict[tuple[str, Path | None], Choice | None] = {}
+_of_rank_0: dict[str, Choice] = {}
 
-    Judged by the largest matmul that was measured both in fp32 and in the chosen format, where the
-    arithmetic decides and not the overhead of a call.
 
-    Returns:
-        JSON-ready values: ``format``, ``because``; ``rates_agree``, null if nothing was measured on a quiet
-        machine; ``judged_at`` (the shape); ``speed_against_fp32``; ``faster_format``, another 16-bit format
-        that is faster by a quarter or more, or null.
+def best_format(device_type: str, cache: Path | None = None) -> Choice:
+    """Return the format of ``auto``: by the rates that ``measure_auto`` kept in ``cache``, else by the table.
+
+    Rates are read once a process. With several ranks rank 0 decides for all of them.
     """
-    products = [row for row in rows if row["kind"] == "matmul" and _is_steady(row)]
-    judged = [row for row in products if row["format"] == choice.format]
-    found: dict[str, Any] = {
-        "format": choice.format,
-        "because": choice.because,
-        "rates_agree": None,
-        "judged_at": None,
-        "speed_against_fp32": None,
-        "faster_format": None,
-    }
-    if not judged:
-        return found
-    mine = judged[-1]
-    others = {
-        row["format"]: row["speed_against_fp32"]
-        for row in products
-        if row["shape"] == mine["shape"] and row["format"] in {"bf16", "fp16"} - {choice.format}
-    }
-    best = max(others, key=others.__getitem__, default=None)
-    faster = best if best and others[best] > _MUCH_FASTER * mine["speed_against_fp32"] else None
-    slower_than_fp32 = mine["speed_against_fp32"] * _AS_FAST < 1
-    return found | {
-        "rates_agree": faster is None and not slower_than_fp32,
-        "judged_at": mine["shape"],
-        "speed_against_fp32": mine["speed_against_fp32"],
-        "faster_format": faster,
-    }
+    if device_type in _of_rank_0:
+        return _of_rank_0[device_type]
+    where = device_type, cache or default_cache()
+    if where not in _by_rates:
+        _by_rates[where] = _by_kept_rates(*where)
+    choice = _by_rates[where]
+    if choice is None:
+        table = table_format(device_type)
+        choice = Choice(format=table.format, because=f"{table.because}; by the table, not measured")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        choice = _of_rank_0[device_type] = _agreed(device_type, choice)
+    return choice
+
+
+def _agreed(device_type: str, mine: Choice) -> Choice:
+    """Return what rank 0 chose; if it does not choose soon, what the first rank chose that asked.
+
+    Through the store of the process group: a collective would hang where not all ranks come here.
+    """
+    store, key = default_store(), f"narrowcast/auto/{device_type}"
+    if dist.get_rank() > 0:
+        with suppress(RuntimeError):  # it was not set in time
+            store.wait([key], timedelta(seconds=_RANK_0_S))
+    word, because = json.loads(store.compare_set(key, "", json.dumps([mine.format, mine.because])))
+    return Choice(format=word, because=because)
+
+
+def measure_auto(
+    device_type: str,
+    cache: Path | None,
+    *,
+    fresh: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> str | None:
+    """Measure the small set of cells that decides ``auto``, unless it is kept; return why it is not kept."""
+    if not fresh and _auto_rates(device_type, cache) is not None:
+        return None
+    candidate = _candidate(device_type)
+    try:
+        rows = measure_device(
+            device_type, work_for_auto(device_type, candidate), _AUTO_BUDGET, progress=progress
+        )
+    except RuntimeError as error:
+        return f"the rates that decide auto on {device_type} were not measured: {first_line(error)}"
+    if _auto_speeds(rows, candidate, table_format(device_type).format) is None:
+        return f"not all rates that decide auto on {device_type} were measured steadily: the table decides"
+    key = _auto_key(device_type)
+    path = None if cache is None else rates_path(cache, key)
+    why = _keep({"measured_at_s": time.time(), "rows": rows}, path, key)
+    _by_rates.pop((device_type, cache), None)
+    return f"the rates that decide auto on {device_type} were not kept: {why}" if why else None
+
+
+def _by_kept_rates(device_type: str, cache: Path | None) -> Choice | None:
+    kept, candidate = _auto_rates(device_type, cache), _candidate(device_type)
+    table = table_format(device_type).format
+    speeds = None if kept is None else _auto_speeds(kept["rows"], candidate, table)
+    if kept is None or speeds is None:
+        return None
+    worth = math.prod(speeds.values()) > _WORTH ** len(speeds)
+    date = time.strftime("%Y-%m-%d", time.localtime(kept["measured_at_s"]))
+    each = ", ".join(f"{speed:.2g}x in {kind.replace('_', ' ')}" for kind, speed in speeds.items())
+    because = f"measured on {date}, {candidate} against fp32: {each}"
+    return Choice(format=candidate if worth else "fp32", because=because)
+
+
+def _candidate(device_type: str) -> str:
+    """Return the format that ``auto`` compares with fp32."""
+    table = table_format(device_type).format
+    return "bf16" if table == "fp32" else table
+
+
+def _auto_rates(device_type: str, cache: Path | None) -> dict[str, Any] | None:
+    key = _auto_key(device_type)
+    return None if cache is None else read_rates(rates_path(cache, key), key)[0]
+
+
+def _auto_key(device_type: str) -> dict[str, Any]:
+    """Return what the speed of one format against another depends on; the number of threads hardly counts."""
+    on: list[Any] = [CACHE_FORMAT, device_type, str(torch.__version__)]
+    if device_type == "cpu":
+        facts = cpu_facts(cpu_capabilities(), architecture=platform.machine())
+        limits = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA")
+        on += [facts["name"], facts["instructions"], *limits]
+    elif device_type == "cuda" and torch.cuda.is_available():
+        on.append(torch.cuda.get_device_name())
+    return {"auto": on}
+
+
+def _auto_speeds(rows: list[dict[str, Any]], candidate: str, table: str) -> dict[str, float] | None:
+    """Return the speed of ``candidate`` against fp32 by kind of work; None if a cell is missing or unclear.
+
+    An estimate counts only where it confirms that the table is fp32, since on a busy machine a short call
+    may take very long; it is 0 where torch cannot do it.
+    """
+    speeds = {}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        of_kind = {row["format"]: row for row in rows if row["kind"] == kind}
+        fp32_s, mine = of_kind["fp32"]["time_s_median"], of_kind[candidate]
+        if fp32_s is None or mine["out_of_time"]:
+            return None
+        speed = mine["speed_against_fp32"]
+        if speed is None:
+            speed = fp32_s / mine["expected_time_s"] if mine["expected_time_s"] else 0.0
+            if table != "fp32" or speed > 1:
+                return None
+        elif not _is_steady(mine):
+            return None
+        speeds[kind] = speed
+    return speeds
 
 
 def _is_steady(row: dict[str, Any]) -> bool:
     speed = row["speed_against_fp32"]
     low, high = row.get("speed_against_fp32_low"), row.get("speed_against_fp32_high")
     return speed is not None and (low is None or high is None or high - low <= _STEADY * speed)
+
+
+# ---- formats that are slow here
+
+
+def slow_formats(
+    formats: Iterable[str], device_type: str, rows: list[dict[str, Any]] | None = None
+) -> list[str]:
+    """Return a sentence for each of ``formats`` that is slower than fp32 on this machine, with what to use.
+
+    Decided by the largest steady matmul and convolution among ``rows``, by default those that ``doctor`` kept
+    for this CPU; without any, by what is known of this kind of CPU. A slow convolution is said in either
+    case, since rates are of forward calls alone.
+    """
+    is_cpu, found = device_type == "cpu", []
+    rows = kept_rows() if rows is None and is_cpu else rows or []
+    for name in {name: None for name in formats if name in ("bf16", "fp16")}:
+        slower, known = [], []
+        for kind in ("matmul", "convolution"):
+            speeds = [
+                row["speed_against_fp32"]
+                for row in rows
+                if (row["kind"], row["format"]) == (kind, name) and _is_steady(row)
+            ]
+            if speeds and speeds[-1] * _AS_FAST < 1:
+                slower.append(f"{kind}s at {speeds[-1]:.2g} of fp32's speed")
+            elif is_cpu and (kind == "convolution" or not speeds):
+                known.append(known_to_be_slow(name, kind))
+        where = "CPU" if is_cpu else "GPU"
+        said = [f"{name} on this {where} was measured to compute {' and '.join(slower)}"] if slower else []
+        if said := said + [fact for fact in known if fact]:
+            instead = best_format(device_type).format
+            other = "" if instead in ("fp32", name) else f"--policy {instead} or "
+            found.append(f"{'; '.join(said)}: use {other}--policy fp32")
+    return found
+
+
+def kept_rows() -> list[dict[str, Any]]:
+    """Return the rates of this CPU that ``doctor`` kept last, for this torch and as many threads.
+
+    Without any, those that decide ``auto``.
+    """
+    cache = default_cache()
+    here = [cpu_facts(cpu_capabilities(), architecture=platform.machine()), str(torch.__version__)]
+    with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
+        files = sorted(((cache or Path()) / "rates").glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for kept in (json.loads(path.read_bytes()) for path in reversed(files)):
+            key = kept["key"]
+            if "auto" in key or key["cache_format"] != CACHE_FORMAT:
+                continue
+            if [key["cpu"], key["torch"]["version"]] == here:
+                return list(kept["rates"]["devices"][0]["rows"])
+    return list((_auto_rates("cpu", cache) or {"rows": []})["rows"])
+
+
+def default_cache() -> Path | None:
+    """Return the folder of rates: ``NARROWCAST_CACHE_DIR``, or one in the home folder, if there is one."""
+    with suppress(RuntimeError):
+        return Path(os.environ.get("NARROWCAST_CACHE_DIR") or Path.home() / ".cache" / "narrowcast")
+    return None

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.machine._environment import arithmetic_settings, cpu_capabilities, processor_name
+from narrowcast.machine._environment import arithmetic_settings, cpu_capabilities, first_line, processor_name
 
 # What decides how fast a format is; keys as in torch.cpu.get_capabilities().
 _X86 = {
@@ -189,11 +189,6 @@ def _found(pattern: str, text: str) -> str | None:
     return match[1] if match else None
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type: CUDA adds pages of advice."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 # ---- what does not fit together
 
 
@@ -216,29 +211,16 @@ def _builds(facts: dict[str, Any]) -> Iterator[_Mismatch]:
         name = nvidia["gpus"][0] if nvidia["gpus"] else "an NVIDIA GPU"
         newest = f" for CUDA {nvidia['driver_cuda']} or older" if nvidia["driver_cuda"] else ""
         text = f"this machine has {name}, and torch {torch['version']} was built without CUDA"
-        yield (
-            "error",
-            "cuda",
-            text,
-            f"pip uninstall torch, then install the build{newest} that {_INSTALL} names",
-        )
-    if torch["build"] == "rocm" and not facts["gpus"]:
-        if facts["kfd"]:
-            text = f"this torch is a ROCm build and sees no GPU ({torch['cuda_error'] or 'no reason given'})"
-            fix = "check that your user is in the groups render and video, and HIP_VISIBLE_DEVICES"
-            yield "error", "cuda", text, fix
-        elif "AMD" in facts["pci"]:
-            text = "this torch is a ROCm build, and AMD's driver is not loaded (/dev/kfd is missing)"
-            fix = "install the amdgpu driver; in a container pass --device=/dev/kfd --device=/dev/dri"
-            yield "error", "cuda", text, fix
+        fix = f"pip uninstall torch, then install the build{newest} that {_INSTALL} names"
+        yield "error", "cuda", text, fix
+    if torch["build"] == "rocm" and not facts["gpus"] and (facts["kfd"] or "AMD" in facts["pci"]):
+        text = f"this torch is a ROCm build and sees no GPU ({torch['cuda_error'] or 'no reason given'})"
+        fix = "check that amdgpu is loaded (/dev/kfd) and your user in the groups render and video"
+        yield "error", "cuda", text, fix
     if torch["build"] == "cpu" and facts["kfd"]:
         text = f"AMD's driver is loaded, and torch {torch['version']} was built without ROCm"
-        yield (
-            "note",
-            "cuda",
-            text,
-            f"if rocminfo lists this GPU, install the ROCm build that {_INSTALL} names",
-        )
+        fix = f"if rocminfo lists this GPU, install the ROCm build that {_INSTALL} names"
+        yield "note", "cuda", text, fix
 
 
 def _drivers(facts: dict[str, Any]) -> Iterator[_Mismatch]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from narrowcast.errors import SettingError
-from narrowcast.machine._facts import first_line
+from narrowcast.machine._environment import first_line
 
 Clock = Callable[[], float]
 _FEWEST_ROUNDS, _ENOUGH_ROUNDS, _MOST_ROUNDS = 3, 5, 31
@@ -25,6 +25,8 @@ _MOST_CALLS = 1000
 _NOISY = 0.25
 # The longest call that is made fits this often into the time for a device.
 _CALLS_IN_TIME = 30
+# The share of the time that is left for rounds where estimates alone would take all of it.
+_FOR_ROUNDS = 0.4
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CAST_MATMUL = "matmul_with_casts"
 _TF32_CAPABILITY = 8
@@ -60,22 +62,14 @@ class Work:
     formats: tuple[str, ...]
     shapes: tuple[Shape, ...]
 
-    def flop_count(self, shape: Shape) -> int | None:
-        """Return the floating-point operations of one call; a multiply-add counts as two."""
+    def amount(self, shape: Shape) -> int:
+        """Return the operations of one call, a multiply-add as two; of an addition the elements."""
         if self.kind == "add":
-            return None
+            return shape.numbers[0]
         if self.kind == "convolution":
             batch, channels, side = shape.numbers
             return 2 * batch * channels * channels * 9 * side * side
         return 2 * shape.numbers[0] ** 3
-
-    def element_count(self, shape: Shape) -> int | None:
-        """Return the elements of the result of an addition; None for other work."""
-        return shape.numbers[0] if self.kind == "add" else None
-
-    def amount(self, shape: Shape) -> int:
-        """Return what the time of one call grows with."""
-        return self.flop_count(shape) or self.element_count(shape) or 1
 
     def tensor_shape(self, shape: Shape) -> list[int]:
         """Return the shape of the first operand."""
@@ -119,6 +113,19 @@ def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
         Work(kind="convolution", formats=exact, shapes=convolution),
         Work(kind="add", formats=without, shapes=elements),
     )
+
+
+def work_for_auto(device_type: str, candidate: str) -> tuple[Work, ...]:
+    """Return the small fixed set of cells that decides ``auto``: matmuls and a convolution of medium size.
+
+    Where a call takes long, as of emulated bf16, the steps below that size end it early.
+    """
+    works = []
+    for work in work_for(device_type):
+        medium = next(index for index, shape in enumerate(work.shapes) if shape.size == "medium")
+        shapes = (*(Shape(numbers=step.numbers) for step in work.shapes[:medium]), work.shapes[medium])
+        works.append(Work(kind=work.kind, formats=("fp32", candidate), shapes=shapes))
+    return tuple(work for work in works if work.kind != "add")
 
 
 def has_tf32(device: dict[str, Any]) -> bool:
@@ -196,9 +203,10 @@ def measure_device(
 ) -> list[dict[str, Any]]:
     """Measure every kind of work at every named size in every format on ``device``.
 
-    Formats take turns within a round, so that a busy machine slows all of them alike. Sizes with noisy times
-    are measured once more at the end, and the quieter result is kept. fp32 is exact (no TF32) whatever the
-    settings are; they are restored.
+    The cheapest sizes come first, so that what the time does not suffice for is dear. Formats take turns
+    within a round, so that a busy machine slows all of them alike. Sizes with noisy times are measured once
+    more at the end, and the quieter result is kept. fp32 is exact (no TF32) whatever the settings are; they
+    are restored.
 
     Returns:
         One JSON-ready row for each: ``kind``, ``size``, ``shape``, ``format``, ``rounds``,
@@ -206,7 +214,8 @@ def measure_device(
         ``time_s_high``; ``rate_flop_per_s``, or for ``add`` ``rate_element_per_s`` and ``rate_byte_per_s``
         (two operands read, one result written); ``speed_against_fp32``, the median over rounds of the time in
         fp32 by the time in this format, with its quartiles. Where it was not measured these are null,
-        ``reason`` says why, and ``expected_time_s`` is set if one call would have taken too long.
+        ``reason`` says why, and ``expected_time_s`` is the time of a call, estimated from one or two calls or
+        from a smaller size; null if none was made. ``out_of_time``: the time for the device was used up.
     """
     run = _Run(
         device=device,
@@ -216,15 +225,17 @@ def measure_device(
         longest_s=min(budget.call_s, budget.device_s / _CALLS_IN_TIME),
     )
     share_s = budget.device_s / (2 * sum(1 for work in works for shape in work.shapes if shape.size))
-    found: dict[tuple[Work, Shape], list[dict[str, Any]]] = {}
     with torch.inference_mode():
+        estimates: dict[tuple[Work, Shape], dict[str, float | _Skipped]] = {}
         for work in works:
-            estimates = {name: run.estimate(work, name, progress) for name in work.formats}
+            of_format = {name: run.estimate(work, name, progress) for name in work.formats}
             for shape in work.shapes:
                 if shape.size is not None:
-                    progress(f"{device}: {work.kind.replace('_', ' ')}, {shape.size}")
-                    here = {name: of_shape[shape] for name, of_shape in estimates.items()}
-                    found[work, shape] = run.side_by_side(work, shape, here, share_s)
+                    estimates[work, shape] = {name: known[shape] for name, known in of_format.items()}
+        found = {cell: list[dict[str, Any]]() for cell in estimates}
+        for work, shape in sorted(estimates, key=lambda cell: _cost_s(estimates[cell])):
+            progress(f"{device}: {work.kind.replace('_', ' ')}, {shape.size}")
+            found[work, shape] = run.side_by_side(work, shape, estimates[work, shape], share_s)
         for (work, shape), rows in found.items():
             if _spread(rows) > _NOISY and clock() < run.deadline:
                 progress(f"{device}: {work.kind.replace('_', ' ')}, {shape.size}, again")
@@ -232,6 +243,11 @@ def measure_device(
                 if _measured(again) == _measured(rows):
                     found[work, shape] = min(rows, again, key=_spread)
     return [row for rows in found.values() for row in rows]
+
+
+def _cost_s(estimates: dict[str, float | _Skipped]) -> float:
+    """Return the time of one call of each format, also of those that would take too long."""
+    return sum(v.expected_s or 0.0 if isinstance(v, _Skipped) else v for v in estimates.values())
 
 
 def _spread(rows: list[dict[str, Any]]) -> float:
@@ -254,7 +270,7 @@ def _known(rows: list[dict[str, Any]]) -> dict[str, float | _Skipped]:
 
 @dataclass(frozen=True, slots=True)
 class _Skipped:
-    """Why a shape is not measured; ``expected_s`` where one call would take too long."""
+    """Why a shape is not measured; ``expected_s`` is the estimated time of a call."""
 
     reason: str
     expected_s: float | None = None
@@ -281,16 +297,16 @@ class _Run:
         last: tuple[float, int] | None = None
         failure: _Skipped | None = None
         for shape in work.shapes:
-            if failure is None and self.clock() > self.deadline:
-                failure = self._out_of_time()
+            expected_s = None if last is None else last[0] * work.amount(shape) / last[1]
+            if failure is None and self.clock() > self.deadline - self.budget.device_s * _FOR_ROUNDS:
+                found[shape] = self._out_of_time(expected_s)
+                continue
             if failure is not None:
                 found[shape] = failure
                 continue
-            if last is not None:
-                expected_s = last[0] * work.amount(shape) / last[1]
-                if expected_s > self.longest_s:
-                    found[shape] = _Skipped(f"one call would take about {_seconds(expected_s)}", expected_s)
-                    continue
+            if expected_s is not None and expected_s > self.longest_s:
+                found[shape] = _Skipped(f"one call would take about {_seconds(expected_s)}", expected_s)
+                continue
             progress(f"{self.device}: {work.kind.replace('_', ' ')} in {format_name}")
             try:
                 call = work.prepare(shape, format_name, self.device)
@@ -310,7 +326,7 @@ class _Run:
         """Return one row for each format, from rounds in which all take turns and another one begins."""
         if self.clock() > self.deadline:
             estimates = {
-                n: v if isinstance(v, _Skipped) else self._out_of_time() for n, v in estimates.items()
+                n: v if isinstance(v, _Skipped) else self._out_of_time(v) for n, v in estimates.items()
             }
         reasons = {name: value for name, value in estimates.items() if isinstance(value, _Skipped)}
         seconds = {name: value for name, value in estimates.items() if not isinstance(value, _Skipped)}
@@ -327,7 +343,7 @@ class _Run:
                 del times[name]
         self._rounds(calls, times, count, share_s)
         for name in [name for name, measured in times.items() if len(measured) < _FEWEST_ROUNDS]:
-            reasons[name] = self._out_of_time()
+            reasons[name] = self._out_of_time(seconds[name])
             del times[name]
         return [
             _row(work, shape, name, times=times, calls=count.get(name), skipped=reasons.get(name))
@@ -373,9 +389,9 @@ class _Run:
         if self.device != "cpu":
             torch.accelerator.synchronize(torch.device(self.device))
 
-    def _out_of_time(self) -> _Skipped:
+    def _out_of_time(self, expected_s: float | None) -> _Skipped:
         reason = f"the time for this device, {_seconds(self.budget.device_s)}, was used up"
-        return _Skipped(reason, out_of_time=True)
+        return _Skipped(reason, expected_s, out_of_time=True)
 
 
 def _row(
@@ -401,10 +417,11 @@ def _row(
     }
     low, middle, high = _quartiles(measured)
     row |= {"time_s_median": middle, "time_s_low": low, "time_s_high": high}
-    flop, elements = work.flop_count(shape), work.element_count(shape)
-    moved = elements * 3 * torch.empty(0, dtype=DTYPES[name]).element_size() if elements else None
-    for unit, amount in (("flop", flop), ("element", elements), ("byte", moved)):
-        row[f"rate_{unit}_per_s"] = amount / middle if amount and middle else None
+    done = {"element" if work.kind == "add" else "flop": work.amount(shape)}
+    if work.kind == "add":
+        done["byte"] = done["element"] * 3 * DTYPES[name].itemsize
+    for unit in ("flop", "element", "byte"):
+        row[f"rate_{unit}_per_s"] = done[unit] / middle if unit in done and middle else None
     reference = times.get("fp32")
     pairs = [a / b for a, b in zip(reference, measured, strict=False)] if reference and measured else None
     low, middle, high = _quartiles(pairs)
@@ -418,8 +435,6 @@ def _row(
 def _quartiles(numbers: list[float] | None) -> tuple[float | None, float | None, float | None]:
     if not numbers:
         return None, None, None
-    if len(numbers) == 1:
-        return numbers[0], numbers[0], numbers[0]
     low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
     return low, middle, high
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _PROBES = {
@@ -17,3 +19,11 @@ def capabilities_before_2_12() -> dict[str, bool]:
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/cpu/__init__.py
     """
     return {name: bool(getattr(torch.cpu, probe)()) for name, probe in _PROBES.items()}
+
+
+def default_store() -> Any:
+    """Return the key-value store that every rank of the default process group sees.
+
+    There is no public way to it: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/distributed_c10d.py
+    """
+    return torch.distributed.distributed_c10d._get_default_store()

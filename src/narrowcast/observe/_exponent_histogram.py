@@ -36,7 +36,7 @@ class CastCounts:
     """Counts what a cast to a format does to the numbers of a histogram.
 
         counts = histogram.cast_to(nc.formats.FLOAT16, scale=1024)
-        print(counts.flushed_share, counts)
+        print(counts.shares["flushed"], counts)
 
     Attributes:
         format: the name of the format.
@@ -46,8 +46,6 @@ class CastCounts:
         subnormal: became smaller than the smallest normal number, and kept part of their digits.
         normal: became normal numbers.
         overflowed: went past the largest number (to infinity, NaN, or the largest number if it saturates).
-
-    The shares are of the finite numbers that are not zero; None if there are none.
     """
 
     format: str
@@ -71,35 +69,18 @@ class CastCounts:
         return self.flushed + self.subnormal + self.normal + self.overflowed
 
     @property
-    def flushed_share(self) -> float | None:
-        """Share of the finite non-zero numbers that became zero."""
-        return self._share(self.flushed)
-
-    @property
-    def subnormal_share(self) -> float | None:
-        """Share of the finite non-zero numbers that became subnormal."""
-        return self._share(self.subnormal)
-
-    @property
-    def normal_share(self) -> float | None:
-        """Share of the finite non-zero numbers that became normal."""
-        return self._share(self.normal)
-
-    @property
-    def overflowed_share(self) -> float | None:
-        """Share of the finite non-zero numbers that overflowed."""
-        return self._share(self.overflowed)
-
-    def _share(self, count: int) -> float | None:
-        return count / self.nonzero if self.nonzero else None
+    def shares(self) -> dict[str, float]:
+        """Shares of the finite non-zero numbers, by outcome; empty if there are none."""
+        names = ("flushed", "subnormal", "normal", "overflowed") if self.nonzero else ()
+        return {name: getattr(self, name) / self.nonzero for name in names}
 
     def __str__(self) -> str:
         if not self.nonzero:
             return f"{self.format} at scale {self.scale:g}: no finite number but zero"
-        counts = (self.flushed, self.subnormal, self.normal, self.overflowed)
         words = ("flushed to zero", "subnormal", "normal", "overflow")
-        shares = [f"{100 * n / self.nonzero:.2f} % {word}" for n, word in zip(counts, words, strict=True)]
-        return f"{self.format} at scale {self.scale:g}: {', '.join(shares)}"
+        shares = zip(self.shares.values(), words, strict=True)
+        text = ", ".join(f"{100 * share:.2f} % {word}" for share, word in shares)
+        return f"{self.format} at scale {self.scale:g}: {text}"
 
 
 class ExponentHistogram:

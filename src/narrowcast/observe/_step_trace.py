@@ -75,6 +75,11 @@ class StepTrace:
         self._step_count = 0
         self._found_inf: torch.Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._hooks is not None:
+            raise OrderError("an open trace cannot be copied or pickled: leave its block first")
+        return vars(self)
+
     def __enter__(self) -> Self:
         if self._hooks is not None:
             raise OrderError("this trace is open already: leave its block before it is entered again")

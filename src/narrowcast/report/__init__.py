@@ -14,17 +14,15 @@ from narrowcast.report._explain import (
     read_lock,
     write_lock,
 )
-from narrowcast.report._files import explanation_of, find_capture
-from narrowcast.report._page import PAGE, comparison_page, run_page, save_page, write_page
+from narrowcast.report._files import explanation_of, find_capture, latest_capture
+from narrowcast.report._page import save_page
 from narrowcast.report._summary import empty_summary, run_summary, summary
 from narrowcast.report._table import comparison_table, run_block
 from narrowcast.report._text import printable
 
 __all__ = [
-    "PAGE",
     "Lock",
     "check_text",
-    "comparison_page",
     "comparison_table",
     "conclusion",
     "decided_sites",
@@ -36,15 +34,14 @@ __all__ = [
     "explanation_of",
     "facts_changed",
     "find_capture",
+    "latest_capture",
     "lock_of",
     "policies_text",
     "printable",
     "read_lock",
     "run_block",
-    "run_page",
     "run_summary",
     "save_page",
     "summary",
     "write_lock",
-    "write_page",
 ]

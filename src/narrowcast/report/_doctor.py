@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from narrowcast.report._render import terminal_text
-from narrowcast.report._text import UNKNOWN, ratio, table, two_digits
+from narrowcast.report._text import UNKNOWN, ratio, table
 
 _TERA_FROM = 1e13
 _KINDS = {
@@ -18,10 +18,6 @@ _KINDS = {
 }
 # If the middle half of the rounds spans more than this share of the median, something else was running.
 NOISY = 0.25
-# Between 1 / 1.1 and 1.1 two formats count as equally fast: the spread of a quiet machine is a few percent.
-_AS_FAST = 1.1
-# A format slower than fp32 by this much in the largest matmul is no choice for speed.
-_NEVER = 0.5
 
 
 def doctor_text(examination: dict[str, Any], *, color: bool = False) -> str:
@@ -57,28 +53,15 @@ def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
     is_cpu = device["device_type"] == "cpu"
     of_format: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
-        if row["speed_against_fp32"] is not None and row["format"] != "fp32":
+        if row["steady"] and row["format"] != "fp32":
             of_format.setdefault(row["format"], {}).setdefault(row["kind"], []).append(row)
-    never = {
-        name: kinds
-        for name, kinds in of_format.items()
-        if "matmul" in kinds and kinds["matmul"][-1]["speed_against_fp32"] < _NEVER
-    }
     return device | {
         "where": "this CPU" if is_cpu else f"{device['name']} ({device['device']})",
         "table": _table(rows) if rows else "",
         "skipped": _skipped(rows),
-        "agreement": _agreement(choice),
+        "has_estimates": any(row["expected_time_s"] is not None for row in rows),
         "repays": _repays(of_format.get(choice["format"], {}).get("matmul_with_casts", [])),
         "tf32_is_off": "tf32" in of_format and fp32_is_exact,
-        "slow": {
-            name: [
-                f"{_times_slower(kinds[kind])} in {_KINDS[kind]}"
-                for kind in ("matmul", "convolution")
-                if kind in kinds
-            ]
-            for name, kinds in never.items()
-        },
     }
 
 
@@ -96,7 +79,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
                 row = cells.get(name)
                 lines[-1].append(_rate(row, scale) if row else "")
                 if name != "fp32":
-                    lines[-1].append(_speed(row) if row else "")
+                    lines[-1].append(_speed(row, cells.get("fp32")) if row else "")
     head = [word for name in formats for word in ([name] if name == "fp32" else [name, ""])]
     return table(["", *head], lines)
 
@@ -118,9 +101,14 @@ def _rate(row: dict[str, Any], scale: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
 
 
-def _speed(row: dict[str, Any]) -> str:
-    speed = row["speed_against_fp32"]
-    return "" if speed is None else f"{'~' if _spread(row) > NOISY else ''}{ratio(speed)}"
+def _speed(row: dict[str, Any], fp32: dict[str, Any] | None) -> str:
+    """Format the speed against fp32: ``~0.50x`` if noisy, ``(0.06x)`` if estimated."""
+    if row["speed_against_fp32"] is not None:
+        return f"{'~' if _spread(row) > NOISY else ''}{ratio(row['speed_against_fp32'])}"
+    fp32_s, mine_s = (
+        (one or {}).get("time_s_median") or (one or {}).get("expected_time_s") for one in (fp32, row)
+    )
+    return f"({ratio(fp32_s / mine_s)})" if fp32_s and mine_s else ""
 
 
 def _spread(row: dict[str, Any]) -> float:
@@ -134,14 +122,11 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def _skipped(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return formats, places and the reason for which they were not measured; empty: it would take long."""
+    """Return formats, places and the reason for which they were neither measured nor estimated."""
     of_format: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        place = f"{_KINDS.get(row['kind'], row['kind'])} {_shape(row)}"
-        if row["expected_time_s"] is not None:
-            place = f"{place} ({row['expected_time_s']:.1f} s)"
-            of_format.setdefault((row["format"], ""), []).append(place)
-        elif row["reason"]:
+        if row["reason"] and row["expected_time_s"] is None:
+            place = f"{_KINDS.get(row['kind'], row['kind'])} {_shape(row)}"
             of_format.setdefault((row["format"], row["reason"]), []).append(place)
     formats: dict[tuple[str, str], list[str]] = {}
     for (name, reason), places in of_format.items():
@@ -163,25 +148,6 @@ def _measured(rates: dict[str, Any]) -> dict[str, Any] | None:
         "is_noisy": spreads[-1] > NOISY,
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(rates["measured_at_s"])),
     }
-
-
-def _agreement(choice: dict[str, Any]) -> str:
-    """Return how the choice of ``auto`` stands against the rates; empty if fp32 was not confirmed."""
-    if choice["rates_agree"] is None:
-        return "" if choice["format"] == "fp32" else "not measured"
-    if choice["faster_format"] is not None:
-        return "another is faster"
-    if not choice["rates_agree"]:
-        return "slower"
-    if choice["format"] == "fp32":
-        return "fp32"
-    return "as fast" if choice["speed_against_fp32"] < _AS_FAST else "agree"
-
-
-def _times_slower(rows: Sequence[dict[str, Any]]) -> str:
-    slow = sorted(1 / row["speed_against_fp32"] for row in rows)
-    few, many = two_digits(slow[0]), two_digits(slow[-1])
-    return f"{few if few == many else f'{few} to {many}'} times slower"
 
 
 def _repays(rows: Sequence[dict[str, Any]]) -> tuple[str, str] | None:

@@ -35,12 +35,7 @@ _Finding = tuple[str, dict[str, Any]]
 
 
 def diagnosis_text(found: dict[str, Any], *, color: bool = False) -> str:
-    """Return the result of ``narrowcast doctor SCRIPT`` in lines of at most 79 columns.
-
-    Args:
-        found: what ``verify.diagnose`` returns.
-        color: whether to use bold type.
-    """
+    """Return what ``verify.diagnose`` found in lines of at most 79 columns."""
     values: dict[str, Any] = {"found": found}
     if found["problem"] is None:
         reads, steps = _waiting_reads(found), (found["mixed"]["reads"] or {"steps": 1})["steps"]
@@ -73,11 +68,7 @@ def _size(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def conclusion(found: dict[str, Any]) -> list[str]:
-    """Return what to expect of mixed precision for this script, then what to change, the most time first.
-
-    Args:
-        found: what ``verify.diagnose`` returns.
-    """
+    """Return what to expect of mixed precision for this script, then what to change, the most time first."""
     if found["problem"] is not None:
         return []
 

@@ -40,13 +40,7 @@ _ADVICE = "write it anew with narrowcast explain --lock"
 
 
 def explain_text(found: Mapping[str, Any], *, every: bool = False, color: bool = False) -> str:
-    """Return the result of ``narrowcast explain`` in lines of at most 79 columns.
-
-    Args:
-        found: what ``observe.explained`` or ``verify.explain_script`` returned.
-        every: each site alone, instead of repeated layers together.
-        color: whether to use bold type.
-    """
+    """Return what ``narrowcast explain`` found in lines of at most 79 columns; ``every``: each site alone."""
     lines = [(printable(text), heading) for text, heading in explained_lines(found, every=every)]
     return "\n".join(bold(text) if heading and color else text for text, heading in lines)
 
@@ -162,15 +156,7 @@ def differences(before: Iterable[Decided], after: Iterable[Decided]) -> list[Dif
 def differences_text(
     found: Sequence[Difference], sides: tuple[str, str], template: str, *, every: bool, **values: Any
 ) -> str:
-    """Return differences in lines of at most 79 columns, repeated layers together.
-
-    Args:
-        found: what ``differences`` returned.
-        sides: names of the two sides, as of policies.
-        template: what shows them.
-        every: each place alone.
-        values: what else the template shows.
-    """
+    """Return differences in lines of at most 79 columns, repeated layers together unless ``every``."""
     together: dict[tuple[Any, ...], list[Difference]] = {}
     for one in found:
         pattern = one.module if every else LAYER_NUMBER.sub("*", one.module)

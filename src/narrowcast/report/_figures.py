@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ _SMALLEST_RANGE = 1e-300
 _SMALLEST_IN_LOG = 1e-290
 # A step of thirty years is not a measurement, and would flatten the rest of its axis.
 _LONGEST_S = 1e9
+_MOST_DOTS = 2_000
+_LOWEST_ERROR, _HIGHEST_ERROR = 1e-6, 1e3
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 _Point = tuple[float, float | None]
@@ -60,7 +63,8 @@ class Figure:
 
     Attributes:
         name: identifier of its element.
-        kind: ``"loss"``, ``"difference"``, ``"times"`` or ``"scale"``: the template has words for each.
+        kind: ``"loss"``, ``"difference"``, ``"times"``, ``"scale"``, ``"errors"``: the template has words
+            for each.
         x_ticks, y_ticks: text and position in percent.
         marks: in the order in which they are drawn.
         legend: CSS class and text of each entry.
@@ -201,11 +205,7 @@ def _every(found: Sequence[float]) -> Sequence[float]:
 
 
 def loss_figures(runs: Sequence[TimedRun]) -> tuple[list[Figure], int]:
-    """Draw the losses of each call site, and what differs between formats.
-
-    Returns:
-        The figures, and how many call sites have none since there are too many.
-    """
+    """Draw the losses of each call site, and what differs between formats; return how many were too many."""
     sites = list(dict.fromkeys(loss["site"] for run in runs for loss in run.capture.of("loss")))
     shown = runs[:_MOST_RUNS]
     most = _POINTS_TOGETHER // max(1, len(shown) * min(len(sites), _MOST_SITES))
@@ -311,9 +311,7 @@ def _difference(under: _Losses, over: _Losses) -> tuple[list[float], list[float]
     return [at for (at, _), _ in both], [b - a for (_, a), (_, b) in both]
 
 
-def histogram(
-    series: Sequence[Sequence[float]], bins: int = _BINS
-) -> tuple[list[float], list[list[float]], int] | None:
+def histogram(series: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]], int] | None:
     """Count the series in common bins, without the fastest 0.5 % and the slowest 2.5 %.
 
     Returns:
@@ -326,26 +324,19 @@ def histogram(
     low, high = pooled[int(len(pooled) * 0.005)], pooled[min(len(pooled) - 1, int(len(pooled) * 0.975))]
     if high <= low * 1.000001:
         low, high = low * 0.9, low * 1.1
-    step = (high - low) / bins
+    step = (high - low) / _BINS
     shares, outside = [], 0
     for values in series:
-        counts = [0] * bins
-        inside = [value for value in values if low <= value <= high]
-        outside += len(values) - len(inside)
-        for value in inside:
-            counts[min(bins - 1, int((value - low) / step))] += 1
-        shares.append([100 * found / max(1, len(values)) for found in counts])
-    return [low + step * place for place in range(bins + 1)], shares, outside
+        counts = Counter(
+            min(_BINS - 1, int((value - low) / step)) for value in values if low <= value <= high
+        )
+        outside += len(values) - counts.total()
+        shares.append([100 * counts[place] / max(1, len(values)) for place in range(_BINS)])
+    return [low + step * place for place in range(_BINS + 1)], shares, outside
 
 
 def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], what: str) -> Figure | None:
-    """Draw how long steps took, as a histogram of each format.
-
-    Args:
-        runs: in the order in which they were made.
-        times_s: of each run, warm-up left out.
-        what: ``"steps"`` or ``"forward calls"``.
-    """
+    """Draw how long ``"steps"`` or ``"forward calls"`` took in each run, as a histogram of each format."""
     by_format: dict[str, list[float]] = {key: [] for key in NAMES}
     for run, times in zip(runs, times_s, strict=True):
         by_format[run.format] += [1e3 * time for time in times if time < _LONGEST_S]
@@ -366,7 +357,7 @@ def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], wh
             Mark(style=f"{key} area", path=svg_path(points, x, y, stepped=True))
             for key, points in zip(present, bars, strict=True)
         ],
-        legend=[(key, f"{NAMES[key]}, median {median}") for key, median in medians.items()],
+        legend=[(key, f"{NAMES[key]} {median}") for key, median in medians.items()],
         facts={
             "what": what,
             "outside": outside,
@@ -410,3 +401,65 @@ def scale_figure(runs: Sequence[TimedRun]) -> Figure | None:
             ]
         },
     )
+
+
+def error_axis(errors: Iterable[float]) -> Axis:
+    """Return a logarithmic axis of whole decades that holds the errors, and 1e-3 to 1."""
+    powers = [10.0 ** math.floor(math.log10(error)) for error in errors]
+    return Axis([*powers, *(10 * power for power in powers), 1e-3, 1.0], base=10, margin=0)
+
+
+def error_figure(
+    what: str,
+    key: str,
+    total: float | str | None,
+    single: Sequence[tuple[float | str | None, bool]],
+    limits: Sequence[float],
+) -> Figure | None:
+    """Draw errors as dots: of all together, and of each parameter with whether it is lost; None: no total.
+
+    ``limits`` are that of the total and that of a parameter, where they have one.
+    """
+    if total is None:
+        return None
+    every = [(held_error(float(error)), lost) for error, lost in single if error is not None]
+    x = error_axis([held_error(float(total)), *(error for error, _ in every)])
+    rows = [(250, 250), (720, 200)] if every else [(500, 400)]
+    marks = [
+        Mark(style="limit", path=f"M{_BOX * x.at(limit):.1f} {middle - half}v{2 * half}")
+        for limit, (middle, half) in zip(limits, rows, strict=False)
+    ]
+    for lost in (False, True):
+        # Spread over five heights, so that equal errors do not cover each other.
+        places = [
+            (_BOX * x.at(error), 580 + 70 * (place % 5))
+            for place, (error, of) in enumerate(every)
+            if of == lost
+        ]
+        path = "".join(f"M{at:.1f} {down}h0" for at, down in places[:_MOST_DOTS])
+        marks += [Mark(style="fail cross" if lost else "mixed dots", path=path)] if path else []
+    marks.append(
+        Mark(style="mixed total", path=f"M{_BOX * x.at(held_error(float(total))):.1f} {rows[0][0]}h0")
+    )
+    return Figure(
+        name="plot-errors",
+        kind="errors",
+        x_ticks=x.ticks(),
+        y_ticks=(("together", 75.0), ("each", 28.0)) if every else (("together", 50.0),),
+        marks=marks,
+        legend=[("mixed-dot", "mixed precision"), *([("limit", "limit")] if limits else [])],
+        facts={
+            "what": what,
+            "of": key.replace("_", " "),
+            "total": total,
+            "limits": tuple(limits),
+            "count": len(single),
+            "lost": sum(lost for _, lost in single),
+            "worst": max((float(error) for error, _ in single if error is not None), default=None),
+        },
+    )
+
+
+def held_error(error: float) -> float:
+    """Return an error within what the axis shows; NaN at its upper end."""
+    return _HIGHEST_ERROR if math.isnan(error) else min(_HIGHEST_ERROR, max(_LOWEST_ERROR, error))

@@ -36,11 +36,7 @@ Found = ComparisonCapture | tuple[Capture, Path]
 def find_capture(path: Path) -> Found:
     """Read a capture file, or the capture in the folder of a comparison or of a run.
 
-    Returns:
-        The comparison; or the capture of a run and the path of its file.
-
-    Raises:
-        FileError: there is no capture, or none that can be read.
+    Raises ``FileError`` if there is no capture, or none that can be read.
     """
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -61,12 +57,14 @@ def find_capture(path: Path) -> Found:
     return capture, file
 
 
-def explanation_of(found: Found) -> dict[str, Any] | None:
-    """Read what ``narrowcast explain`` found in a run; None if it did not watch this one.
+def latest_capture(cache: Path | None) -> Path | None:
+    """Return the folder in the cache whose comparison or run was written to last; None: it has none."""
+    files = [f for name in (COMPARISON, RUN) for f in (cache / "runs").glob(f"*/{name}")] if cache else []
+    return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
 
-    Raises:
-        FileError: it was cut short, or cannot be read.
-    """
+
+def explanation_of(found: Found) -> dict[str, Any] | None:
+    """Read what ``narrowcast explain`` found in a run; None if it did not watch this one."""
     if isinstance(found, ComparisonCapture):
         return None
     path = found[1].parent / EXPLANATION

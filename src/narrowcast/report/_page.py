@@ -16,48 +16,48 @@ from typing import Any
 from narrowcast._files import replacing
 from narrowcast.errors import FileError
 from narrowcast.observe.capture import (
+    OUTPUT_LIMIT,
+    PAGE,
     PARAMETER_LIMIT,
+    TOTAL_LIMIT,
     Capture,
     ComparisonCapture,
     TimedRun,
-    parameter_error,
-    parameter_limit,
 )
 from narrowcast.report._explain import explain_panel
 from narrowcast.report._figures import (
     NO_SEED,
-    Axis,
+    Figure,
+    error_axis,
+    error_figure,
+    held_error,
     loss_figures,
     run_name,
     scale_figure,
     time_figure,
 )
-from narrowcast.report._files import Found, Pictures, find_capture, pictures
+from narrowcast.report._files import Found, Pictures, pictures
 from narrowcast.report._render import html_page
 from narrowcast.report._statistics import times_s
 from narrowcast.report._summary import final_losses, summary
-from narrowcast.report._table import NAMES, checks, rows, which_is_faster
+from narrowcast.report._table import NAMES, checks, rows
 from narrowcast.report._text import number, shortened, signed, site_name
-
-PAGE = "report.html"
 
 _LONGEST_FACT = 400
 _MOST_FACTS = 120
 _MOST_LINES = 60
 _MOST_PARAMETERS = 200
-_LOWEST_ERROR, _HIGHEST_ERROR = 1e-6, 1e3
 
 
 def comparison_page(comparison: ComparisonCapture) -> str:
-    """Render the page of a comparison, whole or cut short.
-
-    Args:
-        comparison: what ``read_comparison`` returned; pictures are read from its runs' folders.
-    """
+    """Render the page of a comparison, whole or cut short; pictures are read from its runs' folders."""
     found, start, runs = summary(comparison), comparison.own.start, comparison.runs
     losses, more_sites = loss_figures(runs)
     judged, times = checks(found), [times_s(run.capture, found["kind"]) for run in runs]
     what = "forward calls" if found["kind"] == "inference" else "steps"
+    error = _error(found)
+    why = found["verdict"]["right"]
+    by_losses = error is None or ("losses:" in why and "gradients:" not in why)
     return html_page(
         "comparison.html",
         title=_script(start["argv"]),
@@ -65,17 +65,20 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         start=start,
         finished=comparison.own.last("finished"),
         found=found,
-        faster=which_is_faster(found["ratio"]),
+        error=error,
         rows=rows(found),
         checks=judged,
-        decisive=[check for check in judged if check.verdict == found["verdict"]],
         loss_check=next((check for check in judged if check.name == "loss"), None),
         names=NAMES,
         made={side: sum(run.format == side for run in runs) for side in NAMES},
         cut=[run_name(run) for run in runs if run.capture.end is None],
         losses=losses,
         more_sites=more_sites,
-        figures={"times": time_figure(runs, times, what), "scale": scale_figure(runs)},
+        figures={
+            "right": next(iter(losses), None) if by_losses else error,
+            "times": time_figure(runs, times, what),
+            "scale": scale_figure(runs),
+        },
         by_seed=_by_seed(runs),
         parameters=_parameters(found["certificate"]) if found["certificate"] else None,
         panel=explain_panel(comparison.folder),
@@ -91,12 +94,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
 
 
 def run_page(capture: Capture, folder: Path) -> str:
-    """Render the page of a single run, whole or cut short.
-
-    Args:
-        capture: what ``read_capture`` returned.
-        folder: of the run, where its pictures are.
-    """
+    """Render the page of a single run, whole or cut short; its pictures are in ``folder``."""
     formats = {device["format"] for device in capture.of("device")}
     side = "fp32" if formats <= {"fp32"} else "mixed"
     run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
@@ -128,24 +126,10 @@ def run_page(capture: Capture, folder: Path) -> str:
     )
 
 
-def write_page(folder: Path) -> Path:
-    """Write the page of the comparison or run in ``folder`` beside its capture; return its path.
-
-    Raises:
-        FileError: there is no capture, or none that can be read; or the page cannot be written.
-    """
-    return save_page(find_capture(folder))
-
-
 def save_page(found: Found, path: Path | None = None) -> Path:
     """Write the page of what ``find_capture`` returned, whole or not at all; return its path.
 
-    Args:
-        found: the comparison or run.
-        path: where to write; None: ``report.html`` beside the capture.
-
-    Raises:
-        FileError: it cannot be written there.
+    Without ``path`` it is ``report.html`` beside the capture. Raises ``FileError`` if it cannot be written.
     """
     if isinstance(found, ComparisonCapture):
         page, folder = comparison_page(found), found.folder
@@ -162,6 +146,20 @@ def save_page(found: Found, path: Path | None = None) -> Path:
     return path
 
 
+def _error(found: Mapping[str, Any]) -> Figure | None:
+    """Draw the errors that the verdict goes by against their limits; None: none was measured."""
+    output, certificate = found["output"], found["certificate"]
+    if output:
+        return error_figure("outputs", "relative_error", output["relative_error"], (), (OUTPUT_LIMIT,))
+    if not certificate:
+        return None
+    key = "relative_error" if certificate["error_over_noise"] is None else "error_over_noise"
+    # Without noise the limits depend on why there is none: the reason says them.
+    limits = (TOTAL_LIMIT, PARAMETER_LIMIT) if key == "error_over_noise" else ()
+    single = [(p[key], p["lost"]) for p in certificate["parameters"] if p["judged"]]
+    return error_figure("gradients", key, certificate[key], single, limits)
+
+
 def _script(argv: Sequence[str]) -> str:
     return shortened(argv[0].replace("\\", "/").rsplit("/", 1)[-1], 60) if argv else "a script"
 
@@ -175,7 +173,7 @@ def _command(verb: str, start: Mapping[str, Any]) -> str:
 
 def _by_seed(runs: Sequence[TimedRun]) -> list[tuple[str, ...]]:
     """Final losses of each seed: call site, seed, FP32, mixed, difference."""
-    fp32, mixed = (final_losses([run for run in runs if run.format == key]) for key in NAMES)
+    fp32, mixed = (final_losses([run for run in runs if run.format == key], runs) for key in NAMES)
     lines: list[tuple[str, ...]] = []
     for site in dict.fromkeys([*fp32, *mixed]):
         of_site = fp32.get(site, {}), mixed.get(site, {})
@@ -212,20 +210,16 @@ def _facts(captures: Sequence[Capture]) -> list[tuple[str, str]]:
 def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:
     """List the parameters of a certificate (of a summary: NaN and infinities are text), worst first.
 
-    Those that were judged have ``at``, a position in percent on a logarithmic axis (None: no number), and
-    ``lost``, whether the verdict counts them as lost.
+    Those that were judged have ``at``, a position in percent on a logarithmic axis (None: no number).
     """
     judged = sorted((p for p in certificate["parameters"] if p["judged"]), key=_badness, reverse=True)
     others = [p for p in certificate["parameters"] if not p["judged"]]
-    has_noise = certificate["error_over_noise"] is not None
-    powers = [10.0 ** math.floor(math.log10(at)) for p in judged if (at := _on_axis(p)) is not None]
-    axis = Axis([*powers, *(10 * power for power in powers), 1e-3, 1.0], base=10, margin=0)
     places = [_on_axis(parameter) for parameter in judged]
+    axis = error_axis(place for place in places if place is not None)
     return {
         "judged": [
-            parameter | {"at": None if place is None else round(100 * axis.at(place), 2), "lost": lost}
+            parameter | {"at": None if place is None else round(100 * axis.at(place), 2)}
             for parameter, place in zip(judged[:_MOST_PARAMETERS], places, strict=False)
-            for lost in [_is_lost(parameter, has_noise=has_noise)]
         ],
         "others": others[:_MOST_PARAMETERS],
         "more_judged": max(0, len(judged) - _MOST_PARAMETERS),
@@ -233,7 +227,7 @@ def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:
         "ticks": axis.ticks(),
         "limit": PARAMETER_LIMIT,
         "limit_at": round(100 * axis.at(PARAMETER_LIMIT), 2),
-        "lost": sum(_is_lost(parameter, has_noise=has_noise) for parameter in judged),
+        "lost": sum(parameter["lost"] for parameter in judged),
     }
 
 
@@ -246,12 +240,4 @@ def _on_axis(parameter: Mapping[str, Any]) -> float | None:
     """Error over noise, held within the axis."""
     if parameter["error_over_noise"] is None:
         return None
-    return min(_HIGHEST_ERROR, max(_LOWEST_ERROR, _badness(parameter)))
-
-
-def _is_lost(parameter: Mapping[str, Any], *, has_noise: bool) -> bool:
-    norms = (parameter[key] for key in ("error_norm", "noise_norm", "gradient_norm"))
-    error = parameter_error(*(None if norm is None else float(norm) for norm in norms))
-    by_noise = has_noise and parameter["noise_norm"] is not None
-    limit = parameter_limit(parameter["shape"], has_noise=by_noise)
-    return error is not None and not error <= limit
+    return held_error(_badness(parameter))

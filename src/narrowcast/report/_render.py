@@ -38,13 +38,7 @@ def html_page(template: str, **values: Any) -> str:
 
 
 def terminal_text(template: str, *, color: bool = False, **values: Any) -> str:
-    """Render lines for a terminal.
-
-    Args:
-        template: each value that it shows must pass the filter ``wrapped`` or ``printable``.
-        color: whether to use bold type and red.
-        values: what the template shows.
-    """
+    """Render lines for a terminal; each value must pass the filter ``wrapped`` or ``printable``."""
     text = _environment(html=False).get_template(template).render(values)
     text = text if color else without_escapes(text)
     return "\n".join(line.rstrip() for line in text.rstrip("\n").splitlines())

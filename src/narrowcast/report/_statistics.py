@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from narrowcast.observe.capture import Capture, TimedRun
 
@@ -18,6 +18,12 @@ _FEWEST_WITH_WARM_UP = 3
 _LAST_SHARE = 0.1
 _TOO_UNEVEN = 4.0
 _MANY_SKIPPED = 0.1
+_MORE_CALLS = 1.2
+_FEWEST_LOSSES = 10
+_MANY_TIMES = 10.0
+_FEWEST_BLOCKS = 4
+_PRIOR_PAIRS = 3
+_PROCESS_SPREAD = 0.015
 _NORMAL_975 = 1.959964
 # Student's t, 97.5 %, for 2 to 12 degrees of freedom.
 _STUDENT_975 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
@@ -37,26 +43,16 @@ def without_warm_up(times_s: Sequence[float]) -> list[float]:
     return list(times_s[max(fewest, int(len(times_s) * WARM_UP_SHARE)) :])
 
 
-def step_times_s(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Durations of the steps of a run, warm-up left out; ``steps`` are its ``step`` events.
+def times_s(capture: Capture, kind: str | None) -> list[float]:
+    """Durations of steps, or for the kind ``"inference"`` of outermost forward calls, warm-up left out.
 
     Only steps of the optimizer that stepped first count: in a GAN, whose two optimizers alternate, each of
     them lasts a whole iteration, and no iteration counts twice.
     """
-    intervals = [step["interval_s"] for step in steps if step["optimizer"] == 0]
-    return without_warm_up([interval for interval in intervals if interval is not None])
-
-
-def forward_times_s(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Durations of the outermost calls in a run's ``forward`` events, warm-up left out."""
-    return without_warm_up([forward["duration_s"] for forward in forwards])
-
-
-def times_s(capture: Capture, kind: str | None) -> list[float]:
-    """Durations of steps, or for the kind ``"inference"`` of forward calls, warm-up left out."""
     if kind == "inference":
-        return forward_times_s(capture.of("forward"))
-    return step_times_s(capture.of("step"))
+        return without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
+    intervals = [step["interval_s"] for step in capture.of("step") if step["optimizer"] == 0]
+    return without_warm_up([interval for interval in intervals if interval is not None])
 
 
 def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
@@ -65,10 +61,7 @@ def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
     A run's own interval contains its median with 95 % confidence, from the order of its times alone; with
     fewer than six times it is their whole range, which is less certain. It assumes independent steps, which
     is wrong on a machine that is busy for a while; so the interval returned reaches from the lowest to the
-    highest of the runs' intervals.
-
-    Args:
-        runs: of each run its times, warm-up left out.
+    highest of the runs' intervals. ``runs`` are the times of each, warm-up left out.
     """
     kept = [sorted(times) for times in runs if times]
     if not kept:
@@ -86,6 +79,68 @@ def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
     low = max(0, math.floor(count / 2 - reach) - 1)
     high = min(count - 1, math.ceil(count / 2 + reach))
     return ordered[low], ordered[high]
+
+
+def blocks_of(capture: Capture, kind: str | None) -> list[list[float]]:
+    """Durations as of ``times_s``, in the blocks between two pauses of the run, the first tenth left out."""
+    blocks: list[list[float]] = []
+    current: list[float] = []
+    for event in capture.events:
+        if event["event"] == "pause":
+            if current:
+                current[-1] += event["waited_s"]  # what a device still had to do
+            blocks.append(current)
+            current = []
+        elif kind == "inference" and event["event"] == "forward":
+            current.append(event["duration_s"])
+        elif event["event"] == "step" and event["optimizer"] == 0 and event["interval_s"] is not None:
+            current.append(event["interval_s"])
+    return blocks[1 + int(len(blocks) * WARM_UP_SHARE) :]
+
+
+def speedup_of_pairs(
+    pairs: Sequence[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]],
+) -> tuple[float, float, float] | None:
+    """Compute the speedup and its interval from the blocks of pairs of runs, FP32 and mixed; None: too few.
+
+    Both sides of a block do the same steps, one right after the other, so a busy machine slows both alike.
+    The logarithm of their ratio is averaged over blocks, the outer fifths left out, and then over pairs.
+
+    Each process has a speed of its own (addresses, placement of threads), which blocks cannot show and two
+    pairs hardly can. So the variance between pairs is estimated as if ``_PRIOR_PAIRS`` more of them had been
+    seen that differed by ``_PROCESS_SPREAD``. Student's t gives the interval.
+    """
+    found = []
+    for fp32, mixed in pairs:
+        sums = [(sum(a), sum(b)) for a, b in zip(fp32, mixed, strict=False) if len(a) == len(b)]
+        ratios = [math.log(a / b) for a, b in sums if a > 0 and b > 0]
+        if len(ratios) >= _FEWEST_BLOCKS:
+            found.append(_trimmed(ratios))
+    if not found:
+        return None
+    middle = statistics.fmean(estimate for estimate, _ in found)
+    within = statistics.fmean(variance for _, variance in found)
+    between = sum((estimate - middle) ** 2 for estimate, _ in found)
+    freedom = _PRIOR_PAIRS + len(found) - 1
+    variance = (_PRIOR_PAIRS * (_PROCESS_SPREAD**2 + within) + between) / freedom
+    reach = _student_975(freedom) * math.sqrt(variance / len(found))
+    return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
+
+
+def _trimmed(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean without the outer fifths, and its variance (Yuen), for few as much larger as t is.
+
+    What lasts longer than a block makes neighbors alike, by the correlation ``alike``; then fewer count.
+    """
+    count, cut, middle = len(values), len(values) // 5, statistics.fmean(values)
+    kept = sorted(values)[cut : count - cut]
+    moved = [kept[0]] * cut + kept + [kept[-1]] * cut
+    variance = statistics.variance(moved) * count / len(kept) ** 2
+    squares = sum((value - middle) ** 2 for value in values) or 1.0
+    products = sum((a - middle) * (b - middle) for a, b in itertools.pairwise(values))
+    alike = min(max(products / squares + 1 / count, 0.0), 0.9)  # an estimate is 1 / count too low
+    wider = _student_975(len(kept) - 1) / _NORMAL_975
+    return statistics.fmean(kept), variance * (1 + alike) / (1 - alike) * wider**2
 
 
 def final_loss(losses: Sequence[float]) -> float:
@@ -110,12 +165,15 @@ class LossVerdict:
         reason: a clause for the table.
         difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
         seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
+        times_fp32: mixed over FP32, if more than ten for each seed and there are fewer than three: the
+            comparison then cannot pass; else None.
     """
 
     verdict: str
     reason: str
     difference: float | None = None
     seed_spread: float | None = None
+    times_fp32: float | None = None
 
 
 def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
@@ -125,11 +183,10 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     mixed is higher by more than that and the paired differences leave no doubt (Student's t, 97.5 %). Fewer
     than three seeds are not enough to tell, nor are losses that are not finite in FP32 itself.
     """
-    if not pairs:
-        return LossVerdict("cannot tell", "no loss was seen in both formats")
     differences = [mixed - fp32 for fp32, mixed in pairs]
-    if any(not math.isfinite(fp32) for fp32, _ in pairs):
-        return LossVerdict("cannot tell", "the loss is not finite in FP32 itself")
+    if not pairs or any(not math.isfinite(fp32) for fp32, _ in pairs):
+        seen = "the loss is not finite in FP32 itself" if pairs else "no loss was seen in both formats"
+        return LossVerdict("cannot tell", seen)
     if not all(math.isfinite(mixed) for _, mixed in pairs):
         return LossVerdict("fail", "the loss is finite in FP32 and not in mixed precision")
     difference = mean(differences)
@@ -138,9 +195,31 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     if len(pairs) < 3:
         seeds = f"{len(pairs)} seed{'s' * (len(pairs) != 1)}"
         reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
-        return LossVerdict("cannot tell", reason, difference)
+        times = min(mixed / fp32 if fp32 > 0 else 0.0 for fp32, mixed in pairs)
+        if times <= _MANY_TIMES:
+            return LossVerdict("cannot tell", reason, difference)
+        return LossVerdict("cannot tell", f"{times:.4g} times FP32's, but {reason}", difference, None, times)
     spread = _deviation([fp32 for fp32, _ in pairs])
     return LossVerdict(*_against_spread(differences, difference, spread), difference, spread)
+
+
+def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]]) -> str | None:
+    """Return a reason if FP32 learns and mixed precision does not, for which one seed is enough; else None.
+
+    Given the losses of each run. Runs of both formats see the same batches, so a difference is no minibatch
+    noise. What it may be is the chance that other seeds show; so it has to be more than half of the range of
+    all losses that FP32 had, which the loss went through as it fell, and a tenth of the loss, which rounding
+    does not reach. Every mixed run has to end so far above every FP32 run.
+    """
+    values = [loss for losses in fp32 for loss in losses]
+    fewest = min(min(map(len, runs), default=0) for runs in (fp32, mixed))
+    if fewest < _FEWEST_LOSSES or not all(map(math.isfinite, values)):
+        return None
+    tenths = [losses[: max(1, int(len(losses) * _LAST_SHARE))] for losses in fp32]
+    first, last, other = min(map(mean, tenths)), max(map(final_loss, fp32)), min(map(final_loss, mixed))
+    if last >= first or other - last <= max((max(values) - min(values)) / 2, abs(last) / 10):
+        return None
+    return f"far apart: in FP32 it fell from {first:.3g} to {last:.3g}, and here it ended at {other:.3g}"
 
 
 def _against_spread(differences: Sequence[float], difference: float, spread: float) -> tuple[str, str]:
@@ -189,7 +268,7 @@ def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun], kind: str | None
         for run in runs
         if run.capture.end is None
     ]
-    tried = sorted({len(run.capture.of("step")) for run in runs})
+    tried = sorted({len(run.capture.of("step")) for run in runs if not run.cut})
     if len(tried) > 1:
         found.append(
             f"the runs took different numbers of steps ({tried[0]} to {tried[-1]}), so they did not do the "
@@ -201,7 +280,7 @@ def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun], kind: str | None
             f"times varied {spread:.0f}-fold within a run (10th to 90th percentile): the machine was busy "
             "or the steps differ, so do not trust the ratio of their medians"
         )
-    return [*found, *_many_skipped(mixed), *_not_repeatable(fp32)]
+    return [*found, *many_skipped(mixed), *_other_calls(fp32, mixed), *_not_repeatable(fp32)]
 
 
 def _unevenness(run: TimedRun, kind: str | None) -> float:
@@ -212,7 +291,7 @@ def _unevenness(run: TimedRun, kind: str | None) -> float:
     return ordered[-1 - tenth] / max(ordered[tenth], 1e-9)
 
 
-def _many_skipped(runs: Sequence[TimedRun]) -> list[str]:
+def many_skipped(runs: Sequence[TimedRun]) -> list[str]:
     """Skipped steps are quicker than others, and train nothing."""
     totals = [run.capture.totals() for run in runs]
     skipped = sum(total["skipped_steps"] for total in totals)
@@ -225,13 +304,35 @@ def _many_skipped(runs: Sequence[TimedRun]) -> list[str]:
     ]
 
 
+def calls_per_step(runs: Sequence[TimedRun]) -> float | None:
+    """Calls of all modules in the runs, by the steps of all optimizers, skipped ones included."""
+    totals = [total for run in runs if (total := run.capture.totals()).get("module_calls")]
+    steps = sum(total["steps"] + total["skipped_steps"] for total in totals)
+    return sum(total["module_calls"] for total in totals) / steps if steps else None
+
+
+def _other_calls(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[str]:
+    """Adaptive solvers go on until an error is small, which rounding may keep it from for long."""
+    before, after = calls_per_step(fp32), calls_per_step(mixed)
+    if not before or not after or max(before, after) <= _MORE_CALLS * min(before, after):
+        return []
+    formats = dict.fromkeys(device["format"] for run in mixed for device in run.capture.of("device"))
+    return [
+        f"{before:.0f} calls of modules a step in FP32, {after:.0f} in {', '.join(formats)}: a loop of the "
+        "script goes by the numbers, as an adaptive solver or a line search does. A rule that keeps its "
+        'function in fp32 (compute = "fp32"), or a looser tolerance, gives it fewer'
+    ]
+
+
 def _not_repeatable(runs: Sequence[TimedRun]) -> list[str]:
     """FP32 runs of one seed that differ: differences between the formats contain that difference too."""
     by_seed: dict[int, list[list[float]]] = defaultdict(list)
     for run in runs:
         by_seed[run.seed].append([loss["value"] for loss in run.capture.of("loss")])
+    cut = any(run.cut for run in runs)
     for same in by_seed.values():
-        if any(str(other) != str(same[0]) for other in same[1:]):
+        fewest = min(map(len, same)) if cut else None
+        if any(str(other[:fewest]) != str(same[0][:fewest]) for other in same[1:]):
             return [
                 "two FP32 runs with the same seed had different losses: the script draws random numbers "
                 "that no seed fixes, or runs operations that do not repeat; part of each difference is that"

@@ -6,22 +6,30 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from narrowcast.observe.capture import Capture, ComparisonCapture, TimedRun, json_ready
 from narrowcast.report._statistics import (
-    Spread,
+    blocks_of,
+    calls_per_step,
     doubts,
+    far_apart,
     final_loss,
-    forward_times_s,
     judge_losses,
+    many_skipped,
     mean,
     median_of_runs,
-    step_times_s,
+    speedup_of_pairs,
+    times_s,
 )
+from narrowcast.report._text import percent_change, speed_interval, speed_text
 
 _WORST_FIRST = ("fail", "cannot tell", "pass")
+_JUDGED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
+_RATIOS = ("speedup", "speedup_interval", "memory_ratio", "process_memory_ratio")
+_LEAST_GAIN = 1.05
+_LESS_MEMORY = 0.95
 
 
 def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict[str, Any]:
@@ -35,11 +43,13 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     forward_time_s_interval (of a script that only computes), steps and skipped_steps (of all optimizers of
     the first run), final_scale, peak_tensor_bytes (CUDA's allocator; on a CPU the live tensors of a
     separate short run), peak_resident_bytes (of the process), final_loss (by call site, the mean of the
-    last tenth), wall_s, format, last_line, runs; ``mixed`` has policy too. ``ratio``: speed and
-    speed_interval (FP32 time over mixed time), peak_tensor_bytes and peak_resident_bytes (mixed over FP32).
+    last tenth), calls_per_step (of all modules), wall_s, format, last_line, runs; ``mixed`` has policy too.
+    ``speedup`` and ``speedup_interval`` (95 %): FP32 time over mixed time; ``memory_ratio`` and
+    ``process_memory_ratio``: mixed peak_tensor_bytes and peak_resident_bytes over those of FP32.
     ``certificate``, ``output`` (of a script that only computes) and ``loss`` each have a verdict and a
-    reason; ``verdict`` is that of the gradients or outputs, unless the losses fail or mixed precision
-    skipped every step. Then kind, finished, notes, seed, folder, settings, versions and report.
+    reason. ``verdict`` has ``right``, by the gradients or outputs, unless the losses fail or mixed precision
+    skipped every step, and ``worth_it``, by the speedup; each is ``"yes"``, ``"no: ..."`` or
+    ``"cannot tell: ..."``. Then kind, finished, notes, seed, folder, settings, versions and report.
 
     Args:
         comparison: what ``read_comparison`` returned; one that was killed gives what it has.
@@ -50,34 +60,43 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     ratio, ratio_reasons = _ratio(fp32, mixed, kind)
     certificate = _certificate(comparison, kind)
     output = _output(comparison, kind)
-    loss = _loss(fp32, mixed, kind)
+    loss = _loss(fp32, mixed, kind, comparison.runs)
+    finite = all(math.isfinite(loss) for seeds in fp32.final_losses.values() for loss in seeds.values())
     checks = {"certificate": certificate, "output": output, "loss": loss}
-    result = {
-        "fp32": fp32.numbers,
-        "mixed": mixed.numbers | {"policy": comparison.own.start["policy"]},
-        "ratio": ratio,
-        **checks,
-        "verdict": "fail" if _never_steps(fp32, mixed) else _overall(certificate, output, loss),
-        "kind": kind,
-        "finished": comparison.finished,
-        "report": report,
-        "notes": [*_notes(comparison), *doubts(fp32.runs, mixed.runs, kind)],
-        "reasons": {**fp32.reasons, **mixed.reasons, **ratio_reasons, **_why_unchecked(checks, kind)},
-        "seed": comparison.own.start["seed"],
-        "folder": str(comparison.folder),
-        "settings": mixed.last_facts("settings") or fp32.last_facts("settings"),
-        "versions": mixed.last_facts("versions") or fp32.last_facts("versions"),
-    }
-    ready: dict[str, Any] = json_ready(result)
-    return ready
+    judged = {name: check for name, check in checks.items() if check}
+    if loss and few_seeds(loss) and finite and not many_skipped(mixed.whole):
+        del judged["loss"]  # as by default
+    right = "no: mixed precision skipped every step, so nothing was trained"
+    if not _never_steps(fp32, mixed):
+        right = _right(judged)
+    worth_it = _worth_it(ratio, ratio_reasons, comparison)
+    result: dict[str, Any] = json_ready(
+        {
+            "fp32": fp32.numbers,
+            "mixed": mixed.numbers | {"policy": comparison.own.start["policy"]},
+            **ratio,
+            **checks,
+            "verdict": {"right": right, "worth_it": worth_it},
+            "kind": kind,
+            "finished": comparison.finished,
+            "report": report,
+            "notes": [*_notes(comparison), *doubts(fp32.whole, mixed.whole, kind)],
+            "reasons": {**fp32.reasons, **mixed.reasons, **ratio_reasons, **_why_unchecked(checks, kind)},
+            "seed": comparison.own.start["seed"],
+            "folder": str(comparison.folder),
+            "settings": mixed.last_facts("settings") or fp32.last_facts("settings"),
+            "versions": mixed.last_facts("versions") or fp32.last_facts("versions"),
+        }
+    )
+    return result
 
 
 def empty_summary(reason: str) -> dict[str, Any]:
     """Return the same keys for a comparison that was not run, since mixed precision would change nothing."""
-    absent = ("fp32", "mixed", "ratio", "certificate", "output", "loss", "kind", "report", "seed", "folder")
+    absent = ("fp32", "mixed", *_RATIOS, "certificate", "output", "loss", "kind", "report", "seed", "folder")
     return {
         **dict.fromkeys(absent),
-        "verdict": "pass",
+        "verdict": {"right": "yes", "worth_it": f"no: {reason}"},
         "finished": True,
         "notes": [],
         "settings": {},
@@ -95,22 +114,28 @@ class _Side:
         self.runs = [run for run in comparison.runs if run.format == name]
         self._totals = totals = [run.capture.totals() for run in self.runs]
         first = totals[0] if totals else {}
-        self.step_time = median_of_runs([step_times_s(run.capture.of("step")) for run in self.runs])
-        self.forward_time = median_of_runs([forward_times_s(run.capture.of("forward")) for run in self.runs])
-        self.final_losses = final_losses(self.runs)
+        # A run that was cut short with the comparison did other work; one without an end may be complete.
+        self.whole = [run for run in self.runs if comparison.finished or run.capture.end is not None]
+        self.time = median_of_runs([times_s(run.capture, kind) for run in self.runs])
+        self.losses = {run.name: losses for run, losses in losses_of(comparison.runs) if run.format == name}
+        self.final_losses = final_losses(self.runs, comparison.runs)
         formats = {device["format"]: None for run in self.runs for device in run.capture.of("device")}
         resident = [t["peak_resident_bytes"] for t in totals if t["peak_resident_bytes"] is not None]
         peak, no_peak = self._peak_tensor_bytes(comparison)
         walls = [t["wall_s"] for t in totals if t["wall_s"] is not None]
+        none: dict[str, Any] = dict.fromkeys(("median", "interval"))
+        times = self.time and {"median": self.time.median_s, "interval": self.time.interval_s}
+        step, forward = (none, times or none) if kind == "inference" else (times or none, none)
         self.numbers: dict[str, Any] = {
-            **_spread_fields("step_time_s", self.step_time),
-            **_spread_fields("forward_time_s", self.forward_time if kind == "inference" else None),
+            **{f"step_time_s_{name}": value for name, value in step.items()},
+            **{f"forward_time_s_{name}": value for name, value in forward.items()},
             "steps": first.get("steps"),
             "skipped_steps": first.get("skipped_steps"),
             "final_scale": first.get("final_scale"),
             "peak_tensor_bytes": peak,
             "peak_resident_bytes": max(resident, default=None),
             "final_loss": {site: next(iter(seeds.values())) for site, seeds in self.final_losses.items()},
+            "calls_per_step": calls_per_step(self.runs),
             "wall_s": statistics.median(walls) if walls else None,
             "format": ", ".join(formats) or None,
             "last_line": self.runs[0].last_line if self.runs else None,
@@ -140,6 +165,7 @@ class _Side:
             no_step = "no torch.optim.Optimizer stepped"
         reasons = {
             "step_time_s": no_step,
+            "calls_per_step": no_step,
             "forward_time_s": "the script trains: see the step time" if trains else "no module was called",
             "final_scale": "losses were not scaled",
             "format": "no module with parameters was called",
@@ -154,30 +180,60 @@ class _Side:
 
 def _ratio(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return mixed precision against FP32, and the reason for each missing number."""
-    # The forward calls of a script that trains are not its steps.
-    timed = "forward_time" if kind == "inference" else "step_time"
-    speed, interval = _speed(getattr(fp32, timed), getattr(mixed, timed))
-    numbers: dict[str, Any] = {"speed": speed, "speed_interval": interval}
-    for key in ("peak_tensor_bytes", "peak_resident_bytes"):
+    numbers: dict[str, Any] = dict.fromkeys(_RATIOS)
+    sides = [[blocks_of(run.capture, kind) for run in side.runs] for side in (fp32, mixed)]
+    paired = speedup_of_pairs(list(zip(*sides, strict=False)))
+    if paired:
+        numbers["speedup"], *numbers["speedup_interval"] = paired
+    elif fp32.time and mixed.time and min(fp32.time.interval_s[0], mixed.time.interval_s[0]) > 0:
+        (low, high), (mixed_low, mixed_high) = fp32.time.interval_s, mixed.time.interval_s
+        numbers["speedup"] = fp32.time.median_s / mixed.time.median_s
+        numbers["speedup_interval"] = [low / mixed_high, high / mixed_low]
+    for name, key in (("memory_ratio", "peak_tensor_bytes"), ("process_memory_ratio", "peak_resident_bytes")):
         over, under = mixed.numbers[key], fp32.numbers[key]
-        numbers[key] = over / under if over is not None and under else None
-    why = {"speed": "a time is missing", "speed_interval": "a time is missing"}
+        numbers[name] = over / under if over is not None and under else None
     missing = [key for key, value in numbers.items() if value is None]
-    return numbers, {f"ratio.{key}": why.get(key, "one of the two is missing") for key in missing}
-
-
-def _speed(fp32: Spread | None, mixed: Spread | None) -> tuple[float | None, list[float] | None]:
-    if fp32 is None or mixed is None or mixed.interval_s[0] <= 0:
-        return None, None
-    (low, high), (mixed_low, mixed_high) = fp32.interval_s, mixed.interval_s
-    return fp32.median_s / mixed.median_s, [low / mixed_high, high / mixed_low]
-
-
-def _spread_fields(name: str, spread: Spread | None) -> dict[str, Any]:
-    return {
-        f"{name}_median": None if spread is None else spread.median_s,
-        f"{name}_interval": None if spread is None else list(spread.interval_s),
+    return numbers, {
+        key: "a time is missing" if key.startswith("speedup") else "one of the two is missing"
+        for key in missing
     }
+
+
+def few_seeds(loss: Mapping[str, Any]) -> bool:
+    """Return whether the losses were not judged for want of seeds alone."""
+    return loss["verdict"] == "cannot tell" and loss["seed_spread"] is loss["times_fp32"] is None
+
+
+def _right(judged: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return ``"yes"``, or the worst verdict with its reasons."""
+    worst = min(
+        (check["verdict"] for check in judged.values()), key=_WORST_FIRST.index, default="cannot tell"
+    )
+    if worst == "pass":
+        return "yes"
+    why = [f"{_JUDGED[name]}: {c['reason']}" for name, c in judged.items() if c["verdict"] == worst]
+    return f"{'no' if worst == 'fail' else worst}: {'; '.join(why) or 'nothing was judged'}"
+
+
+def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: ComparisonCapture) -> str:
+    """Judge the speedup against ``--min-speedup``, or by default against none at all.
+
+    Without ``--min-speedup``, a speedup that is certainly below 1.05 is not worth it.
+    """
+    if ratio["speedup"] is None:
+        return f"cannot tell: {reasons['speedup']}"
+    asked: float | None = comparison.own.start.get("min_speedup")
+    low, high = ratio["speedup_interval"]
+    within = " within one run" if len(comparison.runs) <= 2 else ""
+    measured = f"{speed_text(ratio['speedup'])} (95 % interval{within} {speed_interval(ratio)})"
+    if low > 1 if asked is None else low >= asked:
+        return f"yes: {measured}"
+    if high >= (_LEAST_GAIN if asked is None else asked):
+        return f"cannot tell: {measured}" + ("" if asked is None else f", and {asked:g}x was asked for")
+    why = comparison.own.last("not_worth_it") or {"reason": None}
+    less = ratio["memory_ratio"]
+    memory = f", with {percent_change(less)} tensor memory" if less and less < _LESS_MEMORY else ""
+    return f"no: {measured}{memory}" + (f": {why['reason']}" if why["reason"] else "")
 
 
 def _kind(runs: Sequence[TimedRun]) -> str | None:
@@ -189,29 +245,63 @@ def _kind(runs: Sequence[TimedRun]) -> str | None:
     return "inference" if any(run.capture.of("forward") for run in runs) else None
 
 
-def final_losses(runs: Sequence[TimedRun]) -> dict[str, dict[int, float]]:
+def _losses(capture: Capture) -> dict[str, list[float]]:
+    """Return the losses of a run by call site."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for loss in capture.of("loss"):
+        found[loss["site"]].append(loss["value"])
+    return found
+
+
+def losses_of(runs: Sequence[TimedRun]) -> list[tuple[TimedRun, dict[str, list[float]]]]:
+    """Return each run's losses by call site, as far as all runs went that were not ended early.
+
+    A run that was ended early has none, unless every run of its format and seed was; then all end there.
+    """
+    whole = {(run.format, run.seed) for run in runs if not run.cut}
+    kept = [run for run in runs if not run.cut or (run.format, run.seed) not in whole]
+    found = [(run, _losses(run.capture)) for run in kept]
+    if any(run.cut for run in kept):
+        fewest: dict[str, int] = {}
+        for _, losses in found:
+            for site, values in losses.items():
+                fewest[site] = min(len(values), fewest.get(site, len(values)))
+        found = [(run, {at: values[: fewest[at]] for at, values in of.items()}) for run, of in found]
+    return found
+
+
+def final_losses(runs: Sequence[TimedRun], among: Sequence[TimedRun]) -> dict[str, dict[int, float]]:
     """Final losses by call site and seed; runs of one seed count once, by their mean."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        by_site: dict[str, list[float]] = defaultdict(list)
-        for loss in run.capture.of("loss"):
-            by_site[loss["site"]].append(loss["value"])
-        for site, values in by_site.items():
+    names = {run.name for run in runs}
+    for run, losses in losses_of(among):
+        for site, values in losses.items() if run.name in names else ():
             found[site][run.seed].append(final_loss(values))
     return {site: {seed: mean(values) for seed, values in by_seed.items()} for site, by_seed in found.items()}
 
 
-def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
+def _loss(fp32: _Side, mixed: _Side, kind: str | None, runs: Sequence[TimedRun]) -> dict[str, Any] | None:
     """Judge the losses by the worst call site."""
     if kind == "inference":
         return None
-    sites = {}
-    for site, by_seed in fp32.final_losses.items():
-        other = mixed.final_losses.get(site, {})
+    sites, others = {}, final_losses(mixed.whole, runs)
+    values = [[side.losses[r.name] for r in side.whole if r.name in side.losses] for side in (fp32, mixed)]
+    for site, by_seed in final_losses(fp32.whole, runs).items():
+        other = others.get(site, {})
         sites[site] = judge_losses([(by_seed[seed], other[seed]) for seed in by_seed if seed in other])
+        far = far_apart(*([of_run.get(site, []) for of_run in side] for side in values))
+        if far and sites[site].verdict == "cannot tell":
+            sites[site] = replace(sites[site], verdict="fail", reason=far)
     if not sites:
         return {"site": None, **asdict(judge_losses([])), "sites": {}}
-    worst = min(sites, key=lambda site: _WORST_FIRST.index(sites[site].verdict))
+    # A loss that is not finite has no difference; it counts for more than one of too few seeds.
+    worst = min(
+        sites,
+        key=lambda at: (
+            _WORST_FIRST.index(sites[at].verdict),
+            sites[at].difference is not None and sites[at].times_fp32 is None,
+        ),
+    )
     return {
         "site": worst,
         **asdict(sites[worst]),
@@ -227,15 +317,6 @@ def _never_steps(fp32: _Side, mixed: _Side) -> bool:
     ended = [run.capture.totals() for run in mixed.runs if run.capture.end is not None]
     taken, skipped = (sum(totals[key] for totals in ended) for key in ("steps", "skipped_steps"))
     return skipped > 0 and not taken and any(run.capture.totals()["steps"] for run in fp32.runs)
-
-
-def _overall(*parts: dict[str, Any] | None) -> str:
-    """Return the worst verdict; losses of fewer than three seeds count only if they fail."""
-    certificate, output, loss = parts
-    verdicts = [part["verdict"] for part in (certificate, output) if part is not None]
-    if loss is not None and (loss["verdict"] == "fail" or loss["seed_spread"] is not None):
-        verdicts.append(loss["verdict"])
-    return min(verdicts, key=_WORST_FIRST.index, default="cannot tell")
 
 
 def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
@@ -291,26 +372,24 @@ def run_summary(capture: Capture) -> dict[str, Any]:
     has them), devices (device_type, format, because), losses (by call site: count, first, last, final, the
     last being the mean of the last tenth, and not_finite, a count) and notes.
     """
-    losses: dict[str, list[float]] = defaultdict(list)
-    for loss in capture.of("loss"):
-        losses[loss["site"]].append(loss["value"])
-    spread = median_of_runs([step_times_s(capture.of("step"))])
+    spread = median_of_runs([times_s(capture, "training")])
     totals = capture.totals()
-    found: dict[str, Any] = {
-        "argv": capture.start["argv"],
-        "policy": capture.start["policy"],
-        "ended": capture.end is not None,
-        "step_time_s_median": None if spread is None else spread.median_s,
-        "totals": {key: value for key, value in totals.items() if key != "event"},
-        "devices": [
-            {key: device[key] for key in ("device_type", "format", "because")}
-            for device in capture.of("device")
-        ],
-        "losses": {site: _of_site(values) for site, values in losses.items()},
-        "notes": [note["text"] for note in capture.of("note")],
-    }
-    ready: dict[str, Any] = json_ready(found)
-    return ready
+    found: dict[str, Any] = json_ready(
+        {
+            "argv": capture.start["argv"],
+            "policy": capture.start["policy"],
+            "ended": capture.end is not None,
+            "step_time_s_median": None if spread is None else spread.median_s,
+            "totals": {key: value for key, value in totals.items() if key != "event"},
+            "devices": [
+                {key: device[key] for key in ("device_type", "format", "because")}
+                for device in capture.of("device")
+            ],
+            "losses": {site: _of_site(values) for site, values in _losses(capture).items()},
+            "notes": [note["text"] for note in capture.of("note")],
+        }
+    )
+    return found
 
 
 def _of_site(values: list[float]) -> dict[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowcast.observe.capture import TOTAL_LIMIT, Capture
 from narrowcast.report._render import terminal_text
+from narrowcast.report._summary import few_seeds
 from narrowcast.report._text import (
     UNKNOWN,
     count,
     decibels,
-    fixed,
     mebibytes,
     milliseconds,
     number,
@@ -24,6 +24,8 @@ from narrowcast.report._text import (
     shortened,
     signed,
     site_name,
+    speed_interval,
+    speed_text,
     table,
     three_digits,
     wrapped,
@@ -46,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was judged: ``verdict`` is ``"pass"``, ``"fail"`` or ``"cannot tell"``."""
+    """One thing that was judged; ``verdict`` is that of the summary, or ``"not judged"``."""
 
     name: str
     verdict: str
@@ -56,18 +58,17 @@ class Check:
 
 def rows(summary: Mapping[str, Any]) -> list[Row]:
     """List the numbers of a comparison: FP32, mixed precision, and how mixed precision changes them."""
-    ratio, kind = summary["ratio"], summary["kind"]
+    kind = summary["kind"]
     timed = "forward_time_s" if kind == "inference" else "step_time_s"
     median = f"{timed.removesuffix('_time_s')} time, median"
-    change = {key: percent_change(ratio[key]) for key in ("peak_tensor_bytes", "peak_resident_bytes")}
     found = [
-        _row(summary, f"{timed}_median", median, milliseconds, _speedup(ratio)),
+        _row(summary, f"{timed}_median", median, milliseconds, _speedup(summary)),
         _interval_row(summary, f"{timed}_interval"),
         *(
-            _row(summary, key, name, mebibytes, change[key])
-            for key, name in (
-                ("peak_tensor_bytes", "peak tensor memory"),
-                ("peak_resident_bytes", "peak process memory"),
+            _row(summary, key, name, mebibytes, percent_change(summary[ratio]))
+            for key, name, ratio in (
+                ("peak_tensor_bytes", "peak tensor memory", "memory_ratio"),
+                ("peak_resident_bytes", "peak process memory", "process_memory_ratio"),
             )
         ),
         *_loss_rows(summary),
@@ -112,16 +113,15 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
         ]
         if len(loss["sites"]) > 1:
             numbers.append(f"worst of {len(loss['sites'])} losses: {site_name(loss['site'])}")
-        found.append(_check("loss", loss, numbers))
+        check = _check("loss", loss, numbers)
+        found.append(replace(check, verdict="not judged") if few_seeds(loss) else check)
     return found
 
 
 def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
     """Format the result of ``narrowcast compare`` as a table of at most 79 columns.
 
-    Args:
-        summary: what ``summary`` returns. A missing number is ``-``, with the reason below the table.
-        color: whether to use bold type.
+    A missing number is ``-``, with the reason below the table.
     """
     found, mixed = rows(summary), summary["mixed"]
     head = ["", "FP32", f"mixed, {shortened(mixed['format'] or UNKNOWN, 20)}", "change"]
@@ -136,29 +136,23 @@ def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
     )
 
 
-def _speedup(ratio: Mapping[str, Any]) -> str:
-    """Format FP32 time over mixed time, with a question mark if either format may be the faster one."""
-    faster = which_is_faster(ratio)
-    if faster is None:
+def _speedup(summary: Mapping[str, Any]) -> str:
+    """Format the speedup, with a question mark if either format may be the faster one."""
+    if summary["speedup"] is None:
         return ""
-    return f"speedup {fixed(float(ratio['speed']), 2)}x{'?' if faster == 'unclear' else ''}"
-
-
-def which_is_faster(ratio: Mapping[str, Any]) -> str | None:
-    """Return ``"fp32"``, ``"mixed"``, or ``"unclear"`` where the interval contains 1; None: no ratio."""
-    speed, interval = float(ratio["speed"] or math.nan), ratio["speed_interval"]
-    if not 0 < speed < math.inf:
-        return None
-    if interval and float(interval[0]) < 1 < float(interval[1]):
-        return "unclear"
-    return "mixed" if speed > 1 else "fp32"
+    low, high = map(float, summary["speedup_interval"] or (1, 1))
+    return speed_text(summary["speedup"]) + ("?" if low < 1 < high else "")
 
 
 def _interval_row(summary: Mapping[str, Any], key: str) -> Row:
-    bounds = summary["ratio"]["speed_interval"] or ()
-    speedup = " to ".join(f"{fixed(float(bound), 2)}x" for bound in bounds)
     fp32, mixed = (_interval(summary[side][key]) for side in NAMES)
-    return Row(name="  95 % interval", fp32=fp32, mixed=mixed, change=speedup)
+    alone = max(len(summary[side]["runs"]) for side in NAMES) == 1
+    return Row(
+        name="  95 % in one run" if alone else "  95 % interval",
+        fp32=fp32,
+        mixed=mixed,
+        change=speed_interval(summary),
+    )
 
 
 def _interval(interval_s: Sequence[float | str] | None) -> str:
@@ -171,7 +165,11 @@ def _interval(interval_s: Sequence[float | str] | None) -> str:
 def _no_steps(summary: Mapping[str, Any]) -> list[Check]:
     fp32, mixed = summary["fp32"] or {}, summary["mixed"] or {}
     skipped = mixed.get("skipped_steps")
-    if summary["verdict"] != "fail" or not (fp32.get("steps") and skipped) or mixed.get("steps"):
+    if (
+        not summary["verdict"]["right"].startswith("no")
+        or not (fp32.get("steps") and skipped)
+        or mixed.get("steps")
+    ):
         return []
     reason = "mixed precision skipped every step, so nothing was trained"
     return [
@@ -228,8 +226,13 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
         places.append(f"{device['format']} on {device['device_type']}{why}")
     aside = totals["aside"] is not None
     nothing = "left to the script's own mixed precision" if aside else "nothing ran in mixed precision"
+    if totals.get("elsewhere"):
+        nothing += " in this process"
     where = "; ".join(places) + (by if places else "")
     lines = [wrapped(f"narrowcast: {where or nothing}", then="  ", whole_words=True)]
+    if totals["skipped_steps"] and not totals["steps"]:
+        warning = f"NOTHING WAS TRAINED: all {totals['skipped_steps']} optimizer steps were skipped"
+        lines.insert(0, f"narrowcast: WARNING: {warning}")
     scale, steps, wall_s = totals["final_scale"], totals["steps"], totals["wall_s"]
     numbers = [
         f"{plural(steps, 'optimizer step')}{' before that' if aside else ''}",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from narrowcast.observe import explanation
 
@@ -61,23 +62,15 @@ def bold_red(text: str) -> str:
 def wrapped(text: str, first: str = "", then: str | None = None, *, whole_words: bool = False) -> str:
     """Make ``text`` safe to show, in lines of at most 79 columns; a number stays with its unit.
 
-    Args:
-        text: white space of any kind separates its words.
-        first, then: what the first line and the others begin with; ``then`` is two spaces more by default.
-        whole_words: whether words, such as paths, stay whole if they are longer than a line.
+    The first line begins with ``first`` and the others with ``then``, by default two spaces more. With
+    ``whole_words``, words such as paths stay whole if they are longer than a line.
     """
     words = " ".join(printable(text).split()).replace(" s)", "\u00a0s)")
     return "\n".join(explanation.wrapped(words, first=first, then=then, whole_words=whole_words))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
-    """Format a table of at most 79 columns with terminal sequences for bold type.
-
-    Args:
-        head: names of the columns.
-        rows: the cells of each row; rows may be shorter than ``head``.
-        left: places of the columns that are aligned to the left; the others are aligned to the right.
-    """
+    """Format a table of at most 79 columns in bold type; those at places in ``left`` are aligned there."""
     # Slow to import, and the end of a run has no table.
     from rich import box
     from rich.console import Console
@@ -152,6 +145,26 @@ def percent_change(value: float | str | None) -> str:
     if abs(change) < 0.5:
         return "the same"
     return f"{fixed(abs(change), 0)} % {'more' if change > 0 else 'less'}"
+
+
+def speed_text(speedup: float | str) -> str:
+    """Format FP32 time over mixed time as ``1.32x faster`` or ``1.20x slower``."""
+    value = float(speedup)
+    return f"{fixed(value, 2)}x faster" if value >= 1 else f"{fixed(_inverse(value), 2)}x slower"
+
+
+def speed_interval(ratio: Mapping[str, Any]) -> str:
+    """Format the interval in the terms of ``speed_text``: ``0.98x to 1.41x``."""
+    if ratio["speedup_interval"] is None:
+        return ""
+    low, high = map(float, ratio["speedup_interval"])
+    faster = float(ratio["speedup"]) >= 1
+    low, high = (low, high) if faster else (_inverse(high), _inverse(low))
+    return f"{fixed(low, 2)}x to {fixed(high, 2)}x"
+
+
+def _inverse(value: float) -> float:
+    return 1 / value if value else math.inf
 
 
 def gibibytes(value: int) -> str:

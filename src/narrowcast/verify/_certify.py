@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,14 +12,15 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from narrowcast.casting import Applied, cast_floating, region_in
+from narrowcast.casting import Applied, cast_floating, promotions, region_in
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
-from narrowcast.policy import PRESETS, Policy, as_policy, format_name, policy_name, resolve
+from narrowcast.gradients import nonfinite_flags
+from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve
 from narrowcast.scaling import Static
-from narrowcast.training import check_loss
+from narrowcast.training import check_loss, random_states, set_random_states
 from narrowcast.verify._dispatch_modes import NARROW, NO_FLOAT64, ExactOps, Fp32Draws
-from narrowcast.verify._model_state import as_before, random_state
-from narrowcast.verify.certificate import Certificate, Measured, Sums, certificate_of, compared
+from narrowcast.verify._model_state import as_before, random_state, samples_in
+from narrowcast.verify.certificate import Batches, Certificate, Sums, certificate_of, compared
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]
@@ -32,11 +34,11 @@ _SMALLEST_SCALE = 2.0**-16
 def certify(
     model: torch.nn.Module,
     loss_fn: Callable[[Any, _Batch], torch.Tensor],
-    batch: _Batch,
-    other_batch: _Batch | None,
+    batches: Iterable[_Batch],
     policy: Policy | str = "auto",
     *,
     loss_scale: float | None = None,
+    minibatches: int = 1,
 ) -> Certificate:
     """Measure how far mixed precision moves a gradient, in units of the change that another minibatch makes::
 
@@ -44,25 +46,29 @@ def certify(
             images, labels = batch
             return torch.nn.functional.cross_entropy(model(images), labels)
 
-        print(nc.certify(model, loss_fn, batches[0], batches[1], "bf16"))
+        certificate = nc.certify(model, loss_fn, batches, "bf16")
+        print(certificate)
+        print(certificate.at(32))  # for steps that average 32 minibatches
 
-    Error over noise is |g_mixed(b) - g_32(b)| / |g_32(b) - g_32(b')|, at the same weights, with the same
-    random numbers; below 0.05 passes. ``loss_fn`` is called four times: in FP32 on ``batch``, again with
-    every op rounded only once (which measures FP32's own rounding noise), on ``other_batch``, and on
-    ``batch`` in mixed precision; in fp16 once more for each halving of the loss scale. No optimizer steps.
-    Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and NumPy are as
-    before, also when ``loss_fn`` raises.
+    Error over noise is |g_mixed(b) - g_32(b)| / |g_32(b) - g_32(b')|, root mean squares over all batches, at
+    the same weights, with the same random numbers on both sides; below 0.05 passes. ``loss_fn`` is called in
+    FP32 and in mixed precision on each batch, in fp16 once more for each halving of the loss scale, and on
+    the first one with every op rounded only once, which measures FP32's own rounding noise. No optimizer
+    steps. Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and NumPy are
+    as before, also when ``loss_fn`` raises. Keeps copies of the gradients in CPU memory: eight for four
+    batches, 17 at most.
 
     Args:
         model: in the mode (usually training) in which it is to be judged; on any device.
         loss_fn: takes ``model`` and a batch and returns a tensor of one element; deterministic. It is called
             inside the region; it opens none and calls no ``backward``.
-        batch: whatever ``loss_fn`` takes. Not changed.
-        other_batch: another of the same kind; None: no noise is measured, and only an error of the size of
-            rounding passes.
+        batches: a list of whatever ``loss_fn`` takes; not changed. With four or more, the error's bias is
+            told from its variance; with one, no noise is measured and only an error of the size of rounding
+            passes.
         policy: the name of a preset, a ``Policy``, or the path of one.
         loss_scale: of the mixed pass. Default: in fp16 the first of 2**16, 2**15 ... whose gradients are
             finite, as a dynamic scale finds it; none in other formats.
+        minibatches: how many a step averages, accumulation times ranks; the verdict is for such a step.
 
     Returns:
         The numbers of each parameter and of all together, and a verdict: ``"pass"``, ``"fail"``, or
@@ -70,8 +76,8 @@ def certify(
         frozen one is left out.
 
     Raises:
-        SettingError: ``model`` is not a module or has nothing to train; the loss is not a tensor of one
-            element.
+        SettingError: ``model`` is not a module or has nothing to train; there is no batch; the loss is not a
+            tensor of one element.
         OrderError: inside an autocast region; the loss has no graph.
         PolicyError: no such policy, or one that keeps master weights.
         ScaleError: ``loss_scale`` is not a scale.
@@ -80,15 +86,20 @@ def certify(
     torch refuses activation checkpoints with ``use_reentrant=True`` here.
     """
     _check(model)
-    if isinstance(other_batch, Policy) or (isinstance(other_batch, str) and other_batch in PRESETS):
-        raise SettingError(
-            "expected another batch after the first one, got a policy: certify(model, loss_fn, batch, "
-            "other_batch, policy)"
-        )
+    given = _checked_batches(batches)
+    if not isinstance(minibatches, int) or minibatches < 1:
+        raise SettingError(f"expected a number of minibatches of at least 1, got {minibatches!r}")
+    try:
+        inspect.signature(loss_fn).bind(model, given[0])
+    except TypeError as error:
+        raise SettingError(f"expected a loss_fn that takes the model and a batch: {error}") from None
+    except ValueError:  # of a builtin, which does not tell
+        pass
     wanted = as_policy(policy)
     scale = None if loss_scale is None else float(Static(scale=loss_scale).scale)
     devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
     formats = {device: resolve(wanted, device) for device in devices}
+    searches = scale is None and torch.float16 in formats.values()
     for device in formats:
         if torch.is_autocast_enabled(device):
             raise OrderError(
@@ -100,16 +111,16 @@ def certify(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for note in (None, _WITHOUT_KERNEL):
-            passes = _Passes(model, loss_fn, wanted, formats, restore, note)
+            passes = _Passes(model, loss_fn, wanted, formats, restore, searches, note)
             stack.callback(passes.draws.rewind_generators)
-            found = passes.certificate(batch, other_batch, policy_name(policy), scale)
+            found = passes.certificate(given, policy_name(policy), scale, minibatches)
             if not passes.draws.in_attention:
                 break
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         return found
 
 
-@dataclass
+@dataclass(eq=False)
 class _Passes:
     """Gradients of one model, each from the same random state and the same buffers."""
 
@@ -118,75 +129,87 @@ class _Passes:
     _policy: Policy
     _formats: dict[str, torch.dtype]
     _restore: Callable[[], None]
+    _searches: bool
     _note: str | None = None
     _loss_is_finite: bool = True
+    _random: Any = None
 
     def __post_init__(self) -> None:
         self.draws = Fp32Draws()
+        self._promotions = promotions(self._policy, self._formats, warnings.warn)
         # Fixed here: ``loss_fn`` may freeze parameters.
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
-    def certificate(self, batch: Any, other_batch: Any, policy: str, scale: float | None) -> Certificate:
-        fp32 = self._gradients(batch)
-        after_fp32, cannot_tell = random_state(), None
-        if self.draws.made_narrow:
-            cannot_tell = (
-                "The FP32 pass computed in bf16 or fp16 too: the model or loss_fn opens a region or casts of "
-                "its own, so there is no FP32 gradient to compare with."
-            )
-        with ExactOps():  # type: ignore[no-untyped-call]
-            rounding = self._against(fp32, self._gradients(batch))
-        noise = None if other_batch is None else self._against(fp32, self._gradients(other_batch))
-        error, scale = self._mixed(fp32, batch, scale)
-        if random_state() != after_fp32:
-            cannot_tell = cannot_tell or (
-                "The random numbers were in another place after the mixed pass than after the FP32 one, so "
-                "the two may have seen different masks or samples."
-            )
+    def certificate(
+        self, batches: list[Any], policy: str, scale: float | None, minibatches: int
+    ) -> Certificate:
+        sizes = {name: p.numel() * (2 if p.is_complex() else 1) for name, p in self._parameters.items()}
+        sums, rounding = {name: Batches(size) for name, size in sizes.items()}, dict[str, Sums]()
+        cannot_tell: str | None = None
+        for batch in batches:
+            fp32 = self._gradients(batch)
+            after_fp32, states = random_state(), random_states()
+            if self.draws.made_narrow:
+                cannot_tell = (
+                    "The FP32 pass computed in bf16 or fp16 too: the model or loss_fn opens a region or "
+                    "casts of its own, so there is no FP32 gradient to compare with."
+                )
+            if not rounding:
+                with ExactOps():  # type: ignore[no-untyped-call]
+                    exact = self._gradients(batch)
+                rounding = {name: compared(fp32[name], exact[name]) for name in fp32}
+            scale = self._add_mixed(sums, fp32, batch, scale)
+            if random_state() != after_fp32:
+                cannot_tell = cannot_tell or (
+                    "The random numbers were in another place after the mixed pass than after the FP32 one, "
+                    "so the two may have seen different masks or samples."
+                )
+            self.draws.made_narrow, self._random = False, states  # other masks for the next batch
         inexact = [device for device in self._formats if device in NO_FLOAT64]
-        measured = [
-            Measured(
-                name, tuple(p.shape), error[name], None if noise is None else noise[name], rounding[name]
-            )
-            for name, p in self._parameters.items()
-        ]
         return certificate_of(
-            measured,
+            [
+                sums[name].measured(name, tuple(p.shape), rounding[name])
+                for name, p in self._parameters.items()
+            ],
             policy=policy,
             format=", ".join(dict.fromkeys(map(format_name, self._formats.values()))),
             loss_scale=scale,
             cannot_tell=self.draws.undecidable or cannot_tell,
             note=self._notes(),
             rounding_unknown="FP32's rounding could not be measured without float64." if inexact else None,
+            minibatches=minibatches,
+            samples=samples_in(batches[0]),
         )
 
-    def _against(self, fp32: _Gradients, others: _Gradients, scale: float = 1.0) -> dict[str, Sums]:
-        return {name: compared(gradient, others[name], scale=scale) for name, gradient in fp32.items()}
-
-    def _mixed(
-        self, fp32: _Gradients, batch: Any, scale: float | None
-    ) -> tuple[dict[str, Sums], float | None]:
-        """Against FP32, and the loss scale: the one given, or the first whose gradients are finite."""
-        searches = scale is None and torch.float16 in self._formats.values()
-        scale = _LARGEST_SCALE if searches else scale
+    def _add_mixed(
+        self, sums: dict[str, Batches], fp32: _Gradients, batch: Any, scale: float | None
+    ) -> float | None:
+        """Add a batch; return the loss scale: the one given, or the first whose gradients are finite."""
+        scale = _LARGEST_SCALE if self._searches and scale is None else scale
         while True:
-            error = self._against(fp32, self._gradients(batch, mixed=True, scale=scale), scale or 1.0)
-            overflowed = any(math.isfinite(e.first) and not math.isfinite(e.second) for e in error.values())
+            mixed = self._gradients(batch, mixed=True, scale=scale)
+            overflowed = any(_is_finite(fp32[name]) and not _is_finite(one) for name, one in mixed.items())
             # If the loss itself is not finite, no scale is to blame.
-            searches = searches and overflowed and self._loss_is_finite
+            searches = self._searches and overflowed and self._loss_is_finite
             if scale is None or not searches or scale <= _SMALLEST_SCALE:
-                return error, scale
+                break
             scale /= 2
+        for name, one in mixed.items():
+            sums[name].add(fp32[name], one, scale=scale or 1.0)
+        return scale
 
     def _gradients(self, batch: Any, *, mixed: bool = False, scale: float | None = None) -> _Gradients:
         self.draws.rewind_generators()
         self._restore()
+        if self._random is not None:
+            set_random_states(self._random)
         with self.draws:
             with ExitStack() as regions:
                 if mixed and self._policy.names_modules:
                     regions.enter_context(Applied(self._model, self._policy, opens=False))
                 for device, dtype in self._formats.items() if mixed else ():
-                    regions.enter_context(region_in(self._policy, device, dtype))
+                    one = self._promotions.get(device)
+                    regions.enter_context(region_in(self._policy, device, dtype, one))
                 loss = self._loss_fn(self._model, batch)
             check_loss(loss)
             self._loss_is_finite = bool(loss.detach().isfinite().all())
@@ -203,6 +226,24 @@ class _Passes:
         if self._policy.is_plain and all(dtype == torch.float32 for dtype in self._formats.values()):
             notes.append("The policy computes in FP32 here, so both sides are FP32.")
         return " ".join(notes) or None
+
+
+def _is_finite(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or not any(nonfinite_flags([gradient]).read())
+
+
+def _checked_batches(batches: Any) -> list[Any]:
+    """Return the batches as a list; refuse one batch in place of a list of them."""
+    alone = isinstance(batches, torch.Tensor | dict | str)
+    if alone or (isinstance(batches, tuple) and all(isinstance(one, torch.Tensor) for one in batches)):
+        raise SettingError(
+            f"expected a list of batches, got a {type(batches).__name__}, which may be one batch: "
+            "certify(model, loss_fn, [batch, ...], policy)"
+        )
+    given = list(batches) if isinstance(batches, Iterable) else []
+    if not given:
+        raise SettingError(f"expected a list of batches with at least one, got {type(batches).__name__}")
+    return given
 
 
 def _check(model: Any) -> None:

@@ -25,7 +25,7 @@ from narrowcast.observe.profiling import (
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._probes import StepProbe
 from narrowcast.verify.compare._runs import (
-    PROFILE,
+    Purpose,
     RunSettings,
     ScriptRuns,
     ScriptSettings,
@@ -59,7 +59,6 @@ def diagnose(
 
     Raises:
         ScriptError: the script failed.
-        UnsupportedError: its second run read what the first had written.
         FileError: the folder cannot be written.
     """
     found: dict[str, Any] = {
@@ -74,7 +73,7 @@ def diagnose(
     discard_captures(make_run_folder("doctor", asked=settings.folder))
     runs = ScriptRuns(settings, progress=progress)
     for name in ("fp32", "mixed"):
-        folder = runs.start(name, name, PROFILE)
+        folder = runs.start(name, name, Purpose.PROFILE)
         result = read_result(folder)
         problem = _problem(folder, result)
         if result is None or problem is not None:
@@ -173,11 +172,11 @@ def most_speedup(share: float, ratio: float) -> float:
 
 
 def _speeds(format_: str, rows: list[dict[str, Any]]) -> dict[Any, float]:
-    """Return the speed against FP32 at each size that was measured, by the size as a profile has it."""
+    """Return the steady speeds against FP32, by the size that was measured as a profile has it."""
     return {
         same_size(rate["kind"], _operands(rate["kind"], rate["shape"])): rate["speed_against_fp32"]
         for rate in rows
-        if rate["kind"] in _MEASURED and rate["format"] == format_ and rate["speed_against_fp32"] is not None
+        if rate["kind"] in _MEASURED and rate["format"] == format_ and rate["steady"]
     }
 
 
@@ -250,7 +249,9 @@ class ProfileProbe(StepProbe):
         self._stamps.append(stamp(self._device))
         if self._reads is not None:
             self._facts["reads"] = {"steps": self._steps, "sites": self._reads.rows()}
-        if not self._is_over(PHASES[self._at]):
+        phase = PHASES[self._at]
+        slow = time.perf_counter() - self._begun > phase.seconds
+        if self._steps < (phase.fewest if slow else phase.steps):
             return
         self._leave()
         self._at += 1
@@ -264,13 +265,11 @@ class ProfileProbe(StepProbe):
         """How many steps of the current phase have ended."""
         return len(self._stamps) - 1
 
-    def _is_over(self, phase: Phase) -> bool:
-        slow = time.perf_counter() - self._begun > phase.seconds
-        return self._steps >= (phase.fewest if slow else phase.steps)
-
     def _enter(self) -> None:
         name = PHASES[self._at].name
-        if name == PROFILED:
+        if name == PROFILED and self._device not in ("cpu", "cuda"):
+            self._problem = f"profiles are read on CPUs and CUDA, and the model is on {self._device!r}"
+        elif name == PROFILED:
             self._profiler = Recorder()
             try:
                 self._profiler.start()

@@ -52,7 +52,8 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = self._draw(func, args, kwargs or {}) if _draws(func) else func(*args, **(kwargs or {}))
         if not self.made_narrow:
-            self.made_narrow = _is_narrow(result)
+            made = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+            self.made_narrow = any(tensor.dtype in NARROW for tensor in made)
         return result
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -143,10 +144,6 @@ def _name(func: Any) -> str:
     """Return ``"bernoulli_"`` for ``aten::bernoulli_.float``."""
     name: str = func._schema.name
     return name.partition("::")[2]
-
-
-def _is_narrow(result: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in NARROW for leaf in tree_leaves(result))
 
 
 # ---- FP32 without the rounding inside its ops

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.attach import NAMED_NOTHING
+from narrowcast.attach import RULE_NOTE
 from narrowcast.casting import apply
 from narrowcast.errors import PolicyError, SettingError
 from narrowcast.machine import versions
@@ -20,7 +20,7 @@ from narrowcast.observe.op_trace import OpTrace, together, trace_events
 from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve, with_fp32_weights
 from narrowcast.verify._model_state import as_before
 from narrowcast.verify.compare._probes import StepProbe
-from narrowcast.verify.compare._runs import EXPLAIN, RunSettings, ScriptRuns, ScriptSettings, why_unseen
+from narrowcast.verify.compare._runs import Purpose, RunSettings, ScriptRuns, ScriptSettings, why_unseen
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
 _FIRST_ONLY = "the script ended before its second {unit}: only the first is shown, which sets much up"
@@ -28,7 +28,7 @@ _COMPILED = "torch.compile was set aside while watching; compiled code fuses ope
 _SCHEMA = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation:
     """What ``nc.explain`` found; ``str()`` and notebooks show it as a table of at most 79 columns.
 
@@ -41,6 +41,9 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """``found``."""
         return self.found
+
+    def __repr__(self) -> str:
+        return f"Explanation({len(self.found['sites'])} rows)"
 
     def __str__(self) -> str:
         return "\n".join(text for text, _ in explained_lines(self.found))
@@ -116,7 +119,7 @@ def explain_script(
         ScriptError: the script failed.
         FileError: the folder cannot be written.
     """
-    folder = ScriptRuns(settings, progress=progress).start("", "mixed", EXPLAIN, watched_steps=steps)
+    folder = ScriptRuns(settings, progress=progress).start("", "mixed", Purpose.EXPLAIN, watched_steps=steps)
     if (folder / EXPLANATION).is_file():
         return explained(read_explanation(folder / EXPLANATION))
     advice = "watch its model with nc.explain(model, policy, batch)"
@@ -206,7 +209,7 @@ class ExplainProbe(StepProbe):
         if not self._events:
             return
         # Rules that name no module are among those that no call reached, so their notes are not needed.
-        notes = [*self._notes, *(text for text in self.attachment.notes if NAMED_NOTHING not in text)]
+        notes = [*self._notes, *(text for text in self.attachment.notes if not text.startswith(RULE_NOTE))]
         start = start_event(self.argv, self.settings.policy, kind="explain")
         with CaptureWriter(self.folder / EXPLANATION) as writer:
             writer.write(start, *self._events, *({"event": "note", "text": text} for text in notes))

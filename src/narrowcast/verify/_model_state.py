@@ -6,9 +6,11 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
 from narrowcast.training import random_states, set_random_states
 
@@ -26,6 +28,12 @@ def each_once(tensor: torch.Tensor) -> torch.Tensor:
             if stride == 0 and tensor.shape[dimension] > 1:
                 tensor = tensor.narrow(dimension, 0, 1)
     return tensor
+
+
+def samples_in(batch: Any) -> int | None:
+    """Return the first dimension that all tensors of a batch share; None: they do not."""
+    sizes = {tensor.shape[0] for tensor in tensors_inside(batch) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def random_state() -> str:

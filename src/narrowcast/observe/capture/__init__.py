@@ -1,9 +1,9 @@
 """Captures of runs: the files that a run leaves, written as it goes and read back without torch."""
 
 from narrowcast.observe.capture._events import (
+    ENOUGH_ELEMENTS,
     OUTPUT_LIMIT,
     PARAMETER_LIMIT,
-    SCHEMA,
     TOTAL_FAILS,
     TOTAL_LIMIT,
     parameter_error,
@@ -12,6 +12,7 @@ from narrowcast.observe.capture._events import (
 from narrowcast.observe.capture._files import (
     COMPARISON,
     EXPLANATION,
+    PAGE,
     RUN,
     Capture,
     CaptureWriter,
@@ -27,11 +28,12 @@ from narrowcast.observe.capture._files import (
 
 __all__ = [
     "COMPARISON",
+    "ENOUGH_ELEMENTS",
     "EXPLANATION",
     "OUTPUT_LIMIT",
+    "PAGE",
     "PARAMETER_LIMIT",
     "RUN",
-    "SCHEMA",
     "TOTAL_FAILS",
     "TOTAL_LIMIT",
     "Capture",

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
 from msgspec import Meta
 
 from narrowcast.errors import FileError
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the events that are written and read."""
 
 Event = dict[str, Any]
@@ -55,6 +55,7 @@ _PARAMETER = _record(
     rounding_norm=Number | None,
     cosine=Number | None,
     judged=bool,
+    lost=bool,  # its own error is above the limit of a single parameter
     reason=str | None,
     **_RATIOS,
 )
@@ -65,7 +66,13 @@ _START: dict[str, Any] = {
     "started": _Seconds,  # since 1970; in other events ``time_s`` counts from here
 }
 _START_OF_COMPARISON = _record(
-    **_START, loss_scale=str | None, seed=_Count, steps=_Count, repeats=_Count, at_step=_Count
+    **_START,
+    loss_scale=str | None,
+    seed=_Count,
+    steps=_Count,
+    repeats=_Count,
+    at_step=_Count,
+    min_speedup=NotRequired[float | None],  # older captures do not have it
 )
 
 EVENTS: dict[str, Any] = {
@@ -85,6 +92,9 @@ EVENTS: dict[str, Any] = {
     ),
     # An outermost call of a module before the first backward; gradients: whether autograd recorded.
     "forward": _record(time_s=_Seconds, duration_s=_Seconds, gradients=bool, training=bool),
+    # The run stood still while that of the other format went on, which counts in no time. waited_s: before,
+    # for the device.
+    "pause": _record(time_s=_Seconds, waited_s=_Seconds),
     "end": _record(
         exit_code=_Whole | None,
         stopped=bool,  # after as many steps as were asked for
@@ -92,6 +102,7 @@ EVENTS: dict[str, Any] = {
         wall_s=_Seconds | None,
         backwards=_Count | None,
         forwards=_Count | None,
+        module_calls=NotRequired[_Count | None],  # of all modules; older captures do not have it
         steps=_Count,
         skipped_steps=_Count,
         final_scale=Number | None,
@@ -102,8 +113,8 @@ EVENTS: dict[str, Any] = {
     ),
     # ---- ``comparison.jsonl`` of ``narrowcast compare``, whose start has ``steps`` (0: the whole script)
     # A timed run, when it begins (with ``"ended": false``) and when it has ended. capture: path in the
-    # folder; last_line: of stdout.
-    "run": _record(name=str, format=_Format, seed=_Count, capture=str, last_line=str),
+    # folder; last_line: of stdout; cut: it was ended early, to keep to the time limit.
+    "run": _record(name=str, format=_Format, seed=_Count, capture=str, last_line=str, cut=NotRequired[bool]),
     "memory": _record(format=_Format, peak_tensor_bytes=_Count | None, reason=str | None),
     "certificate": _record(  # what ``Certificate.to_dict`` returns, for a script that trains
         policy=str,
@@ -120,6 +131,8 @@ EVENTS: dict[str, Any] = {
     "output": _record(  # for a script that does not train
         relative_error=Number | None, sqnr_db=Number | None, calls=_Count, verdict=_Verdict, reason=str
     ),
+    # Why mixed precision is not faster, and what would be.
+    "not_worth_it": _record(cause=Literal["casts", "small", "kernels", "other"], reason=str),
     "finished": _record(wall_s=_Seconds),
     # ---- ``explain.jsonl`` of ``narrowcast explain``; numbers are sums over all steps
     "site": _record(  # calls of one operator in one module with one decision

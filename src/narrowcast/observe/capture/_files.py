@@ -26,6 +26,8 @@ COMPARISON = "comparison.jsonl"
 """Name of the capture of a comparison in its folder."""
 EXPLANATION = "explain.jsonl"
 """Name of the capture of ``narrowcast explain`` in the folder of a run."""
+PAGE = "report.html"
+"""Name of the page beside a capture."""
 
 # A comparison names the captures of its runs; a path that leads out of its folder is refused.
 _WITHIN = re.compile(r"[\w-]+(/[\w-]+)*\.jsonl")
@@ -197,6 +199,7 @@ class TimedRun:
     seed: int
     last_line: str  # of the script's stdout
     capture: Capture
+    cut: bool = False  # ended early, to keep to the time limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +253,7 @@ def read_comparison(folder: Path) -> ComparisonCapture:
                 continue  # the comparison was killed before the run had written anything
             raise
         fields = {name: event[name] for name in ("name", "format", "seed", "last_line")}
-        runs[event["name"]] = TimedRun(**fields, capture=capture)
+        runs[event["name"]] = TimedRun(**fields, capture=capture, cut=event.get("cut", False))
     return ComparisonCapture(folder=folder, own=own, runs=tuple(runs.values()))
 
 
@@ -289,7 +292,8 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
     ranks = {path: _OF_A_RANK.match(path.name) for path in folder.glob("capture-rank*.jsonl")}
     stale += [path for path, rank in ranks.items() if rank is not None and int(rank[1]) >= from_rank]
     if from_rank == 0:
-        stale += [folder / name for name in (RUN, "stdout.txt", "stderr.txt")]
+        # The page first: it must not be mistaken for that of this run, should it be killed.
+        stale[:0] = [folder / name for name in (PAGE, RUN, "stdout.txt", "stderr.txt")]
     for path in stale:
         try:
             path.unlink(missing_ok=True)

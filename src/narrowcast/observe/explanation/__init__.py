@@ -187,11 +187,9 @@ def place_names(found: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
 
 
 def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Line]:
-    """Return the lines of a table.
+    """Return a table of what ``explained`` returned, repeated layers together.
 
-    Args:
-        found: what ``explained`` returned.
-        every: each layer alone, also what computes nothing; else repeated layers together.
+    ``every``: each layer alone, also what computes nothing.
     """
     uncalled = [rule["rule"] for rule in found["unreached"] if rule["reason"].endswith(" was not called")]
     unreached = [f"{r['rule']}: {r['reason']}" for r in found["unreached"] if r["rule"] not in uncalled]

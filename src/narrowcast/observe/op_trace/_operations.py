@@ -167,8 +167,8 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = tensors_inside((args, kwargs))
         place = self._paths.here()
         # A CUDA graph that is being captured takes no events that tell the time.
-        on_gpu = any(tensor.is_cuda for tensor in given) and not torch.cuda.is_current_stream_capturing()
-        clock = "cuda" if on_gpu else "cpu"
+        clock = next((tensor.device.type for tensor in given if not tensor.is_cpu), "cpu")
+        clock = "cpu" if clock == "cuda" and torch.cuda.is_current_stream_capturing() else clock
         began = stamp(clock)
         result = func(*args, **kwargs)
         ended = stamp(clock)

@@ -107,7 +107,11 @@ class OpTrace:
     def take(self) -> Collected:
         """Return what was seen since entering, or since the last call of this method."""
         with self._lock:
-            self._count_pending()
+            # What ran in no watched operator: backward, optimizers, code outside of regions.
+            for pending in list(self._all_pending):
+                for operation in pending:
+                    self._count_alone(operation)
+                pending.clear()
             found, self._collected = self._collected, {}
         return found
 
@@ -150,13 +154,6 @@ class OpTrace:
                 listed=call.listed,
             )
             self._collected.setdefault(site, []).append(inside)
-
-    def _count_pending(self) -> None:
-        """Count what ran in no watched operator: backward, optimizers, code outside of regions."""
-        for pending in list(self._all_pending):
-            for operation in pending:
-                self._count_alone(operation)
-            pending.clear()
 
     def _count_alone(self, operation: Operation) -> None:
         """Count an operation outside of every watched operator, and why it is as it is."""

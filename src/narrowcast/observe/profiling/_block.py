@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Self
 
 import torch
@@ -226,8 +226,10 @@ class LiveTensorBytes:
 
 
 def stamp(device_type: str) -> Any:
-    """Return the time now; on CUDA an event of the current stream."""
+    """Return the time now; on CUDA an event of the current stream, on other accelerators after a sync."""
     if device_type != "cuda":
+        if device_type != "cpu" and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         return time.perf_counter()
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
@@ -273,8 +275,9 @@ class Recorder:
             torch.cuda.synchronize()
         if profiler_is_on():
             raise UnsupportedError("a profiler runs in this thread already: switch that one off")
-        recording = torch.profiler.profile(
-            activities=activities, record_shapes=not self._memory, profile_memory=self._memory
+        memory = self._memory
+        recording = torch.profiler.profile(  # acc_events: otherwise torch 2.11 warns about further cycles
+            activities=activities, record_shapes=not memory, profile_memory=memory, acc_events=True
         )
         with without_markers_on_stderr():
             recording.__enter__()  # type: ignore[no-untyped-call]
@@ -294,7 +297,8 @@ class Recorder:
             UnsupportedError: another profiler ran in this thread meanwhile, and took part of the record away.
         """
         recording, self._profile = self._profile, None
-        recording.__exit__(None, None, None)
+        with suppress(RuntimeError):  # torch 2.11, if another profiler has stopped this one
+            recording.__exit__(None, None, None)
         results = recording.profiler.kineto_results if recording.profiler else None
         tree = [] if results is None else results.experimental_event_tree()
         if sum(event.name == MARK for event in every_event(tree)) != self._marks:

@@ -7,13 +7,15 @@ from narrowcast.verify.certificate._certificate import (
     Certificate,
     ParameterResult,
 )
-from narrowcast.verify.certificate._sums import Measured, Sums, compared
+from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Batches, Measured, Sums, compared
 from narrowcast.verify.certificate._verdict import certificate_of
 
 __all__ = [
     "CANNOT_TELL",
     "FAIL",
+    "FEWEST_BATCHES",
     "PASS",
+    "Batches",
     "Certificate",
     "Measured",
     "ParameterResult",

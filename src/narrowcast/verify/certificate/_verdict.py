@@ -21,8 +21,9 @@ from narrowcast.verify.certificate._certificate import (
     Certificate,
     ParameterResult,
     number,
+    up_to,
 )
-from narrowcast.verify.certificate._sums import Measured, Totals
+from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Estimate, Measured, Moments, Totals
 
 # Reasons of parameters that the verdict depends on.
 _NOT_FINITE_FP32 = "its FP32 gradient is not finite"
@@ -36,7 +37,8 @@ _MISSING_FP32 = "it has a gradient in mixed precision and none in FP32, which co
 _MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which counts as zero"
 
 # Relative error that passes whatever the noise: two and a half roundoffs (2**-8) of bf16, by rounding alone.
-# Needed because large batches have little noise to divide by, and full batches none.
+# Needed because full batches have no noise to divide by, and a large one little. Not for steps that average
+# minibatches, whose noise is known: there the bias of rounding counts, however small.
 ROUNDING_SIZE = 0.01
 # Relative error where both batches are the same: about ten roundoffs of bf16, what is left of them after a
 # dozen layers; a direction within 3 degrees of FP32's. Training shrinks the gradient, so the relative error
@@ -81,8 +83,8 @@ def _because(parameters: Sequence[ParameterResult], *reasons: str) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.reason in reasons]
 
 
-def _by_parameter(parameters: Sequence[ParameterResult], *, has_noise: bool) -> tuple[str, str] | None:
-    """Fail a single layer whose gradient is lost, which the total of a large model would not show."""
+def _lost(parameters: Sequence[ParameterResult], *, has_noise: bool) -> list[tuple[float, str, float]]:
+    """Return error, name and limit of each parameter whose own error is above its limit, worst first."""
     lost = []
     for parameter in parameters:
         error = parameter_error(parameter.error_norm, parameter.noise_norm, parameter.gradient_norm)
@@ -92,9 +94,13 @@ def _by_parameter(parameters: Sequence[ParameterResult], *, has_noise: bool) -> 
         limit = parameter_limit(parameter.shape, has_noise=by_noise)
         if error > limit:
             lost.append((error, parameter.name, limit))
+    return sorted(lost, reverse=True)
+
+
+def _by_parameter(lost: Sequence[tuple[float, str, float]]) -> tuple[str, str] | None:
+    """Fail a single layer whose gradient is lost, which the total of a large model would not show."""
     if not lost:
         return None
-    lost.sort(reverse=True)
     return FAIL, (
         f"The gradient of {few([name for _, name, _ in lost])} is lost in mixed precision: it is off by "
         f"{number(lost[0][0])} of its own size or of minibatch noise, whichever is larger, where "
@@ -102,7 +108,10 @@ def _by_parameter(parameters: Sequence[ParameterResult], *, has_noise: bool) -> 
     )
 
 
-def _by_total(totals: Totals, by_noise: Totals | None, without: Totals) -> tuple[str, str]:
+def _by_total(
+    totals: Totals, by_noise: Totals | None, without: Totals, of_step: tuple[str, str] | None
+) -> tuple[str, str]:
+    """Judge all parameters together; ``of_step``: the verdict on a step of several minibatches."""
     relative = totals.relative_error
     if relative is None and (by_noise is None or by_noise.no_noise):
         return FAIL, "Every FP32 gradient is zero, and the mixed ones are not."
@@ -115,11 +124,10 @@ def _by_total(totals: Totals, by_noise: Totals | None, without: Totals) -> tuple
     relative = by_noise.relative_error
     if relative is None and by_noise.no_noise:
         return FAIL, "Every FP32 gradient with a second batch is zero, and the mixed ones are not."
-    verdict, reason = (
-        _without_noise(relative)
-        if by_noise.no_noise
-        else _with_noise(by_noise.error / by_noise.noise, relative)
-    )
+    if by_noise.no_noise:
+        verdict, reason = _without_noise(relative)
+    else:
+        verdict, reason = of_step or _with_noise(by_noise.error / by_noise.noise, relative)
     if verdict == PASS and without.error > SAME_BATCH_LIMIT * without.gradient:
         return CANNOT_TELL, (
             f"{reason} But for some parameters there was no second batch, and their relative error is above "
@@ -149,6 +157,43 @@ def _with_noise(ratio: float, relative: float | None) -> tuple[str, str]:
             "off, which is harmless, or a small part of the gradient that is lost."
         )
     return FAIL, f"{measured}; from {TOTAL_FAILS} on fails."
+
+
+def _alone(parameters: Sequence[ParameterResult], x: float) -> list[tuple[Estimate, str]]:
+    """Return error over noise of each parameter that has a limit of its own in a step, worst first."""
+    counting = [p for p in parameters if p.counts_alone]
+    return sorted(((p._moments.at(x), p.name) for p in counting if p._moments is not None), reverse=True)
+
+
+def _of_step(
+    parameters: Sequence[ParameterResult], moments: Moments | None, k: int, x: float
+) -> tuple[str, str]:
+    """Judge the mean of ``k`` minibatches, of ``x`` gradients that were measured, by noise alone."""
+    if moments is None:
+        return CANNOT_TELL, (
+            f"A step averages {k} minibatches here, and it takes {FEWEST_BATCHES} batches to tell its error."
+        )
+    total = moments.at(x)
+    single = _alone(parameters, x)
+    over = [(at, name) for at, name in single if at.value > PARAMETER_LIMIT]
+    measured = (
+        f"In a step of {k} minibatches mixed precision moves the gradient by {number(total.value)} of the "
+        f"noise ({number(total.low)} to {number(total.high)})"
+    )
+    lost = [name for at, name in over if at.low > PARAMETER_LIMIT]
+    worst = f", most that of {single[0][1]}" if single else ""
+    if lost:
+        return FAIL, (
+            f"{measured}, and the gradient of {few(lost)} by {number(over[0][0].value)}, where "
+            f"{PARAMETER_LIMIT} is the limit for a single parameter."
+        )
+    if total.value >= TOTAL_FAILS and total.low >= TOTAL_LIMIT:
+        return FAIL, f"{measured}{worst}; from {TOTAL_FAILS} on fails."
+    if total.value < TOTAL_LIMIT and not over:
+        return PASS, f"{measured}; below {TOTAL_LIMIT} passes."
+    return CANNOT_TELL, (
+        f"{measured}{worst}; it passes below {TOTAL_LIMIT}, and each parameter below {PARAMETER_LIMIT}."
+    )
 
 
 def _without_noise(relative: float | None) -> tuple[str, str]:
@@ -216,6 +261,9 @@ def certificate_of(
     cannot_tell: str | None = None,
     note: str | None = None,
     rounding_unknown: str | None = None,
+    minibatches: int = 1,
+    averaged: int = 1,
+    samples: int | None = None,
 ) -> Certificate:
     """Judge the gradients of all parameters; the arguments that are not below are fields of the certificate.
 
@@ -226,35 +274,60 @@ def certificate_of(
         rounding_unknown: why FP32's own rounding was not measured, as a sentence; None: it was. If it was
             not, a single parameter cannot fail: its gradient may be rounding noise.
     """
-    parameters = tuple(map(_result, measured))
+    x = minibatches / averaged
+    parameters = tuple(_result(one, x) for one in measured)
     judged = [one for one, result in zip(measured, parameters, strict=True) if result.judged]
     totals, without = Totals.of(judged), Totals.of([one for one in judged if one.noise is None])
     with_noise = [one for one in judged if one.noise is not None]
     by_noise = Totals.of(with_noise) if with_noise else None
+    has_noise = by_noise is not None and not by_noise.no_noise
+    moments = Moments.total([one.moments for one in with_noise]) if has_noise else None
+    lost = _lost(parameters, has_noise=has_noise)
+    names = {name for _, name, _ in lost}
+    if minibatches > 1:
+        names |= {name for at, name in _alone(parameters, x) if at.low > PARAMETER_LIMIT}
+    parameters = tuple(replace(one, lost=one.name in names) for one in parameters)
     found = _void(parameters, cannot_tell)
     if found is None:
-        single = _by_parameter(parameters, has_noise=by_noise is not None and not by_noise.no_noise)
-        of_all = _by_total(totals, by_noise, without)
+        single = _by_parameter(lost)
+        of_step = _of_step(parameters, moments, minibatches, x) if minibatches > 1 else None
+        of_all = _by_total(totals, by_noise, without, of_step)
         found = single or of_all
         if single is not None and rounding_unknown is not None:
             found = of_all if of_all[0] == FAIL else (CANNOT_TELL, f"{single[1]} {rounding_unknown}")
     verdict, reason = found
     notes = [*_notes(parameters, None if by_noise is None else without), *([note] if note else [])]
-    return Certificate(
+    level = math.nan if moments is None else moments.at(x).value
+    certificate = Certificate(
         policy=policy,
         format=format,
         at_step=at_step,
         loss_scale=loss_scale,
-        error_over_noise=None if by_noise is None else by_noise.error_over_noise,
+        minibatches=minibatches,
+        averaged=averaged,
+        samples=samples,
+        error_over_noise=_level(by_noise, level),
         relative_error=totals.relative_error,
         cosine=totals.cosine,
         parameters=parameters,
         verdict=verdict,
         reason=" ".join([reason, *notes]),
+        _moments=moments,
     )
+    words = up_to(certificate) if verdict == PASS else None
+    if words is None or (certificate.holds_up_to or 0) < minibatches:
+        return certificate
+    return replace(certificate, reason=" ".join([reason, f"Right up to {words}.", *notes]))
 
 
-def _result(one: Measured) -> ParameterResult:
+def _level(totals: Totals | None, level: float) -> float | None:
+    """Return error over noise in a step, or as measured if that is not known."""
+    if totals is None or totals.error_over_noise is None or math.isnan(level):
+        return None if totals is None else totals.error_over_noise
+    return level
+
+
+def _result(one: Measured, x: float) -> ParameterResult:
     if not math.isfinite(one.error.first):
         return ParameterResult(name=one.name, shape=one.shape, reason=_NOT_FINITE_FP32)
     if one.error.missing == "both":
@@ -263,18 +336,21 @@ def _result(one: Measured) -> ParameterResult:
         one = replace(one, rounding=None)
     totals = Totals.of([one])
     judged, reason = _whether_judged(totals, one)
+    level = math.nan if one.moments is None else one.moments.at(x).value
     return ParameterResult(
         name=one.name,
         shape=one.shape,
         gradient_norm=totals.gradient,
         error_norm=totals.error,
+        bias_norm=None if one.moments is None else math.sqrt(one.moments.bias),
         noise_norm=None if one.noise is None or math.isinf(totals.noise) else totals.noise,
         rounding_norm=None if one.rounding is None else totals.rounding,
-        error_over_noise=None if one.noise is None else totals.error_over_noise,
+        error_over_noise=None if one.noise is None else _level(totals, level),
         relative_error=totals.relative_error if math.isfinite(one.error.second) else math.inf,
         cosine=totals.cosine,
         judged=judged,
         reason=reason,
+        _moments=one.moments,
     )
 
 

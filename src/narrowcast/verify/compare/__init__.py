@@ -1,5 +1,11 @@
 """Runs of a script in FP32 and in mixed precision, compared."""
 
-from narrowcast.verify.compare._comparison import ComparisonSettings, compare, stays_in_fp32
+from narrowcast.verify.compare._comparison import (
+    ComparisonSettings,
+    compare,
+    compared_instead,
+    slow_here,
+    stays_in_fp32,
+)
 
-__all__ = ["ComparisonSettings", "compare", "stays_in_fp32"]
+__all__ = ["ComparisonSettings", "compare", "compared_instead", "slow_here", "stays_in_fp32"]

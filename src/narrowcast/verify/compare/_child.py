@@ -16,29 +16,17 @@ from narrowcast.observe.capture import RUN, CaptureWriter, start_event
 from narrowcast.scaling import Dynamic, parse
 from narrowcast.verify._diagnosis import ProfileProbe
 from narrowcast.verify._explain import ExplainProbe
-from narrowcast.verify.compare._probes import GradientProbe, MemoryProbe, OutputProbe, Probe
-from narrowcast.verify.compare._runs import (
-    EXACT,
-    EXPLAIN,
-    FILES,
-    MEMORY,
-    MIXED,
-    OUTPUTS,
-    PROFILE,
-    REFERENCE,
-    TIMED,
-    RunSettings,
-    write_result,
-)
+from narrowcast.verify.compare._probes import GradientProbe, MemoryProbe, OutputProbe, Probe, TimedProbe
+from narrowcast.verify.compare._runs import Purpose, RunSettings, write_result
 
 _PR_SET_PDEATHSIG = 1
 _PROBES: dict[str, type[Probe]] = {
-    TIMED: Probe,
-    MEMORY: MemoryProbe,
-    OUTPUTS: OutputProbe,
-    PROFILE: ProfileProbe,
-    EXPLAIN: ExplainProbe,
-    **dict.fromkeys((REFERENCE, EXACT, MIXED), GradientProbe),
+    Purpose.TIMED: TimedProbe,
+    Purpose.MEMORY: MemoryProbe,
+    Purpose.OUTPUTS: OutputProbe,
+    Purpose.PROFILE: ProfileProbe,
+    Purpose.EXPLAIN: ExplainProbe,
+    **dict.fromkeys((Purpose.REFERENCE, Purpose.EXACT, Purpose.MIXED), GradientProbe),
 }
 
 
@@ -66,7 +54,7 @@ def main(words: Sequence[str]) -> int:
         observer=probe,
         seed_shift=settings.seed_shift,
     )
-    FileWatch(folder / FILES, settings.earlier, own=[folder]).install()
+    FileWatch(folder).install()
     try:
         run_attached(found, attachment, seed=settings.seed + settings.seed_shift, at_end=probe.finish)
     except ScaleCollapseError as error:

@@ -1,19 +1,20 @@
-"""``compare``: run a script in FP32 and in mixed precision by turns, and compare."""
+"""``compare``: run a script in FP32 and in mixed precision, and compare."""
 
 from __future__ import annotations
 
-import os
+import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from narrowcast.attach import OUTPUTS, folder_of_one
 from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError, few
-from narrowcast.machine import best_format
+from narrowcast.machine import best_format, slow_formats
 from narrowcast.observe.capture import (
     COMPARISON,
     RUN,
@@ -30,18 +31,27 @@ from narrowcast.policy import as_policy
 from narrowcast.verify.certificate import FAIL
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
-    MEMORY,
     TENSORS,
-    TIMED,
+    LiveRun,
+    Purpose,
     ScriptRuns,
     ScriptSettings,
+    collapsed,
     in_short,
     last_line,
     read_result,
 )
+from narrowcast.verify.compare._speed import FAST_ENOUGH, speedup_of, step_times_s, why_not_faster
+from narrowcast.verify.compare._turns import take_turns
 
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
+_SLOW_STEP_S = 2.0
+# Runs that are not timed, of memory and gradients, and their steps together.
+_ASIDE, _ASIDE_STEPS = 5, 6
+_FEWEST_STEPS = 10
+_LEAST_S = 25.0
+_LEAST_MIXED_S = 30.0
 
 
 class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
@@ -51,12 +61,17 @@ class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: number of seeds, each run in both formats.
         at_step: optimizer steps in mixed precision before gradients are compared.
+        time_limit_s: into which the second pair of timed runs has to fit; 0: no limit; None: 25 s, or one
+            and a half times the first pair if that is longer.
+        min_speedup: below which mixed precision is not worth it; None: any speedup is.
         options: the command-line options, shown on the page.
     """
 
     steps: int = 200
     repeats: int = 1
     at_step: int = 0
+    min_speedup: float | None = None
+    time_limit_s: float | None = None
     options: tuple[str, ...] = ()
 
 
@@ -65,23 +80,37 @@ def stays_in_fp32(policy: str) -> str | None:
     wanted = as_policy(policy)
     if wanted.compute == "fp32" and wanted.is_plain:
         return "the policy is fp32"
-    if wanted.compute != "auto" or not wanted.is_plain or torch.cuda.is_available():
+    if wanted.compute != "auto" or not wanted.is_plain or torch.accelerator.is_available():
         return None
     choice = best_format("cpu")
     return choice.because if choice.format == "fp32" else None
 
 
+def compared_instead(policy: str) -> str | None:
+    """Return the narrow format to compare where ``auto`` is fp32; None: ``policy`` itself."""
+    # fp16 needs loss scales, and its convolutions may take hundreds of times as long on a CPU.
+    return "bf16" if as_policy(policy).compute == "auto" and stays_in_fp32(policy) else None
+
+
+def slow_here(policy: str) -> list[str]:
+    """Return a sentence for each format of ``policy`` that is slow on this machine, if it has only a CPU."""
+    wanted = as_policy(policy)
+    if torch.accelerator.is_available():
+        return []
+    compute = best_format("cpu").format if wanted.compute == "auto" else wanted.compute
+    return slow_formats([compute, *(rule.compute for rule in wanted.rules)], "cpu")
+
+
 def compare(
     settings: ComparisonSettings, *, progress: Callable[[str], None] = lambda _: None
 ) -> ComparisonCapture:
-    """Run the script in FP32 and in mixed precision by turns, and compare gradients or outputs.
+    """Run the script in FP32 and in mixed precision, and compare gradients or outputs.
 
     Everything is written to ``settings.folder`` as it happens. ``progress`` gets short messages.
 
     Raises:
         ScriptError: the script failed; the message has its last lines on stderr.
-        UnsupportedError: a run read what an earlier one had written, or the script uses mixed precision
-            itself, so that both runs would be the same.
+        UnsupportedError: the script uses mixed precision itself, so that both runs would be the same.
         FileError: the folder cannot be written.
     """
     folder = make_run_folder("compare", asked=settings.folder)
@@ -89,6 +118,8 @@ def compare(
     with CaptureWriter(folder / COMPARISON) as writer:
         runs = ScriptRuns(settings, progress=progress)
         _Comparison(settings, runs, writer).run()
+    if writer.error is not None:
+        raise FileError(f"the capture {writer.path} is incomplete: {writer.error.strerror}")
     return read_comparison(folder)
 
 
@@ -98,6 +129,7 @@ class _Comparison:
 
     Attributes:
         spawns: whether the script trains in processes that it starts itself.
+        walls_s: of the timed runs, from the start of the process to its end, without pauses.
     """
 
     settings: ComparisonSettings
@@ -105,25 +137,30 @@ class _Comparison:
     writer: CaptureWriter
     captures: dict[str, list[Capture]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
     spawns: bool = False
+    walls_s: list[float] = field(default_factory=list)
 
     def run(self) -> None:
         started, settings = time.perf_counter(), self.settings
-        asked = {
-            name: getattr(settings, name) for name in ("loss_scale", "seed", "steps", "repeats", "at_step")
-        }
+        names = ("loss_scale", "seed", "steps", "repeats", "at_step", "min_speedup")
+        asked = {name: getattr(settings, name) for name in names}
         options = list(settings.options)
         self.writer.write(
             start_event(settings.target, settings.policy, kind="compare", options=options, **asked)
         )
+        if settings.fp32_because:
+            text = f"auto computes in fp32 here, since {settings.fp32_because}"
+            self._write("note", text=f"{text}; {settings.policy} was compared")
         try:
-            for format_, repeat in by_turns(settings.repeats):
-                self._time(format_, repeat)
+            why_alone = self._time_all()
             self._note_how_runs_ended()
+            if why_alone is not None:
+                self._write("note", text=f"timed one after the other, at least in part, since {why_alone}")
             self._count_tensors()
             if self._trains():
                 self._write("certificate", **self._certificate())
             else:
                 self._write("output", **compare_outputs(self.runs))
+            self._explain_speed()
         except ScaleCollapseError as error:
             # Training that cannot go on in mixed precision is a result of the comparison.
             failed = self._no_certificate(f"Training in mixed precision came to a stop. {error}")
@@ -138,34 +175,108 @@ class _Comparison:
         self.writer.write({"event": event, **fields})
 
     def _note_written_files(self) -> None:
-        """Note files that the script wrote outside of its run's folder, which every run overwrites."""
-        written = sorted(path for path in self.runs.earlier if os.path.exists(path))
-        if written:
-            text = "the script wrote files outside of its run's folder, over what was there: "
-            self._write("note", text=text + few(written, 5))
+        """Note files that the script wrote outside of its run's folder."""
+        if self.runs.written:
+            text = (
+                f'what each run wrote is in the folder "{OUTPUTS}" of that run, and files are as before '
+                f"(but for those of other programs and native code): {few(sorted(self.runs.written), 5)}"
+            )
+            self._write("note", text=text)
 
     # ---- runs that are timed
 
-    def _time(self, format_: str, repeat: int) -> None:
-        name = f"{format_}-{len(self.captures[format_]) + 1}"
-        run = {"name": name, "format": format_, "seed": self.settings.seed + repeat}
-        self._write("run", **run, capture=f"{name}/{RUN}", last_line="", ended=False)
+    def _time_all(self) -> str | None:
+        """Time all pairs of runs; return why the steps of one did not take turns, if so."""
+        began, alone = time.monotonic(), []
+        self.runs.expected = 2 * max(self.settings.repeats, 2) + _ASIDE
+        for formats, repeat in by_turns(self.settings.repeats):
+            steps = self.settings.steps
+            if self.walls_s and self.settings.repeats == 1:
+                fit = self._steps_that_fit()
+                if fit is None:
+                    self.runs.expected -= 2
+                    text = "timed in one pair of runs, to keep to the time limit, so that the interval is "
+                    self._write("note", text=f"{text}within one run; --time-limit 0 times two pairs")
+                    break
+                steps = fit
+            alone.append(self._time_pair(formats, repeat, steps))
+            self.runs.ends = began + max(self._limit_s(), 3 * self.walls_s[0])
+        return next(filter(None, alone), None)
+
+    def _limit_s(self) -> float:
+        return self.settings.time_limit_s or max(_LEAST_S, 1.5 * sum(self.walls_s[:2]))
+
+    def _steps_that_fit(self) -> int | None:
+        """Return after how many steps to end a run of the second pair; 0: never; None: not even a few fit."""
+        asked = self.settings.steps
+        if self.settings.time_limit_s == 0:
+            return asked
+        spans = [step_times_s(self.captures[name][0]) for name in ("fp32", "mixed")]
+        startup_s = max(0.0, sum(self.walls_s[:2]) - sum(map(sum, spans))) / 2
+        pair_s = sum(sum(times) / max(len(times), 1) for times in spans)
+        left_s = self._limit_s() - sum(self.walls_s[:2]) - (2 + _ASIDE) * startup_s - _ASIDE_STEPS * pair_s
+        fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(map(len, spans)) + 1
+        if left_s <= 0 or fit < min(_FEWEST_STEPS, most):
+            return None
+        return fit if fit < most else asked
+
+    def _time_pair(self, formats: Sequence[str], repeat: int, steps: int) -> str | None:
+        """Make a run of each format; return why their steps did not take turns, if so."""
+
+        def begin(format_: str) -> LiveRun:
+            name = f"{format_}-{len(self.captures[format_]) + 1}"
+            run = {"name": name, "format": format_, "seed": self.settings.seed + repeat}
+            self._write("run", **run, capture=f"{name}/{RUN}", last_line="", ended=False)
+            return self.runs.begin(name, format_, Purpose.TIMED, seed_shift=repeat, steps=steps)
+
+        def ended(run: LiveRun) -> None:
+            self._ended(run, repeat)
+
+        with folder_of_one(self.runs.progress):
+            return take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
+
+    def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
+        if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
+            return math.inf
+        if self.settings.fp32_because:
+            return _LEAST_MIXED_S  # both: even FP32 may be slow there
+        return max(_LEAST_MIXED_S, 2 * (self.walls_s[0] if self.walls_s else first.active_s))
+
+    def _ended(self, run: LiveRun, repeat: int) -> None:
         try:
-            folder = self.runs.start(name, format_, TIMED, seed_shift=repeat, steps=self.settings.steps)
+            folder = run.checked()
         except ScriptError:
-            collapsed = (read_result(self.runs.folders[-1]) or {}).get("collapsed")
-            if collapsed is None:
+            why = collapsed(run.folder)
+            if why is None:
                 raise
-            raise ScaleCollapseError(collapsed) from None
+            raise ScaleCollapseError(why) from None
         try:
             path = _trained_capture(folder)
             capture = read_capture(path)
         except FileError as error:
-            raise ScriptError(f"{name} left no capture, so there is nothing to compare: {error}") from error
+            raise ScriptError(
+                f"{run.name} left no capture, so there is nothing to compare: {error}"
+            ) from error
         _check_comparable(capture)
-        self.captures[format_].append(capture)
+        self.walls_s.append(run.active_s)
+        self.captures[run.format].append(capture)
         self.spawns |= path.name != RUN
-        self._write("run", **run, capture=f"{name}/{path.name}", last_line=last_line(folder), ended=True)
+        totals = capture.totals()
+        reached = len(capture.of("step")) or totals["backwards"] or totals["forwards"]
+        cut = bool(totals["stopped"]) and (not self.settings.steps or reached < self.settings.steps)
+        if cut:
+            text = f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
+            self._write("note", text=text)
+        self._write(
+            "run",
+            name=run.name,
+            format=run.format,
+            seed=self.settings.seed + repeat,
+            capture=f"{run.name}/{path.name}",
+            last_line=last_line(folder),
+            cut=cut,
+            ended=True,
+        )
 
     def _note_how_runs_ended(self) -> None:
         first = self.captures["fp32"][0].totals()
@@ -185,16 +296,32 @@ class _Comparison:
         """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
         if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self._all()):
             return
-        steps = min(self.settings.steps or _STEPS_FOR_MEMORY, _STEPS_FOR_MEMORY)
+        times = [time for capture in self.captures["mixed"] for time in step_times_s(capture)]
+        slowest_s = max(times, default=0.0)
+        fewest = _STEPS_FOR_MEMORY - (slowest_s > _SLOW_STEP_S) - (slowest_s > 5 * _SLOW_STEP_S)
+        steps = min(self.settings.steps or fewest, fewest)
         for format_ in ("fp32", "mixed"):
             reason = "the run that counts tensors was cut short"
             found: dict[str, Any] | None = None
             try:
-                folder = self.runs.start(f"memory-{format_}", format_, MEMORY, steps=steps)
+                folder = self.runs.start(f"memory-{format_}", format_, Purpose.MEMORY, steps=steps)
                 found = read_result(folder)
             except ScriptError as error:
                 reason = f"the run that counts tensors failed: {in_short(error)}"
             self._write("memory", format=format_, **found or {"peak_tensor_bytes": None, "reason": reason})
+
+    # ---- speed
+
+    def _explain_speed(self) -> None:
+        """Find out why mixed precision is not faster, where it is not."""
+        found = speedup_of(self.captures["fp32"], self.captures["mixed"])
+        if found is None or self.spawns or found[0] >= (self.settings.min_speedup or FAST_ENOUGH):
+            return
+        because = self.settings.fp32_because
+        slow = slow_here(self.settings.policy) or ([because] if because else [])
+        why = why_not_faster(self.runs, found[1], slow, self._format())
+        if why is not None:
+            self._write("not_worth_it", **why)
 
     # ---- gradients
 
@@ -229,14 +356,10 @@ def _check_comparable(capture: Capture) -> None:
         )
 
 
-def by_turns(repeats: int) -> Iterator[tuple[str, int]]:
-    """Yield format and repeat of each timed run, so that a machine that gets slower slows both formats alike.
-
-    FP32, mixed, mixed, FP32 for one seed; with more seeds a pair for each, in alternating order.
-    """
+def by_turns(repeats: int) -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield the formats of each pair of timed runs in their order, and the repeat: two pairs for one seed."""
     for repeat in range(max(repeats, 2)):
-        for format_ in ("fp32", "mixed") if repeat % 2 == 0 else ("mixed", "fp32"):
-            yield format_, repeat if repeats > 1 else 0
+        yield ("fp32", "mixed") if repeat % 2 == 0 else ("mixed", "fp32"), repeat if repeats > 1 else 0
 
 
 def _trained_capture(folder: Path) -> Path:

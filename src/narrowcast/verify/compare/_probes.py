@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
+import signal
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,14 +25,18 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
-from narrowcast.verify._model_state import bytes_of, each_once, put_back, random_state
+from narrowcast.verify._model_state import bytes_of, each_once, put_back, random_state, samples_in
+from narrowcast.verify.certificate import FEWEST_BATCHES
 from narrowcast.verify.compare._runs import (
-    EXACT,
-    MIXED,
-    REFERENCE,
+    MEMORY,
+    PAUSED,
+    STEPS,
     TENSORS,
+    UNTIL,
     GradientFacts,
+    Purpose,
     RunSettings,
+    shared_numbers,
     write_result,
 )
 
@@ -37,7 +45,9 @@ _MOST_STEPS = 64
 # Fewer than the skipped steps in a row after which ScaleCollapseError is raised: a probe must not fail.
 _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
+_MOVES = 3  # with the four batches before them they show a step left out in five
 _OUTPUTS = 3
+_FEWEST_STEPS = 3
 _until_the_end = ExitStack()  # never closed
 
 
@@ -106,8 +116,47 @@ class StepProbe(Probe):
         """Drop what was seen, since the calls so far were not steps."""
 
 
+class TimedProbe(StepProbe):
+    """Pause or end the run at the step that the parent names."""
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self._numbers = shared_numbers(settings.folder)
+
+    def restart(self) -> None:
+        self._numbers[STEPS] = 0
+
+    def boundary(self) -> None:
+        self._numbers[STEPS] += 1
+        until = self._numbers[UNTIL]
+        if until < 0 and self._numbers[STEPS] >= _FEWEST_STEPS:
+            self.attachment.stop()
+        if 0 < until <= self._numbers[STEPS]:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Stop this process and all that it started, until the parent names another step.
+
+        Waiting in Python would not do: workers of data loaders would go on, and load ahead.
+        """
+        began, on_gpu = time.perf_counter(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        share = peak / os.sysconf("SC_PAGE_SIZE") / os.sysconf("SC_PHYS_PAGES")
+        if on_gpu:
+            torch.cuda.synchronize()
+            share = max(share, torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1])
+        self.attachment.recorder.flush()
+        self._numbers[MEMORY], self._numbers[PAUSED] = int(1000 * share), 1
+        stopped = time.perf_counter()
+        # The parent may have sent SIGCONT too early, so it repeats it.
+        while 0 < self._numbers[UNTIL] <= self._numbers[STEPS]:
+            os.killpg(os.getpgrp(), signal.SIGSTOP)
+        self._numbers[PAUSED] = 0
+        self.attachment.recorder.paused(time.perf_counter() - stopped, stopped - began if on_gpu else 0.0)
+
+
 class MemoryProbe(Probe):
-    """Count the bytes of tensors; give no number if another thread computes, whose tensors are not seen."""
+    """Count the bytes of tensors; give no number if another thread or device computes, which is not seen."""
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
@@ -117,38 +166,44 @@ class MemoryProbe(Probe):
         self._live.__enter__()
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._elsewhere |= threading.get_ident() != self._counted
+        on_cpu = all(parameter.is_cpu for parameter in module.parameters())
+        self._elsewhere |= not on_cpu or threading.get_ident() != self._counted
 
     def finish(self) -> None:
-        peak, reason = None, None
         try:
-            peak = self._live.peak_bytes
+            peak, reason = self._live.peak_bytes, None
         except UnsupportedError as error:
-            reason = str(error)
+            peak, reason = None, str(error)
         if peak == 0 or self._elsewhere:
-            peak, reason = None, "the script computes in another thread or process than its first"
+            where = "in another thread or process than its first, or on another device than the CPU"
+            peak, reason = None, f"the script computes {where}"
         write_result(self.folder, {"peak_tensor_bytes": peak, "reason": reason})
 
 
 class GradientProbe(Probe):
     """Hold updates back, and keep the gradients that each optimizer would have used.
 
-    The run ``REFERENCE`` computes in FP32, for two batches; ``EXACT`` in FP32 by ops that round only their
-    result, for the first batch; ``MIXED`` under the policy, for the first batch. The reference's weights are
-    loaded into the others, so that all are compared at the same weights.
+    A batch is what one step of an optimizer sees, accumulation included. The run ``REFERENCE`` computes in
+    FP32 and ``MIXED`` under the policy, for four batches; ``EXACT`` in FP32 by ops that round only their
+    result, for the first one. The reference's weights are loaded into the others, so that all are compared at
+    the same weights. ``REFERENCE`` and ``MIXED`` then take a few steps, and keep how these move the weights.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
         self._role = settings.purpose
-        self._reference = self.folder.parent / REFERENCE / TENSORS
+        self._reference = self.folder.parent / Purpose.REFERENCE / TENSORS
         self._process = os.getpid()
+        self._batches = 1 if self._role == Purpose.EXACT else FEWEST_BATCHES
         self._calls = 0
+        self._backwards = 0
         self._armed = False
         self._first: torch.optim.Optimizer | None = None
         self._draws: Fp32Draws | None = None
         self._modules: list[torch.nn.Module] = []
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self._before: dict[str, torch.Tensor] | None = None  # weights before steps are taken again
+        self._moves = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counts: dict[torch.optim.Optimizer, int] = {}  # steps of each that were held back
         self._overflowed: set[torch.optim.Optimizer] = set()
@@ -157,19 +212,22 @@ class GradientProbe(Probe):
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
+        attachment.pause_regions(bool(self.settings.fp32_because))  # emulated steps take minutes
         if not self.settings.at_step:
             self._arm()
 
     def _arm(self) -> None:
         """Hold updates back from now on, and drop earlier gradients."""
         self._armed = True
+        self.attachment.pause_regions(False)
+        self._backwards = self._armed_at = self.attachment.recorder.backwards
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
         for optimizer in self.attachment.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        if self._role != MIXED:
+        if self._role != Purpose.MIXED:
             self.attachment.continue_in_fp32()
         elif self.settings.start_scale is not None:
             self.attachment.continue_at_scale(self.settings.start_scale)
@@ -180,15 +238,18 @@ class GradientProbe(Probe):
         if self._draws is None:
             self._draws = Fp32Draws()
             _until_the_end.enter_context(self._draws)
-            if self._role == EXACT:
+            if self._role == Purpose.EXACT:
                 _until_the_end.enter_context(ExactOps())  # type: ignore[no-untyped-call]
         if self._facts.batch is None:
-            self._facts.batch = fingerprint([args, kwargs])
+            self._facts.batch, self._facts.samples = fingerprint([args, kwargs]), samples_in([args, kwargs])
         if module not in self._modules:
             self._first_call(module)
         self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
-            self._facts.problem = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
+            if self._before is None:
+                self._facts.problem = (
+                    f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
+                )
             self.finish()
             self.attachment.stop()
 
@@ -205,8 +266,8 @@ class GradientProbe(Probe):
             for name, tensor in {**dict(module.named_parameters()), **buffers}.items()
             if id(tensor) not in self._tensors and not is_lazy(tensor) and each_once(tensor) is tensor
         }
-        self._tensors |= {id(tensor): tensor for tensor in state.values()}
-        if self._role == REFERENCE:
+        self._tensors |= {id(tensor): (name, tensor) for name, tensor in state.items()}
+        if self._role == Purpose.REFERENCE:
             torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, file)
         else:
             self._load(state, file)
@@ -227,7 +288,7 @@ class GradientProbe(Probe):
             put_back(tensor, kept[name].to(tensor.device))
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._armed
+        return self._armed and self._before is None
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._counts and self._first not in (None, optimizer):
@@ -235,22 +296,34 @@ class GradientProbe(Probe):
         if optimizer not in self._counts:
             if not self._counts:
                 self._facts.scale = self.attachment.loss_scale
-            self._facts.random.append(random_state())
+            self._facts.random.append([])
         batch = self._counts.get(optimizer, 0)
         self._counts[optimizer] = batch + 1
-        if batch == 0 or (batch == 1 and self._role == REFERENCE):
+        if batch < self._batches:
+            self._facts.random[list(self._counts).index(optimizer)].append(random_state())
             self._keep_gradients(optimizer, batch)
-        if self._role == MIXED:
+            self._count_minibatches()
+        if self._role == Purpose.MIXED:
             self._see_overflow(optimizer)
         for buffer, before in self._buffers:
             put_back(buffer, before)
         self.finish()
 
+    def _count_minibatches(self) -> None:
+        """Count those whose mean the gradients of this step are; optimizers may share a backward pass."""
+        facts, backwards = self._facts, self.attachment.recorder.backwards
+        facts.backwards = max(facts.backwards, backwards - self._backwards)
+        self._backwards = backwards
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        facts.ranks = torch.distributed.get_world_size() if distributed else 1
+        launched = os.environ.get("WORLD_SIZE", "")
+        facts.launched = max(1, int(launched) if launched.isdecimal() else 1)
+
     def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the first scale at which every optimizer's gradients are finite again."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if any(nonfinite_flags([gradient for gradient in gradients if gradient is not None]).read()):
-            if self._counts[optimizer] == 1:
+            if self._counts[optimizer] <= self._batches:
                 self._overflowed.add(optimizer)
         elif optimizer in self._overflowed:
             self._overflowed.remove(optimizer)
@@ -275,19 +348,44 @@ class GradientProbe(Probe):
             self._facts.steps_before += 1
             if self._facts.steps_before >= self.settings.at_step:
                 self._arm()
+        elif self._before is not None:
+            self._moves += optimizer is next(iter(self._counts))
+            if self._moves == _MOVES:
+                self._keep_moves(self._before)
+                self.attachment.stop()
         elif self._is_complete():
-            self.attachment.stop()
+            # After any rounding a line search goes elsewhere.
+            if self._role == Purpose.EXACT or any(isinstance(o, torch.optim.LBFGS) for o in self._counts):
+                self.attachment.stop()
+            else:
+                self._before, self._calls = self._weights(), 0
+                self._skipped = self.attachment.recorder.skipped_steps
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Copy floating parameters and buffers."""
+        names, state = self.attachment.parameter_names(), self._tensors.values()
+        return {names.get(id(t), n): t.detach().cpu().float() + 0 for n, t in state if t.is_floating_point()}
+
+    def _keep_moves(self, before: dict[str, torch.Tensor]) -> None:
+        if self.attachment.recorder.skipped_steps == self._skipped:  # else at other weights, by an overflow
+            self._facts.passes = self.attachment.recorder.backwards - self._armed_at
+            moves = {name: w - before[name] for name, w in self._weights().items() if name in before}
+            if self._role == Purpose.REFERENCE:  # not by a few roundoffs
+                moves = {
+                    name: move for name, move in moves.items() if move.norm() > 1e-6 * before[name].norm()
+                }
+            torch.save(moves, self.folder / TENSORS / "moves.pt")
+            self.finish()
 
     def _is_complete(self) -> bool:
         most = max(self._counts.values(), default=0)
         scale_moves = self.attachment.loss_scale not in (None, self._facts.scale)
         if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
             return False
-        return most >= _MOST_STEPS or (bool(self._counts) and not self._waiting_for())
+        return most >= _MOST_STEPS or (bool(self._counts) and not self._waiting_for(self._batches))
 
-    def _waiting_for(self) -> int:
-        """Return how many optimizers have not stepped as often as needed."""
-        batches = 2 if self._role == REFERENCE else 1
+    def _waiting_for(self, batches: int) -> int:
+        """Return how many optimizers have not stepped so often."""
         expected = [o for o in self.attachment.optimizers if any(g["params"] for g in o.param_groups)]
         return sum(self._counts.get(o, 0) < batches for o in expected or self._counts)
 
@@ -296,7 +394,7 @@ class GradientProbe(Probe):
         if os.getpid() != self._process:
             return
         facts = self._facts
-        facts.never_stepped = self._waiting_for() if self._armed else 0
+        facts.never_stepped = self._waiting_for(1) if self._armed else 0
         if self._draws is not None:
             facts.problem = facts.problem or self._draws.undecidable
         write_result(self.folder, msgspec.to_builtins(facts))

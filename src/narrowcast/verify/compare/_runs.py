@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import mmap
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from narrowcast._files import replacing
-from narrowcast.attach import READ_OF_AN_EARLIER_RUN, read_files
-from narrowcast.errors import FileError, ScriptError, UnsupportedError
+from narrowcast.attach import OUTPUTS, changed_files, folder_of_one, registered, restore_files
+from narrowcast.errors import FileError, ScriptError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 
-FILES = "files.jsonl"
 SETTINGS = "narrowcast-run.json"
 RESULT = "result.json"
 TENSORS = "narrowcast-tensors"
 """Folder, in that of a run, of tensors that are compared and then deleted."""
 
-# Purposes of a run.
-TIMED, MEMORY, OUTPUTS, PROFILE, EXPLAIN = "timed", "memory", "outputs", "profile", "explain"
-REFERENCE, EXACT, MIXED = "gradients-reference", "gradients-exact", "gradients-mixed"
+_TURNS = "narrowcast-turns"
+UNTIL, STEPS, PAUSED, MEMORY = range(4)
+"""Places in ``shared_numbers``."""
+
 _POLL_S = 0.1
+_TURN_POLL_S = 0.002
 _TAIL_BYTES = 4096
+_FULL_BYTES = 65_536
 _ERROR_BYTES = 65_536
 _ERROR_LINES = 15
 _LONGEST_LINE = 500
+
+
+class Purpose(StrEnum):
+    """What a run is made for; those that keep gradients are in folders of these names."""
+
+    TIMED = "timed"
+    MEMORY = "memory"
+    OUTPUTS = "outputs"
+    PROFILE = "profile"
+    EXPLAIN = "explain"
+    REFERENCE = "gradients-reference"
+    EXACT = "gradients-exact"
+    MIXED = "gradients-mixed"
+
+
+_PHASES = {
+    Purpose.TIMED: "timing",
+    Purpose.MEMORY: "counting tensors",
+    Purpose.OUTPUTS: "comparing outputs",
+    Purpose.PROFILE: "profiling",
+    Purpose.EXPLAIN: "watching",
+    **dict.fromkeys((Purpose.REFERENCE, Purpose.EXACT, Purpose.MIXED), "comparing gradients"),
+}
 
 
 class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +76,7 @@ class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True):
         policy: name or file of the policy of the mixed runs.
         loss_scale: of the mixed runs, as on the command line; None: as ``run`` decides.
         seed: set before each run; a repeat adds its number.
+        fp32_because: why ``auto`` is fp32 here, where another format is compared instead.
         folder: of all results.
     """
 
@@ -54,6 +85,7 @@ class ScriptSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "auto"
     loss_scale: str | None = None
     seed: int = 0
+    fp32_because: str | None = None
     folder: Path
 
 
@@ -61,19 +93,16 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     """How one run is made, with its own policy and folder. The process gets it as a JSON file.
 
     Attributes:
-        purpose: one of the purposes above.
         seed_shift: added to ``seed`` and to the seeds that the script sets itself.
         steps: after which the run is ended; 0: it ends by itself.
-        earlier: files that earlier runs wrote -> name of the run.
         at_step: optimizer steps before updates are held back, in a run that keeps gradients.
         start_scale: loss scale with which such a run begins; None: as ``loss_scale`` says.
         watched_steps: how many steps are watched to explain them.
     """
 
-    purpose: str
+    purpose: Purpose
     seed_shift: int = 0
     steps: int = 0
-    earlier: dict[str, str] = {}
     at_step: int = 0
     start_scale: float | None = None
     watched_steps: int = 0
@@ -81,7 +110,8 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     def write(self) -> Path:
         """Write them into their folder; return the file."""
         path = self.folder / SETTINGS
-        path.write_bytes(msgspec.json.encode(self, enc_hook=str))
+        with replacing(path) as file:
+            file.write(msgspec.json.encode(self, enc_hook=str))
         return path
 
     @classmethod
@@ -95,62 +125,63 @@ class ScriptRuns:
     """Make runs of a script in FP32 or in mixed precision, each in a folder inside ``settings.folder``.
 
     Attributes:
-        earlier: files that runs have written so far -> name of the run.
+        written: files outside of their folders that runs have written so far.
         folders: of the runs that were made.
+        expected: how many runs there will be; 0: unknown.
+        ends: when the last one ends, by ``time.monotonic``, as far as is known.
     """
 
     settings: ScriptSettings
     progress: Callable[[str], None] = lambda _: None
-    earlier: dict[str, str] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
     folders: list[Path] = field(default_factory=list)
+    expected: int = 0
+    ends: float = 0.0
 
-    def start(self, name: str, format_: str, purpose: str, **more: Any) -> Path:
-        """Make one run in a fresh process, wait for its end, and return its folder.
+    def start(self, name: str, format_: str, purpose: Purpose, **more: Any) -> Path:
+        """Make one run in a fresh process, wait for its end, restore the user's files, and return its folder.
 
         Without a name that is ``settings.folder`` itself; ``more`` are other fields of ``RunSettings``.
 
         Raises:
             ScriptError: the script failed; the message has the last lines that it wrote to stderr.
-            UnsupportedError: it read a file that an earlier run wrote.
+            FileError: a file of the user cannot be put back.
         """
+        with folder_of_one(self.progress), self.begin(name, format_, purpose, **more) as run:
+            run.go()
+        return run.checked()
+
+    def begin(self, name: str, format_: str, purpose: Purpose, **more: Any) -> LiveRun:
+        """Begin a run, as ``start`` makes it; its process waits nowhere until ``LiveRun.go`` says so."""
         asked = {name: getattr(self.settings, name) for name in ScriptSettings.__struct_fields__}
         folder = self.settings.folder / name
+        if Path.cwd().is_relative_to(folder.resolve()):
+            raise FileError(f"{folder} holds the working folder; name another one with --run-dir")
+        restore_files(folder)  # of a run that was killed
         if name and (folder / SETTINGS).exists():
-            _discard(folder)
+            try:  # pictures and results of an earlier run would pass for those of this one
+                shutil.rmtree(folder)
+            except OSError as error:
+                why = f"cannot delete what an earlier run left, {folder}: {error.strerror}"
+                raise FileError(why) from error
         self.folders.append(make_run_folder(name, asked=folder))
         discard_captures(folder)
+        shutil.rmtree(folder / OUTPUTS, ignore_errors=True)  # of an earlier run
         if format_ == "fp32":
             asked |= {"policy": "fp32", "loss_scale": None}
-        asked |= {"folder": folder, "purpose": purpose, "earlier": self.earlier}
-        settings = RunSettings(**asked, **more)
-        title = name or purpose
-        shown = f"run {len(self.folders)}, {title}"
-        self.progress(shown)
-        code = _run_process(settings, lambda line: self.progress(f"{shown}: {line}"))
-        seen = read_files(folder / FILES)
-        if seen.read is not None:
-            file, wrote = seen.read
-            raise UnsupportedError(
-                f"run {folder.name} read {file}, which run {wrote} had written. A script that resumes from "
-                "what it saved does other work each time, so there is nothing to compare: let it start "
-                "afresh each time (by an option of its own, or by saving to the folder that "
-                "NARROWCAST_RUN_DIR names). A file that is only prepared once, such as downloaded data, is "
-                "no problem if it is there before the first run"
-            )
-        if code != 0:
-            if format_ == "mixed" and purpose in (TIMED, PROFILE):
-                title += ", after its FP32 run had succeeded"
-            raise ScriptError(_failure(title, code, folder))
-        self.earlier |= dict.fromkeys(seen.written, name)
-        return folder
+        asked |= {"folder": folder, "purpose": purpose}
+        title, number = name or purpose, len(self.folders)
+        self._tell(title, purpose, number)
+        tick = functools.partial(self._tell, title, purpose, number)
+        if format_ == "mixed" and purpose in (Purpose.TIMED, Purpose.PROFILE):
+            title += ", after its FP32 run had succeeded"
+        return LiveRun(RunSettings(**asked, **more), format_, title, tick, self.written.update)
 
-
-def _discard(folder: Path) -> None:
-    """Delete an earlier run of the same name, whose pictures and results would pass for those of this one."""
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise FileError(f"cannot delete what an earlier run left, {folder}: {error.strerror}") from error
+    def _tell(self, title: str, purpose: Purpose, number: int, line: str = "") -> None:
+        left_s = self.ends - time.monotonic()
+        of = f" of {max(self.expected, number)}" if self.expected else ""
+        left = f", about {left_s:.0f} s left" if left_s > 0 else ""
+        self.progress(f"run {number}{of}, {_PHASES[purpose]} ({title}){left}{': ' * bool(line)}{line}")
 
 
 # ---- what a run leaves
@@ -171,6 +202,11 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return result
 
 
+def collapsed(folder: Path) -> str | None:
+    """Return how the training of a run came to a stop, if its loss scale collapsed."""
+    return (read_result(folder) or {}).get("collapsed")
+
+
 class GradientFacts(msgspec.Struct, kw_only=True):
     """What a run that keeps gradients notes about them.
 
@@ -178,19 +214,28 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         problem: why they cannot be compared, as a sentence.
         steps_before: optimizer steps before updates were held back.
         batch: fingerprint of the inputs of the first call.
-        random: of each optimizer, a hash of the random states when it first stepped.
+        samples: in them; None: not known.
+        backwards: most passes for one step, where an optimizer's gradients were kept.
+        ranks: processes whose gradients are averaged; ``launched``: those that a launcher says there are.
+        random: of each optimizer, hashes of the random states when its gradients were kept.
         scale: the loss scale when the first of them did.
         good_scale: the first one at which no gradient overflowed, if those of the first batch did.
         never_stepped: how many optimizers did not step in time.
+        passes: backward passes in all, where steps were taken at the end; else 0.
     """
 
     problem: str | None = None
     steps_before: int = 0
     batch: str | None = None
-    random: list[str] = []
+    samples: int | None = None
+    backwards: int = 1
+    ranks: int = 1
+    launched: int = 1
+    random: list[list[str]] = []
     scale: float | None = None
     good_scale: float | None = None
     never_stepped: int = 0
+    passes: int = 0
 
 
 def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
@@ -214,15 +259,133 @@ def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
 # ---- the process
 
 
-def _run_process(settings: RunSettings, progress: Callable[[str], None]) -> int:
-    """Run a script in a fresh process; return its exit code."""
+def shared_numbers(folder: Path) -> memoryview[int]:
+    """Map the numbers that the process of a run and its parent share, zero at first.
+
+    ``UNTIL``: the step at which it pauses; 0: it goes on; negative: it ends. ``STEPS``: how many it took.
+    ``PAUSED``: whether it pauses. ``MEMORY``: the most that it claimed, in thousandths of what there is.
+    """
+    with (folder / _TURNS).open("a+b") as file:
+        file.truncate(32)
+        return memoryview(mmap.mmap(file.fileno(), 32)).cast("q")
+
+
+class LiveRun:
+    """The process of a run, which goes on when ``go`` says so. To close it ends it and restores files.
+
+    Attributes:
+        folder: of the run.
+        format: ``"fp32"`` or ``"mixed"``.
+        name: of its folder.
+        numbers: what it shares with the process, as ``shared_numbers`` has it.
+        code: the exit code; None: it has not ended.
+        active_s: how long it was not paused; ``startup_s``: until its first step.
+        pid: of the process.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        format_: str,
+        title: str,
+        tell: Callable[[str], None],
+        written: Callable[[list[str]], None],
+    ) -> None:
+        self.folder, self.format, self.name = settings.folder, format_, settings.folder.name
+        self.numbers = shared_numbers(self.folder)
+        self.code: int | None = None
+        self.active_s = self.startup_s = 0.0
+        self._title, self._tell, self._full = title, tell, ""
+        self._exits = ExitStack()
+        self._exits.enter_context(registered(self.folder))
+        self._exits.callback(lambda: written(restore_files(self.folder)))
+        try:
+            self._process = _start_process(settings)
+        except BaseException:
+            self.close()
+            raise
+        self.pid = self._process.pid
+        self._exits.callback(self._end)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._exits.close()
+
+    def _end(self) -> None:
+        _end_group(self._process)  # processes that the script left behind would disturb the next run
+        with suppress(OSError):
+            (self.folder / _TURNS).unlink()
+        self._full = _full_disk(self.folder) if self.code else ""
+
+    def go(self, until: int = 0, *, patience_s: float = math.inf, limit_s: float = math.inf) -> bool:
+        """Go on until a step, by default to the end; return whether it pauses there.
+
+        Args:
+            until: number of the step.
+            patience_s: after which to return all the same; the run is stopped wherever it is.
+            limit_s: of steps, after which the run is told to end.
+        """
+        began, before_s, told = time.monotonic(), self.active_s, 0.0
+        self.numbers[UNTIL] = until
+        while self.code is None:
+            self._signal(signal.SIGCONT)  # again, since it may have come before the process stopped itself
+            with suppress(subprocess.TimeoutExpired):
+                self.code = self._process.wait(_TURN_POLL_S if until else _POLL_S)
+            now = time.monotonic()
+            self.active_s = before_s + now - began
+            if not self.steps:
+                self.startup_s = self.active_s
+            if until and self.numbers[PAUSED] and self.steps >= until:
+                return True
+            if now - began > patience_s:
+                self._signal(signal.SIGSTOP)
+                return False
+            if self.stepping_s > limit_s:
+                self.numbers[UNTIL] = -1
+            if now - told > _POLL_S:
+                told = now
+                self._tell(last_line(self.folder))
+        return False
+
+    @property
+    def steps(self) -> int:
+        return self.numbers[STEPS]
+
+    @property
+    def stepping_s(self) -> float:
+        """How long it was not paused since its first step."""
+        return self.active_s - self.startup_s
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def checked(self) -> Path:
+        """Return the folder.
+
+        Raises:
+            ScriptError: the script failed; the message has the last lines that it wrote to stderr.
+        """
+        if self.code:
+            raise ScriptError(_failure(self._title, self.code, self.folder, self._full))
+        return self.folder
+
+
+def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
     folder = settings.folder
     command = [sys.executable, "-m", "narrowcast.verify.compare._child", str(settings.write())]
     # Output is not buffered, to show its progress. OpenMP threads sleep while they wait: spinning ones make a
     # step take sixty times as long as soon as something else needs a core, in one run and not in the other.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONUNBUFFERED": "1"}
+    # Sets of strings have the same order in each run: vocabularies are made of them.
+    fixed = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0"}
+    environment = {**fixed, **os.environ, "PYTHONUNBUFFERED": "1"}
     with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -230,21 +393,6 @@ def _run_process(settings: RunSettings, progress: Callable[[str], None]) -> int:
             env=environment,
             start_new_session=True,
         )
-        try:
-            return _wait(process, folder, lambda: progress(last_line(folder)))
-        finally:
-            _end_group(process)  # processes that the script left behind would disturb the next run
-
-
-def _wait(process: subprocess.Popen[bytes], folder: Path, tick: Callable[[], None]) -> int:
-    """Return the exit code; end a run at once if any of its processes read a file of an earlier run."""
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(_POLL_S)
-        if '"read"' in _tail(folder / FILES):  # the last part alone: a run may write very many files
-            _end_group(process)
-            return READ_OF_AN_EARLIER_RUN
-        tick()
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
@@ -254,7 +402,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _failure(title: str, code: int, folder: Path) -> str:
+def _failure(title: str, code: int, folder: Path, full: str) -> str:
     names = {-known.value: known.name for known in signal.Signals}
     ended = (
         f"was killed by {names.get(code, f'signal {-code}')}" if code < 0 else f"failed with exit code {code}"
@@ -262,7 +410,16 @@ def _failure(title: str, code: int, folder: Path) -> str:
     guess = " (out of memory?)" if code == -signal.SIGKILL else ""
     lines = _last_lines(folder / "stderr.txt")
     text = "; it ended with:\n" + "\n".join(lines) if lines else "; it wrote nothing to stderr"
-    return f"the script {ended}{guess} in run {title}{text}\nall of its output: {folder}"
+    return f"the script {ended}{guess} in run {title}{full}{text}\nall of its output: {folder}"
+
+
+def _full_disk(folder: Path) -> str:
+    """Say where the disk is full, if it is for the run in ``folder`` or a file that it wrote."""
+    for path in [*map(Path, reversed(changed_files(folder))), folder / "stderr.txt"]:
+        with suppress(OSError):
+            if shutil.disk_usage(path.parent).free < _FULL_BYTES:
+                return f": no space left on device (ENOSPC) in {path.parent}, for {path.name}"
+    return ""
 
 
 def in_short(error: ScriptError) -> str:

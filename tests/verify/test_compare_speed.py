@@ -1,0 +1,63 @@
+"""Why mixed precision is not faster: the reason that is named is the planted one."""
+
+import pytest
+from training_scripts import trains
+
+from narrowcast.report import summary
+from narrowcast.verify.compare import _comparison
+from narrowcast.verify.compare._speed import from_profiles, speedup_of
+
+
+def profile(products, shares, step_s=0.1, op_s=5e-4):
+    rows = [{"kind": "matmul", "shape": [m, m, m], "each_s": each, "count": n} for m, each, n in products]
+    parts = dict.fromkeys(("products", "casts", "other_ops", "optimizer", "loading", "python"), 0.0) | shares
+    ops = {"count": 100, "mean_s": op_s}
+    return {"device": "cpu", "products": rows, "shares": parts, "step_s": step_s, "ops": ops}
+
+
+BIG = profile([(1024, 0.01, 8), (10, 1e-5, 1)], {"products": 0.8})
+PLANTED = {
+    "small": (
+        profile([(16, 2e-5, 500)], {"products": 0.1}, op_s=1e-5),
+        profile([(16, 3e-5, 500)], {"products": 0.1, "casts": 0.5}, 0.15),
+        "a matmul takes 20 us",
+    ),
+    "kernels": (BIG, profile([(1024, 0.016, 8)], {"casts": 0.1}, 0.17), "take 1.60 times as long"),
+    "casts": (BIG, profile([(1024, 0.005, 8)], {"products": 0.3, "casts": 0.4}, 0.12), "take 40% of a step"),
+    "other, beside small matmuls": (
+        profile([(16, 2e-5, 5)], {"products": 0.02, "other_ops": 0.9}),
+        profile([(16, 2e-5, 5)], {"products": 0.02, "other_ops": 0.9}, 0.11),
+        "matmuls take 2% of a step",
+    ),
+    "other": (
+        profile([(1024, 0.01, 1)], {"products": 0.1, "other_ops": 0.9}),
+        profile([(1024, 0.005, 1)], {"products": 0.05, "casts": 0.02}, 0.096),
+        "matmuls take 10% of a step",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_profiles_name_the_planted_cause(cause):
+    fp32, mixed, words = PLANTED[cause]
+    found = from_profiles(fp32, mixed, "bf16")
+    assert (found["cause"], words in found["reason"]) == (cause.split(",")[0], True), found
+
+
+@pytest.mark.cpu_kind
+@pytest.mark.parametrize("slow", [[], ["bf16 takes 16 times as long as fp32 here"]])
+def test_a_script_of_small_layers_is_not_worth_it(compared, monkeypatch, slow):
+    """The layers are small on any machine; a format that is slow by its rates comes first."""
+    monkeypatch.setattr(_comparison, "slow_here", lambda policy: slow)
+    text = trains("nn.Linear(8, 1)", "x = torch.randn(4, 8)", "loss = net(x).square().mean()", steps=12)
+    found = compared(text, min_speedup=1e6)
+    cause = found.own.last("not_worth_it")
+    assert cause["cause"] == ("kernels" if slow else "small")
+    answer = summary(found)["verdict"]
+    assert answer["right"] == "yes"
+    assert answer["worth_it"].startswith("no: ")
+    assert answer["worth_it"].endswith(cause["reason"])
+
+
+def test_without_times_there_is_no_speedup():
+    assert speedup_of([], []) is None

@@ -1,0 +1,120 @@
+"""Timed runs of both formats take turns, in blocks of as many steps, and else run one after the other."""
+
+import itertools
+import math
+import os
+
+import pytest
+from training_scripts import trains
+
+from narrowcast.observe.capture import read_capture
+from narrowcast.report._statistics import blocks_of
+from narrowcast.verify.compare import _turns
+from narrowcast.verify.compare._turns import take_turns
+
+BEFORE = """import fcntl, os, sys, time
+log = open(os.environ["NARROWCAST_RUN_DIR"] + "/log", "a", 1)
+def note(text): log.write(f"{text} {time.monotonic()}\\n")
+"""
+
+
+def script(*step, before="", steps=60):
+    loss = ("loss = net(torch.randn(4, 8)).square().mean()", "time.sleep(0.004)", "note('step')")
+    return trains("nn.Linear(8, 1)", *step, *loss, before=BEFORE + before, steps=steps)
+
+
+@pytest.fixture
+def pair(runs):
+    """Make a pair of runs; return why they took no turns, and the runs in the order of their ends."""
+    begun = []
+
+    def make(text, *arguments, limit_s=math.inf, progress=lambda _: None):
+        made, done = runs(text, *arguments), []
+        made.progress = progress
+
+        def begin(format_):
+            begun.append(made.begin(f"{format_}-{len(begun)}", format_, "timed"))
+            return begun[-1]
+
+        why = take_turns(("fp32", "mixed"), begin, done.append, steps=60, limit_s=lambda *_: limit_s)
+        assert [run.checked() for run in done] == [run.folder for run in done]
+        return why, done
+
+    yield make
+    for run in begun:
+        with pytest.raises(ProcessLookupError):
+            os.kill(run.pid, 0)
+
+
+def noted(run, what):
+    lines = (line.split() for line in (run.folder / "log").read_text().splitlines())
+    return [float(at) for text, at in lines if text == what]
+
+
+def test_steps_take_turns_while_all_of_the_other_run_stands_still(pair):
+    """Processes that the script forked too: loaders would load ahead."""
+    why, done = pair(script(before="if os.fork() == 0:\n    while True: note('tick'); time.sleep(0.002)\n"))
+    assert why is None
+    captures = [read_capture(run.folder / "capture.jsonl") for run in done]
+    blocks = [[len(block) for block in blocks_of(capture, "training")] for capture in captures]
+    assert blocks[0] == blocks[1]
+    assert len(blocks[0]) >= 4
+    # Steps of both runs in one order: between two of one run, the other run does nothing.
+    steps = sorted((at, run.format) for run in done for at in noted(run, "step"))
+    ticks = {run.format: noted(run, "tick") for run in done}
+    assert min(map(len, ticks.values())) > 60
+    for (begin, format_), (end, same) in itertools.pairwise(steps):
+        other = "fp32" if format_ == "mixed" else "mixed"
+        assert same != format_ or not [at for at in ticks[other] if begin < at < end]
+    # Pauses count in no time: all times together are no longer than it took.
+    times = [step["interval_s"] or 0.0 for capture in captures for step in capture.of("step")]
+    assert sum(times) < 1.05 * (steps[-1][0] - steps[0][0])
+
+
+LOCK = "fcntl.flock(held := open(sys.argv[1]), fcntl.LOCK_EX"
+ALONE = {
+    "changes files": script("step == 30 and open(sys.argv[1], 'a').write('x')"),
+    "failed beside": script(before=f"{LOCK} | fcntl.LOCK_NB)"),
+    "took no step": script(before=f"{LOCK})"),
+    "of the memory": script(),
+    "fewer than 3 steps": script(steps=2),
+}
+
+
+@pytest.mark.parametrize("why", ALONE)
+def test_what_cannot_take_turns_runs_one_after_the_other(pair, tmp_path, monkeypatch, why):
+    if why == "took no step":
+        monkeypatch.setattr(_turns, "_PATIENCE_S", 0.5)
+        monkeypatch.setattr(_turns, "_PATIENCE", 0)
+    if why == "of the memory":
+        monkeypatch.setattr(_turns, "_MOST_MEMORY", 0)
+    file = tmp_path / "file"
+    file.write_text("of the user")
+    said, done = pair(ALONE[why], str(file))
+    assert why in said
+    assert [run.format for run in done] == ["fp32", "mixed"]
+    fp32, mixed = (noted(run, "step") for run in done)
+    assert len(fp32) == len(mixed) == (2 if why == "fewer than 3 steps" else 60)
+    half = len(fp32) // 2  # a file is changed then
+    assert fp32[-1] < mixed[half] or mixed[-1] < fp32[half]
+    assert file.read_text() == "of the user"
+    outputs = [path.read_text() for run in done for path in run.folder.rglob("narrowcast-outputs/**/file")]
+    assert outputs == ["of the userx"] * (2 if why == "changes files" else 0)
+
+
+def test_an_interrupt_ends_both_runs(pair):
+    told = []
+
+    def interrupt(text):
+        told.append(text)
+        if sum("mixed" in text for text in told) > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pair(script(steps=2000), progress=interrupt)
+
+
+def test_a_run_that_is_over_its_time_ends(pair):
+    why, done = pair(script(steps=2000), limit_s=0.3)
+    assert why is None
+    assert all(3 <= len(noted(run, "step")) < 1000 for run in done)
