@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.casting import ops_under_way, watch_ops
+from narrowcast.casting import _watching, ops_under_way, watch_ops
 from narrowcast.errors import OrderError
 
 # Of torch, once: a bf16 LSTM without projections has no kernel of oneDNN on some CPUs.
@@ -145,6 +145,25 @@ def test_policies_come_and_go_meanwhile():
             assert X.erfinv().dtype == FP32
     assert [call.dtype for call in named(seen, "erfinv")] == [FP16, FP32, BF16, None]
     assert changes_since(before) == {}
+
+
+def test_a_policy_may_be_freed_while_kernels_are_put_back(monkeypatch):
+    ending, register = [rules(rule.op("lgamma", compute="fp16"))], _watching.register_kernel
+    nc.autocast("cpu", policy=ending[0])
+
+    def freeing(op, key, kernel, library):
+        if library is not None:
+            ending.clear()
+            gc.collect()
+            monkeypatch.setattr(_watching, "register_kernel", register)
+        return register(op, key, kernel, library)
+
+    seen = []
+    with watch_ops(seen.append):
+        monkeypatch.setattr(_watching, "register_kernel", freeing)
+        with nc.autocast("cpu", policy=rules(rule.op("digamma", compute="fp16"))):
+            X.digamma()
+    assert len(named(seen, "digamma")) == 1
 
 
 def test_a_second_watcher_is_refused():

@@ -237,14 +237,32 @@ def _remove_unneeded() -> None:
 
 
 @contextmanager
+def overlaid(overlay: Overlay) -> Iterator[None]:
+    """Put ``overlay`` on top of our kernels; under the lock, since another thread may be changing those."""
+    with _lock:
+        overlay.begin()
+        overlays.append(overlay)
+    try:
+        yield
+    finally:
+        with _lock:
+            overlays.remove(overlay)
+            overlay.end()
+
+
+@contextmanager
 def _overlays_removed() -> Iterator[None]:
-    for overlay in reversed(overlays):
+    """Put overlays back at the end, once: a policy may be freed meanwhile, whose kernels are removed in here."""
+    removed = list(overlays)
+    overlays.clear()
+    for overlay in reversed(removed):
         overlay.end()
     try:
         yield
     finally:
-        for overlay in overlays:
+        for overlay in removed:
             overlay.begin()
+        overlays.extend(removed)
 
 
 def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:

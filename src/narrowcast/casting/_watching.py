@@ -77,14 +77,8 @@ def watch_ops(listener: Callable[[OpCall], None], *, device_type: str = "cpu") -
         raise OrderError(
             "expected no other trace of operators, got one that is still open: leave its with statement first"
         )
-    watch = _Watch(device_type, listener)
-    watch.begin()
-    _kernels.overlays.append(watch)
-    try:
+    with _kernels.overlaid(_Watch(device_type, listener)):
         yield
-    finally:
-        _kernels.overlays.remove(watch)
-        watch.end()
 
 
 class _Watch:
