@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from narrowcast.attach._backward import Backward
-from narrowcast.attach._files import watch_in_force
+from narrowcast.attach._files import FileWatch
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Observer, Patches, Run, RunningScale, Stopping
@@ -71,7 +71,7 @@ class Attachment:
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.at_end: Callable[[], None] = lambda: None
-        self._left_for_good = False
+        self._left_for_good = self._trained_elsewhere = False
         self._seed_shift = seed_shift
         self._patches = Patches()
         run = Run(
@@ -121,9 +121,12 @@ class Attachment:
                 part()
             except Exception as error:  # the others, and the report, have to come all the same
                 self.recorder.note(f"on leaving, {part.__name__} failed: {first_line(error)}")
-        self.recorder.final_scale = self.loss_scale
-        self.recorder.stopped = self._stopping.reached
-        self.facts = self.recorder.close(self.exit_code)
+        self.facts = self.recorder.close(
+            exit_code=self.exit_code,
+            stopped=self._stopping.reached,
+            final_scale=self.loss_scale,
+            elsewhere=self._trained_elsewhere,
+        )
 
     @property
     def left_alone(self) -> str | None:
@@ -194,8 +197,8 @@ class Attachment:
                 "backward was called before any module, so what it trains ran in fp32: module(x) runs in "
                 "mixed precision, module.forward(x) does not"
             )
-        recorder.trained_elsewhere = self._processes.trained()
-        if not self._regions.called_a_module and not (recorder.trained_elsewhere or self._processes.started):
+        self._trained_elsewhere = self._processes.trained()
+        if not (self._regions.called_a_module or self._trained_elsewhere or self._processes.started):
             recorder.note("no module with parameters was called, so nothing ran in mixed precision")
         elif recorder.backwards and not (
             recorder.steps or recorder.skipped_steps or self._stopping.traced_steps or self.exit_code
@@ -268,8 +271,7 @@ def _entered(attachment: Attachment) -> Iterator[None]:
         yield
         attachment.exit_code = 0
     except SystemExit as error:
-        other = 0 if error.code is None else 1
-        attachment.exit_code = error.code if isinstance(error.code, int) else other
+        attachment.exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     except KeyboardInterrupt:
         attachment.exit_code = _INTERRUPTED
@@ -318,14 +320,14 @@ class _Processes:
 
     def _start(self, original: Callable[..., None], process: Any) -> None:
         target = getattr(process, "_target", None)
-        left_alone = self._recorder.left_alone is not None
         library = (getattr(target, "__module__", None) or "").startswith(_OF_LIBRARIES)
-        if left_alone or library:
+        if library or self._recorder.left_alone is not None:
             original(process)
             return
         counts = multiprocessing.RawArray("q", 2)
         self._counts.append(counts)
-        if _start_method(process) == "fork":
+        # None of a plain ``Process`` means the default of the platform.
+        if (getattr(process, "_start_method", None) or multiprocessing.get_start_method()) == "fork":
             self._recorder.shared, before = counts, self._recorder.shared
             try:
                 original(process)
@@ -338,7 +340,7 @@ class _Processes:
             )
             original(process)
             return
-        settings = (*self._settings, watch_in_force(), next(self._numbers), counts)
+        settings = (*self._settings, FileWatch.in_force, next(self._numbers), counts)
         process._target = functools.partial(_call_attached, target, settings)
         try:
             original(process)
@@ -349,12 +351,6 @@ class _Processes:
             "the script started processes of its own: they run in mixed precision too, each with a "
             "capture (capture-process0.jsonl and so on) beside this one"
         )
-
-
-def _start_method(process: Any) -> str:
-    """Return how a process starts; None of a plain ``Process`` means the default of the platform."""
-    chosen = getattr(process, "_start_method", None) or multiprocessing.get_start_method(allow_none=True)
-    return chosen or multiprocessing.get_all_start_methods()[0]
 
 
 def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:

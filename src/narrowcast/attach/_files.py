@@ -9,7 +9,6 @@ import filecmp
 import functools
 import getpass
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -65,6 +64,8 @@ class FileWatch:
         folder: of the run, for the journal and the copies; files in it are ignored.
     """
 
+    in_force: FileWatch | None = None  # in this process
+
     def __init__(self, folder: Path) -> None:
         # Kept as a path, not an open file: scripts exist that close file descriptors they did not open.
         self._folder = os.path.realpath(folder)
@@ -78,8 +79,7 @@ class FileWatch:
 
     def install(self) -> None:
         """Begin; lasts as long as the process."""
-        global _in_force  # noqa: PLW0603 (an audit hook belongs to the process, for good)
-        _in_force = self
+        FileWatch.in_force = self
         for owner, name, place in native_writers():
             setattr(owner, name, self._seen(getattr(owner, name), place))
         sys.addaudithook(self._audit)
@@ -87,10 +87,9 @@ class FileWatch:
     def _seen(self, writer: Callable[..., Any], place: int) -> Callable[..., Any]:
         @functools.wraps(writer)
         def seen_writer(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > place and isinstance(args[place], str | os.PathLike):
-                self._keep(args[place])
-            elif "filename" in kwargs:
-                self._keep(kwargs["filename"])
+            path = args[place] if len(args) > place else kwargs.get("filename")
+            if isinstance(path, str | os.PathLike):  # not a buffer
+                self._keep(path)
             return writer(*args, **kwargs)
 
         return seen_writer
@@ -118,8 +117,7 @@ class FileWatch:
             self._log(name, was="nothing")
             return
         if stat.S_ISREG(about.st_mode):
-            owner = (about.st_uid, about.st_gid)
-            self._log(name, was="file", copy=f"{os.getpid()}-{next(_numbers)}", owner=owner)
+            self._log(name, was="file", copy=uuid.uuid4().hex, owner=(about.st_uid, about.st_gid))
         elif stat.S_ISLNK(about.st_mode):
             self._log(name, was="link", target=os.readlink(name))
         elif stat.S_ISDIR(about.st_mode):
@@ -155,15 +153,6 @@ class FileWatch:
             why = f"narrowcast cannot copy it to {self._folder} ({error.strerror}), so it stays as it is"
             raise OSError(error.errno, why, path) from None
         self._kept.add(path)
-
-
-_numbers = itertools.count()
-_in_force: FileWatch | None = None
-
-
-def watch_in_force() -> FileWatch | None:
-    """Return the ``FileWatch`` of this process, for a process that it starts."""
-    return _in_force
 
 
 def _cache_folders() -> list[Path]:

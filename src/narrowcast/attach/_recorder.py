@@ -46,7 +46,6 @@ class Recorder:
         self._tell = tell
         self._lock = threading.RLock()
         self._started = time.perf_counter()
-        self._last_step: float | None = None
         self._last_step_of: dict[int, float] = {}
         self._last_flush = self._started
         self._unwritten: list[dict[str, Any]] = []
@@ -58,11 +57,8 @@ class Recorder:
         self.module_calls = 0  # of every module, those inside of others too
         self.steps = 0
         self.skipped_steps = 0
-        self.final_scale: float | None = None
-        self.stopped = False
         self.left_alone: str | None = None
         self.shared: Any = None  # steps taken and skipped, for the process that started this one
-        self.trained_elsewhere = False
 
     def saw_device(self, device_type: str, format_name: str, because: str) -> None:
         """Record that the first region on a device type was opened, or turned out not to be needed."""
@@ -98,17 +94,11 @@ class Recorder:
             if self.shared is not None:
                 self.shared[skipped] += 1
             now = time.perf_counter()
-            before, of_any = self._last_step_of.get(optimizer), self._last_step
-            self._last_step_of[optimizer] = self._last_step = now
-            self._add(
-                "step",
-                interval_s=None if before is None else now - before,
-                optimizer=optimizer,
-                skipped=skipped,
-                scale=scale,
-                backward=self.backwards,
-            )
-            if of_any is not None and now - of_any > _FLUSH_EVERY_S:
+            before, of_any = self._last_step_of.get(optimizer), max(self._last_step_of.values(), default=now)
+            self._last_step_of[optimizer] = now
+            passed = {"interval_s": None if before is None else now - before, "backward": self.backwards}
+            self._add("step", optimizer=optimizer, skipped=skipped, scale=scale, **passed)
+            if now - of_any > _FLUSH_EVERY_S:
                 self.flush()  # the next event is far
 
     def paused(self, seconds: float, waited_s: float) -> None:
@@ -119,7 +109,6 @@ class Recorder:
         with self._lock:
             self._started += seconds
             self._last_flush += seconds
-            self._last_step = None if self._last_step is None else self._last_step + seconds
             self._last_step_of = {which: at + seconds for which, at in self._last_step_of.items()}
             self._add("pause", waited_s=waited_s)
 
@@ -167,8 +156,8 @@ class Recorder:
         self._lock = threading.RLock()  # another thread of the parent may have held it
         self._unwritten.clear()
 
-    def close(self, exit_code: int | None) -> dict[str, Any]:
-        """Flush, write the ``end`` event, from which the summary of a run is made, and return it."""
+    def close(self, **more: Any) -> dict[str, Any]:
+        """Flush, write the ``end`` event with ``more``, which a run is summarized by, and return it."""
         self.flush()
         peaks = read_each(
             {"peak_resident_bytes": _peak_resident_bytes, "peak_tensor_bytes": _peak_gpu_tensor_bytes}
@@ -179,17 +168,14 @@ class Recorder:
                 self.note(f"{name} is {value}")
         facts = {
             "event": "end",
-            "exit_code": exit_code,
-            "stopped": self.stopped,
+            **more,
             "aside": self.left_alone,
-            "elsewhere": self.trained_elsewhere,
             "wall_s": time.perf_counter() - self._started,
             "backwards": self.backwards,
             "forwards": self.forwards,
             "module_calls": self.module_calls,
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
-            "final_scale": self.final_scale,
             "settings": settings,
             "versions": found,
             **{name: None if isinstance(value, str) else value for name, value in peaks.items()},

@@ -66,6 +66,7 @@ class Regions:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._policy = run.policy
+        self._is_fp32 = run.policy.compute == "fp32" and run.policy.is_plain
         self._recorder = run.recorder
         self._observer = run.observer
         self._thread = _Thread()
@@ -75,12 +76,12 @@ class Regions:
         self._rules = _ModuleRules(run.policy)
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
 
+        # Dynamo calls it while it traces, so that operators promote in that trace already.
+        @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def dtype_while_traced(device_type: str) -> torch.dtype | None:
             return self._dtype_on(device_type)
 
-        # Dynamo calls it while it traces, so that operators promote in that trace already.
-        as_constant: Any = torch.compiler.assume_constant_result
-        self._dtype_while_traced: Callable[[str], torch.dtype | None] = as_constant(dtype_while_traced)
+        self._dtype_while_traced = dtype_while_traced
         self.in_fp32 = False
         self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
         self._promotions: dict[str, Promotion] = {}
@@ -185,11 +186,7 @@ class Regions:
         if parameter.dtype != torch.float64:
             return False
         double = all(p.dtype == torch.float64 for p in module.parameters() if p.is_floating_point())
-        if (
-            double
-            and not self._thread.observed
-            and not (self._policy.compute == "fp32" and self._policy.is_plain)
-        ):
+        if double and not self._thread.observed and not self._is_fp32:
             self._recorder.note(
                 f"{type(module).__name__} computes in fp64, as its weights are: no region was opened"
             )
@@ -203,7 +200,7 @@ class Regions:
         if dtype is None:
             # If no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
             # baseline of speed measurements. Otherwise an inner module may open one on another device.
-            alone = self.in_fp32 or (self._policy.compute == "fp32" and self._policy.is_plain)
+            alone = self.in_fp32 or self._is_fp32
             thread.depth += alone
             try:
                 return call()

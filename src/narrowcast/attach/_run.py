@@ -125,7 +125,6 @@ class Stopping:
         self._after = after
         self._close = close
         self._deadline: threading.Timer | None = None
-        self._ending = threading.Lock()
         self._forwards = self._backwards = self._steps = 0
         self.reached = False
         self.made_optimizer = False
@@ -171,7 +170,6 @@ class Stopping:
             self._deadline.cancel()
 
     def _end_process(self) -> None:
-        self._ending.acquire()  # never released: a second caller waits for the end of the process
         try:
             self._close()
         finally:

@@ -22,6 +22,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import narrowcast
 from narrowcast.attach._run import Patches
 from narrowcast.errors import NarrowcastError, ScriptError
@@ -158,14 +160,10 @@ def _code_of(what: str, file: str, spec: ModuleSpec | None) -> types.CodeType:
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's (if it is installed) and torch's random numbers, from 0 to 2**32 - 1."""
-    import torch
-
     random.seed(seed)
     torch.manual_seed(seed)
     if importlib.util.find_spec("numpy") is not None:
-        import numpy
-
-        numpy.random.seed(seed)
+        importlib.import_module("numpy.random").seed(seed)
 
 
 class _Thread(threading.local):
@@ -181,8 +179,6 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
     they are: they often determine how data is split, which must be the same in every run. ``note`` is called
     with a note for the user, each time a seed was shifted.
     """
-    import torch
-
     # torch.seed, which takes a seed from the clock, is among them because it calls the others.
     owners: list[tuple[Any, str]] = [(random, "seed")]
     owners += [(owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed")]
@@ -197,9 +193,7 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
         given = kwargs[name] if name else args[0] if args else None
         if isinstance(given, Integral) and not thread.inside:
             note("a repeat adds its number to the seeds that the script sets, so that it draws other numbers")
-            seed = int(given) + by
-            if seed == _TOO_LARGE_FOR_NUMPY:
-                seed = 0
+            seed = (int(given) + by) % _TOO_LARGE_FOR_NUMPY
             args, kwargs = (args, {name: seed}) if name else ((seed, *args[1:]), kwargs)
         before, thread.inside = thread.inside, True
         try:

@@ -142,12 +142,11 @@ class Steps:
         try:
             self._leaves.own(parameters_of(optimizer))
             bad = self._leaves.nonfinite_among(parameters_of(optimizer))
-            if not bad:
-                self._took(optimizer)
-                return None
-            self._skip(optimizer, bad)
+            self._ended(optimizer, bad)
         finally:
             self._thread.depth -= 1
+        if not bad:
+            return None
         emptied = object.__new__(type(optimizer))
         groups = [{**group, "params": []} for group in optimizer.param_groups]
         emptied.__dict__.update({**vars(optimizer), "param_groups": groups})
@@ -194,14 +193,14 @@ class Steps:
             self._saw_step(optimizer, skipped=False)
             return result
         self._leaves.own(parameters_of(optimizer))
-        if closure is not None:
-            return self._step_with_closure(hooked, optimizer, args, kwargs)
-        bad = self._leaves.nonfinite_among(parameters_of(optimizer))
-        if bad:
-            self._skip(optimizer, bad)
-            return None
-        result = self._call(hooked, optimizer, args, kwargs)
-        self._took(optimizer)
+        if closure is None:
+            bad = self._leaves.nonfinite_among(parameters_of(optimizer))
+            result = None if bad else self._call(hooked, optimizer, args, kwargs)
+        else:
+            step, evaluate = functools.partial(hooked, optimizer), self._checked(closure, optimizer)
+            result, skip = step_or_restore(optimizer, step, args, kwargs, evaluate)
+            bad = [] if skip is None else skip.nonfinite
+        self._ended(optimizer, bad)
         return result
 
     def _call(self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -239,10 +238,7 @@ class Steps:
             loss = None if closure is None else closure()
         bad = self._leaves.nonfinite_among(parameters_of(optimizer)) if self._scale.active else []
         self._observer.held_back(optimizer)
-        if bad:
-            self._skip(optimizer, bad)
-        else:
-            self._took(optimizer)
+        self._ended(optimizer, bad)
         return loss
 
     def _saw_step(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
@@ -285,13 +281,13 @@ class Steps:
             at_once=True,
         )
 
-    def _took(self, optimizer: torch.optim.Optimizer) -> None:
-        self._skips.took(optimizer)
-        self._saw_step(optimizer, skipped=False)
-        self._scale.after_step(overflow=False)
-
-    def _skip(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
-        self._saw_step(optimizer, skipped=True)
+    def _ended(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
+        """Record a step that was taken, or skipped because the gradients of ``bad`` are not finite."""
+        self._saw_step(optimizer, skipped=bool(bad))
+        if not bad:
+            self._skips.took(optimizer)
+            self._scale.after_step(overflow=False)
+            return
         self._note_bad_loss(bad)
         self._leaves.skipped(parameters_of(optimizer))
         self._scale.after_step(overflow=True)
@@ -304,24 +300,9 @@ class Steps:
         scale = self._scale.value.scale
         raise ScaleCollapseError(collapse_message(optimizer, PATIENCE, since, known, scale, advice))
 
-    # ---- closures
-
-    def _step_with_closure(
-        self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> Any:
-        """Step with a closure that is evaluated again at a lower scale if its gradients overflow."""
-        closure = closure_of(args, kwargs)
-        assert closure is not None
-        step = functools.partial(hooked, optimizer)
-        evaluate = self._checked(closure, optimizer)
-        returned, skip = step_or_restore(optimizer, step, args, kwargs, evaluate)
-        if skip is None:
-            self._took(optimizer)
-        else:
-            self._skip(optimizer, skip.nonfinite)
-        return returned
-
     def _checked(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        """Evaluate a closure again at a lower scale while its gradients overflow."""
+
         @functools.wraps(closure)
         def evaluate() -> Any:
             for _ in range(PATIENCE):
