@@ -97,8 +97,9 @@ class Attachment:
             raise OrderError("an Attachment is in force already; leave it before entering another one")
         _attached = self
         try:
-            for part in (self._regions, self._backward, self._steps, self._processes):
+            for part in (self._regions, self._backward, self._steps):
                 part.install(self._patches)
+            self._patches.wrap(multiprocessing.process.BaseProcess, "start", self._processes.start)
             self._patches.wrap(os, "_exit", self._before_exit)
             if self._seed_shift:
                 shift_seeds(self._patches, self._seed_shift, self.recorder.note)
@@ -294,7 +295,7 @@ _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._induct
 class _Processes:
     """Attach in processes that a script spawns, which inherit nothing; a forked process inherits everything.
 
-    Wraps ``Process.start`` of ``multiprocessing``, which every kind of process uses.
+    ``start`` wraps that of ``multiprocessing``, which every kind of process uses.
     """
 
     def __init__(self, recorder: Recorder, settings: tuple[Any, ...]) -> None:
@@ -315,10 +316,7 @@ class _Processes:
             )
         return bool(trained)
 
-    def install(self, patches: Patches) -> None:
-        patches.wrap(multiprocessing.process.BaseProcess, "start", self._start)
-
-    def _start(self, original: Callable[..., None], process: Any) -> None:
+    def start(self, original: Callable[..., None], process: Any) -> None:
         target = getattr(process, "_target", None)
         library = (getattr(target, "__module__", None) or "").startswith(_OF_LIBRARIES)
         if library or self._recorder.left_alone is not None:
@@ -342,10 +340,7 @@ class _Processes:
             return
         settings = (*self._settings, FileWatch.in_force, next(self._numbers), counts)
         process._target = functools.partial(_call_attached, target, settings)
-        try:
-            original(process)
-        finally:
-            process._target = target
+        original(process)
         self.started = True
         self._recorder.note(
             "the script started processes of its own: they run in mixed precision too, each with a "

@@ -7,11 +7,10 @@ works for, so nested passes and other threads are told apart.
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,16 +19,19 @@ from torch.nn.modules import module as module_hooks
 from narrowcast.attach._leaves import Leaf, Leaves, true_gradient
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
-from narrowcast.attach._run import Patches, Run
+from narrowcast.attach._run import Call, Nesting, Patches, Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags, untraced
 
-
-class _Thread(threading.local):
-    """Whether this thread is in a replaced function: torch may call it again by its name."""
-
-    entered = False
+_OF_EDGE = (
+    "backward from a GradientEdge cannot be scaled for fp16: call backward on the tensor itself, or use "
+    "--policy bf16"
+)
+_OF_TORCH_FUNC = (
+    "torch.func differentiates without the loss scale, so its gradients may underflow in fp16; --policy bf16 "
+    "has no such limit"
+)
 
 
 class Backward:
@@ -40,7 +42,7 @@ class Backward:
         self._recorder = run.recorder
         self._stopping = run.stopping
         self._regions = regions
-        self._thread = _Thread()
+        self._nesting = Nesting()
         self._returning: dict[int, float] = {}
         self._retained: list[weakref.ref[torch.Tensor]] = []
         self._nested_leaves: list[Leaf] = []
@@ -50,47 +52,31 @@ class Backward:
     in_force: Backward | None = None
 
     def install(self, patches: Patches) -> None:
-        self._torch_backward = torch.autograd.backward
-        self._torch_grad = torch.autograd.grad
+        self._torch_backward: Any = torch.autograd.backward
+        self._torch_grad: Any = torch.autograd.grad
         backward = self._wrap(self._torch_backward, self.backward, self._stopping.backward_ended)
         patches.replace(torch.autograd, "backward", backward)
         patches.replace(torch.autograd, "grad", self._wrap(self._torch_grad, self.grad))
         patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
         self._install_hooks(patches)
 
-    def _wrap(
-        self,
-        original: Callable[..., Any],
-        replacement: Callable[..., Any],
-        ended: Callable[[], None] = lambda: None,
-    ) -> Callable[..., Any]:
+    def _wrap(self, original: Call, replacement: Call, ended: Callable[[], None] = lambda: None) -> Call:
         @untraced
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             # Tensor subclasses make torch call itself by name: that is the same pass, not a nested one.
-            if self._thread.entered and graph_task_id() == NO_GRAPH_TASK:
+            if self._nesting.depth and graph_task_id() == NO_GRAPH_TASK:
                 return original(*args, **kwargs)
-            before, self._thread.entered = self._thread.entered, True
-            try:
+            with self._nesting:
                 result = (replacement if self._recorder.left_alone is None else original)(*args, **kwargs)
-            finally:
-                self._thread.entered = before
             if graph_task_id() == NO_GRAPH_TASK:
                 ended()
             return result
 
         return wrapper
 
-    # ---- torch.autograd.backward
-
     def backward(
-        self,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        *,
-        inputs: Any = None,
+        self, tensors: Any, grad_tensors: Any = None, *rest: Any, inputs: Any = None, **options: Any
     ) -> None:
         """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
         enclosing = graph_task_id()
@@ -102,20 +88,22 @@ class Backward:
             self._recorder.saw_backward(loss, site)
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
         if factor is None or (outermost and not self._scale.active):
-            self._torch_backward(tensors, grad_tensors, retain_graph, create_graph, inputs=inputs)
+            self._torch_backward(tensors, grad_tensors, *rest, inputs=inputs, **options)
             return
-        roots, seeds = _roots_and_seeds(roots, grad_tensors)
+        if not all(isinstance(root, torch.Tensor) for root in roots):
+            raise UnsupportedError(_OF_EDGE)
+        # A leaf gets a graph node, on which a hook can be put.
+        roots = tuple(root.view_as(root) if root.requires_grad and root.is_leaf else root for root in roots)
+        seeds = _as_seeds(grad_tensors, len(roots))
         if outermost:
             seeds = _scaled(roots, seeds, factor)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         leaves = self.leaves.reached_from(nodes, passed_on=None if outermost else self._stands_in())
         number = self._scale.next_backward() if outermost else self._scale.backward
         self.leaves.backward_begins(leaves, number)
-        with (
-            self._numbered(nodes, self.leaves.factors, factor),
-            self._retained_unscaled(inputs, factor, outermost),
-        ):
-            self._torch_backward(roots, seeds, retain_graph, create_graph, inputs=inputs)
+        retained = self._retained_unscaled(inputs, factor) if outermost else nullcontext()
+        with self._numbered(nodes, self.leaves.factors, factor), retained:
+            self._torch_backward(roots, seeds, *rest, inputs=inputs, **options)
         if outermost:
             # Only now has DDP reduced what it reduces, so that every rank sees the same.
             nested, self._nested_leaves = self._nested_leaves, []
@@ -162,8 +150,6 @@ class Backward:
             for number in numbers:
                 table.pop(number, None)
 
-    # ---- torch.autograd.grad
-
     def grad(
         self,
         outputs: Any,
@@ -180,37 +166,24 @@ class Backward:
         roots = _as_tuple(outputs)
         # A subclass may have no data: torch.compile differentiates such tensors while it traces.
         plain = all(type(root) is torch.Tensor and root.grad_fn is not None for root in roots)
-        unscaled = functools.partial(
-            self._torch_grad, outputs, inputs, grad_outputs, retain_graph, *rest, **options
-        )
-        if (
-            not self._scale.active
-            or graph_task_id() != NO_GRAPH_TASK
-            or not plain
-            or self._is_of_torch_func(roots)
-        ):
-            return unscaled()
+        given = (outputs, inputs, grad_outputs, retain_graph, *rest)
+        if not (self._scale.active and graph_task_id() == NO_GRAPH_TASK and plain):
+            return self._torch_grad(*given, **options)
+        if any(is_functorch_wrapped(root) for root in roots):
+            self._recorder.note(_OF_TORCH_FUNC)
+            return self._torch_grad(*given, **options)
         factor = self._scale.value.scale
         seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
         with self._numbered([root.grad_fn for root in roots], self._returning, factor):
             scaled = self._torch_grad(roots, inputs, seeds, True, *rest, **options)
         found = [gradient for gradient in scaled if gradient is not None]
         if any(nonfinite_flags(found).read()):
-            return unscaled()
+            return self._torch_grad(*given, **options)
         return tuple(None if g is None else true_gradient(g, factor) for g in scaled)
-
-    def _is_of_torch_func(self, roots: Sequence[torch.Tensor]) -> bool:
-        wrapped = any(is_functorch_wrapped(root) for root in roots)
-        if wrapped:
-            self._recorder.note(
-                "torch.func differentiates without the loss scale, so its gradients may underflow in fp16; "
-                "--policy bf16 has no such limit"
-            )
-        return wrapped
 
     # ---- gradients in the middle of a graph
 
-    def _retain_grad(self, original: Callable[..., None], tensor: torch.Tensor) -> None:
+    def _retain_grad(self, original: Call, tensor: torch.Tensor) -> None:
         if tensor.grad_fn is not None and not any(kept() is tensor for kept in self._retained):
             self._retained.append(weakref.ref(tensor))
         original(tensor)
@@ -218,15 +191,13 @@ class Backward:
     def _install_hooks(self, patches: Patches) -> None:
         """Show true gradients to the hooks that the script registers on tensors and modules."""
 
-        def of_tensor(register: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        def of_tensor(register: Call, tensor: torch.Tensor, hook: Call) -> Any:
             return register(tensor, TrueView(hook, 0, at_leaf=tensor.grad_fn is None))
 
-        def of_module(
-            register: Callable[..., Any], module: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any
-        ) -> Any:
+        def of_module(register: Call, module: Any, hook: Call, *args: Any, **kwargs: Any) -> Any:
             return register(module, TrueView(hook, 1), *args, **kwargs)
 
-        def of_all(register: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+        def of_all(register: Call, hook: Call) -> Any:
             return register(TrueView(hook, 1))
 
         patches.replace(Backward, "in_force", self)
@@ -237,11 +208,8 @@ class Backward:
             patches.wrap(module_hooks, f"register_module_{kind}", of_all)
 
     @contextmanager
-    def _retained_unscaled(self, inputs: Any, factor: float, outermost: bool) -> Iterator[None]:
+    def _retained_unscaled(self, inputs: Any, factor: float) -> Iterator[None]:
         """Unscale gradients of tensors with ``retain_grad``; what they held before is added afterwards."""
-        if not outermost:
-            yield
-            return
         self._retained = [kept for kept in self._retained if kept() is not None]
         named = [t for t in _as_tuple(inputs) if isinstance(t, torch.Tensor)] if inputs is not None else []
         kept = {id(t): t for ref in self._retained if (t := ref()) is not None}
@@ -282,18 +250,6 @@ def _one_number(roots: tuple[Any, ...]) -> torch.Tensor | None:
     return roots[0] if roots[0].numel() == 1 and not roots[0].is_complex() else None
 
 
-def _roots_and_seeds(roots: tuple[Any, ...], grad_tensors: Any) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
-    """Return roots that each have a graph node, on which a hook can be put, and their seeds."""
-    edges = [root for root in roots if not isinstance(root, torch.Tensor)]
-    if edges:
-        raise UnsupportedError(
-            "backward from a GradientEdge cannot be scaled for fp16: call backward on the tensor itself, "
-            "or use --policy bf16"
-        )
-    viewed = tuple(root.view_as(root) if root.requires_grad and root.is_leaf else root for root in roots)
-    return viewed, _as_seeds(grad_tensors, len(roots))
-
-
 def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) -> list[Any]:
     scaled: list[Any] = []
     for root, seed in zip(roots, seeds, strict=False):
@@ -320,7 +276,7 @@ class TrueView:
         at_leaf: whether it is a hook of a leaf.
     """
 
-    def __init__(self, hook: Callable[..., Any], replaces: int, at_leaf: bool = False) -> None:
+    def __init__(self, hook: Call, replaces: int, at_leaf: bool = False) -> None:
         functools.update_wrapper(self, hook)
         self.hook = hook
         self.replaces = replaces
@@ -338,7 +294,7 @@ class TrueView:
         return _viewed, (self.hook, self.replaces, self.at_leaf)
 
 
-def _viewed(hook: Callable[..., Any], *how: Any) -> Callable[..., Any]:
+def _viewed(hook: Call, *how: Any) -> Call:
     return hook if Backward.in_force is None else TrueView(hook, *how)
 
 

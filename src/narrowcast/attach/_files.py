@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from narrowcast._files import lock
+from narrowcast.attach._run import Call, Patches
 from narrowcast.attach._torch_internals import native_writers
 from narrowcast.errors import FileError, few
 
@@ -81,18 +82,14 @@ class FileWatch:
         """Begin; lasts as long as the process."""
         FileWatch.in_force = self
         for owner, name, place in native_writers():
-            setattr(owner, name, self._seen(getattr(owner, name), place))
+            Patches().wrap(owner, name, functools.partial(self._write, place))
         sys.addaudithook(self._audit)
 
-    def _seen(self, writer: Callable[..., Any], place: int) -> Callable[..., Any]:
-        @functools.wraps(writer)
-        def seen_writer(*args: Any, **kwargs: Any) -> Any:
-            path = args[place] if len(args) > place else kwargs.get("filename")
-            if isinstance(path, str | os.PathLike):  # not a buffer
-                self._keep(path)
-            return writer(*args, **kwargs)
-
-        return seen_writer
+    def _write(self, place: int, writer: Call, *args: Any, **kwargs: Any) -> Any:
+        path = args[place] if len(args) > place else kwargs.get("filename")
+        if isinstance(path, str | os.PathLike):  # not a buffer
+            self._keep(path)
+        return writer(*args, **kwargs)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
@@ -314,10 +311,9 @@ def _locked(file: IO[bytes]) -> bool:
 
 def restore_killed(tell: Callable[[str], None]) -> None:
     """Put back the files of runs that were killed; ``tell`` gets a line for each that had changed some."""
-    try:
+    entries: list[Path] = []
+    with suppress(OSError, RuntimeError):
         entries = sorted(_register().glob("*.run"))
-    except (OSError, RuntimeError):
-        return
     for entry in entries:
         with suppress(OSError), entry.open("r+b") as file:
             lock(file)

@@ -109,17 +109,19 @@ class Leaves:
         leaf = self._by_id.get(id(tensor))
         return leaf if leaf is not None and leaf.tensor() is tensor else None
 
+    def _found(self, tensors: Iterable[torch.Tensor]) -> list[tuple[Leaf, torch.Tensor]]:
+        return [(leaf, tensor) for tensor in tensors if (leaf := self.find(tensor)) is not None]
+
     def backward_begins(self, leaves: Sequence[Leaf], backward: int) -> None:
         """Forget overflows of dropped gradients; refuse leaves that were updated without an optimizer."""
         pairs = [(leaf, tensor) for leaf in leaves if (tensor := leaf.tensor()) is not None]
         gone = [(leaf, tensor) for leaf, tensor in pairs if tensor.grad is None]
         if gone and self._unread:
             self._read()
-        moved = [
-            (leaf, tensor)
-            for leaf, tensor in pairs
-            if leaf.before and self._changed(tensor, *leaf.before) and self._moved_on(leaf, tensor)
-        ]
+        changed = [(leaf, t) for leaf, t in pairs if leaf.before and self._changed(t, *leaf.before)]
+        # After an update a script drops or changes the gradient; an embedding that was renormalised in place
+        # in a forward (``max_norm``) keeps it.
+        moved = [(leaf, t) for leaf, t in changed if t.grad is None or self._changed_since_check(t)]
         if moved:
             self._refuse_updates(moved)
         for leaf, tensor in gone:
@@ -129,12 +131,6 @@ class Leaves:
         for (leaf, tensor, _), flag in zip(skipped, still, strict=True):
             if not flag:
                 self._discard(leaf, tensor, backward)
-
-    def _moved_on(self, leaf: Leaf, tensor: torch.Tensor) -> bool:
-        """Return whether the script dropped or changed a leaf's gradient, as it does after an update; an
-        embedding renormalised in place in a forward (``max_norm``) keeps its gradient.
-        """
-        return tensor.grad is None or self._changed_since_check(tensor)
 
     def _changed(self, tensor: torch.Tensor, version: int, values: torch.Tensor | None, *_: object) -> bool:
         """Return whether a leaf has other values; a write through ``.data`` keeps the version.
@@ -188,7 +184,7 @@ class Leaves:
         leaf.overflow, leaf.skipped, leaf.clean_since = 0, False, clean_since
 
     def backward_ended(
-        self, leaves: Sequence[Leaf], backward: int, loss: torch.Tensor | None, site: str
+        self, leaves: Iterable[Leaf], backward: int, loss: torch.Tensor | None, site: str
     ) -> None:
         """Check what the leaves accumulated, before the script can clamp it; the result is read later."""
         gradients = [] if loss is None else [loss]
@@ -206,9 +202,9 @@ class Leaves:
                 holding.append(leaf)
                 gradients.append(tensor.grad)
                 leaf.checked = (weakref.ref(tensor.grad), tensor.grad._version)
-        unread = (backward, site, holding, nonfinite_flags(gradients))
+        flags = nonfinite_flags(gradients)
         with self._lock:
-            self._unread.append(unread)
+            self._unread.append((backward, site, holding, flags))
             if len(self._unread) >= _READ_EVERY:
                 self._read()
 
@@ -218,14 +214,13 @@ class Leaves:
         changed = [p for p in parameters if p.grad is not None and self._changed_since_check(p)]
         now = nonfinite_flags([p.grad for p in changed if p.grad is not None]).read()
         bad = {id(p) for p, flag in zip(changed, now, strict=True) if flag}
-        bad |= {id(p) for p in parameters if (leaf := self.find(p)) is not None and leaf.overflow}
+        bad |= {id(p) for leaf, p in self._found(parameters) if leaf.overflow}
         return [p for p in parameters if id(p) in bad]
 
     def bad_loss(self, parameters: Sequence[torch.Tensor]) -> str | None:
         """Return the line of a backward whose loss was not finite, if these gradients came from it."""
         backward, site = self._bad_loss
-        leaves = [leaf for parameter in parameters if (leaf := self.find(parameter)) is not None]
-        return site if any(0 < leaf.overflow <= backward for leaf in leaves) else None
+        return site if any(0 < leaf.overflow <= backward for leaf, _ in self._found(parameters)) else None
 
     def _changed_since_check(self, parameter: torch.Tensor) -> bool:
         leaf, gradient = self.find(parameter), parameter.grad
@@ -245,19 +240,15 @@ class Leaves:
 
     def skipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record that an optimizer skipped its step on these gradients, which are still there."""
-        for parameter in parameters:
-            leaf = self.find(parameter)
-            if leaf is not None and leaf.overflow:
-                leaf.skipped = True
+        for leaf, _ in self._found(parameters):
+            leaf.skipped = leaf.skipped or leaf.overflow > 0
 
     def zeroed(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
         """Record that gradients of these parameters, up to those of ``backward``, became zero or None."""
         if self._unread:
             self._read()
-        for parameter in parameters:
-            leaf = self.find(parameter)
-            if leaf is not None:
-                self._discard(leaf, parameter, backward + 1)
+        for leaf, parameter in self._found(parameters):
+            self._discard(leaf, parameter, backward + 1)
 
     def _read(self) -> None:
         with self._lock:

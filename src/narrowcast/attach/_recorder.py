@@ -39,9 +39,7 @@ class Recorder:
     script; None while it does.
     """
 
-    def __init__(
-        self, writer: CaptureWriter | None = None, tell: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, writer: CaptureWriter | None, tell: Callable[[str], None]) -> None:
         self._writer = writer
         self._tell = tell
         self._lock = threading.RLock()
@@ -160,7 +158,11 @@ class Recorder:
         """Flush, write the ``end`` event with ``more``, which a run is summarized by, and return it."""
         self.flush()
         peaks = read_each(
-            {"peak_resident_bytes": _peak_resident_bytes, "peak_tensor_bytes": _peak_gpu_tensor_bytes}
+            {
+                "peak_resident_bytes": _peak_resident_bytes,
+                # Empty before CUDA is initialized.
+                "peak_tensor_bytes": lambda: torch.cuda.memory_stats().get("allocated_bytes.all.peak"),
+            }
         )
         settings, found = arithmetic_settings(), versions()
         for name, value in (peaks | settings | found).items():
@@ -203,12 +205,6 @@ def _read(event: dict[str, Any]) -> dict[str, Any]:
         return {"event": "note", "text": f"a {event['event']} could not be read: {first_line(error)}"}
 
 
-def _peak_gpu_tensor_bytes() -> int | None:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    return torch.cuda.max_memory_allocated()
-
-
 def _peak_resident_bytes() -> int:
     """Return the peak of this process. On Linux ``getrusage`` starts with the peak of the parent instead."""
     with suppress(OSError, ValueError, StopIteration):
@@ -237,11 +233,9 @@ def call_site() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         owner = _owner(path)
-        if owner == "script":
-            return f"{_shown_path(path)}:{frame.f_lineno}"
-        if owner == "library" and not nearest:
+        if owner == "script" or (owner == "library" and not nearest):
             nearest = f"{_shown_path(path)}:{frame.f_lineno}"
-        frame = frame.f_back
+        frame = None if owner == "script" else frame.f_back
     return nearest or "unknown"
 
 

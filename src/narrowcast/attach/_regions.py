@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.utils.data import get_worker_info
 
-from narrowcast.attach._run import Patches, Run
+from narrowcast.attach._run import Call, Nesting, Patches, Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, gradient_dtypes, graph_task_id, is_jit_tracing
 from narrowcast.casting import (
     PROMOTING,
@@ -46,12 +46,11 @@ _STUCK = (
 _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
-class _Thread(threading.local):
+class _Thread(Nesting):
     """How many of our regions this thread is in, whether it is opening one, whether it is in an outermost
     call of a module, and whether the next backward is that of a recomputation.
     """
 
-    depth = 0
     opening = False
     observed = False
     recomputes = False
@@ -71,7 +70,7 @@ class Regions:
         self._observer = run.observer
         self._thread = _Thread()
         self._dtypes: dict[str, torch.dtype | None] = {}
-        self._called: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._called: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._titles: Counter[str] = Counter()
         self._rules = _ModuleRules(run.policy)
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -89,7 +88,7 @@ class Regions:
 
     def install(self, patches: Patches) -> None:
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
-        patches.replace(torch.nn.Module, "__call__", self._module_call(torch.nn.Module.__call__))
+        patches.replace(nn.Module, "__call__", self._module_call(nn.Module.__call__))
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.wrap(torch.autograd.function.BackwardCFunction, "apply", self._function_backward)
         patches.wrap(torch.autocast, "__enter__", self._autocast_enter)
@@ -122,29 +121,24 @@ class Regions:
 
     @property
     def called_a_module(self) -> bool:
-        return bool(self._dtypes) or bool(self._titles)
+        return bool(self._dtypes or self._titles)
 
-    # ---- the region
-
-    def _module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _module_call(self, original: Call) -> Call:
         thread, recorder = self._thread, self._recorder
 
         @functools.wraps(original)
-        def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             if torch.compiler.is_dynamo_compiling():
                 return self._traced_call(original, module, args, kwargs)
             recorder.module_calls += 1
             if thread.depth or recorder.left_alone is not None:
                 return original(module, *args, **kwargs)
-            return self._outermost_call(
-                functools.partial(original, module, *args, **kwargs), module, args, kwargs
-            )
+            call = functools.partial(original, module, *args, **kwargs)
+            return self._outermost_call(call, module, args, kwargs)
 
         return __call__
 
-    def _outermost_call(
-        self, call: Callable[[], Any], module: torch.nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _outermost_call(self, call: Callable[[], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         parameter = next(module.parameters(), None)
         if parameter is None or get_worker_info() is not None or is_jit_tracing():
             # torch.jit.trace would keep the casts in the traced module after the run.
@@ -181,31 +175,26 @@ class Regions:
         self._run.stopping.forward_ended()
         return output
 
-    def _is_double(self, module: torch.nn.Module, parameter: torch.Tensor) -> bool:
+    def _is_double(self, module: nn.Module, parameter: torch.Tensor) -> bool:
         """Return whether all weights are in fp64, which autocast leaves as they are; note it."""
         if parameter.dtype != torch.float64:
             return False
         double = all(p.dtype == torch.float64 for p in module.parameters() if p.is_floating_point())
         if double and not self._thread.observed and not self._is_fp32:
-            self._recorder.note(
-                f"{type(module).__name__} computes in fp64, as its weights are: no region was opened"
-            )
+            name = type(module).__name__
+            self._recorder.note(f"{name} computes in fp64, as its weights are: no region was opened")
         return double
 
     def _in_region(
-        self, call: Callable[[], Any], module: torch.nn.Module, device_type: str, dtype: torch.dtype | None
+        self, call: Callable[[], Any], module: nn.Module, device_type: str, dtype: torch.dtype | None
     ) -> Any:
         """Call a module in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
         thread = self._thread
         if dtype is None:
             # If no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
             # baseline of speed measurements. Otherwise an inner module may open one on another device.
-            alone = self.in_fp32 or self._is_fp32
-            thread.depth += alone
-            try:
+            with thread if self.in_fp32 or self._is_fp32 else nullcontext():
                 return call()
-            finally:
-                thread.depth -= alone
         region = region_in(self._policy, device_type, dtype, self._promotions.get(device_type))
         thread.opening = True
         region.__enter__()
@@ -242,7 +231,7 @@ class Regions:
         if not output.is_cuda or self._sigmoids % 17 == 1:  # reading values waits for a GPU
             output.register_hook(note_if_stuck)
 
-    def _function_backward(self, original: Callable[..., Any], node: Any, *gradients: Any) -> Any:
+    def _function_backward(self, original: Call, node: Any, *gradients: Any) -> Any:
         """Run a custom Function's backward in a region if its forward met low formats, as ``custom_bwd``.
 
         Otherwise operators there raise, since saved fp32 weights meet low gradients.
@@ -255,16 +244,13 @@ class Regions:
         with region_in(self._policy, device, dtype):
             return original(node, *gradients)
 
-    def _traced_call(
-        self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _traced_call(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Do the same inside a function that ``torch.compile`` traces, in code that it can trace."""
         parameter = next(module.parameters(), None)
-        if (
-            self._recorder.left_alone is not None
-            or parameter is None
-            or torch.is_autocast_enabled(parameter.device.type)
-        ):
+        if self._recorder.left_alone is not None or parameter is None:
+            return original(module, *args, **kwargs)
+        device_type = parameter.device.type
+        if torch.is_autocast_enabled(device_type):
             return original(module, *args, **kwargs)
         if not self._policy.is_plain:
             raise UnsupportedError(
@@ -272,26 +258,24 @@ class Regions:
                 "policy could not be kept: compile the module itself, torch.compile(model), or use a preset "
                 "without rules"
             )
-        dtype = self._dtype_while_traced(parameter.device.type)
+        dtype = self._dtype_while_traced(device_type)
         if dtype is None:
             return original(module, *args, **kwargs)
-        with torch.autocast(parameter.device.type, dtype), torch.autocast(*PROMOTING, enabled=False):
+        with torch.autocast(device_type, dtype), torch.autocast(*PROMOTING, enabled=False):
             output = original(module, *args, **kwargs)
         return cast_floating(output, torch.float32)
 
     def _dtype_on(self, device_type: str) -> torch.dtype | None:
         """Return the dtype of regions on this device; None: it needs none."""
         if device_type not in self._dtypes:
-            self._decide(device_type)
+            self._dtypes[device_type] = self._decide(device_type)
         return self._dtypes[device_type]
 
-    def _decide(self, device_type: str) -> None:
+    def _decide(self, device_type: str) -> torch.dtype | None:
         if device_type not in known_device_types():
-            self._dtypes[device_type] = None
-            self._recorder.note(
-                f"modules on device {device_type!r} stay in fp32: torch has no autocast for it"
-            )
-            return
+            modules = f"modules on device {device_type!r}"
+            self._recorder.note(f"{modules} stay in fp32: torch has no autocast for it")
+            return None
         dtype = resolve(self._policy, device_type)
         because = best_format(device_type).because if self._policy.compute == "auto" else "as asked"
         name = format_name(dtype)
@@ -303,7 +287,7 @@ class Regions:
             # The fast path of nn.TransformerEncoder in evaluation raises on operands of two formats.
             torch.backends.mha.set_fastpath_enabled(False)
             self._promotions[device_type] = Promotion(self._policy, device_type, dtype, self._recorder.note)
-        self._dtypes[device_type] = None if dtype == torch.float32 and self._policy.is_plain else dtype
+        return None if dtype == torch.float32 and self._policy.is_plain else dtype
 
     def expect_on(self, device_types: Iterable[str]) -> None:
         """Scale losses from the next backward on if regions on one of these devices are in fp16."""
@@ -314,7 +298,7 @@ class Regions:
         if any(resolve(self._policy, kind) == torch.float16 for kind in known):
             run.scale.value = Dynamic()
 
-    def _first_call(self, module: torch.nn.Module) -> None:
+    def _first_call(self, module: nn.Module) -> None:
         """Name a module that the script calls for the first time, and attach its rules."""
         if self._run.scale.active:
             _refuse_sharded(module)
@@ -333,9 +317,7 @@ class Regions:
 
     # ---- recomputation
 
-    def _checkpoint(
-        self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _checkpoint(self, original: Call, function: Call, *args: Any, **kwargs: Any) -> Any:
         """Recompute at the depth in our regions at which the first computation ran.
 
         Tensors among the inputs that the first computation did not have are stand-ins: leaves that a
@@ -375,7 +357,7 @@ class Regions:
 
     # ---- scripts that use mixed precision themselves
 
-    def _autocast_enter(self, original: Callable[..., Any], region: Any) -> Any:
+    def _autocast_enter(self, original: Call, region: Any) -> Any:
         result = original(region)
         if torch.compiler.is_dynamo_compiling() or self._thread.opening:
             return result
@@ -384,13 +366,13 @@ class Regions:
             self._run.leave_alone("the script uses autocast itself")
         return result
 
-    def _scaler_init(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
+    def _scaler_init(self, original: Call, scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
         if scaler.is_enabled():
             self._run.leave_alone("the script makes a GradScaler itself")
 
 
-def note_formats(error: Exception, model: torch.nn.Module, dtype: torch.dtype) -> None:
+def note_formats(error: Exception, model: nn.Module, dtype: torch.dtype) -> None:
     """Add to an error about formats where in ``model`` it was raised, and the rule that avoids it."""
     if not any(word in str(error) for word in _FORMAT_WORDS) or getattr(error, "__notes__", None):
         return
@@ -407,7 +389,7 @@ def note_formats(error: Exception, model: torch.nn.Module, dtype: torch.dtype) -
     )
 
 
-def _refuse_sharded(module: torch.nn.Module) -> None:
+def _refuse_sharded(module: nn.Module) -> None:
     """Refuse to scale losses of FSDP modules and DTensors, whose gradients do not pass leaf hooks."""
     fsdp1 = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
     if fsdp1 or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters()):
@@ -440,13 +422,13 @@ class _ModuleRules:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._applied: dict[torch.nn.Module, Applied] = {}
+        self._applied: dict[nn.Module, Applied] = {}
         self._unmatched: dict[Rule, set[str]] = {}
         self._guesses: dict[Rule, str] = {}
         self._models: set[str] = set()
         self._left_out: dict[str, list[str]] = {}  # reason -> layers that do not multiply in fp8
 
-    def attach(self, model: torch.nn.Module) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Put hooks on ``model``, which the script calls for the first time."""
         if not self._policy.names_modules or any(model in set(whole.modules()) for whole in self._applied):
             return
@@ -474,10 +456,8 @@ class _ModuleRules:
         called = ", ".join(sorted(self._models))
         missed = [rule for rule, kinds in self._unmatched.items() if kinds == self._models]
         self._models.clear()
-        notes = [
-            f"{RULE_NOTE}{r.target} named no module of what the script called ({called}){self._guesses[r]}"
-            for r in missed
-        ]
+        why = f"named no module of what the script called ({called})"
+        notes = [f"{RULE_NOTE}{rule.target} {why}{self._guesses[rule]}" for rule in missed]
         for why, paths in self._left_out.items():
             notes.append(f"{few(paths)} {'does' if len(paths) == 1 else 'do'} not multiply in fp8: {why}")
         return notes

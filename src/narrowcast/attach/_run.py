@@ -20,6 +20,9 @@ from narrowcast.scaling import LossScale, Off
 _PATIENCE_S = 30.0
 
 
+Call = Callable[..., Any]
+
+
 class Patches:
     """Replace attributes of modules and classes; ``restore`` puts back the originals, latest first."""
 
@@ -29,13 +32,12 @@ class Patches:
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` to ``value``; a name that ``owner`` inherited is deleted again later."""
         if name in vars(owner):
-            original = vars(owner)[name]
-            self._undo.callback(setattr, owner, name, original)
+            self._undo.callback(setattr, owner, name, vars(owner)[name])
         else:
             self._undo.callback(delattr, owner, name)
         setattr(owner, name, value)
 
-    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    def wrap(self, owner: Any, name: str, replacement: Call) -> None:
         """Make ``owner.name(...)`` call ``replacement(original, ...)``."""
         original = getattr(owner, name)
 
@@ -47,6 +49,21 @@ class Patches:
 
     def restore(self) -> None:
         self._undo.close()
+
+
+class Nesting(threading.local):
+    """How many calls of replaced functions this thread is in: torch, and optimizers, call one in another.
+
+    Counted by ``with``.
+    """
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
 
 
 class Observer:

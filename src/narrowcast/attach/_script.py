@@ -12,7 +12,6 @@ import os
 import pkgutil
 import random
 import sys
-import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 import narrowcast
-from narrowcast.attach._run import Patches
+from narrowcast.attach._run import Nesting, Patches
 from narrowcast.errors import NarrowcastError, ScriptError
 
 _TOO_LARGE_FOR_NUMPY = 2**32
@@ -166,12 +165,6 @@ def seed_everything(seed: int) -> None:
         importlib.import_module("numpy.random").seed(seed)
 
 
-class _Thread(threading.local):
-    """Whether this thread is in a seed function: torch's calls CUDA's with the seed that it was given."""
-
-    inside = False
-
-
 def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
     """Add ``by`` to every integer that seeds Python's, NumPy's or torch's global generators from now on.
 
@@ -186,20 +179,17 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
         owners += [(device, name) for name in ("manual_seed", "manual_seed_all") if hasattr(device, name)]
     if importlib.util.find_spec("numpy") is not None:
         owners.append((importlib.import_module("numpy.random"), "seed"))
-    thread = _Thread()
+    nesting = Nesting()  # torch's seed function calls CUDA's with the seed that it was given
 
     def shifted_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = next(iter(kwargs), None)
         given = kwargs[name] if name else args[0] if args else None
-        if isinstance(given, Integral) and not thread.inside:
+        if isinstance(given, Integral) and not nesting.depth:
             note("a repeat adds its number to the seeds that the script sets, so that it draws other numbers")
             seed = (int(given) + by) % _TOO_LARGE_FOR_NUMPY
             args, kwargs = (args, {name: seed}) if name else ((seed, *args[1:]), kwargs)
-        before, thread.inside = thread.inside, True
-        try:
+        with nesting:
             return original(*args, **kwargs)
-        finally:
-            thread.inside = before
 
     for owner, name in owners:
         patches.wrap(owner, name, shifted_seed)
@@ -244,9 +234,6 @@ def run_script(script: Script) -> None:
 def _set_first_path(first: str | None) -> None:
     """Replace the entry that Python made for the narrowcast command (it makes none with ``-P``)."""
     sys.path[: 0 if sys.flags.safe_path else 1] = [] if first is None else [first]
-
-
-# ---- tracebacks
 
 
 def _without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:

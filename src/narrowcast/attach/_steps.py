@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from narrowcast.attach._leaves import Leaves, leaf_sample
 from narrowcast.attach._regions import Regions
-from narrowcast.attach._run import Patches, Run
+from narrowcast.attach._run import Call, Nesting, Patches, Run
 from narrowcast.errors import ScaleCollapseError, UnsupportedError, few
 from narrowcast.gradients import (
     SkipsInARow,
@@ -38,8 +37,6 @@ _LOW_WEIGHTS = (
     "model in fp32 (dtype=torch.float32); run computes in the low format all the same"
 )
 
-_Step = Callable[..., Any]
-
 
 @dataclass(slots=True)
 class _LowWeights:
@@ -53,12 +50,6 @@ class _LowWeights:
     def text(self) -> str:
         share = self.swallowed / max(1, self.updates)
         return f"rounding swallowed {share:.0%} of the updates of {self.name} in its first {self.steps} steps"
-
-
-class _Thread(threading.local):
-    """How many steps this thread is in: an optimizer may step another, or call ``super().step()``."""
-
-    depth = 0
 
 
 class Steps:
@@ -75,27 +66,26 @@ class Steps:
         self._observer = run.observer
         self._leaves = leaves
         self._regions = regions
-        self._thread = _Thread()
-        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._nesting = Nesting()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         # Number of an optimizer -> its class, steps taken, and steps skipped since the last one taken.
         self._outcomes: dict[int, tuple[str, int, int]] = {}
         self._skips = SkipsInARow(PATIENCE)
-        self._low: weakref.WeakKeyDictionary[torch.optim.Optimizer, _LowWeights | None]
-        self._low = weakref.WeakKeyDictionary()
+        self._low: weakref.WeakKeyDictionary[Optimizer, _LowWeights | None] = weakref.WeakKeyDictionary()
         self._lows: list[_LowWeights] = []
         self._installed = False
 
     def install(self, patches: Patches) -> None:
         self._installed = True
-        hook_step = torch.optim.Optimizer.profile_hook_step
+        hook_step = Optimizer.profile_hook_step
         wrapping = functools.wraps(hook_step)(lambda step: self._wrap(hook_step(step)))
-        patches.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(wrapping))
+        patches.replace(Optimizer, "profile_hook_step", staticmethod(wrapping))
         self._backstop = register_optimizer_step_pre_hook(self._before_unwrapped_step)
-        patches.wrap(torch.optim.Optimizer, "__init__", self._init)
-        patches.wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
+        patches.wrap(Optimizer, "__init__", self._init)
+        patches.wrap(Optimizer, "zero_grad", self._zero_grad)
         patches.wrap(torch.nn.Module, "zero_grad", self._zero_grad)
-        for kind in _subclasses(torch.optim.Optimizer):
+        for kind in _subclasses(Optimizer):
             step = vars(kind).get("step")
             if step is not None and getattr(step, "hooked", False):
                 patches.replace(kind, "step", self._wrap(step))
@@ -104,33 +94,31 @@ class Steps:
         """Restore torch's own ``step`` on optimizer classes that were first used during the attachment."""
         self._installed = False
         self._backstop.remove()
-        for kind in _subclasses(torch.optim.Optimizer):
+        for kind in _subclasses(Optimizer):
             wrapped = getattr(vars(kind).get("step"), "narrowcast_wraps", None)
             if wrapped is not None:
                 kind.step = wrapped  # type: ignore[attr-defined]
 
-    def _init(
-        self, original: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-    ) -> None:
+    def _init(self, original: Call, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         self.optimizers.add(optimizer)
         self._stopping.made_optimizer = True
 
     @untraced
-    def _zero_grad(self, original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
+    def _zero_grad(self, original: Call, owner: Any, *args: Any, **kwargs: Any) -> None:
         """Notice gradients zeroed in place: their overflow is gone, though the tensor is the same."""
         original(owner, *args, **kwargs)
         if self._scale.active:
-            optimizer = isinstance(owner, torch.optim.Optimizer)
+            optimizer = isinstance(owner, Optimizer)
             parameters = parameters_of(owner) if optimizer else owner.parameters()
             self._leaves.zeroed(parameters, self._scale.backward)
 
-    def _before_unwrapped_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_unwrapped_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Step hook of torch, for a ``step`` that a scheduler wrapped before the attachment.
 
         A hook cannot omit the step, so it passes an optimizer without parameters instead.
         """
-        if self._thread.depth or not self._scale.active:
+        if self._nesting.depth or not self._scale.active:
             return None
         if closure_of(args[1:], kwargs) is not None:
             raise UnsupportedError(
@@ -138,13 +126,10 @@ class Steps:
                 "scheduler does that), so its closure cannot be evaluated again where its gradients "
                 "overflow: make the optimizer and its scheduler inside the attachment"
             )
-        self._thread.depth += 1
-        try:
+        with self._nesting:
             self._leaves.own(parameters_of(optimizer))
             bad = self._leaves.nonfinite_among(parameters_of(optimizer))
             self._ended(optimizer, bad)
-        finally:
-            self._thread.depth -= 1
         if not bad:
             return None
         emptied = object.__new__(type(optimizer))
@@ -152,9 +137,9 @@ class Steps:
         emptied.__dict__.update({**vars(optimizer), "param_groups": groups})
         return (emptied, *args[1:]), kwargs
 
-    def _wrap(self, hooked: _Step) -> _Step:
+    def _wrap(self, hooked: Call) -> Call:
         @functools.wraps(hooked)
-        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self._installed:
                 return hooked(optimizer, *args, **kwargs)
             if torch.compiler.is_dynamo_compiling() and not self._scale.active:
@@ -163,14 +148,11 @@ class Steps:
             return counted(optimizer, args, kwargs)
 
         @untraced
-        def counted(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        def counted(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             self._stopping.made_optimizer = True  # perhaps before the attachment
-            self._thread.depth += 1
-            try:
+            with self._nesting:
                 result = self._step(hooked, optimizer, args, kwargs)
-            finally:
-                self._thread.depth -= 1
-            if not self._thread.depth:
+            if not self._nesting.depth:
                 self._observer.stepped(optimizer)
                 self._stopping.step_ended()
             return result
@@ -180,12 +162,12 @@ class Steps:
         step.narrowcast_wraps = hooked  # type: ignore[attr-defined]
         return step
 
-    def _step(self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _step(self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._recorder.left_alone is not None:
             return hooked(optimizer, *args, **kwargs)
-        if self._thread.depth == 1 and self._observer.holds_back(optimizer):
-            return self._hold_back(optimizer, args, kwargs)
         closure = closure_of(args, kwargs)
+        if self._nesting.depth == 1 and self._observer.holds_back(optimizer):
+            return self._hold_back(optimizer, closure)
         if closure is not None:  # which may make the first call of a model, and so open the first region
             self._regions.expect_on(p.device.type for p in parameters_of(optimizer))
         if not self._scale.active:
@@ -203,17 +185,16 @@ class Steps:
         self._ended(optimizer, bad)
         return result
 
-    def _call(self, hooked: _Step, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _call(self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Step; in a few steps, count the updates of low weights that rounding swallows."""
         if optimizer not in self._low:
             self._low[optimizer] = None
             low = {p.dtype for p in parameters_of(optimizer)} & {torch.bfloat16, torch.float16}
             if low and held_by(optimizer) is None:
-                low_weights = self._low[optimizer] = _LowWeights(type(optimizer).__name__)
-                self._lows.append(low_weights)
-                self._recorder.note(
-                    _LOW_WEIGHTS.format(low_weights.name, few([*map(format_name, low)])), at_once=True
-                )
+                new = self._low[optimizer] = _LowWeights(type(optimizer).__name__)
+                self._lows.append(new)
+                stored = few([*map(format_name, low)])
+                self._recorder.note(_LOW_WEIGHTS.format(new.name, stored), at_once=True)
         counts = self._low[optimizer]
         if counts is None or counts.steps == _MEASURED or closure_of(args, kwargs) is not None:
             return hooked(optimizer, *args, **kwargs)
@@ -229,11 +210,10 @@ class Steps:
             self._recorder.note(counts.text(), at_once=True)
         return result
 
-    def _hold_back(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _hold_back(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Omit a step for the observer, which can read the gradients that it would have used."""
         if self._scale.active:
             self._leaves.own(parameters_of(optimizer))
-        closure = closure_of(args, kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         bad = self._leaves.nonfinite_among(parameters_of(optimizer)) if self._scale.active else []
@@ -241,8 +221,8 @@ class Steps:
         self._ended(optimizer, bad)
         return loss
 
-    def _saw_step(self, optimizer: torch.optim.Optimizer, *, skipped: bool) -> None:
-        if self._thread.depth != 1:
+    def _saw_step(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        if self._nesting.depth != 1:
             return
         scale = self._scale.value.scale if self._scale.active else None
         number = self._numbers.setdefault(optimizer, len(self._outcomes))
@@ -268,27 +248,22 @@ class Steps:
                     "gradients were not finite. Try --policy bf16, and fp32 to see whether it has them too"
                 )
 
-    def _note_bad_loss(self, bad: list[torch.Tensor]) -> None:
-        """Tell a loss that is not finite from gradients that overflowed: the loss scale has no part in it."""
-        site = self._leaves.bad_loss(bad)
-        if site is None:
-            return
-        kind = self._regions.bad_input()
-        source = f", and so was an input of {kind}" if kind else ""
-        self._recorder.note(
-            f"the loss at {site} was NaN or infinite itself{source}; the step was skipped, and no loss scale "
-            "mends that",
-            at_once=True,
-        )
-
-    def _ended(self, optimizer: torch.optim.Optimizer, bad: list[torch.Tensor]) -> None:
+    def _ended(self, optimizer: Optimizer, bad: list[torch.Tensor]) -> None:
         """Record a step that was taken, or skipped because the gradients of ``bad`` are not finite."""
         self._saw_step(optimizer, skipped=bool(bad))
         if not bad:
             self._skips.took(optimizer)
             self._scale.after_step(overflow=False)
             return
-        self._note_bad_loss(bad)
+        site = self._leaves.bad_loss(bad)
+        if site is not None:  # the loss scale has no part in it
+            kind = self._regions.bad_input()
+            source = f", and so was an input of {kind}" if kind else ""
+            self._recorder.note(
+                f"the loss at {site} was NaN or infinite itself{source}; the step was skipped, and no loss "
+                "scale mends that",
+                at_once=True,
+            )
         self._leaves.skipped(parameters_of(optimizer))
         self._scale.after_step(overflow=True)
         since = self._skips.skipped(optimizer, self._recorder.steps + self._recorder.skipped_steps)
@@ -300,7 +275,7 @@ class Steps:
         scale = self._scale.value.scale
         raise ScaleCollapseError(collapse_message(optimizer, PATIENCE, since, known, scale, advice))
 
-    def _checked(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    def _checked(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """Evaluate a closure again at a lower scale while its gradients overflow."""
 
         @functools.wraps(closure)
