@@ -1,4 +1,7 @@
-"""Atomic writes: a reader of a path sees the old content or the new, never a part of either."""
+"""Atomic writes: a reader of a path sees the old content or the new, never a part of either.
+
+Also where narrowcast keeps files of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of rates and runs: ``NARROWCAST_CACHE_DIR``, or one in the home folder, if any."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("NARROWCAST_CACHE_DIR") or Path.home() / ".cache" / "narrowcast")
+    return None
 
 
 @contextlib.contextmanager

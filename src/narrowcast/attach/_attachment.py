@@ -32,8 +32,6 @@ from narrowcast.scaling import Dynamic, LossScale, Off, check_loss_scale
 
 _INTERRUPTED = 130
 
-_attached: Attachment | None = None
-
 
 class Attachment:
     """What ``attached`` returns, with more arguments for the commands.
@@ -56,6 +54,7 @@ class Attachment:
     """
 
     __reduce_ex__ = not_copied("what nc.attached returns", "call nc.attached again")
+    _in_force: Attachment | None = None  # torch is patched once for the process
 
     def __init__(
         self,
@@ -92,10 +91,9 @@ class Attachment:
         self._processes = _Processes(self.recorder, settings)
 
     def __enter__(self) -> Self:
-        global _attached  # noqa: PLW0603 (torch is patched once for the process)
-        if _attached is not None:
+        if Attachment._in_force is not None:
             raise OrderError("an Attachment is in force already; leave it before entering another one")
-        _attached = self
+        Attachment._in_force = self
         try:
             for part in (self._regions, self._backward, self._steps):
                 part.install(self._patches)
@@ -112,8 +110,7 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _attached  # noqa: PLW0603
-        _attached = None
+        Attachment._in_force = None
         if not self._left_for_good:
             self._stopping.cancel()
         parts = (self._note_what_was_unusual, self._patches.restore, self._regions.uninstall)
@@ -373,8 +370,8 @@ def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args:
 
 
 def _in_a_forked_child() -> None:
-    if _attached is not None:
-        _attached.recorder.forget_writer()
+    if Attachment._in_force is not None:
+        Attachment._in_force.recorder.forget_writer()
 
 
 os.register_at_fork(after_in_child=_in_a_forked_child)

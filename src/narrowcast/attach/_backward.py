@@ -58,7 +58,23 @@ class Backward:
         patches.replace(torch.autograd, "backward", backward)
         patches.replace(torch.autograd, "grad", self._wrap(self._torch_grad, self.grad))
         patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
-        self._install_hooks(patches)
+
+        # The hooks that the script registers on tensors and modules see true gradients.
+        def of_tensor(register: Call, tensor: torch.Tensor, hook: Call) -> Any:
+            return register(tensor, TrueView(hook, 0, at_leaf=tensor.grad_fn is None))
+
+        def of_module(register: Call, module: Any, hook: Call, *args: Any, **kwargs: Any) -> Any:
+            return register(module, TrueView(hook, 1), *args, **kwargs)
+
+        def of_all(register: Call, hook: Call) -> Any:
+            return register(TrueView(hook, 1))
+
+        patches.replace(Backward, "in_force", self)
+        patches.wrap(torch.Tensor, "register_hook", of_tensor)
+        for kind in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
+            patches.wrap(torch.nn.Module, f"register_{kind}", of_module)
+        for kind in ("full_backward_hook", "full_backward_pre_hook"):
+            patches.wrap(module_hooks, f"register_module_{kind}", of_all)
 
     def _wrap(self, original: Call, replacement: Call, ended: Callable[[], None] = lambda: None) -> Call:
         @untraced
@@ -187,25 +203,6 @@ class Backward:
         if tensor.grad_fn is not None and not any(kept() is tensor for kept in self._retained):
             self._retained.append(weakref.ref(tensor))
         original(tensor)
-
-    def _install_hooks(self, patches: Patches) -> None:
-        """Show true gradients to the hooks that the script registers on tensors and modules."""
-
-        def of_tensor(register: Call, tensor: torch.Tensor, hook: Call) -> Any:
-            return register(tensor, TrueView(hook, 0, at_leaf=tensor.grad_fn is None))
-
-        def of_module(register: Call, module: Any, hook: Call, *args: Any, **kwargs: Any) -> Any:
-            return register(module, TrueView(hook, 1), *args, **kwargs)
-
-        def of_all(register: Call, hook: Call) -> Any:
-            return register(TrueView(hook, 1))
-
-        patches.replace(Backward, "in_force", self)
-        patches.wrap(torch.Tensor, "register_hook", of_tensor)
-        for kind in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
-            patches.wrap(torch.nn.Module, f"register_{kind}", of_module)
-        for kind in ("full_backward_hook", "full_backward_pre_hook"):
-            patches.wrap(module_hooks, f"register_module_{kind}", of_all)
 
     @contextmanager
     def _retained_unscaled(self, inputs: Any, factor: float) -> Iterator[None]:

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from narrowcast._files import lock
+from narrowcast._files import cache_folder, lock
 from narrowcast.attach._run import Call, Patches
 from narrowcast.attach._torch_internals import native_writers
 from narrowcast.errors import FileError, few
@@ -227,8 +227,8 @@ def _is_as_before(path: str, line: dict[str, Any], folder: Path) -> bool:
     if line["was"] == "folder":
         return os.path.isdir(path) and not is_link
     copy = folder / _COPIES / line["copy"]
-    same = os.path.isfile(path) and not is_link and copy.exists() and filecmp.cmp(path, copy, shallow=False)
-    return same or not copy.exists()  # it was put back before a kill
+    put_back = not copy.exists()  # before a kill
+    return put_back or (os.path.isfile(path) and not is_link and filecmp.cmp(path, copy, shallow=False))
 
 
 def _move(path: str, outputs: Path, cwd: str) -> None:
@@ -261,9 +261,8 @@ def _put_back(path: str, line: dict[str, Any], folder: Path) -> None:
 
 
 def _register() -> Path:
-    """Return the folder in which runs that go on are named; Raises ``RuntimeError`` without a home."""
-    cache = os.environ.get("NARROWCAST_CACHE_DIR")
-    return Path(cache or Path.home() / ".cache" / "narrowcast") / "running"
+    """Return the folder in which runs that go on are named; without a home, one that cannot be made."""
+    return (cache_folder() or Path(os.devnull)) / "running"
 
 
 @contextmanager
@@ -271,7 +270,7 @@ def folder_of_one(tell: Callable[[str], None]) -> Iterator[None]:
     """Wait for the end of others' runs in the working folder, whose files would pass for the user's."""
     here = hashlib.sha256(os.fsencode(os.getcwd())).hexdigest()[:32]
     with ExitStack() as stack:
-        with suppress(OSError, RuntimeError):
+        with suppress(OSError):
             _register().mkdir(parents=True, exist_ok=True)
             turn = stack.enter_context((_register() / f"{here}.turn").open("wb"))
             # Ranks of one job run together, as does what a script in a run starts: they would wait for ever.
@@ -289,7 +288,7 @@ def registered(folder: Path) -> Iterator[None]:
     entry = None
     with ExitStack() as stack:
         # Without a folder for it, only a kill goes without a remedy.
-        with suppress(OSError, RuntimeError):
+        with suppress(OSError):
             _register().mkdir(parents=True, exist_ok=True)
             entry = _register() / f"{uuid.uuid4().hex}.run"
             file = stack.enter_context(entry.open("xb", buffering=0))
@@ -312,7 +311,7 @@ def _locked(file: IO[bytes]) -> bool:
 def restore_killed(tell: Callable[[str], None]) -> None:
     """Put back the files of runs that were killed; ``tell`` gets a line for each that had changed some."""
     entries: list[Path] = []
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError):
         entries = sorted(_register().glob("*.run"))
     for entry in entries:
         with suppress(OSError), entry.open("r+b") as file:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from narrowcast.attach._recorder import Recorder
-from narrowcast.attach._run import RunningScale
+from narrowcast.attach._run import Call, RunningScale
 from narrowcast.attach._torch_internals import graph_task_id, only_the_engine_holds, register_hook_first
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import NonfiniteFlags, leaf_of, nodes_below, nonfinite_flags
@@ -67,9 +67,7 @@ class Leaves:
         self._an_optimizer_steps = False
         self._lock = threading.RLock()
 
-    def reached_from(
-        self, roots: Iterable[Any], *, passed_on: Callable[[torch.Tensor], bool] | None = None
-    ) -> list[Leaf]:
+    def reached_from(self, roots: Iterable[Any], *, passed_on: Call | None) -> list[Leaf]:
         """Return the leaves below graph nodes ``roots``; each has its unscaling hook from now on.
 
         ``passed_on`` selects leaves to ignore: those that stand for other tensors of an enclosing pass.
@@ -183,9 +181,7 @@ class Leaves:
             self._scale.discarded(leaf.overflow)
         leaf.overflow, leaf.skipped, leaf.clean_since = 0, False, clean_since
 
-    def backward_ended(
-        self, leaves: Iterable[Leaf], backward: int, loss: torch.Tensor | None, site: str
-    ) -> None:
+    def backward_ended(self, leaves: list[Leaf], backward: int, loss: torch.Tensor | None, site: str) -> None:
         """Check what the leaves accumulated, before the script can clamp it; the result is read later."""
         gradients = [] if loss is None else [loss]
         holding: list[Leaf | None] = [None for _ in gradients]

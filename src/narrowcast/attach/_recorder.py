@@ -133,9 +133,8 @@ class Recorder:
     def _write_at_once(self, event: dict[str, Any]) -> None:
         """Write ``event`` after the events before it, so that the file keeps their order."""
         with self._lock:
+            self._unwritten.append(event)
             self.flush()
-            if self._writer:
-                self._writer.write(event)
 
     def flush(self) -> None:
         """Write the events since the last flush; reads losses from the device."""

@@ -9,7 +9,7 @@ import functools
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -138,7 +138,7 @@ class Regions:
 
         return __call__
 
-    def _outermost_call(self, call: Callable[[], Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _outermost_call(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         parameter = next(module.parameters(), None)
         if parameter is None or get_worker_info() is not None or is_jit_tracing():
             # torch.jit.trace would keep the casts in the traced module after the run.
@@ -185,9 +185,7 @@ class Regions:
             self._recorder.note(f"{name} computes in fp64, as its weights are: no region was opened")
         return double
 
-    def _in_region(
-        self, call: Callable[[], Any], module: nn.Module, device_type: str, dtype: torch.dtype | None
-    ) -> Any:
+    def _in_region(self, call: Call, module: nn.Module, device_type: str, dtype: torch.dtype | None) -> Any:
         """Call a module in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
         thread = self._thread
         if dtype is None:

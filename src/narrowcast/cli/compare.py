@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from narrowcast._files import cache_folder
 from narrowcast.cli._output import CHECK_FAILED, show_result, shown_progress, talk
 from narrowcast.cli.run import (
     CacheDirOption,
@@ -19,7 +20,6 @@ from narrowcast.cli.run import (
     RestArgument,
     RunDirOption,
     ScriptArgument,
-    cache_folder,
     check_policy,
     check_seed,
     find_script,
@@ -106,7 +106,7 @@ def compare(
 
     require_torch()
     found = find_script(script, arguments, module=module)
-    _decide_auto(policy, cache_folder(cache_dir))
+    _decide_auto(policy, cache_dir or cache_folder())
     why, instead = stays_in_fp32(policy), compared_instead(policy)
     if why and instead is None:
         return _nothing_to_compare(why, as_json=as_json)

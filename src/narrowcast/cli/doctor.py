@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from narrowcast._files import cache_folder
 from narrowcast.cli._output import CHECK_FAILED, show_result, shown_progress, talk
 from narrowcast.cli.run import (
     CacheDirOption,
@@ -16,7 +17,6 @@ from narrowcast.cli.run import (
     PolicyOption,
     RestArgument,
     RunDirOption,
-    cache_folder,
     check_policy,
     find_script,
     tell_outputs,
@@ -64,7 +64,7 @@ def doctor(
     if script is not None:
         # Refuse a missing script before anything is measured.
         find_script(script, arguments, module=module)
-    cache, budget = cache_folder(cache_dir), Budget(device_s=budget_s)
+    cache, budget = cache_dir or cache_folder(), Budget(device_s=budget_s)
     with shown_progress() as progress:
         found = examine(
             cache=cache, fresh=fresh, budget=budget, progress=lambda text: progress(f"measuring {text}")

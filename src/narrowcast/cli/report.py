@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from narrowcast._files import cache_folder
 from narrowcast.cli._output import show, show_result, talk
-from narrowcast.cli.run import CacheDirOption, JsonOption, cache_folder
+from narrowcast.cli.run import CacheDirOption, JsonOption
 from narrowcast.errors import FileError
 
 
@@ -45,12 +46,12 @@ def report(
     --list and --clean see NARROWCAST_CACHE_DIR or ~/.cache/narrowcast, not what --run-dir named.
     """
     if list_all or clean:
-        return _list_all(cache_folder(cache_dir), clean=clean)
+        return _list_all(cache_dir or cache_folder(), clean=clean)
 
     from narrowcast.report import find_capture, latest_capture, save_page
 
     if capture is None:
-        capture = latest_capture(cache_folder(cache_dir))
+        capture = latest_capture(cache_dir or cache_folder())
     if capture is None:
         raise typer.BadParameter("none given; narrowcast compare train.py writes one", param_hint="'CAPTURE'")
     found = find_capture(capture)

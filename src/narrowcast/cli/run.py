@@ -134,16 +134,6 @@ def check_policy(policy: str) -> None:
         raise PolicyError(f"{error}{came}") from None
 
 
-def cache_folder(asked: Path | None) -> Path | None:
-    """Return the folder of rates and runs; None: there is no home folder either."""
-    if asked is not None:
-        return asked
-    try:
-        return Path.home() / ".cache" / "narrowcast"
-    except RuntimeError:
-        return None
-
-
 def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Script:
     """Return the script to run; refuse a missing one. First put back what killed runs had changed."""
     from narrowcast.attach import Script, restore_killed

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from narrowcast._files import replacing
+from narrowcast._files import cache_folder, replacing
 from narrowcast.machine._environment import (
     Choice,
     cpu_capabilities,
@@ -196,7 +196,7 @@ def best_format(device_type: str, cache: Path | None = None) -> Choice:
     """
     if device_type in _of_rank_0:
         return _of_rank_0[device_type]
-    where = device_type, cache or default_cache()
+    where = device_type, cache or cache_folder()
     if where not in _by_rates:
         _by_rates[where] = _by_kept_rates(*where)
     choice = _by_rates[where]
@@ -352,7 +352,7 @@ def kept_rows() -> list[dict[str, Any]]:
 
     Without any, those that decide ``auto``.
     """
-    cache = default_cache()
+    cache = cache_folder()
     here = [cpu_facts(cpu_capabilities(), architecture=platform.machine()), str(torch.__version__)]
     with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
         files = sorted(((cache or Path()) / "rates").glob("*.json"), key=lambda path: path.stat().st_mtime)
@@ -363,10 +363,3 @@ def kept_rows() -> list[dict[str, Any]]:
             if [key["cpu"], key["torch"]["version"]] == here:
                 return list(kept["rates"]["devices"][0]["rows"])
     return list((_auto_rates("cpu", cache) or {"rows": []})["rows"])
-
-
-def default_cache() -> Path | None:
-    """Return the folder of rates: ``NARROWCAST_CACHE_DIR``, or one in the home folder, if there is one."""
-    with suppress(RuntimeError):
-        return Path(os.environ.get("NARROWCAST_CACHE_DIR") or Path.home() / ".cache" / "narrowcast")
-    return None
