@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from narrowcast.observe.capture import TimedRun
@@ -62,9 +62,7 @@ class Figure:
     """One figure.
 
     Attributes:
-        name: identifier of its element.
-        kind: ``"loss"``, ``"difference"``, ``"times"``, ``"scale"``, ``"errors"``: the template has words
-            for each.
+        name: identifier of its element: ``"plot-"``, its kind, and the number of a call site.
         x_ticks, y_ticks: text and position in percent.
         marks: in the order in which they are drawn.
         legend: CSS class and text of each entry.
@@ -72,12 +70,16 @@ class Figure:
     """
 
     name: str
-    kind: str
     x_ticks: _Ticks
     y_ticks: _Ticks
     marks: list[Mark]
     legend: list[tuple[str, str]]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """``"loss"``, ``"difference"``, ``"times"``, ``"scale"`` or ``"errors"``, for the template."""
+        return self.name.split("-")[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,10 +233,10 @@ def _loss_figure(place: int, site: str, runs: Sequence[TimedRun], most: int) -> 
     curves: list[tuple[TimedRun, Curve]] = []
     not_finite = []
     for run in runs:
-        losses = [loss for loss in run.capture.of("loss") if loss["site"] == site]
+        losses = _losses(run, site)
         if not losses:
             continue
-        drawn = curve([loss["backward"] for loss in losses], [loss["value"] for loss in losses], most)
+        drawn = curve([at for at, _ in losses], [value for _, value in losses], most)
         curves.append((run, drawn))
         if drawn.gaps:
             not_finite.append((run_name(run), len(drawn.gaps), len(losses), f"{drawn.gaps[0]:.0f}"))
@@ -253,7 +255,6 @@ def _loss_figure(place: int, site: str, runs: Sequence[TimedRun], most: int) -> 
     counts = {key: sum(run.format == key for run, _ in curves) for key in NAMES}
     return Figure(
         name=f"plot-loss-{place}",
-        kind="loss",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         marks=marks,
@@ -284,7 +285,6 @@ def _difference_figure(place: int, site: str, runs: Sequence[TimedRun], most: in
     legend = [("fp32", "another seed in FP32")] if others else []
     return Figure(
         name=f"plot-difference-{place}",
-        kind="difference",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         marks=[
@@ -300,10 +300,14 @@ def _first_of_each_seed(site: str, runs: Sequence[TimedRun], key: str) -> dict[i
     """The losses of a format's first run from each seed, with the backwards that they came from."""
     found: dict[int, _Losses] = {}
     for run in runs:
-        if run.format == key and run.seed not in found:
-            losses = [(x["backward"], x["value"]) for x in run.capture.of("loss") if x["site"] == site]
-            found |= {run.seed: losses} if losses else {}
+        losses = _losses(run, site) if run.format == key else []
+        if losses:
+            found.setdefault(run.seed, losses)
     return found
+
+
+def _losses(run: TimedRun, site: str) -> _Losses:
+    return [(loss["backward"], loss["value"]) for loss in run.capture.of("loss") if loss["site"] == site]
 
 
 def _difference(under: _Losses, over: _Losses) -> tuple[list[float], list[float]]:
@@ -350,7 +354,6 @@ def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], wh
     medians = {key: milliseconds(statistics.median(values) / 1e3) for key, values in present.items()}
     return Figure(
         name="plot-times",
-        kind="times",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         marks=[
@@ -390,7 +393,6 @@ def scale_figure(runs: Sequence[TimedRun]) -> Figure | None:
         marks += [Mark(style="fail dots", path=dots)] if dots else []
     return Figure(
         name="plot-scale",
-        kind="scale",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         marks=marks,
@@ -443,7 +445,6 @@ def error_figure(
     )
     return Figure(
         name="plot-errors",
-        kind="errors",
         x_ticks=x.ticks(),
         y_ticks=(("together", 75.0), ("each", 28.0)) if every else (("together", 50.0),),
         marks=marks,

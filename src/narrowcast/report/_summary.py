@@ -238,9 +238,8 @@ def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: 
 
 def _kind(runs: Sequence[TimedRun]) -> str | None:
     """``"training"`` where a run went backward, ``"inference"`` where modules were only called."""
-    if any(run.capture.of("loss") or run.capture.totals()["backwards"] for run in runs):
-        return "training"
-    if any(run.capture.of("step") for run in runs):
+    captures = [run.capture for run in runs]
+    if any(one.of("loss") or one.of("step") or one.totals()["backwards"] for one in captures):
         return "training"
     return "inference" if any(run.capture.of("forward") for run in runs) else None
 
@@ -385,18 +384,17 @@ def run_summary(capture: Capture) -> dict[str, Any]:
                 {key: device[key] for key in ("device_type", "format", "because")}
                 for device in capture.of("device")
             ],
-            "losses": {site: _of_site(values) for site, values in _losses(capture).items()},
+            "losses": {
+                site: {
+                    "count": len(values),
+                    "first": values[0],
+                    "last": values[-1],
+                    "final": final_loss(values),
+                    "not_finite": sum(not math.isfinite(value) for value in values),
+                }
+                for site, values in _losses(capture).items()
+            },
             "notes": [note["text"] for note in capture.of("note")],
         }
     )
     return found
-
-
-def _of_site(values: list[float]) -> dict[str, Any]:
-    return {
-        "count": len(values),
-        "first": values[0],
-        "last": values[-1],
-        "final": final_loss(values),
-        "not_finite": sum(not math.isfinite(value) for value in values),
-    }

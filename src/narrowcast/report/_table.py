@@ -61,16 +61,12 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
     kind = summary["kind"]
     timed = "forward_time_s" if kind == "inference" else "step_time_s"
     median = f"{timed.removesuffix('_time_s')} time, median"
+    tensors, process = (percent_change(summary[name]) for name in ("memory_ratio", "process_memory_ratio"))
     found = [
         _row(summary, f"{timed}_median", median, milliseconds, _speedup(summary)),
         _interval_row(summary, f"{timed}_interval"),
-        *(
-            _row(summary, key, name, mebibytes, percent_change(summary[ratio]))
-            for key, name, ratio in (
-                ("peak_tensor_bytes", "peak tensor memory", "memory_ratio"),
-                ("peak_resident_bytes", "peak process memory", "process_memory_ratio"),
-            )
-        ),
+        _row(summary, "peak_tensor_bytes", "peak tensor memory", mebibytes, tensors),
+        _row(summary, "peak_resident_bytes", "peak process memory", mebibytes, process),
         *_loss_rows(summary),
     ]
     # Zeros of a script that only computes would look as if something were missing.
@@ -147,12 +143,8 @@ def _speedup(summary: Mapping[str, Any]) -> str:
 def _interval_row(summary: Mapping[str, Any], key: str) -> Row:
     fp32, mixed = (_interval(summary[side][key]) for side in NAMES)
     alone = max(len(summary[side]["runs"]) for side in NAMES) == 1
-    return Row(
-        name="  95 % in one run" if alone else "  95 % interval",
-        fp32=fp32,
-        mixed=mixed,
-        change=speed_interval(summary),
-    )
+    name = "  95 % in one run" if alone else "  95 % interval"
+    return Row(name=name, fp32=fp32, mixed=mixed, change=speed_interval(summary))
 
 
 def _interval(interval_s: Sequence[float | str] | None) -> str:
@@ -163,18 +155,13 @@ def _interval(interval_s: Sequence[float | str] | None) -> str:
 
 
 def _no_steps(summary: Mapping[str, Any]) -> list[Check]:
-    fp32, mixed = summary["fp32"] or {}, summary["mixed"] or {}
-    skipped = mixed.get("skipped_steps")
-    if (
-        not summary["verdict"]["right"].startswith("no")
-        or not (fp32.get("steps") and skipped)
-        or mixed.get("steps")
-    ):
+    fp32, mixed = summary["fp32"], summary["mixed"]
+    skipped = mixed["skipped_steps"]
+    if not (summary["verdict"]["right"].startswith("no") and fp32["steps"] and skipped) or mixed["steps"]:
         return []
+    numbers = (f"{count(skipped)} skipped, 0 taken",)
     reason = "mixed precision skipped every step, so nothing was trained"
-    return [
-        Check(name="steps", verdict="fail", numbers=(f"{count(skipped)} skipped, 0 taken",), reason=reason)
-    ]
+    return [Check(name="steps", verdict="fail", numbers=numbers, reason=reason)]
 
 
 def _check(name: str, part: Mapping[str, Any], numbers: Sequence[str]) -> Check:
