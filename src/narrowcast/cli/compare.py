@@ -38,12 +38,7 @@ _StepsOption = Annotated[
 ]
 _RepeatsOption = Annotated[
     int,
-    typer.Option(
-        "--repeats",
-        metavar="N",
-        min=1,
-        help="Seeds to run both formats with; 3 judge the loss.",
-    ),
+    typer.Option("--repeats", metavar="N", min=1, help="Seeds to run both formats with; 3 judge the loss."),
 ]
 _AtStepOption = Annotated[
     int,
@@ -51,8 +46,7 @@ _AtStepOption = Annotated[
 ]
 
 _MinSpeedupOption = Annotated[
-    float | None,
-    typer.Option("--min-speedup", metavar="X", help="Exit with 1 if the speedup is below X."),
+    float | None, typer.Option("--min-speedup", metavar="X", help="Exit with 1 if the speedup is below X.")
 ]
 
 _TimeLimitOption = Annotated[
@@ -78,8 +72,7 @@ def compare(
     run_dir: RunDirOption = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the first repeat.")] = 0,
     strict: Annotated[
-        bool,
-        typer.Option("--strict", help='Exit with 1 on the verdict "cannot tell" too.'),
+        bool, typer.Option("--strict", help='Exit with 1 on the verdict "cannot tell" too.')
     ] = False,
     min_speedup: _MinSpeedupOption = None,
     time_limit: _TimeLimitOption = None,
@@ -99,9 +92,11 @@ def compare(
     check_seed(seed + repeats - 1)
     if loss_scale is not None:
         parse(loss_scale)
-    _check_min_speedup(min_speedup)
+    if min_speedup is not None and not 0 < min_speedup < math.inf:
+        raise SettingError(f"expected --min-speedup to be a number above 0, got {min_speedup:g}")
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import make_run_folder
+    from narrowcast.report import empty_summary
     from narrowcast.verify.compare import ComparisonSettings, compared_instead, stays_in_fp32
 
     require_torch()
@@ -109,7 +104,11 @@ def compare(
     _decide_auto(policy, cache_dir or cache_folder())
     why, instead = stays_in_fp32(policy), compared_instead(policy)
     if why and instead is None:
-        return _nothing_to_compare(why, as_json=as_json)
+        reason = f"mixed precision stays in fp32 here, since {why}"
+        talk(f"nothing to compare: {reason}")
+        if as_json:
+            show_result(empty_summary(reason), str, as_json=True)
+        return 0
     if instead is not None:
         talk(f"auto computes in fp32 here, since {why}; comparing {instead}")
     given: dict[str, Any] = {
@@ -131,21 +130,6 @@ def compare(
         **given,
     )
     return _compare(settings, as_json=as_json, strict=strict)
-
-
-def _nothing_to_compare(why: str, *, as_json: bool) -> int:
-    from narrowcast.report import empty_summary
-
-    reason = f"mixed precision stays in fp32 here, since {why}"
-    talk(f"nothing to compare: {reason}")
-    if as_json:
-        show_result(empty_summary(reason), str, as_json=True)
-    return 0
-
-
-def _check_min_speedup(asked: float | None) -> None:
-    if asked is not None and not 0 < asked < math.inf:
-        raise SettingError(f"expected --min-speedup to be a number above 0, got {asked:g}")
 
 
 def _decide_auto(policy: str, cache: Path | None) -> None:

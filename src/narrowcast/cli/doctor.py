@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,9 @@ from narrowcast.cli.run import (
     find_script,
     tell_outputs,
 )
+
+if TYPE_CHECKING:
+    from narrowcast.verify import ScriptSettings
 
 
 def doctor(
@@ -72,34 +75,29 @@ def doctor(
     for note in found["notes"]:
         talk(f"note: {note}")
     if script is not None:
-        asked = {"target": (script, *(arguments or [])), "is_module": module, "policy": policy}
-        return _diagnose(found, asked, run_dir=run_dir, cache_dir=cache_dir, as_json=as_json)
+        from narrowcast.observe.capture import make_run_folder
+        from narrowcast.verify import ScriptSettings
+
+        folder = make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir)
+        target = (script, *(arguments or []))
+        settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
+        return _diagnose(found, settings, as_json=as_json)
     from narrowcast.report import doctor_text
 
     show_result(found, lambda: doctor_text(found, color=sys.stdout.isatty()), as_json=as_json)
     return CHECK_FAILED if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
 
 
-def _diagnose(
-    examined: dict[str, Any],
-    asked: dict[str, Any],
-    *,
-    run_dir: Path | None,
-    cache_dir: Path | None,
-    as_json: bool,
-) -> int:
-    from narrowcast.observe.capture import make_run_folder
+def _diagnose(examined: dict[str, Any], settings: ScriptSettings, *, as_json: bool) -> int:
     from narrowcast.report import conclusion, diagnosis_text
-    from narrowcast.verify import ScriptSettings, diagnose
+    from narrowcast.verify import diagnose
 
     for wrong in examined["mismatches"]:
         if wrong["severity"] == "error":
             talk(f"{wrong['device']}: {wrong['text']} (more: narrowcast doctor)")
-    name = f"doctor-{Path(asked['target'][0]).stem}"
-    folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
     with shown_progress() as progress:
-        found = diagnose(ScriptSettings(**asked, folder=folder), examined["rates"], progress=progress)
-    tell_outputs(folder)
+        found = diagnose(settings, examined["rates"], progress=progress)
+    tell_outputs(settings.folder)
     whole = found | {"conclusion": conclusion(found), "machine": examined}
     show_result(whole, lambda: diagnosis_text(found, color=sys.stdout.isatty()), as_json=as_json)
     return 0

@@ -17,8 +17,7 @@ NOT_LOOKED_AT = 3
 
 def migrate(
     paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="PATH", help="Python files, and folders with *.py in them."),
+        list[Path], typer.Argument(metavar="PATH", help="Python files, and folders with *.py in them.")
     ],
     write: Annotated[
         bool, typer.Option("--write", help="Write the files instead of showing a diff.")

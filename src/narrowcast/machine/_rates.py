@@ -298,26 +298,23 @@ class _Run:
         failure: _Skipped | None = None
         for shape in work.shapes:
             expected_s = None if last is None else last[0] * work.amount(shape) / last[1]
-            if failure is None and self.clock() > self.deadline - self.budget.device_s * _FOR_ROUNDS:
-                found[shape] = self._out_of_time(expected_s)
-                continue
             if failure is not None:
                 found[shape] = failure
-                continue
-            if expected_s is not None and expected_s > self.longest_s:
+            elif self.clock() > self.deadline - self.budget.device_s * _FOR_ROUNDS:
+                found[shape] = self._out_of_time(expected_s)
+            elif expected_s is not None and expected_s > self.longest_s:
                 found[shape] = _Skipped(f"one call would take about {_seconds(expected_s)}", expected_s)
-                continue
-            progress(f"{self.device}: {work.kind.replace('_', ' ')} in {format_name}")
-            try:
-                call = work.prepare(shape, format_name, self.device)
-                seconds = self._quickest(call, format_name)
-            except (RuntimeError, NotImplementedError, TypeError) as error:
-                failure = _Skipped(f"torch cannot do it here: {first_line(error)}")
-                found[shape] = failure
-                continue
-            last = (seconds, work.amount(shape))
-            too_long = _Skipped(f"one call takes {_seconds(seconds)}", seconds)
-            found[shape] = too_long if seconds > self.longest_s else seconds
+            else:
+                progress(f"{self.device}: {work.kind.replace('_', ' ')} in {format_name}")
+                try:
+                    call = work.prepare(shape, format_name, self.device)
+                    seconds = self._quickest(call, format_name)
+                except (RuntimeError, NotImplementedError, TypeError) as error:
+                    failure = found[shape] = _Skipped(f"torch cannot do it here: {first_line(error)}")
+                    continue
+                last = (seconds, work.amount(shape))
+                too_long = _Skipped(f"one call takes {_seconds(seconds)}", seconds)
+                found[shape] = too_long if seconds > self.longest_s else seconds
         return found
 
     def side_by_side(

@@ -25,6 +25,7 @@ from narrowcast.report._statistics import (
 )
 from narrowcast.report._text import percent_change, speed_interval, speed_text
 
+NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _WORST_FIRST = ("fail", "cannot tell", "pass")
 _JUDGED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 _RATIOS = ("speedup", "speedup_interval", "memory_ratio", "process_memory_ratio")
@@ -66,9 +67,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     judged = {name: check for name, check in checks.items() if check}
     if loss and few_seeds(loss) and finite and not many_skipped(mixed.whole):
         del judged["loss"]  # as by default
-    right = "no: mixed precision skipped every step, so nothing was trained"
-    if not _never_steps(fp32, mixed):
-        right = _right(judged)
+    right = f"no: {NOTHING_TRAINED}" if _never_steps(fp32, mixed) else _right(judged)
     worth_it = _worth_it(ratio, ratio_reasons, comparison)
     result: dict[str, Any] = json_ready(
         {

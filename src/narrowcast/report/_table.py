@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowcast.observe.capture import TOTAL_LIMIT, Capture
 from narrowcast.report._render import terminal_text
-from narrowcast.report._summary import few_seeds
+from narrowcast.report._summary import NOTHING_TRAINED, few_seeds
 from narrowcast.report._text import (
     UNKNOWN,
     count,
@@ -85,7 +85,10 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
 
     If mixed precision skipped every step, that comes first.
     """
-    found = _no_steps(summary)
+    found = []
+    if NOTHING_TRAINED in summary["verdict"]["right"]:
+        skipped = (f"{count(summary['mixed']['skipped_steps'])} skipped, 0 taken",)
+        found.append(Check(name="steps", verdict="fail", numbers=skipped, reason=NOTHING_TRAINED))
     certificate, output, loss = summary["certificate"], summary["output"], summary["loss"]
     if certificate is not None:
         key = "relative_error" if certificate["error_over_noise"] is None else "error_over_noise"
@@ -152,16 +155,6 @@ def _interval(interval_s: Sequence[float | str] | None) -> str:
         return ""
     low, high = (three_digits(float(bound) * 1e3) for bound in interval_s)
     return f"{low} to {high} ms"
-
-
-def _no_steps(summary: Mapping[str, Any]) -> list[Check]:
-    fp32, mixed = summary["fp32"], summary["mixed"]
-    skipped = mixed["skipped_steps"]
-    if not (summary["verdict"]["right"].startswith("no") and fp32["steps"] and skipped) or mixed["steps"]:
-        return []
-    numbers = (f"{count(skipped)} skipped, 0 taken",)
-    reason = "mixed precision skipped every step, so nothing was trained"
-    return [Check(name="steps", verdict="fail", numbers=numbers, reason=reason)]
 
 
 def _check(name: str, part: Mapping[str, Any], numbers: Sequence[str]) -> Check:
