@@ -96,7 +96,6 @@ def compare(
         raise SettingError(f"expected --min-speedup to be a number above 0, got {min_speedup:g}")
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import make_run_folder
-    from narrowcast.report import empty_summary
     from narrowcast.verify.compare import ComparisonSettings, compared_instead, stays_in_fp32
 
     require_torch()
@@ -104,11 +103,7 @@ def compare(
     _decide_auto(policy, cache_dir or cache_folder())
     why, instead = stays_in_fp32(policy), compared_instead(policy)
     if why and instead is None:
-        reason = f"mixed precision stays in fp32 here, since {why}"
-        talk(f"nothing to compare: {reason}")
-        if as_json:
-            show_result(empty_summary(reason), str, as_json=True)
-        return 0
+        return _nothing_to_compare(f"mixed precision stays in fp32 here, since {why}", as_json=as_json)
     if instead is not None:
         talk(f"auto computes in fp32 here, since {why}; comparing {instead}")
     given: dict[str, Any] = {
@@ -130,6 +125,15 @@ def compare(
         **given,
     )
     return _compare(settings, as_json=as_json, strict=strict)
+
+
+def _nothing_to_compare(reason: str, *, as_json: bool) -> int:
+    from narrowcast.report import empty_summary
+
+    talk(f"nothing to compare: {reason}")
+    if as_json:
+        show_result(empty_summary(reason), str, as_json=True)
+    return 0
 
 
 def _decide_auto(policy: str, cache: Path | None) -> None:
