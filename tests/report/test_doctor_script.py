@@ -25,6 +25,7 @@ def profile(shares, *, plain_s, casts=(0, 0, 0, 0), busy=None, sites=()):
         "gpu_busy_share": busy,
         "fused": False,
         "reads": {"steps": 10, "sites": [dict(site) for site in sites]},
+        "notes": ["rounding swallowed 91% of the updates of AdamW in its first 10 steps"],
     }
 
 
@@ -119,6 +120,7 @@ def test_the_text_in_color_and_without():
     text, color = diagnosis_text(FOUND), diagnosis_text(FOUND, color=True)
     assert text.startswith(TEXT)
     assert max(map(len, text.splitlines())) <= 79
+    assert "Rounding swallowed 91% of the updates" in text
     assert text != color
     assert color.replace("\x1b[1m", "").replace("\x1b[0m", "") == text
 

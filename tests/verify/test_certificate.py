@@ -172,6 +172,14 @@ def test_the_bias_is_estimated_without_bias_and_intervals_hold_it():
     assert held >= 0.93 * 300
 
 
+def test_bias_widens_the_interval():
+    """Four batches know a bias worse than a spread."""
+    found = judged(measured(*drawn(4, bias=0.05, seed=1)))
+    one, many = (estimate.high / estimate.low for estimate in (found.at(1), found.at(256)))
+    assert one < 3
+    assert many > 4
+
+
 def test_a_cast_that_only_spreads_holds_for_any_batch():
     fp32, _ = drawn(64, seed=3)
     found = judged(measured(fp32, fp32 + drawn(64, bias=0.0, spread=0.02, noise=0.0, seed=4)[1] - 1))
@@ -186,7 +194,7 @@ def test_it_holds_up_to_the_batch_at_which_a_limit_is_reached():
     assert found.reason.endswith(f"Right up to an effective batch of {64 * k:,} samples (k = {k}).")
     # One parameter, a thousandth of the whole, with a bias of its own; 15 elements are too few to tell.
     for elements, expected in ((16, True), (15, False)):
-        small = [0.01 * one for one in drawn(8, bias=0.1, spread=0.01, elements=elements)]
+        small = [0.01 * one for one in drawn(8, bias=0.2, spread=0.01, elements=elements)]
         both = judged(measured(*drawn(8, bias=0.01, spread=0.02)), measured(*small, "head.bias"))
         assert (both.holds_up_to < k) == expected
         at_k = judged(

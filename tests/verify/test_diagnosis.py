@@ -98,8 +98,12 @@ def test_a_script_that_only_computes_is_profiled_by_calls(diagnosed):
 @pytest.mark.long
 def test_calls_before_the_optimizer_is_made_are_no_steps(diagnosed):
     looks_first = "nn.Linear(16, 16)(torch.ones(4, 16))\n"
-    found = diagnosed(looks_first, TRAINS.format(wide=16, many=MANY))
+    low = "    model[0].a_low_weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))\n"
+    loop = TRAINS.format(wide=16, many=MANY)
+    found = diagnosed(looks_first, loop.replace("    optimizer =", low + "    optimizer =", 1))
     assert found["unit"] == "step"
+    (said,) = [note for note in found["mixed"]["notes"] if note.startswith("SGD")]
+    assert "stored in bf16, without fp32 masters" in said
     assert found["mixed"]["casts"]["count"] == 11
 
 

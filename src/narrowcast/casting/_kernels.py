@@ -252,7 +252,7 @@ def overlaid(overlay: Overlay) -> Iterator[None]:
 
 @contextmanager
 def _overlays_removed() -> Iterator[None]:
-    """Put overlays back at the end, once: a policy may be freed meanwhile, whose kernels are removed in here."""
+    """Put overlays back at the end, once, though kernels of a freed policy may be removed meanwhile."""
     removed = list(overlays)
     overlays.clear()
     for overlay in reversed(removed):

@@ -68,7 +68,7 @@ def _size(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def conclusion(found: dict[str, Any]) -> list[str]:
-    """Return what to expect of mixed precision for this script, then what to change, the most time first."""
+    """Return what to expect of mixed precision for this script, what to change, and the notes of its run."""
     if found["problem"] is not None:
         return []
 
@@ -79,7 +79,8 @@ def conclusion(found: dict[str, Any]) -> list[str]:
     changes = sorted(_changes(found), key=lambda change: -change[0])[:_MOST_CHANGES]
     lines = [text(finding) for finding in (*_expectation(found), *_doubts(found))]
     lines += [f"{'Then' if n else 'Change first'}: {text(change)}" for n, (_, change) in enumerate(changes)]
-    return [*lines, *map(text, _reads(found))]
+    notes = [f"{note[:1].upper()}{note[1:]}." for note in found["mixed"]["notes"]]
+    return [*lines, *map(text, _reads(found)), *notes]
 
 
 def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:

@@ -108,10 +108,12 @@ def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
 
 
 def _profile(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
-    formats = dict.fromkeys(event["format"] for event in read_capture(folder / RUN).of("device"))
+    capture = read_capture(folder / RUN)
+    formats = dict.fromkeys(event["format"] for event in capture.of("device"))
+    notes = [note["text"] for note in capture.of("note")]
     plain = {f"plain_{name}": value for name, value in result["plain"].items()}
     own = {name: result[name] for name in ("unit", "fused", "reads")}
-    return {**result["profile"], **plain, **own, "format": ", ".join(formats) or None}
+    return {**result["profile"], **plain, **own, "format": ", ".join(formats) or None, "notes": notes}
 
 
 def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
