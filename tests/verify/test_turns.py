@@ -43,7 +43,7 @@ def pair(runs):
     yield make
     for run in begun:
         with pytest.raises(ProcessLookupError):
-            os.kill(run.pid, 0)
+            os.kill(run._process.pid, 0)
 
 
 def noted(run, what):

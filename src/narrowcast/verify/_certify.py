@@ -18,9 +18,11 @@ from narrowcast.gradients import nonfinite_flags
 from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve
 from narrowcast.scaling import Static
 from narrowcast.training import check_loss, random_states, set_random_states
+from narrowcast.verify._certificate import Certificate
 from narrowcast.verify._dispatch_modes import NARROW, NO_FLOAT64, ExactOps, Fp32Draws
 from narrowcast.verify._model_state import as_before, random_state, samples_in
-from narrowcast.verify.certificate import Batches, Certificate, Sums, certificate_of, compared
+from narrowcast.verify._sums import Batches, Sums, compared
+from narrowcast.verify._verdict import certificate_of
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]

@@ -26,7 +26,7 @@ from narrowcast.gradients import nonfinite_flags
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
 from narrowcast.verify._model_state import bytes_of, each_once, put_back, random_state, samples_in
-from narrowcast.verify.certificate import FEWEST_BATCHES
+from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._runs import (
     MEMORY,
     PAUSED,

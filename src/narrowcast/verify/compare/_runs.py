@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import mmap
@@ -37,7 +36,6 @@ UNTIL, STEPS, PAUSED, MEMORY = range(4)
 
 _POLL_S = 0.1
 _TURN_POLL_S = 0.002
-_TAIL_BYTES = 4096
 _FULL_BYTES = 65_536
 _ERROR_BYTES = 65_536
 _ERROR_LINES = 15
@@ -171,17 +169,17 @@ class ScriptRuns:
             asked |= {"policy": "fp32", "loss_scale": None}
         asked |= {"folder": folder, "purpose": purpose}
         title, number = name or purpose, len(self.folders)
-        self._tell(title, purpose, number)
-        tick = functools.partial(self._tell, title, purpose, number)
-        if format_ == "mixed" and purpose in (Purpose.TIMED, Purpose.PROFILE):
-            title += ", after its FP32 run had succeeded"
-        return LiveRun(RunSettings(**asked, **more), format_, title, tick, self.written.update)
 
-    def _tell(self, title: str, purpose: Purpose, number: int, line: str = "") -> None:
-        left_s = self.ends - time.monotonic()
-        of = f" of {max(self.expected, number)}" if self.expected else ""
-        left = f", about {left_s:.0f} s left" if left_s > 0 else ""
-        self.progress(f"run {number}{of}, {_PHASES[purpose]} ({title}){left}{': ' * bool(line)}{line}")
+        def tell(line: str = "") -> None:
+            left_s = self.ends - time.monotonic()
+            of = f" of {max(self.expected, number)}" if self.expected else ""
+            left = f", about {left_s:.0f} s left" if left_s > 0 else ""
+            self.progress(f"run {number}{of}, {_PHASES[purpose]} ({title}){left}{': ' * bool(line)}{line}")
+
+        tell()
+        alone = format_ == "fp32" or purpose not in (Purpose.TIMED, Purpose.PROFILE)
+        ran = title if alone else f"{title}, after its FP32 run had succeeded"
+        return LiveRun(RunSettings(**asked, **more), format_, ran, tell, self.written.update)
 
 
 # ---- what a run leaves
@@ -270,7 +268,7 @@ def shared_numbers(folder: Path) -> memoryview[int]:
         return memoryview(mmap.mmap(file.fileno(), 32)).cast("q")
 
 
-class LiveRun:
+class LiveRun(ExitStack):
     """The process of a run, which goes on when ``go`` says so. To close it ends it and restores files.
 
     Attributes:
@@ -280,7 +278,6 @@ class LiveRun:
         numbers: what it shares with the process, as ``shared_numbers`` has it.
         code: the exit code; None: it has not ended.
         active_s: how long it was not paused; ``startup_s``: until its first step.
-        pid: of the process.
     """
 
     def __init__(
@@ -291,33 +288,25 @@ class LiveRun:
         tell: Callable[[str], None],
         written: Callable[[list[str]], None],
     ) -> None:
+        super().__init__()
         self.folder, self.format, self.name = settings.folder, format_, settings.folder.name
         self.numbers = shared_numbers(self.folder)
         self.code: int | None = None
         self.active_s = self.startup_s = 0.0
         self._title, self._tell, self._full = title, tell, ""
-        self._exits = ExitStack()
-        self._exits.enter_context(registered(self.folder))
-        self._exits.callback(lambda: written(restore_files(self.folder)))
+        self.enter_context(registered(self.folder))
+        self.callback(lambda: written(restore_files(self.folder)))
         try:
             self._process = _start_process(settings)
         except BaseException:
             self.close()
             raise
-        self.pid = self._process.pid
-        self._exits.callback(self._end)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._exits.close()
+        self.callback(self._end)
 
     def _end(self) -> None:
-        _end_group(self._process)  # processes that the script left behind would disturb the next run
+        """End the process and what it left behind, which would disturb the next run."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
         with suppress(OSError):
             (self.folder / _TURNS).unlink()
         self._full = _full_disk(self.folder) if self.code else ""
@@ -362,6 +351,7 @@ class LiveRun:
         return self.active_s - self.startup_s
 
     def _signal(self, number: int) -> None:
+        """Send a signal to the process and whatever it started, which are one process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
@@ -371,9 +361,18 @@ class LiveRun:
         Raises:
             ScriptError: the script failed; the message has the last lines that it wrote to stderr.
         """
-        if self.code:
-            raise ScriptError(_failure(self._title, self.code, self.folder, self._full))
-        return self.folder
+        if not self.code:
+            return self.folder
+        names = {-known.value: known.name for known in signal.Signals}
+        ended, guess = f"failed with exit code {self.code}", ""
+        if self.code < 0:
+            ended = f"was killed by {names.get(self.code, f'signal {-self.code}')}"
+            guess = " (out of memory?)" * (self.code == -signal.SIGKILL)
+        lines = _tail(self.folder / "stderr.txt", _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
+        shown = ["".join(c if c.isprintable() else " " for c in line[:_LONGEST_LINE]) for line in lines]
+        text = "; it ended with:\n" + "\n".join(shown) if shown else "; it wrote nothing to stderr"
+        where = f"in run {self._title}{self._full}"
+        raise ScriptError(f"the script {ended}{guess} {where}{text}\nall of its output: {self.folder}")
 
 
 def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
@@ -395,24 +394,6 @@ def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
         )
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process and whatever it started, which are one process group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _failure(title: str, code: int, folder: Path, full: str) -> str:
-    names = {-known.value: known.name for known in signal.Signals}
-    ended = (
-        f"was killed by {names.get(code, f'signal {-code}')}" if code < 0 else f"failed with exit code {code}"
-    )
-    guess = " (out of memory?)" if code == -signal.SIGKILL else ""
-    lines = _last_lines(folder / "stderr.txt")
-    text = "; it ended with:\n" + "\n".join(lines) if lines else "; it wrote nothing to stderr"
-    return f"the script {ended}{guess} in run {title}{full}{text}\nall of its output: {folder}"
-
-
 def _full_disk(folder: Path) -> str:
     """Say where the disk is full, if it is for the run in ``folder`` or a file that it wrote."""
     for path in [*map(Path, reversed(changed_files(folder))), folder / "stderr.txt"]:
@@ -429,7 +410,7 @@ def in_short(error: ScriptError) -> str:
     return f"{first.removesuffix('; it ended with:')}: {said[-1]}" if said else first
 
 
-def _tail(path: Path, size: int = _TAIL_BYTES) -> str:
+def _tail(path: Path, size: int) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - size))
@@ -438,13 +419,7 @@ def _tail(path: Path, size: int = _TAIL_BYTES) -> str:
         return ""  # the script deleted the folder
 
 
-def _last_lines(path: Path) -> list[str]:
-    """Return the last lines, cut to a readable length, without control characters."""
-    lines = _tail(path, _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
-    return ["".join(c if c.isprintable() else " " for c in line[:_LONGEST_LINE]) for line in lines]
-
-
 def last_line(folder: Path) -> str:
     """Return the last line on stdout of the run in ``folder``."""
-    lines = _tail(folder / "stdout.txt").replace("\r", "\n").splitlines()
+    lines = _tail(folder / "stdout.txt", 4096).replace("\r", "\n").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
