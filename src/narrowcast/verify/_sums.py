@@ -234,12 +234,11 @@ class Batches:
         self._sums: list[Sums] = []
         self._errors, self._differences = _Groups(), _Groups()
 
-    def add(self, fp32: torch.Tensor | None, mixed: torch.Tensor | None, *, scale: float = 1.0) -> Sums:
+    def add(self, fp32: torch.Tensor | None, mixed: torch.Tensor | None, *, scale: float = 1.0) -> None:
         """Add a batch, whose mixed gradient is divided by ``scale``; None counts as zeros."""
         self.add_fp32(fp32)
         self._sums.append(compared(fp32, mixed, scale=scale))
         self._errors.add(self._flat(fp32), self._flat(mixed), scale)
-        return self._sums[-1]
 
     def add_fp32(self, fp32: torch.Tensor | None) -> None:
         """Add a batch for its noise alone."""

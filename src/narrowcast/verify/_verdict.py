@@ -206,17 +206,12 @@ def _without_noise(relative: float) -> tuple[str, str]:
 
 def _without_second_batch(relative: float) -> tuple[str, str]:
     no_yardstick = "There was no second batch to measure minibatch noise by"
+    error = f"the relative error, {number(relative)},"
     if relative <= ROUNDING_SIZE:
-        return PASS, (
-            f"{no_yardstick}, but the relative error, {number(relative)}, is what rounding alone does (up to "
-            f"{ROUNDING_SIZE})."
-        )
+        return PASS, f"{no_yardstick}, but {error} is what rounding alone does (up to {ROUNDING_SIZE})."
     if relative > PARAMETER_LIMIT:
-        return FAIL, (
-            f"{no_yardstick}, but the relative error, {number(relative)}, is past any that noise could hide "
-            f"({PARAMETER_LIMIT})."
-        )
-    return CANNOT_TELL, f"{no_yardstick}, and the relative error, {number(relative)}, does not settle it."
+        return FAIL, f"{no_yardstick}, but {error} is past any that noise could hide ({PARAMETER_LIMIT})."
+    return CANNOT_TELL, f"{no_yardstick}, and {error} does not settle it."
 
 
 def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> list[str]:

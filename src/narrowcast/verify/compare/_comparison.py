@@ -43,8 +43,8 @@ from narrowcast.verify.compare._runs import (
     in_short,
     last_line,
     read_result,
+    take_turns,
 )
-from narrowcast.verify.compare._turns import take_turns
 
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
@@ -55,6 +55,12 @@ _FEWEST_STEPS = 10
 _LEAST_S = 25.0
 _LEAST_MIXED_S = 30.0
 _FAST_ENOUGH = 1.05  # a smaller speedup is explained unless another one was asked for
+_ADVICE = {
+    "small": "Larger batches or layers would gain",
+    "kernels": "A GPU with tensor cores or a CPU with AMX would gain",
+    "casts": "A larger batch uses each cast of a weight more often",
+    "other": "Larger layers, or less work beside them, would gain",
+}
 _SHORT_STEP_S = 0.003  # some hundred calls of operators, each of at least several microseconds
 # As long as a call takes from Python to its kernel and back, or a few times that.
 _SHORT_CALL_S = {"cpu": 1e-4, "cuda": 2e-5}
@@ -270,16 +276,8 @@ class _Comparison:
         if cut:
             text = f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
             self._write("note", text=text)
-        self._write(
-            "run",
-            name=run.name,
-            format=run.format,
-            seed=seed,
-            capture=f"{run.name}/{path.name}",
-            last_line=last_line(folder),
-            cut=cut,
-            ended=True,
-        )
+        found = {"capture": f"{run.name}/{path.name}", "last_line": last_line(folder), "cut": cut}
+        self._write("run", name=run.name, format=run.format, seed=seed, **found, ended=True)
 
     def _all(self) -> list[Capture]:
         return [*self.captures["fp32"], *self.captures["mixed"]]
@@ -400,10 +398,8 @@ def why_not_faster(
     if slow:
         return {"cause": "kernels", "reason": f"no fast kernels: {slow[0]}"}
     if step_s < _SHORT_STEP_S:
-        reason = (
-            f"layers too small: a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
-        )
-        return {"cause": "small", "reason": f"{reason}. Larger batches or layers would gain"}
+        reason = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
+        return {"cause": "small", "reason": f"layers too small: {reason}. {_ADVICE['small']}"}
     profiles = []
     for name in ("fp32", "mixed"):
         try:
@@ -430,15 +426,14 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
     # Both: beside a few long operators of other kinds, calls of short matmuls are not what takes the time.
     if max(typical_s, fp32["ops"]["mean_s"] or 0.0) < _SHORT_CALL_S.get(fp32["device"], 0.0):
         reason = f"layers too small: a matmul takes {typical_s * 1e6:.0f} us, little more than its call"
-        return {"cause": "small", "reason": f"{reason}. Larger batches or layers would gain"}
-    if gain is not None and gain < _FAST_ENOUGH and share > 1 - 1 / _FAST_ENOUGH:
+        cause = "small"
+    elif gain is not None and gain < _FAST_ENOUGH and share > 1 - 1 / _FAST_ENOUGH:
         reason = f"no fast kernels: matmuls in {format_} take {1 / gain:.2f} times as long here as in FP32"
-        return {
-            "cause": "kernels",
-            "reason": f"{reason}. A GPU with tensor cores or a CPU with AMX would gain",
-        }
-    if casts > 1 - 1 / _FAST_ENOUGH and mixed["step_s"] * (1 - casts) * _FAST_ENOUGH < fp32["step_s"]:
+        cause = "kernels"
+    elif casts > 1 - 1 / _FAST_ENOUGH and mixed["step_s"] * (1 - casts) * _FAST_ENOUGH < fp32["step_s"]:
         reason = f"casts take {casts:.0%} of a step, without which it would be faster"
-        return {"cause": "casts", "reason": f"{reason}. A larger batch uses each cast of a weight more often"}
-    reason = f"matmuls take {share:.0%} of a step in FP32, and {format_} does not make the rest faster"
-    return {"cause": "other", "reason": f"{reason}. Larger layers, or less work beside them, would gain"}
+        cause = "casts"
+    else:
+        reason = f"matmuls take {share:.0%} of a step in FP32, and {format_} does not make the rest faster"
+        cause = "other"
+    return {"cause": cause, "reason": f"{reason}. {_ADVICE[cause]}"}
