@@ -58,10 +58,10 @@ class ParameterResult:
     _moments: Moments | None = field(default=None, repr=False)
 
     @property
-    def counts_alone(self) -> bool:
-        """Whether it has noise, and elements enough for a limit of its own."""
+    def _own_moments(self) -> Moments | None:
+        """Its moments if it has noise, and elements enough for a limit of its own."""
         enough = math.prod(self.shape) >= ENOUGH_ELEMENTS
-        return self.judged and enough and self.error_over_noise is not None
+        return self._moments if self.judged and enough and self.error_over_noise is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -131,11 +131,9 @@ class Certificate:
         """
         if self._moments is None or math.isnan(self.at(1).value):
             return None
-        most = [self._moments.most(TOTAL_LIMIT)]
-        for one in self.parameters:
-            if one.counts_alone and one._moments is not None:
-                most.append(one._moments.most(PARAMETER_LIMIT))
-        return math.floor(min(MOST_MINIBATCHES, self.averaged * min(most)))
+        alone = [own.most(PARAMETER_LIMIT) for one in self.parameters if (own := one._own_moments)]
+        most = min([self._moments.most(TOTAL_LIMIT), *alone])
+        return math.floor(min(MOST_MINIBATCHES, self.averaged * most))
 
     @property
     def worst_parameter(self) -> ParameterResult | None:

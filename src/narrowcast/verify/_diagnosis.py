@@ -157,17 +157,17 @@ def most_speedup(share: float, ratio: float) -> float:
 
 
 def _speeds(format_: str, rows: list[dict[str, Any]]) -> dict[Any, float]:
-    """Return the steady speeds against FP32, by the size that was measured as a profile has it."""
-    return {
-        same_size(rate["kind"], _operands(rate["kind"], rate["shape"])): rate["speed_against_fp32"]
-        for rate in rows
-        if rate["kind"] in ("matmul", "convolution") and rate["format"] == format_ and rate["steady"]
-    }
+    """Return the steady speeds against FP32, by the size that was measured as a profile has it.
 
-
-def _operands(kind: str, shape: list[int]) -> list[int]:
-    """Return the shape of a measured size as a profile has it: square matrices, kernels of 3 x 3."""
-    return [*shape, shape[1], shape[1], 3, 3] if kind == "convolution" else shape[:1] * 3
+    Measured are square matrices, and kernels of 3 x 3.
+    """
+    speeds = {}
+    for rate in rows:
+        kind, shape = rate["kind"], rate["shape"]
+        if kind in ("matmul", "convolution") and rate["format"] == format_ and rate["steady"]:
+            operands = [*shape, shape[1], shape[1], 3, 3] if kind == "convolution" else shape[:1] * 3
+            speeds[same_size(kind, operands)] = rate["speed_against_fp32"]
+    return speeds
 
 
 # ---- the probe of a run

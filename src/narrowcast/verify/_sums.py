@@ -293,9 +293,12 @@ class Totals:
             rounding=_root(one.rounding.difference for one in measured if one.rounding),
         )
 
-    @property
-    def error_over_noise(self) -> float | None:
-        return None if self.no_noise else self.error / self.noise
+    def error_over_noise(self, moments: Moments | None, x: float) -> float | None:
+        """Return that of the mean of ``x`` gradients, or as measured where it is not known."""
+        level = math.nan if moments is None else moments.at(x).value
+        if self.no_noise:
+            return None
+        return self.error / self.noise if math.isnan(level) else level
 
     @property
     def relative_error(self) -> float | None:

@@ -98,17 +98,6 @@ def _lost(parameters: Sequence[ParameterResult], *, has_noise: bool) -> list[tup
     return sorted(lost, reverse=True)
 
 
-def _by_parameter(lost: Sequence[tuple[float, str, float]]) -> tuple[str, str] | None:
-    """Fail a single layer whose gradient is lost, which the total of a large model would not show."""
-    if not lost:
-        return None
-    return FAIL, (
-        f"The gradient of {few([name for _, name, _ in lost])} is lost in mixed precision: it is off by "
-        f"{number(lost[0][0])} of its own size or of minibatch noise, whichever is larger, where "
-        f"{lost[0][2]} is the limit for a single parameter."
-    )
-
-
 def _by_total(
     totals: Totals, by_noise: Totals | None, without: Totals, of_step: tuple[str, str] | None
 ) -> tuple[str, str]:
@@ -160,8 +149,7 @@ def _with_noise(ratio: float, relative: float | None) -> tuple[str, str]:
 
 def _alone(parameters: Sequence[ParameterResult], x: float) -> list[tuple[Estimate, str]]:
     """Return error over noise of each parameter that has a limit of its own in a step, worst first."""
-    counting = [p for p in parameters if p.counts_alone]
-    return sorted(((p._moments.at(x), p.name) for p in counting if p._moments is not None), reverse=True)
+    return sorted(((own.at(x), p.name) for p in parameters if (own := p._own_moments)), reverse=True)
 
 
 def _of_step(
@@ -277,18 +265,22 @@ def certificate_of(
     parameters = tuple(replace(one, lost=one.name in names) for one in parameters)
     found = _void(parameters, cannot_tell)
     if found is None:
-        single = _by_parameter(lost)
         of_step = _of_step(parameters, moments, minibatches, x) if minibatches > 1 else None
-        of_all = _by_total(totals, by_noise, without, of_step)
-        found = single or of_all
-        if single is not None and rounding_unknown is not None:
-            found = of_all if of_all[0] == FAIL else (CANNOT_TELL, f"{single[1]} {rounding_unknown}")
+        found = _by_total(totals, by_noise, without, of_step)
+        # A single layer whose gradient is lost, which the total of a large model would not show.
+        if lost and (rounding_unknown is None or found[0] != FAIL):
+            single = (
+                f"The gradient of {few([name for _, name, _ in lost])} is lost in mixed precision: it is off "
+                f"by {number(lost[0][0])} of its own size or of minibatch noise, whichever is larger, where "
+                f"{lost[0][2]} is the limit for a single parameter."
+            )
+            found = (CANNOT_TELL, f"{single} {rounding_unknown}") if rounding_unknown else (FAIL, single)
     verdict, reason = found
     notes = [*_notes(parameters, None if by_noise is None else without), *([note] if note else [])]
     certificate = Certificate(
         minibatches=minibatches,
         averaged=averaged,
-        error_over_noise=_level(by_noise, moments, x),
+        error_over_noise=None if by_noise is None else by_noise.error_over_noise(moments, x),
         relative_error=totals.relative_error,
         cosine=totals.cosine,
         parameters=parameters,
@@ -301,13 +293,6 @@ def certificate_of(
     if words is None or (certificate.holds_up_to or 0) < minibatches:
         return certificate
     return replace(certificate, reason=" ".join([reason, f"Right up to {words}.", *notes]))
-
-
-def _level(totals: Totals | None, moments: Moments | None, x: float) -> float | None:
-    """Return error over noise of the mean of ``x`` gradients, or as measured if that is not known."""
-    measured = None if totals is None else totals.error_over_noise
-    level = math.nan if moments is None else moments.at(x).value
-    return measured if measured is None or math.isnan(level) else level
 
 
 def _result(one: Measured, x: float) -> ParameterResult:
@@ -327,7 +312,7 @@ def _result(one: Measured, x: float) -> ParameterResult:
         bias_norm=None if one.moments is None else math.sqrt(one.moments.bias),
         noise_norm=None if one.noise is None or math.isinf(totals.noise) else totals.noise,
         rounding_norm=None if one.rounding is None else totals.rounding,
-        error_over_noise=None if one.noise is None else _level(totals, one.moments, x),
+        error_over_noise=None if one.noise is None else totals.error_over_noise(one.moments, x),
         relative_error=totals.relative_error if math.isfinite(one.error.second) else math.inf,
         cosine=totals.cosine,
         judged=judged,

@@ -156,9 +156,8 @@ class _Comparison:
         names = ("loss_scale", "seed", "steps", "repeats", "at_step", "min_speedup")
         asked = {name: getattr(settings, name) for name in names}
         options = list(settings.options)
-        self.writer.write(
-            start_event(settings.target, settings.policy, kind="compare", options=options, **asked)
-        )
+        start = start_event(settings.target, settings.policy, kind="compare", options=options, **asked)
+        self.writer.write(start)
         if settings.fp32_because:
             text = f"auto computes in fp32 here, since {settings.fp32_because}"
             self._write("note", text=f"{text}; {settings.policy} was compared")
@@ -309,11 +308,26 @@ class _Comparison:
         found = speedup_of(self.captures["fp32"], self.captures["mixed"])
         if found is None or self.spawns or found[0] >= (self.settings.min_speedup or _FAST_ENOUGH):
             return
-        because = self.settings.fp32_because
+        because, (_, step_s) = self.settings.fp32_because, found
         slow = slow_here(self.settings.policy) or ([because] if because else [])
-        why = why_not_faster(self.runs, found[1], slow, self._format())
-        if why is not None:
-            self._write("not_worth_it", **why)
+        if slow:
+            self._write("not_worth_it", cause="kernels", reason=f"no fast kernels: {slow[0]}")
+            return
+        if step_s < _SHORT_STEP_S:
+            why = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
+            self._write("not_worth_it", cause="small", reason=f"layers too small: {why}. {_ADVICE['small']}")
+            return
+        profiles = []
+        for name in ("fp32", "mixed"):
+            try:
+                result = read_result(self.runs.start(f"profile-{name}", name, Purpose.PROFILE))
+            except ScriptError:
+                return
+            if result is None or None in (result["profile"], result["plain"]):
+                return
+            profiles.append(result["profile"] | {"step_s": result["plain"]["step_s"]})
+        fp32, mixed = profiles
+        self._write("not_worth_it", **from_profiles(fp32, mixed, self._format()))
 
     # ---- gradients
 
@@ -378,39 +392,9 @@ def speedup_of(fp32: Sequence[Capture], mixed: Sequence[Capture]) -> tuple[float
 
 def step_times_s(capture: Capture) -> list[float]:
     """Return the times of all steps but the first, or of all calls of a script that only computes."""
-    steps = [
-        s["interval_s"] for s in capture.of("step") if s["optimizer"] == 0 and s["interval_s"] is not None
-    ]
+    spans = [step["interval_s"] for step in capture.of("step") if step["optimizer"] == 0]
+    steps = [span_s for span_s in spans if span_s is not None]
     return steps or [call["duration_s"] for call in capture.of("forward")]
-
-
-def why_not_faster(
-    runs: ScriptRuns, step_s: float, slow: Sequence[str], format_: str
-) -> dict[str, str] | None:
-    """Return ``cause`` and ``reason``, from profiles of a few steps where nothing simpler decides.
-
-    Args:
-        runs: makes the profiled runs.
-        step_s: time of a step in FP32.
-        slow: sentences on formats without fast kernels on this machine.
-        format_: what the mixed runs computed in.
-    """
-    if slow:
-        return {"cause": "kernels", "reason": f"no fast kernels: {slow[0]}"}
-    if step_s < _SHORT_STEP_S:
-        reason = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
-        return {"cause": "small", "reason": f"layers too small: {reason}. {_ADVICE['small']}"}
-    profiles = []
-    for name in ("fp32", "mixed"):
-        try:
-            result = read_result(runs.start(f"profile-{name}", name, Purpose.PROFILE))
-        except ScriptError:
-            return None
-        if result is None or None in (result["profile"], result["plain"]):
-            return None
-        profiles.append(result["profile"] | {"step_s": result["plain"]["step_s"]})
-    fp32, mixed = profiles
-    return from_profiles(fp32, mixed, format_)
 
 
 def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> dict[str, str]:

@@ -247,9 +247,8 @@ class GradientProbe(Probe):
         self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
             if self._before is None:
-                self._facts.problem = (
-                    f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
-                )
+                reason = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
+                self._facts.problem = reason
             self.finish()
             self.attachment.stop()
 
@@ -280,9 +279,8 @@ class GradientProbe(Probe):
             kept = {}
         shapes, of_reference = ({name: t.shape for name, t in side.items()} for side in (tensors, kept))
         if shapes != of_reference:
-            self._facts.problem = (
-                "The FP32 and the mixed run did not call the same modules in the same order."
-            )
+            reason = "The FP32 and the mixed run did not call the same modules in the same order."
+            self._facts.problem = reason
             return
         for name, tensor in tensors.items():
             put_back(tensor, kept[name].to(tensor.device))
