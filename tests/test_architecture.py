@@ -33,7 +33,7 @@ BUDGETS = {
     # 73 judge how steps move weights: gradients alone do not show a wrong optimizer, or a lost master.
     # 275 let the steps of two runs take turns, so that a busy machine slows both alike.
     # 12 say which parameters are lost.
-    "verify": 3_940,  # 107 on why it is not faster, 120 on time limits, 440 on bias, variance and intervals
+    "verify": 3_725,  # 95 on why it is not faster, 120 on time limits, 420 on bias, variance and intervals
     "apex": 2_850,  # refuses TorchScript where weights are cast
     "migrate": 3_266,  # FusedAdam, and scripts that fall back to a CPU
     # 60 estimate a speedup from pairs of blocks; 57 draw errors against their limits.

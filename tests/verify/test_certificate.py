@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from narrowcast.errors import SettingError
-from narrowcast.verify.certificate import Batches, Measured, certificate_of, compared
-from narrowcast.verify.certificate import _verdict as limits
+from narrowcast.observe.capture import TOTAL_LIMIT
+from narrowcast.verify._sums import Batches, Measured, compared
+from narrowcast.verify._verdict import certificate_of
 
 FINISH = {"policy": "bf16", "format": "bf16", "at_step": 0, "loss_scale": None, "cannot_tell": None}
 
@@ -274,7 +275,7 @@ def test_one_lost_layer_fails_though_the_total_is_small():
     lost = made(error=1e-4, noise=1e-4, size=1e-4, rounding=1e-12, name="deep.weight")
     lost = (*lost[:3], torch.zeros(4), lost[4])
     found = finished(made(name="head.weight"), lost)
-    assert found.error_over_noise < limits.TOTAL_LIMIT
+    assert found.error_over_noise < TOTAL_LIMIT
     assert found.verdict == "fail"
     assert found.worst_parameter.name == "deep.weight"
     assert [one.lost for one in found.parameters] == [False, True]

@@ -5,7 +5,7 @@ from training_scripts import trains
 
 from narrowcast.report import summary
 from narrowcast.verify.compare import _comparison
-from narrowcast.verify.compare._speed import from_profiles, speedup_of
+from narrowcast.verify.compare._comparison import from_profiles, speedup_of
 
 
 def profile(products, shares, step_s=0.1, op_s=5e-4):

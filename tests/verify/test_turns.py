@@ -9,8 +9,8 @@ from training_scripts import trains
 
 from narrowcast.observe.capture import read_capture
 from narrowcast.report._statistics import blocks_of
-from narrowcast.verify.compare import _turns
-from narrowcast.verify.compare._turns import take_turns
+from narrowcast.verify.compare import _runs
+from narrowcast.verify.compare._runs import take_turns
 
 BEFORE = """import fcntl, os, sys, time
 log = open(os.environ["NARROWCAST_RUN_DIR"] + "/log", "a", 1)
@@ -43,7 +43,7 @@ def pair(runs):
     yield make
     for run in begun:
         with pytest.raises(ProcessLookupError):
-            os.kill(run.pid, 0)
+            os.kill(run._process.pid, 0)
 
 
 def noted(run, what):
@@ -84,10 +84,10 @@ ALONE = {
 @pytest.mark.parametrize("why", ALONE)
 def test_what_cannot_take_turns_runs_one_after_the_other(pair, tmp_path, monkeypatch, why):
     if why == "took no step":
-        monkeypatch.setattr(_turns, "_PATIENCE_S", 0.5)
-        monkeypatch.setattr(_turns, "_PATIENCE", 0)
+        monkeypatch.setattr(_runs, "_PATIENCE_S", 0.5)
+        monkeypatch.setattr(_runs, "_PATIENCE", 0)
     if why == "of the memory":
-        monkeypatch.setattr(_turns, "_MOST_MEMORY", 0)
+        monkeypatch.setattr(_runs, "_MOST_MEMORY", 0)
     file = tmp_path / "file"
     file.write_text("of the user")
     said, done = pair(ALONE[why], str(file))

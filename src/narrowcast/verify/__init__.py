@@ -1,9 +1,9 @@
 """Check by running both whether mixed precision is right and worth it."""
 
+from narrowcast.verify._certificate import Certificate, ParameterResult
 from narrowcast.verify._certify import certify
 from narrowcast.verify._diagnosis import diagnose
 from narrowcast.verify._explain import Explanation, explain, explain_script
-from narrowcast.verify.certificate import Certificate, ParameterResult
 from narrowcast.verify.compare._runs import ScriptSettings
 
 __all__ = [

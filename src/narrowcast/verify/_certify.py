@@ -18,9 +18,11 @@ from narrowcast.gradients import nonfinite_flags
 from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve
 from narrowcast.scaling import Static
 from narrowcast.training import check_loss, random_states, set_random_states
+from narrowcast.verify._certificate import Certificate
 from narrowcast.verify._dispatch_modes import NARROW, NO_FLOAT64, ExactOps, Fp32Draws
 from narrowcast.verify._model_state import as_before, random_state, samples_in
-from narrowcast.verify.certificate import Batches, Certificate, Sums, certificate_of, compared
+from narrowcast.verify._sums import Batches, Sums, compared
+from narrowcast.verify._verdict import certificate_of
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]
@@ -99,7 +101,6 @@ def certify(
     scale = None if loss_scale is None else float(Static(scale=loss_scale).scale)
     devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
     formats = {device: resolve(wanted, device) for device in devices}
-    searches = scale is None and torch.float16 in formats.values()
     for device in formats:
         if torch.is_autocast_enabled(device):
             raise OrderError(
@@ -111,7 +112,7 @@ def certify(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for note in (None, _WITHOUT_KERNEL):
-            passes = _Passes(model, loss_fn, wanted, formats, restore, searches, note)
+            passes = _Passes(model, loss_fn, wanted, formats, restore, note)
             stack.callback(passes.draws.rewind_generators)
             found = passes.certificate(given, policy_name(policy), scale, minibatches)
             if not passes.draws.in_attention:
@@ -129,8 +130,7 @@ class _Passes:
     _policy: Policy
     _formats: dict[str, torch.dtype]
     _restore: Callable[[], None]
-    _searches: bool
-    _note: str | None = None
+    _note: str | None
     _loss_is_finite: bool = True
     _random: Any = None
 
@@ -143,6 +143,7 @@ class _Passes:
     def certificate(
         self, batches: list[Any], policy: str, scale: float | None, minibatches: int
     ) -> Certificate:
+        self._searches = scale is None and torch.float16 in self._formats.values()
         sizes = {name: p.numel() * (2 if p.is_complex() else 1) for name, p in self._parameters.items()}
         sums, rounding = {name: Batches(size) for name, size in sizes.items()}, dict[str, Sums]()
         cannot_tell: str | None = None
@@ -166,6 +167,11 @@ class _Passes:
                 )
             self.draws.made_narrow, self._random = False, states  # other masks for the next batch
         inexact = [device for device in self._formats if device in NO_FLOAT64]
+        notes = [] if self._note is None else [self._note]
+        if not self._model.training:
+            notes.append("The model is in evaluation mode: dropout and batch norm are as in evaluation.")
+        if self._policy.is_plain and all(dtype == torch.float32 for dtype in self._formats.values()):
+            notes.append("The policy computes in FP32 here, so both sides are FP32.")
         return certificate_of(
             [
                 sums[name].measured(name, tuple(p.shape), rounding[name])
@@ -175,7 +181,7 @@ class _Passes:
             format=", ".join(dict.fromkeys(map(format_name, self._formats.values()))),
             loss_scale=scale,
             cannot_tell=self.draws.undecidable or cannot_tell,
-            note=self._notes(),
+            note=" ".join(notes) or None,
             rounding_unknown="FP32's rounding could not be measured without float64." if inexact else None,
             minibatches=minibatches,
             samples=samples_in(batches[0]),
@@ -218,14 +224,6 @@ class _Passes:
             inputs = list(self._parameters.values())
             gradients = torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
         return dict(zip(self._parameters, gradients, strict=True))
-
-    def _notes(self) -> str | None:
-        notes = [] if self._note is None else [self._note]
-        if not self._model.training:
-            notes.append("The model is in evaluation mode: dropout and batch norm are as in evaluation.")
-        if self._policy.is_plain and all(dtype == torch.float32 for dtype in self._formats.values()):
-            notes.append("The policy computes in FP32 here, so both sides are FP32.")
-        return " ".join(notes) or None
 
 
 def _is_finite(gradient: torch.Tensor | None) -> bool:

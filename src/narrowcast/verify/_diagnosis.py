@@ -14,14 +14,7 @@ import torch
 from narrowcast.attach import call_site
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
-from narrowcast.observe.profiling import (
-    HostReads,
-    Recorder,
-    same_size,
-    seconds_between,
-    stamp,
-    summarize,
-)
+from narrowcast.observe.profiling import HostReads, Recorder, same_size, seconds_between, stamp, summarize
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._probes import StepProbe
 from narrowcast.verify.compare._runs import (
@@ -36,7 +29,6 @@ from narrowcast.verify.compare._runs import (
 
 _SCHEMA = 1
 _SIZES = 6
-_MEASURED = ("matmul", "convolution")
 
 
 def diagnose(
@@ -78,7 +70,12 @@ def diagnose(
         problem = _problem(folder, result)
         if result is None or problem is not None:
             return found | {"problem": problem}
-        found[name] = _profile(folder, result)
+        plain = {f"plain_{name}": value for name, value in result["plain"].items()}
+        own = {name: result[name] for name in ("unit", "fused", "reads")}
+        capture = read_capture(folder / RUN)
+        formats = dict.fromkeys(event["format"] for event in capture.of("device"))
+        own |= {"notes": [note["text"] for note in capture.of("note")], "format": ", ".join(formats) or None}
+        found[name] = {**result["profile"], **plain, **own}
         found |= {"device": result["profile"]["device"], "unit": result["unit"]}
     found["format"] = found["mixed"]["format"]
     if found["format"] in (None, "fp32"):
@@ -107,15 +104,6 @@ def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
     return f"the script ended after {seen} {what}, and {result['needed']} are needed: let it run longer"
 
 
-def _profile(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
-    capture = read_capture(folder / RUN)
-    formats = dict.fromkeys(event["format"] for event in capture.of("device"))
-    notes = [note["text"] for note in capture.of("note")]
-    plain = {f"plain_{name}": value for name, value in result["plain"].items()}
-    own = {name: result[name] for name in ("unit", "fused", "reads")}
-    return {**result["profile"], **plain, **own, "format": ", ".join(formats) or None, "notes": notes}
-
-
 def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """Compare the two profiles with each other and with the machine's rates.
 
@@ -134,25 +122,22 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
     mixed_s = {same_size(row["kind"], row["shape"]): row["each_s"] for row in mixed["products"]}
     on_device = [device for device in rates["devices"] if device["device_type"] == found["device"]]
     speeds = _speeds(found["format"], [row for device in on_device for row in device["rows"]])
-    sizes, total_s, known_s, faster_s, same_s, same_mixed_s = [], 0.0, 0.0, 0.0, 0.0, 0.0
+    sizes = []
     for row in fp32["products"]:
         size = same_size(row["kind"], row["shape"])
-        mixed_each, machine = mixed_s.get(size), speeds.get(size)
-        all_s = row["each_s"] * row["count"]
-        total_s += all_s
-        if mixed_each:
-            same_s, same_mixed_s = same_s + all_s, same_mixed_s + mixed_each * row["count"]
-        if machine is not None:
-            known_s, faster_s = known_s + all_s, faster_s + all_s / machine
-        sizes.append(
-            {name: row[name] for name in ("kind", "shape", "count", "share", "each_s")}
-            | {
-                "speedup": row["each_s"] / mixed_each if mixed_each else None,
-                "machine_speedup": machine,
-            }
-        )
+        own = {name: row[name] for name in ("kind", "shape", "count", "share", "each_s")}
+        speedup = row["each_s"] / mixed_s[size] if mixed_s.get(size) else None
+        sizes.append(own | {"speedup": speedup, "machine_speedup": speeds.get(size)})
+
+    def of_all(name: str) -> tuple[float, float]:
+        """Return the time in FP32 of products whose speedup is known, and what this would make of it."""
+        times = [(row["each_s"] * row["count"], row[name]) for row in sizes if row[name] is not None]
+        return sum(time for time, _ in times), sum(time / faster for time, faster in times)
+
     share = fp32["shares"]["products"]
+    (same_s, same_mixed_s), (known_s, faster_s) = of_all("speedup"), of_all("machine_speedup")
     here = same_s / same_mixed_s if same_mixed_s else None
+    total_s = sum(row["each_s"] * row["count"] for row in sizes)
     machine_all = known_s / faster_s if known_s > total_s / 2 else None
     best = max(((speed, shape) for (kind, shape), speed in speeds.items() if kind == "matmul"), default=None)
     return {
@@ -174,17 +159,17 @@ def most_speedup(share: float, ratio: float) -> float:
 
 
 def _speeds(format_: str, rows: list[dict[str, Any]]) -> dict[Any, float]:
-    """Return the steady speeds against FP32, by the size that was measured as a profile has it."""
-    return {
-        same_size(rate["kind"], _operands(rate["kind"], rate["shape"])): rate["speed_against_fp32"]
-        for rate in rows
-        if rate["kind"] in _MEASURED and rate["format"] == format_ and rate["steady"]
-    }
+    """Return the steady speeds against FP32, by the size that was measured as a profile has it.
 
-
-def _operands(kind: str, shape: list[int]) -> list[int]:
-    """Return the shape of a measured size as a profile has it: square matrices, kernels of 3 x 3."""
-    return [*shape, shape[1], shape[1], 3, 3] if kind == "convolution" else shape[:1] * 3
+    Measured are square matrices, and kernels of 3 x 3.
+    """
+    speeds = {}
+    for rate in rows:
+        kind, shape = rate["kind"], rate["shape"]
+        if kind in ("matmul", "convolution") and rate["format"] == format_ and rate["steady"]:
+            operands = [*shape, shape[1], shape[1], 3, 3] if kind == "convolution" else shape[:1] * 3
+            speeds[same_size(kind, operands)] = rate["speed_against_fp32"]
+    return speeds
 
 
 # ---- the probe of a run
@@ -225,8 +210,6 @@ class ProfileProbe(StepProbe):
         self._facts: dict[str, Any] = {"profile": None, "reads": None, "plain": None}
         self._boundaries = 0
         self._at = 0
-        self._begun = time.perf_counter()
-        self._stamps: list[Any] = [None]
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(module) not in self._known:
@@ -287,28 +270,24 @@ class ProfileProbe(StepProbe):
         """End the current phase and keep its result; it may have seen no step."""
         name = PHASES[self._at].name
         if name == PLAIN and self._steps:
-            self._facts["plain"] = self._plain()
+            times = [seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]
+            low, middle, high = statistics.quantiles([*times, *times], n=4, method="inclusive")
+            plain = {"steps": len(times), "step_s": middle, "step_s_low": low, "step_s_high": high}
+            self._facts["plain"] = plain
         if self._profiler is not None:
-            self._keep_profile(self._profiler)
+            if self._device == "cuda":
+                torch.cuda.synchronize()
+            try:
+                tree, results = self._profiler.stop()
+                if self._steps:
+                    profile = summarize(tree, results, device=self._device, weights=self._weights)
+                    self._facts["profile"] = profile
+            except UnsupportedError as error:
+                self._problem = str(error)
             self._profiler = None
         if self._reads is not None:
             self._reads.__exit__(None, None, None)
             self._reads = None
-
-    def _plain(self) -> dict[str, Any]:
-        times = [seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]
-        low, middle, high = statistics.quantiles([*times, *times], n=4, method="inclusive")
-        return {"steps": len(times), "step_s": middle, "step_s_low": low, "step_s_high": high}
-
-    def _keep_profile(self, profiler: Recorder) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-        try:
-            tree, results = profiler.stop()
-            if self._steps:
-                self._facts["profile"] = summarize(tree, results, device=self._device, weights=self._weights)
-        except UnsupportedError as error:
-            self._problem = str(error)
 
     def finish(self) -> None:
         if not self.done and self._boundaries:
@@ -316,21 +295,12 @@ class ProfileProbe(StepProbe):
         self.done = True
         by_calls = self.unit == "call"
         needed = 2 + sum(phase.steps for phase in PHASES if phase.name in (WARM_UP, PLAIN))
-        write_result(
-            self.folder,
-            self._facts
-            | {
-                "unit": self.unit,
-                "seen": self._boundaries + by_calls,  # the first call ends no step
-                "needed": needed + by_calls,
-                "fused": None if self.pace is None else _is_fused(self.pace),
-                "problem": self._problem,
-            },
-        )
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether its step is one op; None: it has no such choice."""
-    if "fused" not in optimizer.defaults:
-        return None
-    return all(bool(group.get("fused")) for group in optimizer.param_groups)
+        groups = self.pace.param_groups if self.pace is not None and "fused" in self.pace.defaults else []
+        facts = {
+            "unit": self.unit,
+            "seen": self._boundaries + by_calls,  # the first call ends no step
+            "needed": needed + by_calls,
+            "fused": all(group.get("fused") for group in groups) if groups else None,
+            "problem": self._problem,
+        }
+        write_result(self.folder, self._facts | facts)

@@ -66,9 +66,7 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = given.get("generator")
         if generator is not None and id(generator) not in self._generators:
             self._generators[id(generator)] = (generator, generator.get_state())
-        share = next(
-            (name for name in ("dropout_p", "dropout") if any(a.name == name for a in arguments)), None
-        )
+        share = next((a.name for a in arguments if a.name in ("dropout_p", "dropout")), None)
         if share is not None:  # inside a kernel; 0 by default
             if given.get(share, 0.0) > 0 and given.get("train", True):
                 self.undecidable = self.undecidable or (
@@ -83,9 +81,11 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
     """Call ``func`` on contiguous fp32 tensors; results have the formats and strides that it gives itself."""
     arguments, dtype = func._schema.arguments, _result_dtype(func, given)
-    call = given | {name: _wide(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+    wide = NARROW | {torch.float32}  # tensors of other formats stay as they are
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    call = given | {name: t.float().contiguous() for name, t in tensors.items() if t.dtype in wide}
     writes = [argument.name for argument in arguments if argument.is_write and argument.name in given]
-    reads = (value for name, value in given.items() if isinstance(value, torch.Tensor) and name not in writes)
+    reads = (tensor for name, tensor in tensors.items() if name not in writes)
     template = next(reads, None) if given.get("memory_format") in (None, torch.preserve_format) else None
     if dtype in NARROW and any(argument.name == "dtype" for argument in arguments):
         call["dtype"] = torch.float32
@@ -105,11 +105,6 @@ def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
         return drawn
 
     return tree_map_only(torch.Tensor, as_asked, results)
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous fp32 tensor; tensors of other formats than these three as they are."""
-    return value.float().contiguous() if value.dtype in NARROW | {torch.float32} else value
 
 
 def _cast(func: Any, given: dict[str, Any], drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

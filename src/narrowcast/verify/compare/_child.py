@@ -38,17 +38,16 @@ def main(words: Sequence[str]) -> int:
     found = (Script.from_module if settings.is_module else Script.from_path)(script, arguments)
     folder = settings.folder
     writer = CaptureWriter(folder / RUN)
-    writer.write(
-        start_event(found.argv, settings.policy, loss_scale=settings.loss_scale, rank=0, seed=settings.seed)
-    )
+    scale, seed = settings.loss_scale, settings.seed
+    writer.write(start_event(found.argv, settings.policy, loss_scale=scale, rank=0, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
-    scale = None if settings.loss_scale is None else parse(settings.loss_scale)
+    rule = None if scale is None else parse(scale)
     if settings.start_scale is not None and not settings.at_step:
-        scale = Dynamic(scale=settings.start_scale)
+        rule = Dynamic(scale=settings.start_scale)
     probe = _PROBES[settings.purpose](settings, found.argv)
     attachment = Attachment(
         settings.policy,
-        scale,
+        rule,
         writer=writer,
         stop_after=settings.steps,
         observer=probe,
@@ -56,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     )
     FileWatch(folder).install()
     try:
-        run_attached(found, attachment, seed=settings.seed + settings.seed_shift, at_end=probe.finish)
+        run_attached(found, attachment, seed=seed + settings.seed_shift, at_end=probe.finish)
     except ScaleCollapseError as error:
         write_result(folder, {"collapsed": str(error)})
         raise

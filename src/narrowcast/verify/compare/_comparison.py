@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +29,9 @@ from narrowcast.observe.capture import (
     read_comparison,
     start_event,
 )
+from narrowcast.observe.profiling import same_size
 from narrowcast.policy import as_policy
-from narrowcast.verify.certificate import FAIL
+from narrowcast.verify._certificate import FAIL
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
     TENSORS,
@@ -40,9 +43,8 @@ from narrowcast.verify.compare._runs import (
     in_short,
     last_line,
     read_result,
+    take_turns,
 )
-from narrowcast.verify.compare._speed import FAST_ENOUGH, speedup_of, step_times_s, why_not_faster
-from narrowcast.verify.compare._turns import take_turns
 
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
@@ -52,6 +54,16 @@ _ASIDE, _ASIDE_STEPS = 5, 6
 _FEWEST_STEPS = 10
 _LEAST_S = 25.0
 _LEAST_MIXED_S = 30.0
+_FAST_ENOUGH = 1.05  # a smaller speedup is explained unless another one was asked for
+_ADVICE = {
+    "small": "Larger batches or layers would gain",
+    "kernels": "A GPU with tensor cores or a CPU with AMX would gain",
+    "casts": "A larger batch uses each cast of a weight more often",
+    "other": "Larger layers, or less work beside them, would gain",
+}
+_SHORT_STEP_S = 0.003  # some hundred calls of operators, each of at least several microseconds
+# As long as a call takes from Python to its kernel and back, or a few times that.
+_SHORT_CALL_S = {"cpu": 1e-4, "cuda": 2e-5}
 
 
 class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
@@ -144,19 +156,21 @@ class _Comparison:
         names = ("loss_scale", "seed", "steps", "repeats", "at_step", "min_speedup")
         asked = {name: getattr(settings, name) for name in names}
         options = list(settings.options)
-        self.writer.write(
-            start_event(settings.target, settings.policy, kind="compare", options=options, **asked)
-        )
+        start = start_event(settings.target, settings.policy, kind="compare", options=options, **asked)
+        self.writer.write(start)
         if settings.fp32_because:
             text = f"auto computes in fp32 here, since {settings.fp32_because}"
             self._write("note", text=f"{text}; {settings.policy} was compared")
         try:
             why_alone = self._time_all()
-            self._note_how_runs_ended()
+            first = self.captures["fp32"][0].totals()
+            if first["stopped"]:
+                ended = f"{settings.steps} {'optimizer steps' if first['steps'] else 'calls of its modules'}"
+                self._write("note", text=f"each run was ended after {ended}; --steps 0 runs the whole script")
             if why_alone is not None:
                 self._write("note", text=f"timed one after the other, at least in part, since {why_alone}")
             self._count_tensors()
-            if self._trains():
+            if any(c.totals()["backwards"] or c.of("loss") or c.of("step") for c in self._all()):
                 self._write("certificate", **self._certificate())
             else:
                 self._write("output", **compare_outputs(self.runs))
@@ -168,20 +182,16 @@ class _Comparison:
         finally:
             for folder in self.runs.folders:  # its tensors may be as large as the model
                 shutil.rmtree(folder / TENSORS, ignore_errors=True)
-            self._note_written_files()
+            if self.runs.written:
+                text = (
+                    f'what each run wrote is in the folder "{OUTPUTS}" of that run, and files are as before '
+                    f"(but for those of other programs and native code): {few(sorted(self.runs.written), 5)}"
+                )
+                self._write("note", text=text)
         self._write("finished", wall_s=time.perf_counter() - started)
 
     def _write(self, event: str, **fields: Any) -> None:
         self.writer.write({"event": event, **fields})
-
-    def _note_written_files(self) -> None:
-        """Note files that the script wrote outside of its run's folder."""
-        if self.runs.written:
-            text = (
-                f'what each run wrote is in the folder "{OUTPUTS}" of that run, and files are as before '
-                f"(but for those of other programs and native code): {few(sorted(self.runs.written), 5)}"
-            )
-            self._write("note", text=text)
 
     # ---- runs that are timed
 
@@ -229,9 +239,7 @@ class _Comparison:
             self._write("run", **run, capture=f"{name}/{RUN}", last_line="", ended=False)
             return self.runs.begin(name, format_, Purpose.TIMED, seed_shift=repeat, steps=steps)
 
-        def ended(run: LiveRun) -> None:
-            self._ended(run, repeat)
-
+        ended = functools.partial(self._ended, seed=self.settings.seed + repeat)
         with folder_of_one(self.runs.progress):
             return take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
 
@@ -242,7 +250,7 @@ class _Comparison:
             return _LEAST_MIXED_S  # both: even FP32 may be slow there
         return max(_LEAST_MIXED_S, 2 * (self.walls_s[0] if self.walls_s else first.active_s))
 
-    def _ended(self, run: LiveRun, repeat: int) -> None:
+    def _ended(self, run: LiveRun, *, seed: int) -> None:
         try:
             folder = run.checked()
         except ScriptError:
@@ -267,28 +275,11 @@ class _Comparison:
         if cut:
             text = f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
             self._write("note", text=text)
-        self._write(
-            "run",
-            name=run.name,
-            format=run.format,
-            seed=self.settings.seed + repeat,
-            capture=f"{run.name}/{path.name}",
-            last_line=last_line(folder),
-            cut=cut,
-            ended=True,
-        )
-
-    def _note_how_runs_ended(self) -> None:
-        first = self.captures["fp32"][0].totals()
-        if first["stopped"]:
-            ended = f"{self.settings.steps} {'optimizer steps' if first['steps'] else 'calls of its modules'}"
-            self._write("note", text=f"each run was ended after {ended}; --steps 0 runs the whole script")
+        found = {"capture": f"{run.name}/{path.name}", "last_line": last_line(folder), "cut": cut}
+        self._write("run", name=run.name, format=run.format, seed=seed, **found, ended=True)
 
     def _all(self) -> list[Capture]:
         return [*self.captures["fp32"], *self.captures["mixed"]]
-
-    def _trains(self) -> bool:
-        return any(c.totals()["backwards"] or c.of("loss") or c.of("step") for c in self._all())
 
     # ---- tensor memory
 
@@ -315,13 +306,28 @@ class _Comparison:
     def _explain_speed(self) -> None:
         """Find out why mixed precision is not faster, where it is not."""
         found = speedup_of(self.captures["fp32"], self.captures["mixed"])
-        if found is None or self.spawns or found[0] >= (self.settings.min_speedup or FAST_ENOUGH):
+        if found is None or self.spawns or found[0] >= (self.settings.min_speedup or _FAST_ENOUGH):
             return
-        because = self.settings.fp32_because
+        because, (_, step_s) = self.settings.fp32_because, found
         slow = slow_here(self.settings.policy) or ([because] if because else [])
-        why = why_not_faster(self.runs, found[1], slow, self._format())
-        if why is not None:
-            self._write("not_worth_it", **why)
+        if slow:
+            self._write("not_worth_it", cause="kernels", reason=f"no fast kernels: {slow[0]}")
+            return
+        if step_s < _SHORT_STEP_S:
+            why = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
+            self._write("not_worth_it", cause="small", reason=f"layers too small: {why}. {_ADVICE['small']}")
+            return
+        profiles = []
+        for name in ("fp32", "mixed"):
+            try:
+                result = read_result(self.runs.start(f"profile-{name}", name, Purpose.PROFILE))
+            except ScriptError:
+                return
+            if result is None or None in (result["profile"], result["plain"]):
+                return
+            profiles.append(result["profile"] | {"step_s": result["plain"]["step_s"]})
+        fp32, mixed = profiles
+        self._write("not_worth_it", **from_profiles(fp32, mixed, self._format()))
 
     # ---- gradients
 
@@ -334,7 +340,8 @@ class _Comparison:
         )
 
     def _no_certificate(self, why: str) -> dict[str, Any]:
-        return no_certificate(self.settings.policy, self._format(), self.settings.at_step, why)
+        fields = {"policy": self.settings.policy, "at_step": self.settings.at_step}
+        return no_certificate(why, format=self._format(), **fields)
 
     def _format(self) -> str:
         devices = [d["format"] for capture in self.captures["mixed"] for d in capture.of("device")]
@@ -369,3 +376,48 @@ def _trained_capture(folder: Path) -> Path:
         return own
     spawned = sorted(folder.glob("capture-process*.jsonl"))
     return next((path for path in spawned if read_capture(path).of("step")), own)
+
+
+# ---- speed
+
+
+def speedup_of(fp32: Sequence[Capture], mixed: Sequence[Capture]) -> tuple[float, float] | None:
+    """Return the speedup of a step or call, without its interval, and FP32's time in seconds."""
+    times = [[s for one in captures for s in step_times_s(one)[1:]] for captures in (fp32, mixed)]
+    if not all(times):
+        return None
+    fp32_s, mixed_s = map(statistics.median, times)
+    return (fp32_s / mixed_s, fp32_s) if mixed_s > 0 else None
+
+
+def step_times_s(capture: Capture) -> list[float]:
+    """Return the times of all steps but the first, or of all calls of a script that only computes."""
+    spans = [step["interval_s"] for step in capture.of("step") if step["optimizer"] == 0]
+    steps = [span_s for span_s in spans if span_s is not None]
+    return steps or [call["duration_s"] for call in capture.of("forward")]
+
+
+def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> dict[str, str]:
+    """Return ``cause`` and ``reason`` from what the runs of ``Purpose.PROFILE`` wrote."""
+    products, low = fp32["products"], {same_size(p["kind"], p["shape"]): p for p in mixed["products"]}
+    total_s = sum(p["each_s"] * p["count"] for p in products)
+    # Weighted by time: a last layer of ten classes does not make a network small.
+    typical_s = sum(p["each_s"] ** 2 * p["count"] for p in products) / total_s if total_s else 0.0
+    same = [(p, low[key]) for p in products if (key := same_size(p["kind"], p["shape"])) in low]
+    low_s = sum(other["each_s"] * p["count"] for p, other in same)
+    gain = sum(p["each_s"] * p["count"] for p, _ in same) / low_s if low_s else None
+    share, casts = fp32["shares"]["products"], mixed["shares"]["casts"]
+    # Both: beside a few long operators of other kinds, calls of short matmuls are not what takes the time.
+    if max(typical_s, fp32["ops"]["mean_s"] or 0.0) < _SHORT_CALL_S.get(fp32["device"], 0.0):
+        reason = f"layers too small: a matmul takes {typical_s * 1e6:.0f} us, little more than its call"
+        cause = "small"
+    elif gain is not None and gain < _FAST_ENOUGH and share > 1 - 1 / _FAST_ENOUGH:
+        reason = f"no fast kernels: matmuls in {format_} take {1 / gain:.2f} times as long here as in FP32"
+        cause = "kernels"
+    elif casts > 1 - 1 / _FAST_ENOUGH and mixed["step_s"] * (1 - casts) * _FAST_ENOUGH < fp32["step_s"]:
+        reason = f"casts take {casts:.0%} of a step, without which it would be faster"
+        cause = "casts"
+    else:
+        reason = f"matmuls take {share:.0%} of a step in FP32, and {format_} does not make the rest faster"
+        cause = "other"
+    return {"cause": cause, "reason": f"{reason}. {_ADVICE[cause]}"}

@@ -26,7 +26,7 @@ from narrowcast.gradients import nonfinite_flags
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
 from narrowcast.verify._model_state import bytes_of, each_once, put_back, random_state, samples_in
-from narrowcast.verify.certificate import FEWEST_BATCHES
+from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._runs import (
     MEMORY,
     PAUSED,
@@ -247,9 +247,8 @@ class GradientProbe(Probe):
         self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
             if self._before is None:
-                self._facts.problem = (
-                    f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
-                )
+                reason = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
+                self._facts.problem = reason
             self.finish()
             self.attachment.stop()
 
@@ -278,11 +277,10 @@ class GradientProbe(Probe):
             kept = torch.load(file, weights_only=True, mmap=True)
         except (OSError, RuntimeError):
             kept = {}
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if shapes != {name: tuple(tensor.shape) for name, tensor in kept.items()}:
-            self._facts.problem = (
-                "The FP32 and the mixed run did not call the same modules in the same order."
-            )
+        shapes, of_reference = ({name: t.shape for name, t in side.items()} for side in (tensors, kept))
+        if shapes != of_reference:
+            reason = "The FP32 and the mixed run did not call the same modules in the same order."
+            self._facts.problem = reason
             return
         for name, tensor in tensors.items():
             put_back(tensor, kept[name].to(tensor.device))
@@ -291,17 +289,18 @@ class GradientProbe(Probe):
         return self._armed and self._before is None
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._counts and self._first not in (None, optimizer):
-            return  # belongs to an iteration that began before updates were held back
-        if optimizer not in self._counts:
-            if not self._counts:
-                self._facts.scale = self.attachment.loss_scale
-            self._facts.random.append([])
+        if not self._counts:
+            if self._first not in (None, optimizer):
+                return  # belongs to an iteration that began before updates were held back
+            self._facts.scale = self.attachment.loss_scale
         batch = self._counts.get(optimizer, 0)
+        if batch == 0:
+            self._facts.random.append([])
         self._counts[optimizer] = batch + 1
         if batch < self._batches:
-            self._facts.random[list(self._counts).index(optimizer)].append(random_state())
-            self._keep_gradients(optimizer, batch)
+            place = list(self._counts).index(optimizer)
+            self._facts.random[place].append(random_state())
+            self._keep_gradients(optimizer, place, batch)
             self._count_minibatches()
         if self._role == Purpose.MIXED:
             self._see_overflow(optimizer)
@@ -330,9 +329,9 @@ class GradientProbe(Probe):
             if not self._overflowed:
                 self._facts.good_scale = self.attachment.loss_scale
 
-    def _keep_gradients(self, optimizer: torch.optim.Optimizer, batch: int) -> None:
+    def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
         """Save name, shape and gradient of each parameter."""
-        names, place, rows = self.attachment.parameter_names(), list(self._counts).index(optimizer), []
+        names, rows = self.attachment.parameter_names(), []
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 if parameter.requires_grad:
@@ -371,9 +370,7 @@ class GradientProbe(Probe):
             self._facts.passes = self.attachment.recorder.backwards - self._armed_at
             moves = {name: w - before[name] for name, w in self._weights().items() if name in before}
             if self._role == Purpose.REFERENCE:  # not by a few roundoffs
-                moves = {
-                    name: move for name, move in moves.items() if move.norm() > 1e-6 * before[name].norm()
-                }
+                moves = {name: w for name, w in moves.items() if w.norm() > 1e-6 * before[name].norm()}
             torch.save(moves, self.folder / TENSORS / "moves.pt")
             self.finish()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,16 +15,9 @@ import torch
 
 from narrowcast.errors import ScriptError, few
 from narrowcast.observe.capture import ENOUGH_ELEMENTS, OUTPUT_LIMIT
-from narrowcast.verify.certificate import (
-    CANNOT_TELL,
-    FAIL,
-    FEWEST_BATCHES,
-    PASS,
-    Batches,
-    Measured,
-    certificate_of,
-    compared,
-)
+from narrowcast.verify._certificate import CANNOT_TELL, FAIL, PASS
+from narrowcast.verify._sums import FEWEST_BATCHES, Batches, Measured, compared
+from narrowcast.verify._verdict import certificate_of
 from narrowcast.verify.compare._runs import TENSORS, GradientFacts, Purpose, ScriptRuns, in_short, read_result
 
 _MOST_TRIES = 8
@@ -47,7 +40,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         mixed = _run_mixed(runs, at_step)
     except ScriptError as error:
         reason = f"A run whose updates were held back failed: {in_short(error)}."
-        return no_certificate(policy, format, at_step, reason)
+        return no_certificate(reason, policy=policy, format=format, at_step=at_step)
     exact: Path | None = None
     fp32, low = _facts(reference), _facts(mixed)
     try:
@@ -59,7 +52,9 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
     measured, waiting = list[Measured](), fp32.never_stepped
     for place in range(len(fp32.random)):
         runs_of_exact = None if rounding_unknown else exact
-        same = _same_batches(fp32.random[place], low.random[place : place + 1])
+        pairs = zip(fp32.random[place], low.random[place] if place < len(low.random) else (), strict=False)
+        # How many batches began with the same random numbers: later ones may be other batches.
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         problem = _add_optimizer(measured, place, reference, runs_of_exact, mixed, same)
         cannot_tell = cannot_tell or problem
     averaged = fp32.backwards * fp32.ranks
@@ -82,15 +77,13 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         steps = _judge_steps(moves, low_moves, {p.name: p.judged for p in found.parameters})
         if fp32.passes != low.passes:
             counts = f"{fp32.passes} backward passes in FP32 and {low.passes} in mixed precision"
-            reason = f"The same steps took {counts}."
-            steps = {"verdict": CANNOT_TELL, "reason": reason}
+            steps = {"verdict": CANNOT_TELL, "reason": f"The same steps took {counts}."}
     return found.to_dict() | (steps or {})
 
 
-def no_certificate(policy: str, format: str, at_step: int, reason: str) -> dict[str, Any]:
+def no_certificate(reason: str, **fields: Any) -> dict[str, Any]:
     """Return ``Certificate.to_dict`` for a script whose gradients could not be compared."""
-    nothing = certificate_of([], policy=policy, format=format, at_step=at_step, cannot_tell=reason)
-    return nothing.to_dict()
+    return certificate_of([], cannot_tell=reason, **fields).to_dict()
 
 
 def _run_mixed(runs: ScriptRuns, at_step: int) -> Path:
@@ -165,12 +158,6 @@ def _judge_steps(
     return {"verdict": CANNOT_TELL, "reason": reason} if abs(share - 1) > _MOVE_LIMIT else None
 
 
-def _same_batches(fp32: Sequence[str], mixed: Sequence[Sequence[str]]) -> int:
-    """Return how many batches began with the same random numbers: later ones may be other batches."""
-    pairs = zip(fp32, mixed[0] if mixed else (), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _kept(folder: Path, place: int) -> Iterator[Any]:
     """Load the gradients of one optimizer for each batch."""
     for batch in range(FEWEST_BATCHES):
@@ -219,7 +206,7 @@ def compare_outputs(runs: ScriptRuns) -> dict[str, Any]:
     try:
         fp32, mixed = (runs.start(f"outputs-{name}", name, Purpose.OUTPUTS) for name in ("fp32", "mixed"))
     except ScriptError as error:
-        return _output(None, 0, CANNOT_TELL, f"a run that keeps outputs failed: {in_short(error)}")
+        return _output(CANNOT_TELL, f"a run that keeps outputs failed: {in_short(error)}", 0)
     return output_from_probes(fp32, mixed)
 
 
@@ -246,7 +233,10 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
                 sums[place] = (before[0] + error, before[1] + signal)
     judged = {place: math.sqrt(e / s) for place, (e, s) in sums.items() if s > 0 and math.isfinite(s)}
     if problem or not judged:
-        return _output(None, len(same), CANNOT_TELL, problem or _why_no_output(same, sums))
+        why = "the outputs are all zero or not finite in FP32 itself" if sums else "no output is floating"
+        if not same:
+            why = "no two calls had the same inputs: they depend on numbers that no seed fixes"
+        return _output(CANNOT_TELL, problem or why, len(same))
     worst = max(judged, key=judged.__getitem__)
     relative, over = judged[worst], f"over {len(same)} call{'s' * (len(same) != 1)} with the same inputs"
     verdict, reason = PASS, f"below {OUTPUT_LIMIT:g} {over}"
@@ -255,7 +245,7 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     if not math.isfinite(relative):
         reason = "finite in FP32 and not in mixed precision"
     which = f", worst in output {worst + 1} of {len(sums)}" if len(sums) > 1 else ""
-    return _output(relative, len(same), verdict, f"{reason}{which}")
+    return _output(verdict, f"{reason}{which}", len(same), relative)
 
 
 def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, float]:
@@ -266,13 +256,7 @@ def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, 
     return float(error.square().sum()) if bool(torch.isfinite(error).all()) else math.inf, signal
 
 
-def _why_no_output(same: Sequence[int], sums: Mapping[int, Any]) -> str:
-    if not same:
-        return "no two calls had the same inputs: they depend on numbers that no seed fixes"
-    return "the outputs are all zero or not finite in FP32 itself" if sums else "no output is floating"
-
-
-def _output(relative_error: float | None, calls: int, verdict: str, reason: str) -> dict[str, Any]:
+def _output(verdict: str, reason: str, calls: int, relative_error: float | None = None) -> dict[str, Any]:
     sqnr_db = None
     if relative_error is not None:
         sqnr_db = -20 * math.log10(relative_error) if relative_error > 0 else math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import mmap
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,7 +22,7 @@ import msgspec
 
 from narrowcast._files import replacing
 from narrowcast.attach import OUTPUTS, changed_files, folder_of_one, registered, restore_files
-from narrowcast.errors import FileError, ScriptError
+from narrowcast.errors import FileError, ScriptError, few
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 
 SETTINGS = "narrowcast-run.json"
@@ -37,11 +36,20 @@ UNTIL, STEPS, PAUSED, MEMORY = range(4)
 
 _POLL_S = 0.1
 _TURN_POLL_S = 0.002
-_TAIL_BYTES = 4096
 _FULL_BYTES = 65_536
 _ERROR_BYTES = 65_536
 _ERROR_LINES = 15
 _LONGEST_LINE = 500
+
+_WARM_UP = 3
+_BLOCK_S = 0.1
+_BLOCKS = 30
+_FIRST_BLOCK = 5
+_MOST_MEMORY = 450  # thousandths
+# A run that makes no progress for so long may wait for what the other one holds, as a lock or a port.
+_PATIENCE_S = 10.0
+_PATIENCE = 10
+_TOO_SHORT = f"its own process took fewer than {_WARM_UP} steps"
 
 
 class Purpose(StrEnum):
@@ -144,7 +152,7 @@ class ScriptRuns:
         Without a name that is ``settings.folder`` itself; ``more`` are other fields of ``RunSettings``.
 
         Raises:
-            ScriptError: the script failed; the message has the last lines that it wrote to stderr.
+            ScriptError: the script failed.
             FileError: a file of the user cannot be put back.
         """
         with folder_of_one(self.progress), self.begin(name, format_, purpose, **more) as run:
@@ -171,17 +179,17 @@ class ScriptRuns:
             asked |= {"policy": "fp32", "loss_scale": None}
         asked |= {"folder": folder, "purpose": purpose}
         title, number = name or purpose, len(self.folders)
-        self._tell(title, purpose, number)
-        tick = functools.partial(self._tell, title, purpose, number)
-        if format_ == "mixed" and purpose in (Purpose.TIMED, Purpose.PROFILE):
-            title += ", after its FP32 run had succeeded"
-        return LiveRun(RunSettings(**asked, **more), format_, title, tick, self.written.update)
 
-    def _tell(self, title: str, purpose: Purpose, number: int, line: str = "") -> None:
-        left_s = self.ends - time.monotonic()
-        of = f" of {max(self.expected, number)}" if self.expected else ""
-        left = f", about {left_s:.0f} s left" if left_s > 0 else ""
-        self.progress(f"run {number}{of}, {_PHASES[purpose]} ({title}){left}{': ' * bool(line)}{line}")
+        def tell(line: str = "") -> None:
+            left_s = self.ends - time.monotonic()
+            of = f" of {max(self.expected, number)}" if self.expected else ""
+            left = f", about {left_s:.0f} s left" if left_s > 0 else ""
+            self.progress(f"run {number}{of}, {_PHASES[purpose]} ({title}){left}{': ' * bool(line)}{line}")
+
+        tell()
+        alone = format_ == "fp32" or purpose not in (Purpose.TIMED, Purpose.PROFILE)
+        ran = title if alone else f"{title}, after its FP32 run had succeeded"
+        return LiveRun(RunSettings(**asked, **more), format_, ran, tell, self.written.update)
 
 
 # ---- what a run leaves
@@ -270,7 +278,7 @@ def shared_numbers(folder: Path) -> memoryview[int]:
         return memoryview(mmap.mmap(file.fileno(), 32)).cast("q")
 
 
-class LiveRun:
+class LiveRun(ExitStack):
     """The process of a run, which goes on when ``go`` says so. To close it ends it and restores files.
 
     Attributes:
@@ -280,7 +288,6 @@ class LiveRun:
         numbers: what it shares with the process, as ``shared_numbers`` has it.
         code: the exit code; None: it has not ended.
         active_s: how long it was not paused; ``startup_s``: until its first step.
-        pid: of the process.
     """
 
     def __init__(
@@ -291,33 +298,25 @@ class LiveRun:
         tell: Callable[[str], None],
         written: Callable[[list[str]], None],
     ) -> None:
+        super().__init__()
         self.folder, self.format, self.name = settings.folder, format_, settings.folder.name
         self.numbers = shared_numbers(self.folder)
         self.code: int | None = None
         self.active_s = self.startup_s = 0.0
         self._title, self._tell, self._full = title, tell, ""
-        self._exits = ExitStack()
-        self._exits.enter_context(registered(self.folder))
-        self._exits.callback(lambda: written(restore_files(self.folder)))
+        self.enter_context(registered(self.folder))
+        self.callback(lambda: written(restore_files(self.folder)))
         try:
             self._process = _start_process(settings)
         except BaseException:
             self.close()
             raise
-        self.pid = self._process.pid
-        self._exits.callback(self._end)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._exits.close()
+        self.callback(self._end)
 
     def _end(self) -> None:
-        _end_group(self._process)  # processes that the script left behind would disturb the next run
+        """End the process and what it left behind, which would disturb the next run."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
         with suppress(OSError):
             (self.folder / _TURNS).unlink()
         self._full = _full_disk(self.folder) if self.code else ""
@@ -362,6 +361,7 @@ class LiveRun:
         return self.active_s - self.startup_s
 
     def _signal(self, number: int) -> None:
+        """Send a signal to the process and whatever it started, which are one process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
@@ -371,9 +371,18 @@ class LiveRun:
         Raises:
             ScriptError: the script failed; the message has the last lines that it wrote to stderr.
         """
-        if self.code:
-            raise ScriptError(_failure(self._title, self.code, self.folder, self._full))
-        return self.folder
+        if not self.code:
+            return self.folder
+        names = {-known.value: known.name for known in signal.Signals}
+        ended, guess = f"failed with exit code {self.code}", ""
+        if self.code < 0:
+            ended = f"was killed by {names.get(self.code, f'signal {-self.code}')}"
+            guess = " (out of memory?)" * (self.code == -signal.SIGKILL)
+        lines = _tail(self.folder / "stderr.txt", _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
+        shown = ["".join(c if c.isprintable() else " " for c in line[:_LONGEST_LINE]) for line in lines]
+        text = "; it ended with:\n" + "\n".join(shown) if shown else "; it wrote nothing to stderr"
+        where = f"in run {self._title}{self._full}"
+        raise ScriptError(f"the script {ended}{guess} {where}{text}\nall of its output: {self.folder}")
 
 
 def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
@@ -395,24 +404,6 @@ def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
         )
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process and whatever it started, which are one process group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _failure(title: str, code: int, folder: Path, full: str) -> str:
-    names = {-known.value: known.name for known in signal.Signals}
-    ended = (
-        f"was killed by {names.get(code, f'signal {-code}')}" if code < 0 else f"failed with exit code {code}"
-    )
-    guess = " (out of memory?)" if code == -signal.SIGKILL else ""
-    lines = _last_lines(folder / "stderr.txt")
-    text = "; it ended with:\n" + "\n".join(lines) if lines else "; it wrote nothing to stderr"
-    return f"the script {ended}{guess} in run {title}{full}{text}\nall of its output: {folder}"
-
-
 def _full_disk(folder: Path) -> str:
     """Say where the disk is full, if it is for the run in ``folder`` or a file that it wrote."""
     for path in [*map(Path, reversed(changed_files(folder))), folder / "stderr.txt"]:
@@ -429,7 +420,7 @@ def in_short(error: ScriptError) -> str:
     return f"{first.removesuffix('; it ended with:')}: {said[-1]}" if said else first
 
 
-def _tail(path: Path, size: int = _TAIL_BYTES) -> str:
+def _tail(path: Path, size: int) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - size))
@@ -438,13 +429,92 @@ def _tail(path: Path, size: int = _TAIL_BYTES) -> str:
         return ""  # the script deleted the folder
 
 
-def _last_lines(path: Path) -> list[str]:
-    """Return the last lines, cut to a readable length, without control characters."""
-    lines = _tail(path, _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
-    return ["".join(c if c.isprintable() else " " for c in line[:_LONGEST_LINE]) for line in lines]
-
-
 def last_line(folder: Path) -> str:
     """Return the last line on stdout of the run in ``folder``."""
-    lines = _tail(folder / "stdout.txt").replace("\r", "\n").splitlines()
+    lines = _tail(folder / "stdout.txt", 4096).replace("\r", "\n").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+# ---- two runs whose steps take turns, in blocks, so that a machine that gets slower slows both alike
+
+_Limit = Callable[[LiveRun, LiveRun], float]
+
+
+def take_turns(
+    formats: Sequence[str],
+    begin: Callable[[str], LiveRun],
+    ended: Callable[[LiveRun], None],
+    *,
+    steps: int,
+    limit_s: _Limit,
+) -> str | None:
+    """Make a run of each of two formats, their steps in turns; return why they did not take turns, if so.
+
+    They pause at the end of a step, and all processes of a run stand still then. A run that changes files
+    goes on to its end alone, before the other one could see them.
+
+    Args:
+        formats: that of the first run, and that of the second.
+        begin: begins a run of a format.
+        ended: called with each run after its end, when the user's files are restored.
+        steps: that each will take; 0: not known.
+        limit_s: of a run and of the pair's first one, after how long to end it.
+    """
+    with begin(formats[0]) as one:
+        why = _why_not(one) if one.go(_WARM_UP) else _TOO_SHORT
+        if why is None:
+            with begin(formats[1]) as two:
+                first, why = _alternate(one, two, steps, limit_s)
+                for run in (first, one if first is two else two):
+                    run.go(limit_s=limit_s(run, one))
+                    run.close()
+            failed = [run for run in (one, two) if run.code and not collapsed(run.folder)]
+            if not failed:
+                for run in sorted((one, two), key=lambda run: run.code or 0):
+                    ended(run)
+                return why
+            why = f"{failed[0].name} failed beside the other run"
+        else:
+            one.go(limit_s=limit_s(one, one))
+            one.close()
+            ended(one)
+            formats = formats[1:]
+    for format_ in formats:
+        with begin(format_) as run:
+            run.go(limit_s=limit_s(run, one))
+        ended(run)
+    return why
+
+
+def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple[LiveRun, str | None]:
+    """Let two runs take turns; return which one has to go on to its end first, and why, unless it ended."""
+    order, block = [two, one], 0
+    while True:
+        spent_s: list[float] = []
+        for run, other in (order, order[::-1]):
+            before_s, patience_s = run.active_s, max(_PATIENCE_S, _PATIENCE * (spent_s or [one.active_s])[0])
+            # The second one warms up first, as the other has done.
+            if block or run is two:
+                paused = run.go(run.steps + block if block else _WARM_UP, patience_s=patience_s)
+                spent_s.append(run.active_s - before_s)
+                if (why := _why_not(run)) or run.code is not None:
+                    return run, why
+                if not paused:
+                    return other, f"{run.name} took no step in {patience_s:.0f} s beside the other run"
+                if run.stepping_s > limit_s(run, one):
+                    return other, None
+        most = max(_FIRST_BLOCK, steps // _BLOCKS) if steps else math.inf
+        fitting = math.ceil(block * _BLOCK_S / max(min(spent_s), 1e-6))
+        block = int(min(max(fitting, 1), most)) if block else _FIRST_BLOCK
+        order.reverse()
+
+
+def _why_not(run: LiveRun) -> str | None:
+    """Return why another process of the script must not run beside this one."""
+    if "RANK" in os.environ:
+        return "it is one of the ranks of a job, which wait for each other"
+    if run.numbers[MEMORY] > _MOST_MEMORY:
+        return f"{run.name} takes {run.numbers[MEMORY] / 1000:.0%} of the memory"
+    changed = {path: line["was"] for path, line in changed_files(run.folder).items() if path}
+    kept = [Path(path).name for path, was in changed.items() if was != "folder" and os.path.lexists(path)]
+    return f"the script changes files ({few(kept, 2)})" if kept else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from narrowcast.errors import few
 from narrowcast.observe.capture import (
@@ -14,7 +15,7 @@ from narrowcast.observe.capture import (
     parameter_error,
     parameter_limit,
 )
-from narrowcast.verify.certificate._certificate import (
+from narrowcast.verify._certificate import (
     CANNOT_TELL,
     FAIL,
     PASS,
@@ -23,7 +24,7 @@ from narrowcast.verify.certificate._certificate import (
     number,
     up_to,
 )
-from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Estimate, Measured, Moments, Totals
+from narrowcast.verify._sums import FEWEST_BATCHES, Estimate, Measured, Moments, Totals
 
 # Reasons of parameters that the verdict depends on.
 _NOT_FINITE_FP32 = "its FP32 gradient is not finite"
@@ -97,37 +98,24 @@ def _lost(parameters: Sequence[ParameterResult], *, has_noise: bool) -> list[tup
     return sorted(lost, reverse=True)
 
 
-def _by_parameter(lost: Sequence[tuple[float, str, float]]) -> tuple[str, str] | None:
-    """Fail a single layer whose gradient is lost, which the total of a large model would not show."""
-    if not lost:
-        return None
-    return FAIL, (
-        f"The gradient of {few([name for _, name, _ in lost])} is lost in mixed precision: it is off by "
-        f"{number(lost[0][0])} of its own size or of minibatch noise, whichever is larger, where "
-        f"{lost[0][2]} is the limit for a single parameter."
-    )
-
-
 def _by_total(
     totals: Totals, by_noise: Totals | None, without: Totals, of_step: tuple[str, str] | None
 ) -> tuple[str, str]:
     """Judge all parameters together; ``of_step``: the verdict on a step of several minibatches."""
-    relative = totals.relative_error
-    if relative is None and (by_noise is None or by_noise.no_noise):
-        return FAIL, "Every FP32 gradient is zero, and the mixed ones are not."
     if totals.error == 0:
         return PASS, (
             "The mixed gradients equal the FP32 ones to the bit: nothing was cast that changes a gradient."
         )
-    if by_noise is None:
-        return _without_second_batch(relative)
-    relative = by_noise.relative_error
-    if relative is None and by_noise.no_noise:
-        return FAIL, "Every FP32 gradient with a second batch is zero, and the mixed ones are not."
-    if by_noise.no_noise:
-        verdict, reason = _without_noise(relative)
-    else:
+    relative = (by_noise or totals).relative_error
+    if by_noise is not None and not by_noise.no_noise:
         verdict, reason = of_step or _with_noise(by_noise.error / by_noise.noise, relative)
+    elif relative is None:
+        which = " with a second batch" * (totals.gradient > 0)
+        return FAIL, f"Every FP32 gradient{which} is zero, and the mixed ones are not."
+    elif by_noise is None:
+        return _without_second_batch(relative)
+    else:
+        verdict, reason = _without_noise(relative)
     if verdict == PASS and without.error > SAME_BATCH_LIMIT * without.gradient:
         return CANNOT_TELL, (
             f"{reason} But for some parameters there was no second batch, and their relative error is above "
@@ -161,8 +149,7 @@ def _with_noise(ratio: float, relative: float | None) -> tuple[str, str]:
 
 def _alone(parameters: Sequence[ParameterResult], x: float) -> list[tuple[Estimate, str]]:
     """Return error over noise of each parameter that has a limit of its own in a step, worst first."""
-    counting = [p for p in parameters if p.counts_alone]
-    return sorted(((p._moments.at(x), p.name) for p in counting if p._moments is not None), reverse=True)
+    return sorted(((own.at(x), p.name) for p in parameters if (own := p._own_moments)), reverse=True)
 
 
 def _of_step(
@@ -196,9 +183,7 @@ def _of_step(
     )
 
 
-def _without_noise(relative: float | None) -> tuple[str, str]:
-    """Judge by the relative error, which exists because gradient and noise are not both zero."""
-    assert relative is not None
+def _without_noise(relative: float) -> tuple[str, str]:
     limits = ((SAME_BATCH_LIMIT, PASS), (PARAMETER_LIMIT, CANNOT_TELL), (math.inf, FAIL))
     return next(verdict for limit, verdict in limits if relative <= limit), (
         "Both batches give the same gradient (full-batch training?), so there is no minibatch noise; the "
@@ -207,19 +192,14 @@ def _without_noise(relative: float | None) -> tuple[str, str]:
     )
 
 
-def _without_second_batch(relative: float | None) -> tuple[str, str]:
+def _without_second_batch(relative: float) -> tuple[str, str]:
     no_yardstick = "There was no second batch to measure minibatch noise by"
-    if relative is not None and relative <= ROUNDING_SIZE:
-        return PASS, (
-            f"{no_yardstick}, but the relative error, {number(relative)}, is what rounding alone does (up to "
-            f"{ROUNDING_SIZE})."
-        )
-    if relative is None or relative > PARAMETER_LIMIT:
-        return FAIL, (
-            f"{no_yardstick}, but the relative error, {number(relative)}, is past any that noise could hide "
-            f"({PARAMETER_LIMIT})."
-        )
-    return CANNOT_TELL, f"{no_yardstick}, and the relative error, {number(relative)}, does not settle it."
+    error = f"the relative error, {number(relative)},"
+    if relative <= ROUNDING_SIZE:
+        return PASS, f"{no_yardstick}, but {error} is what rounding alone does (up to {ROUNDING_SIZE})."
+    if relative > PARAMETER_LIMIT:
+        return FAIL, f"{no_yardstick}, but {error} is past any that noise could hide ({PARAMETER_LIMIT})."
+    return CANNOT_TELL, f"{no_yardstick}, and {error} does not settle it."
 
 
 def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> list[str]:
@@ -254,16 +234,12 @@ def _notes(parameters: Sequence[ParameterResult], without: Totals | None) -> lis
 def certificate_of(
     measured: Sequence[Measured],
     *,
-    policy: str,
-    format: str,
-    at_step: int = 0,
-    loss_scale: float | None = None,
     cannot_tell: str | None = None,
     note: str | None = None,
     rounding_unknown: str | None = None,
     minibatches: int = 1,
     averaged: int = 1,
-    samples: int | None = None,
+    **fields: Any,
 ) -> Certificate:
     """Judge the gradients of all parameters; the arguments that are not below are fields of the certificate.
 
@@ -289,42 +265,34 @@ def certificate_of(
     parameters = tuple(replace(one, lost=one.name in names) for one in parameters)
     found = _void(parameters, cannot_tell)
     if found is None:
-        single = _by_parameter(lost)
         of_step = _of_step(parameters, moments, minibatches, x) if minibatches > 1 else None
-        of_all = _by_total(totals, by_noise, without, of_step)
-        found = single or of_all
-        if single is not None and rounding_unknown is not None:
-            found = of_all if of_all[0] == FAIL else (CANNOT_TELL, f"{single[1]} {rounding_unknown}")
+        found = _by_total(totals, by_noise, without, of_step)
+        # A single layer whose gradient is lost, which the total of a large model would not show.
+        if lost and (rounding_unknown is None or found[0] != FAIL):
+            single = (
+                f"The gradient of {few([name for _, name, _ in lost])} is lost in mixed precision: it is off "
+                f"by {number(lost[0][0])} of its own size or of minibatch noise, whichever is larger, where "
+                f"{lost[0][2]} is the limit for a single parameter."
+            )
+            found = (CANNOT_TELL, f"{single} {rounding_unknown}") if rounding_unknown else (FAIL, single)
     verdict, reason = found
     notes = [*_notes(parameters, None if by_noise is None else without), *([note] if note else [])]
-    level = math.nan if moments is None else moments.at(x).value
     certificate = Certificate(
-        policy=policy,
-        format=format,
-        at_step=at_step,
-        loss_scale=loss_scale,
         minibatches=minibatches,
         averaged=averaged,
-        samples=samples,
-        error_over_noise=_level(by_noise, level),
+        error_over_noise=None if by_noise is None else by_noise.error_over_noise(moments, x),
         relative_error=totals.relative_error,
         cosine=totals.cosine,
         parameters=parameters,
         verdict=verdict,
         reason=" ".join([reason, *notes]),
         _moments=moments,
+        **fields,
     )
     words = up_to(certificate) if verdict == PASS else None
     if words is None or (certificate.holds_up_to or 0) < minibatches:
         return certificate
     return replace(certificate, reason=" ".join([reason, f"Right up to {words}.", *notes]))
-
-
-def _level(totals: Totals | None, level: float) -> float | None:
-    """Return error over noise in a step, or as measured if that is not known."""
-    if totals is None or totals.error_over_noise is None or math.isnan(level):
-        return None if totals is None else totals.error_over_noise
-    return level
 
 
 def _result(one: Measured, x: float) -> ParameterResult:
@@ -336,7 +304,6 @@ def _result(one: Measured, x: float) -> ParameterResult:
         one = replace(one, rounding=None)
     totals = Totals.of([one])
     judged, reason = _whether_judged(totals, one)
-    level = math.nan if one.moments is None else one.moments.at(x).value
     return ParameterResult(
         name=one.name,
         shape=one.shape,
@@ -345,7 +312,7 @@ def _result(one: Measured, x: float) -> ParameterResult:
         bias_norm=None if one.moments is None else math.sqrt(one.moments.bias),
         noise_norm=None if one.noise is None or math.isinf(totals.noise) else totals.noise,
         rounding_norm=None if one.rounding is None else totals.rounding,
-        error_over_noise=None if one.noise is None else _level(totals, level),
+        error_over_noise=None if one.noise is None else totals.error_over_noise(one.moments, x),
         relative_error=totals.relative_error if math.isfinite(one.error.second) else math.inf,
         cosine=totals.cosine,
         judged=judged,

@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowcast.errors import SettingError
 from narrowcast.observe.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT, json_ready
-from narrowcast.verify.certificate._sums import Estimate, Moments
+from narrowcast.verify._sums import Estimate, Moments
 
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
 MOST_MINIBATCHES = 65_536
@@ -58,10 +58,10 @@ class ParameterResult:
     _moments: Moments | None = field(default=None, repr=False)
 
     @property
-    def counts_alone(self) -> bool:
-        """Whether it has noise, and elements enough for a limit of its own."""
+    def _own_moments(self) -> Moments | None:
+        """Its moments if it has noise, and elements enough for a limit of its own."""
         enough = math.prod(self.shape) >= ENOUGH_ELEMENTS
-        return self.judged and enough and self.error_over_noise is not None
+        return self._moments if self.judged and enough and self.error_over_noise is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -92,8 +92,8 @@ class Certificate:
 
     policy: str
     format: str
-    at_step: int
-    loss_scale: float | None
+    at_step: int = 0
+    loss_scale: float | None = None
     minibatches: int = 1
     averaged: int = 1
     samples: int | None = None
@@ -131,11 +131,9 @@ class Certificate:
         """
         if self._moments is None or math.isnan(self.at(1).value):
             return None
-        most = [self._moments.most(TOTAL_LIMIT)]
-        for one in self.parameters:
-            if one.counts_alone and one._moments is not None:
-                most.append(one._moments.most(PARAMETER_LIMIT))
-        return math.floor(min(MOST_MINIBATCHES, self.averaged * min(most)))
+        alone = [own.most(PARAMETER_LIMIT) for one in self.parameters if (own := one._own_moments)]
+        most = min([self._moments.most(TOTAL_LIMIT), *alone])
+        return math.floor(min(MOST_MINIBATCHES, self.averaged * most))
 
     @property
     def worst_parameter(self) -> ParameterResult | None:
@@ -175,10 +173,7 @@ def _public(record: Certificate | ParameterResult) -> dict[str, Any]:
 
 # ---- as text
 
-_ROWS = 12
 _WIDTH = 80
-_NAME = 38
-_HEADS = ("error/noise", "rel. error", "cosine", "judged")
 
 
 def worst_first(parameters: Iterable[ParameterResult]) -> list[ParameterResult]:
@@ -193,34 +188,33 @@ def worst_first(parameters: Iterable[ParameterResult]) -> list[ParameterResult]:
     return sorted(parameters, key=badness, reverse=True)
 
 
-def _as_table(certificate: Certificate, *, rows: int = _ROWS) -> str:
+def _as_table(certificate: Certificate, *, rows: int = 12) -> str:
     lines = [f"gradient certificate: {certificate.verdict}", *textwrap.wrap(certificate.reason, _WIDTH)]
-    lines += [f"{name:<18}{_fit(value, _WIDTH - 18)}" for name, value in _summary(certificate)]
-    cells = [(_fit(p.name, _NAME - 1), *_cells(p)) for p in worst_first(certificate.parameters)]
-    if cells:
-        lines.append("")
-    for name, *numbers, judged in [("parameter (worst first)", *_HEADS)] * bool(cells) + cells[:rows]:
-        lines.append(f"{name:<{_NAME}}{''.join(f'{text:>11}' for text in numbers)}{judged:>8}")
-    if len(cells) > rows:
-        lines.append(f"and {len(cells) - rows} more")
+    summary = {
+        "error over noise": number(certificate.error_over_noise),
+        "relative error": number(certificate.relative_error),
+        "cosine": "-" if certificate.cosine is None else f"{certificate.cosine:.6f}",
+        "policy": f"{certificate.policy} ({certificate.format})",
+        "loss scale": "none" if certificate.loss_scale is None else f"{certificate.loss_scale:g}",
+        "at step": str(certificate.at_step),
+        "right up to": up_to(certificate) or "not known: that needs four batches with noise",
+    }
+    lines += [f"{name:<18}{_fit(value, _WIDTH - 18)}" for name, value in summary.items()]
+    parameters = worst_first(certificate.parameters)
+    if parameters:
+        lines += ["", f"{'parameter (worst first)':<38}error/noise rel. error     cosine  judged"]
+    for one in parameters[:rows]:
+        cosine = "-" if one.cosine is None else f"{one.cosine:.5f}"
+        numbers = f"{number(one.error_over_noise):>11}{number(one.relative_error):>11}{cosine:>11}"
+        lines.append(f"{_fit(one.name, 37):<38}{numbers}{'yes' if one.judged else 'no':>8}")
+    if len(parameters) > rows:
+        lines.append(f"and {len(parameters) - rows} more")
     return "\n".join(lines)
 
 
 def number(value: float | None) -> str:
     """Return ``value`` with three digits, as ``0.00412``, ``1.2e-05`` or ``inf``; ``-`` for None."""
     return "-" if value is None else f"{value:.3g}"
-
-
-def _summary(certificate: Certificate) -> list[tuple[str, str]]:
-    return [
-        ("error over noise", number(certificate.error_over_noise)),
-        ("relative error", number(certificate.relative_error)),
-        ("cosine", "-" if certificate.cosine is None else f"{certificate.cosine:.6f}"),
-        ("policy", f"{certificate.policy} ({certificate.format})"),
-        ("loss scale", "none" if certificate.loss_scale is None else f"{certificate.loss_scale:g}"),
-        ("at step", str(certificate.at_step)),
-        ("right up to", up_to(certificate) or "not known: that needs four batches with noise"),
-    ]
 
 
 def up_to(certificate: Certificate) -> str | None:
@@ -232,12 +226,6 @@ def up_to(certificate: Certificate) -> str | None:
     if samples is None:
         return f"{least}{k:,} minibatch{'es' * (k > 1)} a step"
     return f"an effective batch of {least}{k * samples:,} samples (k = {k:,})"
-
-
-def _cells(parameter: ParameterResult) -> tuple[str, str, str, str]:
-    cosine = "-" if parameter.cosine is None else f"{parameter.cosine:.5f}"
-    judged = "yes" if parameter.judged else "no"
-    return number(parameter.error_over_noise), number(parameter.relative_error), cosine, judged
 
 
 def _fit(text: str, width: int) -> str:

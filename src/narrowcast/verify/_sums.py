@@ -26,8 +26,7 @@ _T = {11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131}
 _SAME = 1e-5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class Sums(NamedTuple):
     """Sums over the elements of two gradients: of the squares of each, products, and squared differences.
 
     Attributes:
@@ -43,12 +42,9 @@ class Sums:
     @classmethod
     def mean(cls, sums: Sequence[Self]) -> Self:
         """Average the sums of several batches; ``missing`` is what all of them miss."""
-        names = ("first", "second", "product", "difference")
-        missing = {one.missing for one in sums}
-        return cls(
-            **{name: sum(getattr(one, name) for one in sums) / len(sums) for name in names},
-            missing=missing.pop() if len(missing) == 1 else None,
-        )
+        *numbers, missing = zip(*sums, strict=True)
+        means = (sum(column) / len(sums) for column in numbers)
+        return cls(*means)._replace(missing=missing[0] if len(set(missing)) == 1 else None)
 
 
 def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: float = 1.0) -> Sums:
@@ -60,13 +56,16 @@ def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: 
 
     Needs 64 MiB more, and dense copies of sparse ones. A sum is NaN or infinite if an element is.
     """
-    absent = [name for name, gradient in (("first", first), ("second", second)) if gradient is None]
     given = [None if gradient is None else _values(gradient) for gradient in (first, second)]
     like = next((values for values in given if values is not None), torch.zeros(0))
     a, b = (torch.zeros_like(like) if values is None else values for values in given)
-    square, other, product, difference = _sums(a, b.to(a.device), scale)
-    missing = "both" if len(absent) == 2 else next(iter(absent), None)
-    return Sums(first=square, second=other, product=product, difference=difference, missing=missing)
+    b, totals = b.to(a.device), torch.zeros(4, dtype=torch.float64, device=a.device)
+    for start in range(0, a.numel(), _CHUNK):
+        x, y = a[start : start + _CHUNK].double(), b[start : start + _CHUNK].double() / scale
+        difference = y - x
+        totals += torch.stack([x.dot(x), y.dot(y), x.dot(y), difference.dot(difference)])
+    absent = [name for name, values in zip(("first", "second"), given, strict=True) if values is None]
+    return Sums(*totals.tolist())._replace(missing="both" if len(absent) == 2 else "".join(absent) or None)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -78,18 +77,6 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     if values.device.type == "mps":  # has no float64
         values = values.cpu()
     return values.reshape(-1)
-
-
-def _sums(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> list[float]:
-    totals = torch.zeros(4, dtype=torch.float64, device=a.device)
-    for start in range(0, a.numel(), _CHUNK):
-        x, y = a[start : start + _CHUNK].double(), b[start : start + _CHUNK].double()
-        if scale != 1.0:
-            y = y / scale
-        difference = y - x
-        totals += torch.stack([x.dot(x), y.dot(y), x.dot(y), difference.dot(difference)])
-    found: list[float] = totals.tolist()
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,34 +190,37 @@ class _Groups:
     squares: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
-    def add(self, first: torch.Tensor, second: torch.Tensor, scale: float, square: float) -> None:
+    def add(self, first: torch.Tensor, second: torch.Tensor, scale: float = 1.0) -> None:
         at = sum(self.counts) % _GROUPS
         if at == len(self.vectors):
             self.vectors.append(torch.zeros(first.numel(), dtype=torch.float32))
             self.squares.append(0.0)
             self.counts.append(0)
-        self.squares[at] += square
         self.counts[at] += 1
         for start in range(0, first.numel(), _CHUNK):
             here = slice(start, start + _CHUNK)
-            wide = first[here].to(second.device).double()
-            self.vectors[at][here] += (second[here].double() / scale - wide).to("cpu", torch.float32)
+            difference = second[here].double() / scale - first[here].to(second.device).double()
+            self.squares[at] += float(difference.dot(difference))
+            self.vectors[at][here] += difference.to("cpu", torch.float32)
 
-    def products(self) -> torch.Tensor:
-        """Return the inner products of all pairs of groups, in float64."""
-        found = torch.zeros(len(self.vectors), len(self.vectors), dtype=torch.float64)
+    def moments(self, left_out: Sequence[int | None]) -> list[tuple[float, float]]:
+        """Return, for each group left out, the squared mean of the rest and their mean square.
+
+        The squared mean is estimated without bias, so it may be negative.
+        """
+        groups = range(len(self.vectors))
+        products = torch.zeros(len(groups), len(groups), dtype=torch.float64)
         step = _CHUNK // _GROUPS
         for start in range(0, self.vectors[0].numel(), step):
             rows = torch.stack([vector[start : start + step].double() for vector in self.vectors])
-            found += rows @ rows.T
+            products += rows @ rows.T
+        found = []
+        for without in left_out:
+            kept = [group for group in groups if group != without]
+            count, squares = sum(self.counts[g] for g in kept), math.fsum(self.squares[g] for g in kept)
+            of_sum = float(products[kept][:, kept].sum())
+            found.append(((of_sum - squares) / (count * (count - 1)), squares / count))
         return found
-
-    def moments(self, products: torch.Tensor, left_out: int | None) -> tuple[float, float]:
-        """Return the mean square and, without bias, the squared mean; it may be negative."""
-        kept = [group for group in range(len(self.counts)) if group != left_out]
-        count, squares = sum(self.counts[group] for group in kept), math.fsum(self.squares[g] for g in kept)
-        of_sum = float(products[kept][:, kept].sum())
-        return squares / count, (of_sum - squares) / (count * (count - 1))
 
 
 class Batches:
@@ -246,21 +236,18 @@ class Batches:
         self._sums: list[Sums] = []
         self._errors, self._differences = _Groups(), _Groups()
 
-    def add(self, fp32: torch.Tensor | None, mixed: torch.Tensor | None, *, scale: float = 1.0) -> Sums:
+    def add(self, fp32: torch.Tensor | None, mixed: torch.Tensor | None, *, scale: float = 1.0) -> None:
         """Add a batch, whose mixed gradient is divided by ``scale``; None counts as zeros."""
         self.add_fp32(fp32)
         self._sums.append(compared(fp32, mixed, scale=scale))
-        self._errors.add(self._flat(fp32), self._flat(mixed), scale, self._sums[-1].difference)
-        return self._sums[-1]
+        self._errors.add(self._flat(fp32), self._flat(mixed), scale)
 
     def add_fp32(self, fp32: torch.Tensor | None) -> None:
         """Add a batch for its noise alone."""
         values = self._flat(fp32)
         if self._first is None:  # differences from it are exact where batches hardly differ
             self._first = values.cpu().clone()
-        self._differences.add(
-            self._first, values, 1.0, compared(self._first.to(values.device), values).difference
-        )
+        self._differences.add(self._first, values)
 
     def _flat(self, gradient: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros(self._size) if gradient is None else _values(gradient)
@@ -270,23 +257,18 @@ class Batches:
         error, count = Sums.mean(self._sums), sum(self._differences.counts)
         if count < 2:
             return Measured(name, shape, error, None, rounding)
-        products = self._differences.products(), self._errors.products()
-
-        def noise(left_out: int | None = None) -> float:
-            square, of_mean = self._differences.moments(products[0], left_out)
-            twice = 2 * (square - of_mean)  # the variance of one gradient
-            return 0.0 if twice < 0 else twice  # NaN stays
-
-        def squares(left_out: int | None = None) -> Squares:
-            square, bias = self._errors.moments(products[1], left_out)
-            return Squares(bias, square, noise(left_out))
-
+        tells = count == len(self._sums) >= FEWEST_BATCHES
+        left_out = [None, *range(len(self._errors.counts) if tells else 0)]
+        differences = self._differences.moments(left_out)
+        # Twice the variance of a gradient; NaN stays.
+        noise = [0.0 if square < of_mean else 2 * (square - of_mean) for of_mean, square in differences]
         moments = None
-        if count == len(self._sums) >= FEWEST_BATCHES:
-            groups = range(len(self._errors.counts))
-            moments = Moments(squares(), tuple(squares(group) for group in groups))
-        first, variance = error.first, noise() / 2
-        between = Sums(first=first, second=first, product=first - variance, difference=2 * variance)
+        if tells:
+            errors = self._errors.moments(left_out)
+            every, *without = (Squares(*one, level) for one, level in zip(errors, noise, strict=True))
+            moments = Moments(every, tuple(without))
+        first, variance = error.first, noise[0] / 2
+        between = Sums(first=first, second=first, product=first - variance, difference=noise[0])
         return Measured(name, shape, error, between, rounding, moments)
 
 
@@ -313,9 +295,12 @@ class Totals:
             rounding=_root(one.rounding.difference for one in measured if one.rounding),
         )
 
-    @property
-    def error_over_noise(self) -> float | None:
-        return None if self.no_noise else self.error / self.noise
+    def error_over_noise(self, moments: Moments | None, x: float) -> float | None:
+        """Return that of the mean of ``x`` gradients, or as measured where it is not known."""
+        level = math.nan if moments is None else moments.at(x).value
+        if self.no_noise:
+            return None
+        return self.error / self.noise if math.isnan(level) else level
 
     @property
     def relative_error(self) -> float | None:
