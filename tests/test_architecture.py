@@ -37,7 +37,7 @@ BUDGETS = {
     "apex": 2_850,  # refuses TorchScript where weights are cast
     "migrate": 3_266,  # FusedAdam, and scripts that fall back to a CPU
     # 60 estimate a speedup from pairs of blocks; 57 draw errors against their limits.
-    "report": 2_835,  # 79 say whether it is worth it; 50 judge one seed: losses far apart, steps skipped
+    "report": 2_830,  # 79 say whether it is worth it; 50 judge one seed: losses far apart, steps skipped
     # 49 list, open and clean captures, say where outputs are, and name full disks.
     "cli": 1_115,  # --min-speedup, --time-limit, progress; compare measures what decides "auto"
     "__init__": 113,

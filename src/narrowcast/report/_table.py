@@ -61,10 +61,12 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
     kind = summary["kind"]
     timed = "forward_time_s" if kind == "inference" else "step_time_s"
     median = f"{timed.removesuffix('_time_s')} time, median"
+    alone = max(len(summary[side]["runs"]) for side in NAMES) == 1
+    interval = "  95 % in one run" if alone else "  95 % interval"
     tensors, process = (percent_change(summary[name]) for name in ("memory_ratio", "process_memory_ratio"))
     found = [
         _row(summary, f"{timed}_median", median, milliseconds, _speedup(summary)),
-        _interval_row(summary, f"{timed}_interval"),
+        _row(summary, f"{timed}_interval", interval, _interval, speed_interval(summary)),
         _row(summary, "peak_tensor_bytes", "peak tensor memory", mebibytes, tensors),
         _row(summary, "peak_resident_bytes", "peak process memory", mebibytes, process),
         *_loss_rows(summary),
@@ -141,13 +143,6 @@ def _speedup(summary: Mapping[str, Any]) -> str:
         return ""
     low, high = map(float, summary["speedup_interval"] or (1, 1))
     return speed_text(summary["speedup"]) + ("?" if low < 1 < high else "")
-
-
-def _interval_row(summary: Mapping[str, Any], key: str) -> Row:
-    fp32, mixed = (_interval(summary[side][key]) for side in NAMES)
-    alone = max(len(summary[side]["runs"]) for side in NAMES) == 1
-    name = "  95 % in one run" if alone else "  95 % interval"
-    return Row(name=name, fp32=fp32, mixed=mixed, change=speed_interval(summary))
 
 
 def _interval(interval_s: Sequence[float | str] | None) -> str:
