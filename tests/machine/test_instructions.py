@@ -67,7 +67,7 @@ def test_the_format_of_this_cpu_is_what_its_flags_say():
         return
     for name, known in FLAGS.items():
         # AVX10.2 has both formats and the flags of neither extension.
-        emulated = "has no instructions" in (known_to_be_slow(name) or "")
+        emulated = "is emulated" in (known_to_be_slow(name) or "")
         assert emulated != bool(flags & {*known, "avx10_2"})
     if choice.format == "bf16":
         for flag, shown in FLAGS["bf16"].items():
@@ -167,12 +167,10 @@ def test_the_store_of_a_process_group(one_process):
     assert default_store().compare_set("narrowcast/test", "", "second") == b"first"
 
 
-EMULATED = "on this CPU has no instructions: matmuls 15 to hundreds of times slower: use"
-SLOW_CONVOLUTIONS = (
-    "fp16 on this CPU has AVX512-FP16, and yet convolutions hundreds of times slower than fp32: use"
-)
+EMULATED = "on this CPU is emulated: matmuls are 15 to hundreds of times slower: use"
+SLOW_CONVOLUTIONS = "fp16 on this CPU runs on AVX512-FP16: convolutions are hundreds of times slower: use"
 NO_AMX = (
-    "bf16 on this CPU has AVX512-BF16 without AMX, and matmuls at about 0.6 of fp32's speed: use "
+    "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls at about 0.6 of fp32's speed: use "
     "--policy fp32"
 )
 

@@ -302,7 +302,7 @@ def test_rates_say_which_formats_are_slow(monkeypatch):
 
     conv = row("fp16", 0.2, (1, 64, 32, 32), "convolution")
     assert said(row("fp16", 0.1, (64, 64)), row("fp16", 0.62), conv) == [
-        "fp16 on this CPU was measured to compute matmuls at 0.62 of fp32's speed and convolutions at 0.2 of "
+        "fp16 on this CPU is slow, as measured: matmuls at 0.62 of fp32's speed and convolutions at 0.2 of "
         "fp32's speed: use --policy bf16 or --policy fp32"
     ]
     assert said(row("fp16", 2.0)) == ["known of convolutions: use --policy bf16 or --policy fp32"]
@@ -348,13 +348,13 @@ def test_kept_rates_decide_what_is_slow(tmp_path, monkeypatch, fully_measured):
     assert kept_rows() == kept["rates"]["devices"][0]["rows"]
     kept["rates"]["devices"][0]["rows"] = [row("bf16", 0.06)]
     path.write_text(json.dumps(kept))
-    assert "bf16 on this CPU was measured to compute matmuls at 0.06" in slow_formats(["bf16"], "cpu")[0]
+    assert "bf16 on this CPU is slow, as measured: matmuls at 0.06" in slow_formats(["bf16"], "cpu")[0]
     kept["key"]["cpu"]["torch_threads"] += 1
     path.write_text(json.dumps(kept))
     path.with_name("damaged.json").write_text("[]")
     assert {row["size"] for row in kept_rows()} == {"medium"}, "other threads, other rates: those for auto"
     keep_rates(tmp_path, (0.5, 0.5, 0.5))
-    assert "bf16 on this CPU was measured to compute matmuls at 0.5" in slow_formats(["bf16"], "cpu")[0]
+    assert "bf16 on this CPU is slow, as measured: matmuls at 0.5" in slow_formats(["bf16"], "cpu")[0]
 
 
 def test_incomplete_rates_are_not_kept(tmp_path, monkeypatch, short):

@@ -339,7 +339,7 @@ def slow_formats(
             elif is_cpu and (kind == "convolution" or not speeds):
                 known.append(known_to_be_slow(name, kind))
         where = "CPU" if is_cpu else "GPU"
-        said = [f"{name} on this {where} was measured to compute {' and '.join(slower)}"] if slower else []
+        said = [f"{name} on this {where} is slow, as measured: {' and '.join(slower)}"] if slower else []
         if said := said + [fact for fact in known if fact]:
             instead = best_format(device_type).format
             other = "" if instead in ("fp32", name) else f"--policy {instead} or "
