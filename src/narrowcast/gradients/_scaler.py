@@ -414,6 +414,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             ScaleError: an entry is missing or outside its range.
         """
         value = scale_in(state_dict, self._loss_scale.settings, in_force=self._enabled)
+        self._outcomes.pending.clear()  # a step before the load must not move what was loaded
         if value is not None:
             self._loss_scale.set(value)
 
