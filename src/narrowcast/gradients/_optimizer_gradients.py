@@ -101,9 +101,14 @@ class OptimizerGradients:
     dense: bool
     meshes: list[MeshPlacement | None] | None = None
 
+    @torch.no_grad()
     def flags(self) -> NonfiniteFlags:
         """Check each gradient; of a DTensor, its local part."""
-        return nonfinite_flags(self.values)
+        if not all(map(torch.Tensor.numel, self.values)):
+            return nonfinite_flags(self.values)
+        # They are grouped already: to do it again for a thousand takes longer than the check on a GPU.
+        checked = ((tuple(positions), _flags(members)) for _, _, positions, members in self.groups)
+        return NonfiniteFlags(len(self.values), tuple(checked))
 
 
 def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
