@@ -60,8 +60,7 @@ def test_a_learning_rate_on_the_gpu_stays_there(tmp_path):
     model = nn.Linear(4, 2).cuda()
 
     def capturable(rate):
-        rate = torch.tensor(rate, device="cuda")
-        return torch.optim.AdamW(model.parameters(), rate, capturable=True)
+        return torch.optim.AdamW(model.parameters(), torch.tensor(rate, device="cuda"), capturable=True)
 
     save_checkpoint(path, model, capturable(0.25))
     optimizer = capturable(0.5)

@@ -333,8 +333,7 @@ class Iteration:
             return result  # the host sees this step once, but the graph is replayed many times
         number, differ = self._outcomes.next_number(), check.ranks_differ
         if skipped is not None:
-            ranks_differ = differ is not None and bool(differ)
-            self._outcomes.report(optimizer, result, number, ranks_differ=ranks_differ)
+            self._outcomes.report(optimizer, result, number, ranks_differ=bool(differ))
             return result
         differs = torch.zeros_like(found) if differ is None else differ.to(found)
         values = torch.stack([found, differs, self._loss_scale.factor_for("step")])
@@ -358,10 +357,8 @@ def call_step(
     needs_attributes |= not _torch_internals.is_torchs_own(optimizer)
     if not (needs_attributes and _torch_internals.takes_grad_scale(optimizer)):
         return optimizer.step(*args, **kwargs)
-    if check.divisor is None:
-        target.grad_scale = preset
-    else:
-        target.grad_scale = check.divisor if preset is None else check.divisor * preset
+    given = [scale for scale in (check.divisor, preset) if scale is not None]
+    target.grad_scale = functools.reduce(torch.mul, given) if given else None
     # torch's own take back what their counts of steps gained, at the cost of a pass over them.
     target.found_inf = None if skipped is False and _torch_internals.is_torchs_own(optimizer) else found
     try:

@@ -106,7 +106,6 @@ class OptimizerGradients:
         """Check each gradient; of a DTensor, its local part."""
         if not all(map(torch.Tensor.numel, self.values)):
             return nonfinite_flags(self.values)
-        # They are grouped already: to do it again for a thousand takes longer than the check on a GPU.
         checked = ((tuple(positions), _flags(members)) for _, _, positions, members in self.groups)
         return NonfiniteFlags(len(self.values), tuple(checked))
 

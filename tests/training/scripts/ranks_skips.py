@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,8 @@ def no_waiting(device):
     """On CUDA: an error if the host waits for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
     yield
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("default")
