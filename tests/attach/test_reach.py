@@ -1,10 +1,9 @@
 """How far the region and the scale reach, and that they end there."""
 
-import sys
+import gc
 import threading
 import warnings
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,49 +193,136 @@ def test_a_hook_registered_first_runs_first():
     assert order == ["first", "late"]
 
 
-class Returned(torch.autograd.Function):
-    """A sum whose backward keeps what ``hold`` makes of the gradient that it returns."""
+class Seen(torch.autograd.Function):
+    """The identity, whose backward calls ``see``."""
 
     @staticmethod
-    def forward(ctx, x, y, hold):
-        ctx.hold = hold
-        return x + y
+    def forward(ctx, x, see):
+        ctx.see = see
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, g):
-        array = numpy.full(4, SCALE, "float32")
-        if ctx.hold != "expanded":
-            with torch.inference_mode(ctx.hold == "inference"):
-                g = torch.from_numpy(array) if ctx.hold == "array" else g.clone()
-        where.append(g.data_ptr())
-        holds = {"python": lambda: g, "view": lambda: g[:2], "memory": g.untyped_storage, "numpy": g.numpy}
-        holds["array"] = lambda: array
-        held.append(holds.get(ctx.hold, lambda: None)())
-        return g, g if ctx.hold == "twice" else None, None
+        ctx.see()
+        return g, None
 
 
-def references(value):
-    return sys.getrefcount(value)
+def stepped(model, see):
+    """An optimizer that steps on the last layer from a hook of the graph, before the pass ends."""
+    optimizer = torch.optim.SGD(model[4].parameters(), 0.0)
+
+    def step(*_):
+        optimizer.step()
+        see()
+
+    accumulates = model[0].weight.view_as(model[0].weight).grad_fn.next_functions[0][0]
+    accumulates.register_hook(step)
+    return accumulates  # a hook lives as long as Python holds its node
 
 
-where, held = [], []
-REFERENCES = references(object())
-OTHERS = ["python", "view", "memory", "numpy", "array", "twice", "expanded", "inference"]
+EARLY = {
+    "leaf": lambda model, see: model[0].weight.register_hook(lambda g: see()),
+    "post accumulate": lambda model, see: model[0].weight.register_post_accumulate_grad_hook(lambda p: see()),
+    "tensor": lambda model, see: model[0].register_forward_hook(
+        lambda m, x, out: (out.register_hook(lambda g: see()), None)[1]
+    ),
+    "module": lambda model, see: model[1].register_full_backward_hook(lambda *_: see()),
+    "Function": lambda model, see: model[0].register_forward_hook(lambda m, x, out: Seen.apply(out, see)),
+    "optimizer": stepped,
+}
 
 
-@pytest.mark.parametrize("hold", ["nothing", *OTHERS])
-def test_gradients_are_unscaled_in_place_if_nobody_else_has_them(hold):
-    where.clear(), held.clear()
-    w, v = (torch.ones(4, requires_grad=True) for _ in range(2))
+@pytest.fixture
+def no_hooks_of_others():
+    gc.collect()  # hooks of earlier tests may wait in cycles
+
+
+@pytest.mark.usefixtures("no_hooks_of_others")
+@pytest.mark.parametrize("look", EARLY.values(), ids=EARLY)
+@pytest.mark.parametrize("before", [False, True])
+def test_gradients_of_a_leaf_are_true_while_the_pass_goes_on(look, before):
+    """Read from where the first layer's backward calls the script, when the last layer has its gradient."""
+
+    def seen():
+        (model, (x, y)), found = (network(), data()), []
+        if before:
+            F.mse_loss(model(x), y).backward()
+        held = look(model, lambda: found.append(model[4].weight.grad.clone()))
+        F.mse_loss(model(x), y).backward()
+        assert held is not None
+        return [*found, *(p.grad for p in model.parameters())]
+
+    assert_as_in_fp32(seen)
+
+
+def checked_at_once(run):
+    """How often ``run`` unscaled a list of gradients in one operation."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        run()
+    return sum(e.name == "aten::_amp_foreach_non_finite_check_and_unscale_" for e in profiled.events())
+
+
+@pytest.mark.usefixtures("no_hooks_of_others")
+def test_gradients_that_nobody_looks_at_are_unscaled_together():
+    model, (x, y) = network(), data()
+    with Attachment("fp16", Dynamic(scale=SCALE)):
+        assert checked_at_once(lambda: F.mse_loss(model(x), y).backward()) == 1
+        assert checked_at_once(lambda: F.mse_loss(model(x), y).backward()) == 0  # there are gradients already
+        model.zero_grad()
+        model[1].register_full_backward_hook(lambda *_: None)
+        assert checked_at_once(lambda: F.mse_loss(model(x), y).backward()) == 0
+
+
+def shared(a, b):
+    return [a.view(2, 8) + b.view(2, 8), torch.cat([a, b]), a + b]
+
+
+@pytest.mark.usefixtures("no_hooks_of_others")
+@pytest.mark.parametrize("way", range(3))
+def test_gradients_of_two_leaves_in_one_memory_are_unscaled_once(way):
+    a, b = (torch.ones(16, requires_grad=True) for _ in range(2))
     with Attachment("fp16", Static(scale=SCALE)):
-        Returned.apply(w, v if hold == "twice" else v.detach(), hold).sum().backward()
-    assert w.grad.tolist() == [1.0] * 4
-    assert v.grad is None if hold != "twice" else v.grad.tolist() == [1.0] * 4
-    # A thread of another test may have left Dynamo's frame evaluator, under which a call holds one more.
-    if hold != "nothing" or references(object()) == REFERENCES:
-        assert (w.grad.data_ptr() == where[0]) == (hold == "nothing")
-    if hold in ("python", "view", "numpy", "array"):
-        assert set(held[0].tolist()) == {SCALE}
+        (shared(a, b)[way] * 3).sum().backward()
+    assert a.grad.tolist() == b.grad.tolist() == [3.0] * 16
+
+
+@pytest.mark.usefixtures("no_hooks_of_others")
+def test_gradients_that_came_before_an_error_are_true():
+    def raises(saved):
+        raise KeyError
+
+    def arrived():
+        model, (x, y) = network(), data()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, raises):
+            hidden = model[:2](x)
+        with pytest.raises(KeyError):
+            F.mse_loss(model[2:](hidden), y).backward()
+        assert model[0].weight.grad is None
+        return [p.grad for p in model[2:].parameters()]
+
+    assert_as_in_fp32(arrived)
+
+
+@pytest.mark.usefixtures("no_hooks_of_others")
+def test_another_thread_begins_a_pass_before_the_gradients_are_unscaled():
+    """Where a saved tensor is unpacked; it adds to the leaf of the first pass and to one of its own."""
+
+    def added():
+        weight, own = (torch.ones(16, requires_grad=True) for _ in range(2))
+        thread = threading.Thread(target=(weight * 2 + own * 3).sum().backward)
+
+        def unpack(saved):
+            thread.start()
+            thread.join(0.1)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            product = torch.ones(16) * weight
+        product.sum().backward()
+        thread.join()
+        return [weight.grad, own.grad]
+
+    assert_as_in_fp32(added)
 
 
 @pytest.mark.parametrize("way", ["retain_grad", "retain_grad, twice", "inputs"])

@@ -1,7 +1,7 @@
-"""Backward passes of a script: scaled where they start, unscaled before a leaf accumulates.
+"""Backward passes of a script: scaled where they start, unscaled in the leaves.
 
-``p.grad`` is always the true gradient. A hook asks the autograd engine for the number of the pass that it
-works for, so nested passes and other threads are told apart.
+``p.grad`` is the true gradient whenever the script can look. A hook asks the autograd engine for the number
+of the pass that it works for, so nested passes and other threads are told apart.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,16 +114,22 @@ class Backward:
         if outermost:
             seeds = _scaled(roots, seeds, factor)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        leaves = self.leaves.reached_from(nodes, passed_on=None if outermost else self._stands_in())
+        leaves, runs_python = self.leaves.reached_from(nodes, None if outermost else self._stands_in())
         number = self._scale.next_backward() if outermost else self._scale.backward
         self.leaves.backward_begins(leaves, number)
         retained = self._retained_unscaled(inputs, factor) if outermost else nullcontext()
-        with self._numbered(nodes, self.leaves.factors, factor), retained:
+        unscaled: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if outermost:
+            looked_at = runs_python or _views or self._retained or inputs is not None
+            # ``rest`` and ``options`` may make a graph of the gradients.
+            late = not (looked_at or any(rest[1:]) or options.get("create_graph"))
+            unscaled = self.leaves.unscaled_late(leaves, factor, late)
+        with self._numbered(nodes, self.leaves.factors, factor), retained, unscaled as finite:
             self._torch_backward(roots, seeds, *rest, inputs=inputs, **options)
         if outermost:
             # Only now has DDP reduced what it reduces, so that every rank sees the same.
             nested, self._nested_leaves = self._nested_leaves, []
-            self.leaves.backward_ended(list(dict.fromkeys([*leaves, *nested])), number, loss, site)
+            self.leaves.backward_ended(list(dict.fromkeys([*leaves, *nested])), number, loss, site, finite)
         else:
             self._nested_leaves += leaves
 
@@ -274,6 +280,7 @@ class TrueView:
     """
 
     def __init__(self, hook: Call, replaces: int, at_leaf: bool = False) -> None:
+        _views.add(self)
         functools.update_wrapper(self, hook)
         self.hook = hook
         self.replaces = replaces
@@ -289,6 +296,9 @@ class TrueView:
 
     def __reduce__(self) -> Any:
         return _viewed, (self.hook, self.replaces, self.at_leaf)
+
+
+_views: weakref.WeakSet[TrueView] = weakref.WeakSet()
 
 
 def _viewed(hook: Call, *how: Any) -> Call:

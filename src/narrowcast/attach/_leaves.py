@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._run import Call, RunningScale
-from narrowcast.attach._torch_internals import graph_task_id, only_the_engine_holds, register_hook_first
+from narrowcast.attach._torch_internals import graph_task_id, register_hook_first
 from narrowcast.errors import UnsupportedError
-from narrowcast.gradients import NonfiniteFlags, leaf_of, nodes_below, nonfinite_flags
+from narrowcast.gradients import (
+    NonfiniteFlags,
+    by_device_and_dtype,
+    leaf_of,
+    multiply_and_check,
+    nodes_below,
+    nonfinite_flags,
+)
 
 _READ_EVERY = 64  # backwards without a step between them
 _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
@@ -66,27 +77,32 @@ class Leaves:
         self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
         self._an_optimizer_steps = False
         self._lock = threading.RLock()
+        self._late: list[torch.Tensor] = []  # to be unscaled when the pass ends
+        self._late_factor = 1.0
+        self._late_pass = threading.Lock()
+        self._passes_elsewhere = False  # in other threads than the main one
 
-    def reached_from(self, roots: Iterable[Any], *, passed_on: Call | None) -> list[Leaf]:
-        """Return the leaves below graph nodes ``roots``; each has its unscaling hook from now on.
+    def reached_from(self, roots: Iterable[Any], passed_on: Call | None) -> tuple[list[Leaf], bool]:
+        """Return the leaves below graph nodes ``roots``, and whether the graph runs code written in Python.
 
-        ``passed_on`` selects leaves to ignore: those that stand for other tensors of an enclosing pass.
+        Each leaf has its unscaling hook from now on. ``passed_on`` selects leaves to ignore: those that stand
+        for other tensors of an enclosing pass.
         """
-        leaves = []
-        for node in nodes_below(roots):
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                kind = getattr(type(node), "_forward_cls", type(node))
-                if not kind.__module__.startswith("torch."):
-                    self._recorder.note(_OF_FUNCTION.format(kind.__name__))
-            tensor = leaf_of(node)
-            if tensor is not None and (passed_on is None or not passed_on(tensor)):
-                leaves.append(self._hooked(tensor))
-        return leaves
+        nodes = nodes_below(roots)
+        functions = {
+            t for t in set(map(type, nodes)) if issubclass(t, torch.autograd.function.BackwardCFunction)
+        }
+        for kind in (getattr(function, "_forward_cls", function) for function in functions):
+            if not kind.__module__.startswith("torch."):
+                self._recorder.note(_OF_FUNCTION.format(kind.__name__))
+        tensors = [tensor for node in nodes if (tensor := leaf_of(node)) is not None]
+        return [self._hooked(t) for t in tensors if passed_on is None or not passed_on(t)], bool(functions)
 
     def _hooked(self, tensor: torch.Tensor) -> Leaf:
+        if (leaf := self.find(tensor)) is not None:
+            return leaf
         with self._lock:
-            leaf = self.find(tensor)
-            if leaf is None:
+            if (leaf := self.find(tensor)) is None:
                 handle = register_hook_first(tensor, self._unscale)
                 leaf = self._by_id[id(tensor)] = Leaf(weakref.ref(tensor), handle.remove)
             return leaf
@@ -95,13 +111,55 @@ class Leaves:
         """Divide a gradient by the scale of the running pass: the hook of each leaf."""
         factor = self.factors.get(graph_task_id())
         # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
-        if factor is None or gradient is None:
+        if factor is None or gradient is None or self._late:
             return None
-        # In place where nobody else reads it: new memory costs more than the product. An expanded gradient
-        # is not contiguous.
-        if gradient.is_contiguous() and not gradient.requires_grad and only_the_engine_holds(gradient):
-            return gradient.mul_(1.0 / factor)
         return true_gradient(gradient, factor)
+
+    @contextmanager
+    def unscaled_late(
+        self, leaves: Sequence[Leaf], factor: float, late: bool
+    ) -> Iterator[list[torch.Tensor]]:
+        """Unscale what ``leaves`` get from the pass in this block in one operation when it ends, if ``late``.
+
+        A product for each leaf costs a tenth of a step of many small layers. The hooks do it all the same
+        where somebody may see a gradient before the end: another library (``torch.distributed``) or thread.
+
+        Yields:
+            filled in the end: gradients that the operation found to be finite.
+        """
+        tensors = [tensor for leaf in leaves if (tensor := leaf.tensor()) is not None]
+        late = late and not _other_libraries_look() and all(map(_is_unseen_until_the_end, tensors))
+        if threading.current_thread() is not threading.main_thread():
+            self._passes_elsewhere = True
+            with self._late_pass:  # one of the main thread ends first, and there is no other from now on
+                late = False
+        finite: list[torch.Tensor] = []
+        with self._late_pass if late else nullcontext():
+            if late and not self._passes_elsewhere:
+                self._late, self._late_factor = tensors, factor
+            try:
+                yield finite
+            finally:
+                finite += self.unscale_arrived() if late else []
+
+    def unscale_arrived(self) -> list[torch.Tensor]:
+        """Unscale what has arrived in the leaves of ``unscaled_late``; hooks unscale what comes later."""
+        late, self._late = self._late, []
+        arrived = [(tensor, gradient) for tensor in late if (gradient := tensor.grad) is not None]
+        # Gradients of two leaves may lie in one memory, as those of ``a`` and ``b`` in ``torch.cat([a, b])``.
+        memory = [g.untyped_storage().data_ptr() if g.layout is torch.strided else -1 for _, g in arrived]
+        lying = Counter(memory)
+        alone, finite = [], []
+        for (tensor, gradient), where in zip(arrived, memory, strict=True):
+            if where != -1 and lying[where] == 1 and gradient.dtype is torch.float32:
+                alone.append(gradient)
+            else:
+                tensor.grad = true_gradient(gradient, self._late_factor)
+        for device, _, _, members in by_device_and_dtype(alone) if alone else ():
+            bad = torch.zeros((), device=device)
+            multiply_and_check(members, bad, torch.full((), 1.0 / self._late_factor, device=device))
+            finite += members if device.type == "cpu" and not bad else []  # elsewhere reading it would wait
+        return finite
 
     def find(self, tensor: torch.Tensor) -> Leaf | None:
         leaf = self._by_id.get(id(tensor))
@@ -181,8 +239,16 @@ class Leaves:
             self._scale.discarded(leaf.overflow)
         leaf.overflow, leaf.skipped, leaf.clean_since = 0, False, clean_since
 
-    def backward_ended(self, leaves: list[Leaf], backward: int, loss: torch.Tensor | None, site: str) -> None:
+    def backward_ended(
+        self,
+        leaves: list[Leaf],
+        backward: int,
+        loss: torch.Tensor | None,
+        site: str,
+        finite: Sequence[torch.Tensor],
+    ) -> None:
         """Check what the leaves accumulated, before the script can clamp it; the result is read later."""
+        known = set(map(id, finite))
         gradients = [] if loss is None else [loss]
         holding: list[Leaf | None] = [None for _ in gradients]
         for leaf in leaves:
@@ -194,10 +260,11 @@ class Leaves:
                 quiet = self._an_optimizer_steps and leaf.before is not None
                 samples = (None, None) if quiet else (leaf_sample(tensor), leaf_sample(tensor.grad))
                 leaf.before = (tensor._version, *samples)
-            if tensor.grad is not None:
-                holding.append(leaf)
-                gradients.append(tensor.grad)
-                leaf.checked = (weakref.ref(tensor.grad), tensor.grad._version)
+            if (gradient := tensor.grad) is not None:
+                leaf.checked = (weakref.ref(gradient), gradient._version)
+                if id(gradient) not in known:
+                    holding.append(leaf)
+                    gradients.append(gradient)
         flags = nonfinite_flags(gradients)
         with self._lock:
             self._unread.append((backward, site, holding, flags))
@@ -229,6 +296,7 @@ class Leaves:
     def own(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record that an optimizer begins a step on these parameters."""
         self._an_optimizer_steps = True
+        self.unscale_arrived()  # an optimizer may step in the middle of a pass
         for parameter in parameters:
             if parameter.requires_grad:  # torch refuses hooks on a frozen one
                 leaf = self._hooked(parameter)
@@ -267,6 +335,18 @@ class Leaves:
 def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
     """Divide by the loss scale, as torch does: by a product with the inverse."""
     return gradient * (1.0 / factor)
+
+
+def _other_libraries_look() -> bool:
+    """Return whether a library that averages gradients over processes may read each as it arrives."""
+    return "horovod" in sys.modules or (dist.is_available() and dist.is_initialized())
+
+
+def _is_unseen_until_the_end(tensor: torch.Tensor) -> bool:
+    """Return whether only ``run`` learns when the gradient of a leaf arrives, and it gets no earlier one."""
+    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return plain and tensor.grad is None and len(hooks[0] or ()) == 1 and not hooks[1]
 
 
 def leaf_sample(tensor: torch.Tensor | None) -> torch.Tensor | None:

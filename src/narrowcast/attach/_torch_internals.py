@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -56,26 +55,6 @@ def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any
         del hooks[key]
     hooks.update(earlier)
     return handle
-
-
-# How often Python holds a gradient and its storage in the function below, and how often C++ does.
-_BY_THE_ENGINE_ALONE = (5, 3, 2, 2)
-
-
-def only_the_engine_holds(gradient: torch.Tensor) -> bool:
-    """Return whether nobody else can read a gradient; to be called by a method that is a leaf's hook."""
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_variable.cpp
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
-    if type(gradient) is not torch.Tensor or gradient.layout != torch.strided or gradient.is_inference():
-        return False
-    if is_functorch_wrapped(gradient) or sys.version_info >= (3, 14):  # which counts in another way
-        return False
-    storage = gradient.untyped_storage()
-    in_python = sys.getrefcount(gradient), sys.getrefcount(storage)
-    tensor_in_cpp = gradient._use_count()  # type: ignore[attr-defined]
-    counts = (*in_python, tensor_in_cpp, torch._C._storage_Use_Count(storage._cdata))
-    # Memory that NumPy or DLPack lent cannot be resized.
-    return all(map(int.__le__, counts, _BY_THE_ENGINE_ALONE)) and storage.resizable()
 
 
 def native_writers() -> list[tuple[Any, str, int]]:

@@ -20,9 +20,11 @@ from narrowcast.gradients._steps import (
 )
 from narrowcast.gradients._torch_internals import (
     ASKED_BY_SCALERS,
+    by_device_and_dtype,
     is_capturing,
     leaf_of,
     mark_as_stepped,
+    multiply_and_check,
     needs_closure,
     nodes_below,
     untraced,
@@ -35,6 +37,7 @@ __all__ = [
     "SkipStep",
     "SkipsInARow",
     "StepResult",
+    "by_device_and_dtype",
     "check_apart",
     "closure_of",
     "collapse_message",
@@ -43,6 +46,7 @@ __all__ = [
     "lost_eps",
     "mark_as_stepped",
     "multiplied",
+    "multiply_and_check",
     "needs_closure",
     "nodes_below",
     "nonfinite_flags",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -32,17 +32,16 @@ def untraced(method: Method) -> Method:
     return hidden
 
 
-def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield every node that backward from ``roots`` would visit, each once, roots included."""
+def nodes_below(roots: Iterable[Any]) -> list[Any]:
+    """Return every node that backward from ``roots`` would visit, each once, roots included."""
     seen = set(roots)
-    waiting = list(seen)
-    while waiting:
-        node = waiting.pop()
-        yield node
+    nodes = list(seen)
+    for node in nodes:  # which grows meanwhile
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
-                waiting.append(following)
+                nodes.append(following)
+    return nodes
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
