@@ -45,18 +45,29 @@ def test_profiles_name_the_planted_cause(cause):
 
 
 @pytest.mark.cpu_kind
-@pytest.mark.parametrize("slow", [[], ["bf16 takes 16 times as long as fp32 here"]])
+@pytest.mark.parametrize("slow", [["fp16 convolutions are slow"], ["matmuls are 16 times slower"]])
 def test_a_script_of_small_layers_is_not_worth_it(compared, monkeypatch, slow):
     """The layers are small on any machine; a format that is slow by its rates comes first."""
     monkeypatch.setattr(_comparison, "slow_here", lambda policy: slow)
     text = trains("nn.Linear(8, 1)", "x = torch.randn(4, 8)", "loss = net(x).square().mean()", steps=12)
     found = compared(text, min_speedup=1e6)
     cause = found.own.last("not_worth_it")
-    assert cause["cause"] == ("kernels" if slow else "small")
+    assert cause["cause"] == ("kernels" if "matmul" in slow[0] else "small")
+    assert cause["reason"].endswith(" would gain")
     answer = summary(found)["verdict"]
     assert answer["right"] == "yes"
     assert answer["worth_it"].startswith("no: ")
     assert answer["worth_it"].endswith(cause["reason"])
+
+
+@pytest.mark.cpu_kind
+def test_a_reason_that_was_not_found_is_said(compared, monkeypatch):
+    monkeypatch.setattr(_comparison, "slow_here", lambda policy: [])
+    slow_data = "x = (__import__('time').sleep(0.01), torch.randn(4, 8))[1]"
+    found = compared(
+        trains("nn.Linear(8, 1)", slow_data, "loss = net(x).square().mean()", steps=6), min_speedup=1e6
+    )
+    assert found.own.last("not_worth_it")["reason"] == "the script ended before enough steps were profiled"
 
 
 def test_without_times_there_is_no_speedup():

@@ -132,7 +132,7 @@ EVENTS: dict[str, Any] = {
         relative_error=Number | None, sqnr_db=Number | None, calls=_Count, verdict=_Verdict, reason=str
     ),
     # Why mixed precision is not faster, and what would be.
-    "not_worth_it": _record(cause=Literal["casts", "small", "kernels", "other"], reason=str),
+    "not_worth_it": _record(cause=Literal["casts", "small", "kernels", "other", "unknown"], reason=str),
     "finished": _record(wall_s=_Seconds),
     # ---- ``explain.jsonl`` of ``narrowcast explain``; numbers are sums over all steps
     "site": _record(  # calls of one operator in one module with one decision

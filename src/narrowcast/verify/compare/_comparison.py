@@ -55,6 +55,7 @@ _FEWEST_STEPS = 10
 _LEAST_S = 25.0
 _LEAST_MIXED_S = 30.0
 _FAST_ENOUGH = 1.05  # a smaller speedup is explained unless another one was asked for
+_CERTAINLY = 1.1  # the answer is of paired blocks, whose median may be a little lower
 _ADVICE = {
     "small": "Larger batches or layers would gain",
     "kernels": "A GPU with tensor cores or a CPU with AMX would gain",
@@ -224,7 +225,9 @@ class _Comparison:
         spans = [step_times_s(self.captures[name][0]) for name in ("fp32", "mixed")]
         startup_s = max(0.0, sum(self.walls_s[:2]) - sum(map(sum, spans))) / 2
         pair_s = sum(sum(times) / max(len(times), 1) for times in spans)
-        left_s = self._limit_s() - sum(self.walls_s[:2]) - (2 + _ASIDE) * startup_s - _ASIDE_STEPS * pair_s
+        found = speedup_of(self.captures["fp32"], self.captures["mixed"])
+        aside = _ASIDE + (2 if found and found[0] < _FAST_ENOUGH else 0)  # which is explained by two profiles
+        left_s = self._limit_s() - sum(self.walls_s[:2]) - (2 + aside) * startup_s - _ASIDE_STEPS * pair_s
         fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(map(len, spans)) + 1
         if left_s <= 0 or fit < min(_FEWEST_STEPS, most):
             return None
@@ -305,29 +308,35 @@ class _Comparison:
 
     def _explain_speed(self) -> None:
         """Find out why mixed precision is not faster, where it is not."""
-        found = speedup_of(self.captures["fp32"], self.captures["mixed"])
-        if found is None or self.spawns or found[0] >= (self.settings.min_speedup or _FAST_ENOUGH):
+        found, asked = speedup_of(self.captures["fp32"], self.captures["mixed"]), self.settings.min_speedup
+        if found is None or found[0] >= _CERTAINLY * (asked or _FAST_ENOUGH):
             return
-        because, (_, step_s) = self.settings.fp32_because, found
-        slow = slow_here(self.settings.policy) or ([because] if because else [])
-        if slow:
-            self._write("not_worth_it", cause="kernels", reason=f"no fast kernels: {slow[0]}")
-            return
-        if step_s < _SHORT_STEP_S:
+        step_s = found[1]
+        # A sentence about convolutions alone says nothing of a script that may have none.
+        slow = (one for one in slow_here(self.settings.policy) if "matmul" in one)
+        if because := next(slow, self.settings.fp32_because):
+            reason = {"cause": "kernels", "reason": f"no fast kernels: {because}. {_ADVICE['kernels']}"}
+        elif step_s < _SHORT_STEP_S:
             why = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
-            self._write("not_worth_it", cause="small", reason=f"layers too small: {why}. {_ADVICE['small']}")
-            return
-        profiles = []
+            reason = {"cause": "small", "reason": f"layers too small: {why}. {_ADVICE['small']}"}
+        elif self.spawns:
+            reason = {"cause": "unknown", "reason": "processes that the script starts were not profiled"}
+        else:
+            reason = self._profiled()
+        self._write("not_worth_it", **reason)
+
+    def _profiled(self) -> dict[str, str]:
+        found = {}
+        self.runs.expected += 2
         for name in ("fp32", "mixed"):
             try:
                 result = read_result(self.runs.start(f"profile-{name}", name, Purpose.PROFILE))
-            except ScriptError:
-                return
+            except ScriptError as error:
+                return {"cause": "unknown", "reason": f"the run that profiles failed: {in_short(error)}"}
             if result is None or None in (result["profile"], result["plain"]):
-                return
-            profiles.append(result["profile"] | {"step_s": result["plain"]["step_s"]})
-        fp32, mixed = profiles
-        self._write("not_worth_it", **from_profiles(fp32, mixed, self._format()))
+                return {"cause": "unknown", "reason": "the script ended before enough steps were profiled"}
+            found[name] = result["profile"] | {"step_s": result["plain"]["step_s"]}
+        return from_profiles(found["fp32"], found["mixed"], self._format())
 
     # ---- gradients
 
