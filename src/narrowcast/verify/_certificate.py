@@ -112,9 +112,9 @@ class Certificate:
 
         It is sqrt(k |bias|**2 + variance) / (sqrt(2) sigma), of all judged parameters together, without unit.
         Source: |bias|**2 is the mean product of the errors of two batches, the variance of the error is the
-        rest, and sigma the deviation of an FP32 gradient between batches. Four batches give ends about 2.4
-        times apart at k = 1 and 7 at k = 256, 16 batches 1.6 and 2.9. All are NaN if fewer than four
-        batches, or batches without noise, were measured.
+        rest, and sigma the deviation of an FP32 gradient between batches. In three small models the ends from
+        four batches are 2.3 to 2.8 times apart at k = 1 and 19 or more at 256, from 16 batches 1.7 and 7
+        (``benchmarks/certificate_intervals.py``). All are NaN below four batches and without noise.
 
         Raises:
             SettingError: ``k`` is below 1.
