@@ -9,7 +9,7 @@ import pytest
 
 from child_processes import finished
 from narrowcast.cli import main
-from narrowcast.observe.capture import COMPARISON
+from narrowcast.observe.capture import COMPARISON, CaptureWriter
 
 # What forbids torch stands before anything of ours is imported.
 WITHOUT_TORCH = """\
@@ -131,10 +131,16 @@ def test_captures_are_listed_opened_and_cleaned(tmp_path, capsys, monkeypatch):
     assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()} == {
         str(each) for each in folders
     }
-    for answer, left in (False, 3), (True, 1):
-        monkeypatch.setattr("typer.confirm", lambda _, answer=answer: answer)
-        assert main(["report", "--clean"]) == 0
-        said = capsys.readouterr()
-        assert str(folders[1]) in said.out
-        assert len(list((tmp_path / "runs").iterdir())) == left
-    assert said.err == f"narrowcast: {folders[0]} stays: it has files of yours that are to be put back\n"
+    with CaptureWriter(folders[2] / COMPARISON):
+        for answer, left in (False, 3), (True, 2):
+            monkeypatch.setattr("typer.confirm", lambda _, answer=answer: answer)
+            assert main(["report", "--clean"]) == 0
+            said = capsys.readouterr()
+            assert str(folders[1]) in said.out
+            assert len(list((tmp_path / "runs").iterdir())) == left
+    assert set(said.err.splitlines()) == {
+        f"narrowcast: {folders[0]} stays: it has files of yours that are to be put back",
+        f"narrowcast: {folders[2]} stays: its run goes on",
+    }
+    assert main(["report", "--clean"]) == 0
+    assert list((tmp_path / "runs").iterdir()) == folders[:1]

@@ -71,12 +71,17 @@ def test_steps_take_turns_while_all_of_the_other_run_stands_still(pair):
     assert sum(times) < 1.05 * (steps[-1][0] - steps[0][0])
 
 
+# Of a container, less than any run takes.
+LIMIT = """from narrowcast.machine import _facts
+_facts._LIMITS.append(_facts.Path(os.environ["NARROWCAST_RUN_DIR"], "limit"))
+_facts._LIMITS[-1].write_text("100000000\\n")
+"""
 LOCK = "fcntl.flock(held := open(sys.argv[1]), fcntl.LOCK_EX"
 ALONE = {
     "changes files": script("step == 30 and open(sys.argv[1], 'a').write('x')"),
     "failed beside": script(before=f"{LOCK} | fcntl.LOCK_NB)"),
     "took no step": script(before=f"{LOCK})"),
-    "of the memory": script(),
+    "of the memory": script(before=LIMIT),
     "fewer than 3 steps": script(steps=2),
 }
 
@@ -86,8 +91,6 @@ def test_what_cannot_take_turns_runs_one_after_the_other(pair, tmp_path, monkeyp
     if why == "took no step":
         monkeypatch.setattr(_runs, "_PATIENCE_S", 0.5)
         monkeypatch.setattr(_runs, "_PATIENCE", 0)
-    if why == "of the memory":
-        monkeypatch.setattr(_runs, "_MOST_MEMORY", 0)
     file = tmp_path / "file"
     file.write_text("of the user")
     said, done = pair(ALONE[why], str(file))

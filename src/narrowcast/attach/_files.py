@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import unquote, urlsplit
 
 from narrowcast._files import cache_folder, lock
 from narrowcast.attach._run import Call, Patches
@@ -56,8 +57,8 @@ class FileWatch:
     """Copy what this process changes aside, before it does, and log it in a journal for ``restore_files``.
 
     So do processes that it starts by fork or multiprocessing. It sees the files that Python opens for
-    writing, renames, links and removes, those of sqlite3, and what torch and safetensors save. It does not
-    see files that other native code (h5py) or other programs open. Caches, devices and locks stay.
+    writing, truncates, renames, links and removes, those of sqlite3, and what torch and safetensors save.
+    It does not see files that other native code (h5py) or other programs open. Caches, devices, locks stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
@@ -92,16 +93,16 @@ class FileWatch:
         return writer(*args, **kwargs)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            path, _, flags = args
-            if isinstance(flags, int) and flags & _WRITES and not isinstance(path, int):
-                self._keep(path)
+        if event == "os.truncate" or (event == "open" and isinstance(args[2], int) and args[2] & _WRITES):
+            self._keep(args[0])  # of a descriptor nothing: it was opened before
         elif event in _CHANGES:
             for path, folder in _CHANGES[event]:
                 self._keep(args[path], args[folder], follow=False, whole=event == "os.rename")
         elif event == "sqlite3.connect":
+            name = os.fsdecode(args[0])
+            name = unquote(urlsplit(name).path) if name.startswith("file:") else name
             for ending in ("", "-journal", "-wal", "-shm"):
-                self._keep(os.fsdecode(args[0]) + ending)
+                self._keep(name + ending)
 
     def _keep(self, path: Any, folder: int | None = -1, *, follow: bool = True, whole: bool = False) -> None:
         """Log what ``path`` is now, once, with a copy of a file; of a ``whole`` folder all that is in it."""

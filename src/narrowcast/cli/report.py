@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from narrowcast._files import cache_folder
+from narrowcast._files import cache_folder, lock
 from narrowcast.cli._output import show, show_result, talk
 from narrowcast.cli.run import CacheDirOption, JsonOption
 from narrowcast.errors import FileError
@@ -103,6 +103,18 @@ def _list_all(cache: Path | None, *, clean: bool) -> int:
         for path in folders:
             if any(path.rglob("files.jsonl")):
                 talk(f"{path} stays: it has files of yours that are to be put back")
+            elif any(map(_is_written, path.rglob("*.jsonl"))):
+                talk(f"{path} stays: its run goes on")
             else:
                 shutil.rmtree(path)
     return 0
+
+
+def _is_written(capture: Path) -> bool:
+    """Return whether a process that writes this capture goes on."""
+    try:
+        with capture.open("r+b") as file:
+            lock(file)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False

@@ -12,6 +12,7 @@ from narrowcast.machine._environment import (
     versions,
 )
 from narrowcast.machine._examination import best_format, examine, measure_auto, slow_formats
+from narrowcast.machine._facts import memory_bytes
 from narrowcast.machine._rates import Budget
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "first_line",
     "known_device_types",
     "measure_auto",
+    "memory_bytes",
     "read_each",
     "require_torch",
     "slow_formats",

@@ -28,6 +28,8 @@ _X86 = {
     "AMX-FP16": "amx_fp16",
 }
 _ARM = {"Arm BF16": "bf16", "Arm FP16": "fp16_arith", "Arm SVE": "sve", "Arm SVE-BF16": "sve_bf16"}
+# Of the memory of a container: cgroups v2 and v1.
+_LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
 _TOOL_TIMEOUT_S = 10
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 # A display controller: VGA, or 3D such as a datacenter card (PCI class 03).
@@ -119,7 +121,7 @@ def cpu_facts(capabilities: Mapping[str, Any], *, architecture: str) -> dict[str
         "architecture": architecture,
         "cores": _usable_cores(),
         "torch_threads": torch.get_num_threads(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "instructions": {
             name: bool(capabilities[key]) if key in capabilities else None for name, key in known.items()
         },
@@ -132,10 +134,15 @@ def _usable_cores() -> int | None:
     return len(ask(0)) if ask is not None else os.cpu_count()
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
+    """Return the memory of this machine, or of the container if that has less; None if unknown."""
+    found = []
     with suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in _LIMITS:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            found.append(int(path.read_text()))
+    return min(found, default=None)
 
 
 def _visible_gpus() -> tuple[list[dict[str, Any]], str | None]:

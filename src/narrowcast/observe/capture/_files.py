@@ -13,10 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from narrowcast._files import lock
 from narrowcast.errors import FileError
 from narrowcast.observe.capture._events import EVENTS, SCHEMA, Event, checked_event
 
@@ -49,7 +51,7 @@ class CaptureWriter:
     """Appends events to a capture file; each ``write`` has reached the operating system when it returns.
 
     NaN and infinities are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``. A write that fails (a
-    full disk) ends the capture, not the run.
+    full disk) ends the capture, not the run. A lock on the file tells that the run goes on.
 
     Attributes:
         path: of the file.
@@ -68,6 +70,8 @@ class CaptureWriter:
             self._file = path.open("wb", buffering=0)
         except OSError as error:
             raise FileError(f"cannot write the capture {path}: {error.strerror}") from error
+        with suppress(OSError):  # some file systems have no locks
+            lock(self._file)
 
     def write(self, *events: Event) -> None:
         """Append ``events``, one a line."""

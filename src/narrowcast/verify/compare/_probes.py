@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import resource
 import signal
@@ -23,6 +24,7 @@ from narrowcast.attach import Attachment, Observer
 from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
+from narrowcast.machine import memory_bytes
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
 from narrowcast.verify._model_state import bytes_of, each_once, put_back, random_state, samples_in
@@ -141,7 +143,7 @@ class TimedProbe(StepProbe):
         """
         began, on_gpu = time.perf_counter(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        share = peak / os.sysconf("SC_PAGE_SIZE") / os.sysconf("SC_PHYS_PAGES")
+        share = peak / (memory_bytes() or math.inf)
         if on_gpu:
             torch.cuda.synchronize()
             share = max(share, torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1])
