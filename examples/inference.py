@@ -96,8 +96,8 @@ def predictors(model: nn.Module, policy: str, x: torch.Tensor) -> dict[str, Call
     }
 
 
-# %% Measuring: times by turns, memory apart, since recording it takes time on a CPU
-def seconds_by_turns(ways: dict[str, Callable], times: int, device: str) -> dict[str, float]:
+# %% Measuring: the ways take turns; memory has calls of its own, since recording it takes time on a CPU
+def median_seconds(ways: dict[str, Callable], times: int, device: str) -> dict[str, float]:
     seconds = {name: [] for name in ways}
     for turn in range(times + 1):
         for name, call in ways.items():
@@ -176,7 +176,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-# %% Both trainings step by turns; then the three ways to predict
+# %% The two trainings alternate their steps; then the three ways to predict
 def main(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     device, policy = arguments.device, arguments.policy
@@ -192,14 +192,14 @@ def main(arguments: argparse.Namespace) -> None:
         name: training_step(model, None if name == "FP32" else policy, x, target)
         for name, model in models.items()
     }
-    seconds = seconds_by_turns(steps, arguments.epochs, device)
+    seconds = median_seconds(steps, arguments.epochs, device)
     memory = {name: bytes_of(step, device) for name, step in steps.items()}
     losses = {name: f"loss {step().item():.4f}" for name, step in steps.items()}
     print_table("training", seconds, memory, losses)
 
     ways = predictors(models["FP32"], policy, x)
     answers = {name: call() for name, call in ways.items()}
-    seconds = seconds_by_turns(ways, arguments.passes, device)
+    seconds = median_seconds(ways, arguments.passes, device)
     memory = {name: bytes_of(call, device) for name, call in ways.items()}
     errors = {name: (answer.float() - answers["FP32"]).abs().max().item() for name, answer in answers.items()}
     print_table("inference", seconds, memory, {n: f"largest error {e:.4f}" for n, e in errors.items()})

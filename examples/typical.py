@@ -1,8 +1,8 @@
 """The usual training loop in mixed precision, in two spellings, beside the same loop in fp32.
 
 The first spelling is that of `torch.amp`: a region around forward and loss, and a scaler for the backward
-pass and the step. The second is `nc.Stepper`, which does one step in its one right order. Both train the
-same network on the same batches, and both skip a step in which an overflow is planted.
+pass and the step. The second is `nc.Stepper`, which does all parts of a step in the right order. Both train
+the same network on the same batches, and both skip a step in which an overflow is planted.
 
 Run it:
 

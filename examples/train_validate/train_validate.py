@@ -35,7 +35,7 @@ class Scores:
 
 
 class TrainValidate:
-    """Trains and validates by turns, writes down what came of it, and keeps the best weights.
+    """Alternates training and validation, logs the results, and keeps the best weights.
 
     Args:
         model: what is trained: (N, 1, H, W) to (N, classes, H, W); perhaps wrapped in DDP.

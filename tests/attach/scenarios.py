@@ -252,7 +252,7 @@ class Block(nn.Module):
     def forward(self, x):
         return x + checkpoint(self.dropped, x, use_reentrant=self.mode == "reentrant")
 
-    def dropped(self, x):  # CUDA's own dropout draws other masks in 16 bits than in 32
+    def dropped(self, x):  # CUDA's own dropout may draw other masks in 16 bits than in 32
         return self.inner(x) * (torch.rand(x.shape, device=x.device) > 0.1)
 
 

@@ -1,5 +1,6 @@
 """Help and version: quick, since they import no torch, and narrow enough for any terminal."""
 
+import inspect
 import itertools
 import json
 
@@ -7,7 +8,9 @@ import pytest
 from workshops import Workshop
 
 import narrowcast
+from narrowcast.cli.doctor import doctor
 
+SECONDS = inspect.signature(doctor).parameters["budget_s"].default
 # Each word that a person looks for.
 PAGES = {
     ("--help",): ["run ", "compare ", "--version", "narrowcast run train.py --its --own args"],
@@ -33,7 +36,7 @@ PAGES = {
         "--json",
     ],
     ("explain", "-h"): ["SCRIPT", "--policy", "--against", "--lock", "--check", "--all", "--json", "--steps"],
-    ("doctor", "-h"): ["narrowcast doctor [OPTIONS] [SCRIPT] [ARGS]..."],
+    ("doctor", "-h"): ["narrowcast doctor [OPTIONS] [SCRIPT] [ARGS]...", f"{SECONDS:.0f} seconds"],
     ("migrate", "-h"): [
         "narrowcast migrate [OPTIONS] PATH... ",
         "--write",

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import html
 import pickle
+import re
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from child_processes import output_of
 from narrowcast.errors import PolicyError
-from narrowcast.policy import Policy, Rule, _policy, as_policy, policy_name, rule
+from narrowcast.policy import PRESETS, Policy, Rule, _policy, as_policy, policy_name, rule
 
 RULES = (
     rule.op("softmax", compute="fp16"),
@@ -30,7 +31,6 @@ def journeys(policy, folder):
         "deepcopy": copy.deepcopy(policy),
         "pickle": pickle.loads(pickle.dumps(policy)),
         "TOML": Policy.load(folder / "policy.toml"),
-        "repr": eval(repr(policy), {"Policy": Policy, "Rule": Rule}),
     }
 
 
@@ -40,6 +40,15 @@ def test_every_field_survives_every_journey(policy, tmp_path):
         assert (arrived, hash(arrived), repr(arrived)) == (policy, hash(policy), repr(policy)), journey
         for field in dataclasses.fields(Policy):
             assert getattr(arrived, field.name) == getattr(policy, field.name), (journey, field.name)
+
+
+def test_a_repr_is_one_short_line_which_makes_a_preset_again():
+    for preset in map(Policy.preset, PRESETS):
+        assert eval(repr(preset), {"Policy": Policy}) == preset
+    changed = Policy.preset("safe").with_rules(RULES[0])
+    assert re.fullmatch(r"<Policy auto with 68 rules, [0-9a-f]{8}>", repr(changed))
+    others = (changed, MASTERS, LOW, Policy.preset("safe").with_rules(RULES[1]))
+    assert len({one for one in map(repr, others) if len(one) < 100 and "\n" not in one}) == 4
 
 
 def test_a_notebook_shows_a_policy_as_its_table():

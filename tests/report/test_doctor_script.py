@@ -69,7 +69,7 @@ FOUND = {
     },
 }
 TEXT = """\
-train.py --epochs 2: in bf16 on this CPU, 1.1x the speed of FP32
+train.py --epochs 2: in bf16 on this CPU, 1.15x faster than FP32
 A step takes 6.1 ms in FP32 and 5.3 ms in bf16.
 
 Where the time of a step goes                       FP32              bf16
@@ -88,8 +88,8 @@ Reads of tensors a step: train.py:11 item() 1, train.py:13 bool() 0.5.
 
 What this means
   - Matmuls take 57 % of the FP32 step. If they alone got faster, by this
-    machine's 3.1x for these sizes, a step would be at most 1.6x as fast;
-    measured: 1.1x.
+    machine's 3.1x for these sizes, a step would at best be 1.63x faster;
+    measured: 1.15x faster.
 """
 
 
@@ -129,6 +129,7 @@ def test_a_problem_is_a_sentence_without_numbers():
     found = changed(problem="the script uses autocast itself", fp32=None, mixed=None, together=None)
     assert diagnosis_text(found) == "train.py --epochs 2: the script uses autocast itself."
     assert conclusion(found) == []
+    assert "on this CPU, 1.52x slower than FP32\n" in diagnosis_text(changed(together__speedup=0.66))
 
 
 def test_every_line_fits_whatever_is_in_it():
@@ -196,12 +197,12 @@ def test_sizes_that_are_no_multiple_of_eight_on_a_gpu():
         ({"fp32__step_s": 12.2e-3}, "profiler a step in FP32 took 2.0x as long", {"fp32__step_s": 9e-3}),
         (
             {"together__limit_machine": 1.1},
-            "measured: 1.1x, since other ops took less time too (915 us, 901 us)",
+            "measured: 1.15x faster, since other ops took less time too (915 us, 901 us)",
             {"together__limit_machine": 1.2},
         ),
         (
             {"together__limit_machine": None, "together__machine_speedup": None},
-            "these sizes were not measured on this machine by themselves. Measured: a step is 1.1x as fast",
+            "these sizes were not measured on this machine by themselves. Measured: a step is 1.15x faster",
             {},
         ),
         ({"together__products_speedup": None}, "No matmuls were seen", {}),

@@ -135,7 +135,7 @@ def test_headings_and_labels_serve_screen_readers(trained):
             made_captures.killed,
             [
                 "Incomplete. This comparison did not end: it was killed, or is still running. "
-                "It has 2 FP32 and 2 mixed runs of 3 each",
+                "It has 2 of 3 FP32 runs and 2 of 3 mixed runs; the page shows those.",
                 "Incomplete. Cut short, with the numbers up to then: mixed-1 (seed 1).",
                 "? cannot tell",
                 "No gradients were compared: the comparison ended before the gradients were compared.",
@@ -161,6 +161,15 @@ def test_each_kind_of_comparison_has_its_words(tmp_path, make, expected, absent)
         assert text in words
     for text in absent:
         assert text not in words
+
+
+def test_why_it_is_not_worth_it_without_the_figures_again(tmp_path):
+    runs = {f"{side}-0": made_captures.training(0, mixed=side == "fp32") for side in ("fp32", "mixed")}
+    why = {"event": "not_worth_it", "cause": "small", "reason": "layers too small. Larger ones would gain"}
+    folder = made_captures.comparison(tmp_path, runs, why, repeats=1, finished=False)
+    words = seen(folder).words
+    assert "1.61x to 1.67x Layers too small. Larger ones would gain. FP32" in words
+    assert "It has 1 of 2 FP32 runs and 1 of 2 mixed runs" in words, "one seed is run in two pairs"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +217,8 @@ def test_a_page_of_one_run(tmp_path):
     assert page.plots == ["plot-loss-0", "plot-times", "plot-scale"]
     assert [a["alt"] for a in page.all("img")] == ["samples.svg as the run saved it"]
     assert "Incomplete" not in page.words
+    assert "speedup" not in page.words
+    assert "gradient" not in page.words.partition("When not to trust")[2], "none were compared"
 
 
 STARTED = made_captures.training(0, mixed=True)[:5]

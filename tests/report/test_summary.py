@@ -128,7 +128,7 @@ SPREAD = [1.0, *[0.99, 1.01] * 15]
         (
             2.0,
             2.0,
-            "cannot tell: 2.00x faster (95 % interval within one run 1.96x to 2.04x), and 2x was asked for",
+            "cannot tell: 2.00x faster (95 % interval within one run 1.96x to 2.04x); 2x was asked for",
         ),
         (2.0, 2.5, "no: 2.00x faster (95 % interval within one run 1.96x to 2.04x): slow casts"),
         (1.02, None, "no: 1.02x faster (95 % interval within one run 1.00x to 1.04x): slow casts"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -183,6 +184,11 @@ class Baked:
         if self._ended:
             return "Baked(restored)"
         return f"Baked({len(self._stored)} weights in a low format, {len(self.left)} left)"
+
+    def _repr_html_(self) -> str:
+        lines = [repr(self), *(f"{name}: {format_name(dtype)}" for name, dtype in self.formats.items())]
+        lines += [] if self._ended else [f"{name}: left" for name in self.left]
+        return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
     def _follow_state_dicts(self, module: torch.nn.Module, own: dict[str, _StoredWeight]) -> None:
         hooked: Any = module  # these methods have no types

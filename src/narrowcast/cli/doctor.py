@@ -48,7 +48,7 @@ def doctor(
 ) -> int:
     """Measure what this machine computes fast, and show what does not fit together.
 
-    Takes about ten seconds; rates are kept for the next time. Exit code 1: torch cannot use a device.
+    Takes about 15 seconds for each device; rates are kept for later. Exit code 1: torch cannot use a device.
 
     With a SCRIPT: why it is or is not faster in mixed precision, from a few of its steps in both formats.
     """

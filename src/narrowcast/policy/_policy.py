@@ -7,6 +7,7 @@ import itertools
 import os
 import textwrap
 import weakref
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,7 +147,7 @@ PRESETS = {name: preset.meaning for name, preset in PRESET_TABLE.items()}
 """Preset name -> description in one line."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True, repr=False)
 class Policy:
     """The format of each operator and module, as a frozen value that compares by its fields.
 
@@ -247,6 +248,13 @@ class Policy:
         """Whether the model's weights are held in a low format, with master weights or without."""
         return self.master_weights or self.low_weights
 
+    def __repr__(self) -> str:
+        name = name_of(self)
+        if name is not None:
+            return f"Policy.preset({name!r})"
+        # The digest tells policies with the same number of rules apart.
+        return f"<Policy {_in_words(self)}, {zlib.crc32(repr(self.rules).encode()):08x}>"
+
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
@@ -310,9 +318,11 @@ def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
     """
     if not isinstance(policy, Policy):
         return os.fspath(policy)
-    name: str | None = kept_for(policy).get("file") or name_of(policy)
-    if name is not None:
-        return name
+    name: str = kept_for(policy).get("file") or name_of(policy) or _in_words(policy)
+    return name
+
+
+def _in_words(policy: Policy) -> str:
     besides = []
     if policy.tables != "native":
         besides.append(f"the table for {policy.tables}")

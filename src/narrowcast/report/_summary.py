@@ -228,7 +228,7 @@ def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: 
     if low > 1 if asked is None else low >= asked:
         return f"yes: {measured}"
     if high >= (_LEAST_GAIN if asked is None else asked):
-        return f"cannot tell: {measured}" + ("" if asked is None else f", and {asked:g}x was asked for")
+        return f"cannot tell: {measured}" + ("" if asked is None else f"; {asked:g}x was asked for")
     why = comparison.own.last("not_worth_it") or {"reason": None}
     less = ratio["memory_ratio"]
     memory = f", with {percent_change(less)} tensor memory" if less and less < _LESS_MEMORY else ""
