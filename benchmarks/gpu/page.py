@@ -86,6 +86,7 @@ def _results(found: dict) -> Iterator[str]:
         f", driver {on['driver']}" if on.get("driver") else ""
     )
     yield f"## {on['device']}\n\n{versions}.\n"
+    yield from (f"{note}\n" for note in found.get("notes", []))
     rows = [[piece, words, _state(pieces.get(piece))] for piece, words in PIECES.items()]
     yield _table(["piece", "what it answers", "state"], rows)
     figures = {
