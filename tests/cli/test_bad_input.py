@@ -150,11 +150,6 @@ def test_a_setting_behind_the_script_is_said_to_be_the_scripts(workplace, capsys
     said = capsys.readouterr().err
     assert said.startswith(f"narrowcast: note: {note}\n")
     assert "--seed went" not in said
-    words = ["-p", "fp16", "--steps", "3", "--at-step=1", "--min-speedup", "2"]
-    own = {"run": words[:1], "explain": [words[0], "--steps"]}
-    own = own.get(verb, ["-p", "--steps", "--at-step", "--min-speedup"])
-    assert main([verb, "missing.py", *words]) == 2
-    assert f"note: {' and '.join(own)} went to missing.py;" in capsys.readouterr().err
     for words in ["--policy", "bf16", "missing.py", "--seed", "3"], ["--", "missing.py", "--policy", "x"]:
         assert main([verb, *words]) == 2
         assert "went to" not in capsys.readouterr().err

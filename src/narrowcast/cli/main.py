@@ -25,11 +25,8 @@ from narrowcast.errors import NarrowcastError
 
 WRONG_USE = 2
 INTERRUPTED = 130
-# Options that change the result. A script may have some of them itself: then the note says what was meant.
-_TELLING = (
-    *("--policy", "-p", "--loss-scale", "--against", "--lock", "--check", "--strict", "--repeats"),
-    *("--steps", "--at-step", "--min-speedup"),
-)
+# Options that change the result of a run, and that few scripts have under the same name.
+_TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict", "--repeats")
 # Everything after the script's name belongs to the script.
 _SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
