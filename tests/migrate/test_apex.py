@@ -154,6 +154,16 @@ def test_gradients_are_unscaled_before_they_are_read(name):
     assert any("still scaled" in message for message in told(outcome)) == ("inside" in name)
 
 
+def test_masters_that_are_clipped_become_one_call_of_the_scaler():
+    clip = "    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)\n    optimizer.step()"
+    loop = textwrap.indent(LOOP.replace("    optimizer.step()", clip), "    ")
+    text = HEAD.replace("\n\n", f"\n\ndef train(model, optimizer):\n{loop}\n") + INITIALIZE
+    made = migrated(text, "narrowcast").text
+    assert (
+        "backward()\n        scaler.clip_grad_norm_(optimizer, 1.0)\n        scaler.step(optimizer)\n" in made
+    )
+
+
 def test_an_optimizer_of_several_groups_is_named_by_its_groups():
     head = HEAD.replace("model.parameters()", "[{'params': model.parameters()}]")
     loop = LOOP.replace(

@@ -6,9 +6,9 @@ import ast
 import re
 from collections import defaultdict
 
-from narrowcast.migrate.source._edits import Changes, Target, reaches, require_import
+from narrowcast.migrate.source._edits import Changes, Target, reaches, remove, require_import
 from narrowcast.migrate.source._imports import GONE, argument_spans, move_imports, open_bracket
-from narrowcast.migrate.source._tree import Reference, Source, argument, is_constant
+from narrowcast.migrate.source._tree import Reference, Source, argument, bindings_of, is_constant, is_plain
 
 DEPRECATED = "deprecated-amp"
 TO_NARROWCAST = "to-narrowcast"
@@ -29,6 +29,13 @@ _NEW = {
         "amp.grad_scaler.GradScaler", "amp.custom_fwd", "amp.custom_bwd",
     )
 }  # fmt: skip
+# Torch's clipping, by how many arguments of it the scaler's has too; and the scaler's words for them.
+_CLIPS = {
+    f"torch.nn.utils.{inside}{name}": count
+    for inside in ("", "clip_grad.")
+    for name, count in (("clip_grad_norm_", 3), ("clip_grad_value_", 2))
+}
+_WORDS = {"max_norm": "max_norm", "norm_type": "norm_type", "clip_value": "value"}
 
 
 def deprecated_names(source: Source, target: Target) -> Changes:
@@ -193,9 +200,12 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
     here = narrowcast_name(source)
     kept: set[str] = set()
     moved: set[str] = set()
+    clips = [one for one in source.references if one.full in _CLIPS]
+    joined = [one for one in clips if _clips_in_one_call(source, changes, one)]
+    hinted = "clip_grad_norm_" in source.text and (not clips or joined != clips)
     for reference in source.references:
         stays = reference.full not in _NEW or _is_class_of_torch(source, reference)
-        if stays or reference.name in source.exported:
+        if (stays and reference not in joined) or reference.name in source.exported:
             kept.add(reference.name)
         if not stays:
             moved.add(reference.name)
@@ -204,14 +214,82 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
             told = f"{reference.full} as {name}, which takes the same arguments"
             if _off_without_cuda(source, changes, reference.node):
                 told += "; off without CUDA, as torch's turns itself off"
-            if reference.full.endswith("GradScaler") and "clip_grad_norm_" in source.text:
+            if reference.full.endswith("GradScaler") and hinted:
                 told += "; its clip_grad_norm_(optimizer, max_norm) unscales and clips in one call"
             changes.report(source.start(reference.node), TO_NARROWCAST, told, fixed=True)
-    if changes.edits:
-        home = dict.fromkeys((*_NEW, "torch.amp"), GONE)
-        move_imports(source, changes, moved - kept, home.get)
+    home = dict.fromkeys((*_NEW, *_CLIPS, "torch.amp"), GONE)
+    move_imports(source, changes, {*moved, *(one.name for one in joined)} - kept, home.get)
+    if moved:
         require_import(source, changes, here, "narrowcast")
     return changes
+
+
+def _clips_in_one_call(source: Source, changes: Changes, clip: Reference) -> bool:
+    """Write one call of the scaler for ``unscale_`` and torch's clipping; False where that is not certain.
+
+    A step must follow: between the one call and the step of a fused optimizer its gradients stay scaled.
+    """
+    statement, name = source.statement(clip.node), clip.full.rpartition(".")[2]
+    suite = source.suite(statement)
+    place = suite.index(statement)
+    match suite[max(place - 1, 0) : place + 2]:
+        case [
+            ast.Expr(ast.Call(ast.Attribute(scaler, "unscale_"), [optimizer], [])) as unscaling,
+            ast.Expr(ast.Call(args=[over, *_]) as call) | ast.Assign(value=ast.Call(args=[over, *_]) as call),
+            ast.Expr(step) | ast.Assign(value=step),
+        ] if call.func is clip.node and is_plain(call) and source.stands_alone(unscaling):
+            new, stepped = f"{source.code(scaler)}.{name}", source.code(optimizer)
+        case _:
+            return False
+    if not (
+        source.code(step) == f"{source.code(scaler)}.step({stepped})"
+        and len(call.args) <= _CLIPS[clip.full]
+        and {word.arg for word in call.keywords} <= _WORDS.keys()
+        and _makers(source, scaler, "torch.amp.", "narrowcast.GradScaler")
+        and _are_all_of(source, over, optimizer)
+    ):
+        return False
+    remove(source, changes, [unscaling])
+    changes.replace(source.span(call.func), new)
+    changes.replace(source.span(over), stepped)
+    for at, word in ((source.start(one), one.arg or "") for one in call.keywords):
+        changes.replace((at, at + len(word)), _WORDS[word])
+    changes.report(source.start(call), TO_NARROWCAST, f"unscale_ and {clip.full} as {new}", fixed=True)
+    return True
+
+
+def _are_all_of(source: Source, over: ast.expr, optimizer: ast.expr) -> bool:
+    """Return whether parameters are those of an optimizer: its groups', or the model's that it is made of."""
+    code = source.code(over)
+    match over, _makers(source, optimizer, "torch.optim."):
+        case ast.Call(ast.Attribute(model, "parameters"), [], []), [ast.Call(args=[given, *_]) as made]:
+            bound = _bindings(source, model)
+            # Later, or in another function, it may be another model, or have other parameters.
+            same = source.code(given) == code and all(source.start(one) < source.start(made) for one in bound)
+            grows = "add_param_group" in source.text
+            return same and not grows and {*map(source.function, bound)} == {source.function(made)}
+    return code == f'[p for group in {source.code(optimizer)}.param_groups for p in group["params"]]'
+
+
+def _makers(source: Source, node: ast.expr, *names: str) -> list[ast.Call]:
+    """Return the calls of these that make what a name stands for; none if anything else binds the name."""
+    code, bound = source.code(node), _bindings(source, node)
+    assigned = [one for one in map(source.statement, bound) if isinstance(one, ast.Assign)]
+    values = [one.value for one in assigned if source.code(one.targets[0]) == code]
+    calls = [one for one in values if isinstance(one, ast.Call)]
+    known = [one for one in calls if (source.names.full(one.func) or "").startswith(names)]
+    return known if len(known) == len(bound) else []
+
+
+def _bindings(source: Source, node: ast.expr) -> list[ast.AST]:
+    """Return what binds a name or an attribute of it in the file; of ``self.model`` by its last name."""
+    code = source.code(node)
+    name = code.rpartition(".")[2]
+    sets = [
+        one for one in source.nodes if isinstance(one, ast.Attribute) and not isinstance(one.ctx, ast.Load)
+    ]
+    found: list[ast.AST] = [one for one in sets if one.attr == name or source.code(one.value) == code]
+    return found + [one for one in source.parents if name in dict(bindings_of(one))]
 
 
 def _off_without_cuda(source: Source, changes: Changes, node: ast.expr) -> bool:

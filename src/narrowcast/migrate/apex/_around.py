@@ -76,7 +76,9 @@ def write_master_params(plan: Plan, gradients: Gradients) -> None:
         if len(makers) == 1:
             made, model = makers[0]
             parameter = here is not None and model in {one.arg for one in here.args.args}
-            if parameter or source.function(made) in (here, None):
+            # By its groups clipping becomes one call of the scaler, also where arguments hide the maker.
+            joins = plan.target == "narrowcast" and "clip_grad" in source.code(source.statement(call))
+            if source.function(made) is here or (not joins and (parameter or source.function(made) is None)):
                 code = f"{model}.parameters()"
         plan.changes.replace(source.span(call), code)
         plan.note(call, "amp.master_params is the parameters of the model, which stay in fp32")

@@ -55,7 +55,7 @@ class Names:
             is_flag = isinstance(value, ast.Constant) and (
                 value.value is None or isinstance(value.value, bool)
             )
-            for name, full in _bindings_of(node):
+            for name, full in bindings_of(node):
                 self._bound[name] |= set() if is_flag and full == _OTHER else {full}
 
     def full(self, node: ast.AST) -> str | None:
@@ -81,7 +81,7 @@ class Names:
         return set(self._bound)
 
 
-def _bindings_of(node: ast.AST) -> Iterator[tuple[str, str]]:
+def bindings_of(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield the names that ``node`` itself binds, each with the full name of its import."""
     if isinstance(node, ast.Import):
         for alias in node.names:
