@@ -39,7 +39,9 @@ def measured(here, monkeypatch):
 def test_the_text_and_the_json_are_of_the_same_rates(measured, here, capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr()
-    assert text.err == ""
+    page = here.cache / "doctor.html"
+    assert text.err == f"narrowcast: report: {page}\n"
+    assert "How fast each format is on this CPU" in page.read_text()
     assert text.out.startswith("CPU       ")
     assert "Measured just now" in text.out
     assert max(map(len, text.out.splitlines())) <= 79

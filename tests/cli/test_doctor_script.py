@@ -37,6 +37,8 @@ def test_text_and_json_of_a_script(workshop):
     assert "train.py:13 item() 1." in text
     outputs = f"{folder}/fp32/narrowcast-outputs and {folder}/mixed/narrowcast-outputs"
     assert f"what the script wrote is in {outputs}\n" in ended.stderr
+    assert ended.stderr.endswith(f"narrowcast: report: {folder / 'report.html'}\n")
+    assert "What this means" in (folder / "report.html").read_text()
     assert not (workshop.folder / "best.pt").exists()
     assert "What this means" in text
     said = (folder / "fp32" / "stdout.txt").read_text()

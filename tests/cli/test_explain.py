@@ -85,6 +85,8 @@ def test_the_table_of_a_script_and_whose_options_are_whose(shared):
     assert "optimizer" in lines
     printed = (workshop.folder / "explained" / "stdout.txt").read_text()
     assert printed == "words ['--json', '--lock', 'x']\n", "stopped after 3 steps"
+    assert ended.stderr.endswith("/explained/report.html\n")
+    assert "What ran in which format" in (workshop.folder / "explained" / "report.html").read_text()
 
 
 def test_report_shows_it_again_with_every_number(shared, monkeypatch, capsys):

@@ -1,129 +1,15 @@
-"""The text of doctor, from examinations of machines that are made up."""
+"""The text and the page of doctor, from examinations of machines that are made up."""
 
 import re
 
+import made_captures
+import pytest
 from made_captures import squeezed
+from made_diagnoses import CHOICE, CPU, CPU_DEVICE, FACTS, GPU, examination, row, skipped
+from seen_page import Seen
 
-from narrowcast.report import doctor_text
+from narrowcast.report import doctor_page, doctor_text
 
-AMOUNTS = {"matmul": 2e9, "matmul_with_casts": 2e9, "convolution": 18e9, "add": None}
-
-
-def row(kind, size, shape, format_name, time_s, speed, spread=0.02, steady=True):
-    flop = AMOUNTS[kind]
-    where = {"kind": kind, "size": size, "shape": list(shape), "format": format_name, "rounds": 9}
-    low, high = time_s * (1 - spread / 2), time_s * (1 + spread / 2)
-    times = {"time_s_median": time_s, "time_s_low": low, "time_s_high": high}
-    rates = {"flop": flop, "element": None if flop else shape[0]}
-    return {
-        **where,
-        **times,
-        **{f"rate_{unit}_per_s": amount and amount / time_s for unit, amount in rates.items()},
-        "speed_against_fp32": speed,
-        "steady": steady,
-        "reason": None,
-        "expected_time_s": None,
-        "out_of_time": False,
-    }
-
-
-def skipped(kind, size, shape, format_name, reason, expected_s=None):
-    empty = dict.fromkeys(row(kind, size, shape, format_name, 1.0, 1.0))
-    known = {"kind": kind, "size": size, "shape": list(shape), "format": format_name, "rounds": 0}
-    return empty | known | {"reason": reason, "expected_time_s": expected_s, "steady": False}
-
-
-TORCH = {"version": "2.13.0+cpu", "build": "cpu", "cuda": None, "hip": None, "cudnn": None}
-FACTS = {
-    "torch": TORCH | {"cpu_kernels": "AVX512"},
-    "cpu": {
-        "name": "Some CPU",
-        "cores": 2,
-        "torch_threads": 1,
-        "memory_bytes": 24 * 2**30,
-        "instructions": {"AVX2": True, "AVX512-BF16": True, "AMX-BF16": False, "AMX-FP16": None},
-    },
-    "gpus": [],
-    "nvidia": {"driver": None, "driver_cuda": None, "gpus": [], "toolkit": "13.0"},
-    "mps": {"built": False, "available": False},
-    "arithmetic": {"float32_matmul_precision": "highest"},
-}
-CHOICE = {"format": "bf16", "because": "measured on 2026-11-23, bf16 against fp32: 4x in matmul"}
-LONG = "one call would take about 6.4 s"
-CPU_DEVICE = {
-    "device": "cpu",
-    "device_type": "cpu",
-    "name": "Some CPU",
-    "reason": None,
-    "choice": CHOICE,
-    "slow": ["fp16 is slow here: use fp32"],
-    "rows": [
-        row("matmul", "small", (64, 64), "fp32", 0.02, 1.0),
-        row("matmul", "small", (64, 64), "bf16", 0.05, 0.4),
-        row("matmul", "small", (64, 64), "fp16", 0.25, 0.08),
-        row("matmul", "medium", (512, 512), "fp32", 0.01, 1.0),
-        row("matmul", "medium", (512, 512), "bf16", 0.0025, 4.0),
-        row("matmul", "medium", (512, 512), "fp16", 1.0, 0.01),
-        row("matmul_with_casts", "small", (64, 64), "fp32", 0.02, 1.0),
-        row("matmul_with_casts", "small", (64, 64), "bf16", 0.04, 0.5, spread=0.5),
-        skipped("matmul_with_casts", "small", (64, 64), "fp16", "torch cannot do it here: no kernel"),
-        row("matmul_with_casts", "medium", (512, 512), "fp32", 0.01, 1.0),
-        row("matmul_with_casts", "medium", (512, 512), "bf16", 0.0025, 4.0),
-        skipped("matmul_with_casts", "medium", (512, 512), "fp16", LONG, 6.4),
-        row("convolution", "large", (8, 128, 56, 56), "fp32", 0.02, 1.0),
-        row("convolution", "large", (8, 128, 56, 56), "bf16", 0.01, 2.0),
-        skipped("convolution", "large", (8, 128, 56, 56), "fp16", LONG, 12.0),
-        row("add", "small", (4096,), "fp32", 1e-6, 1.0),
-        row("add", "small", (4096,), "bf16", 1e-6, 1.0),
-        row("add", "small", (4096,), "fp16", 4e-6, 0.25),
-    ],
-}
-
-
-def examination(*devices, facts=FACTS, mismatches=(), **rates):
-    measured = {"source": "measured", "measured_at_s": 1.8e9, "wall_s": 7.25, "file": None}
-    measured |= {"devices": list(devices)} | rates
-    return {"facts": facts, "mismatches": list(mismatches), "rates": measured}
-
-
-def gpu(number, name, capability, gigabytes):
-    known = {"device": f"cuda:{number}", "name": name, "capability": capability, "gfx": None}
-    return known | {"memory_bytes": gigabytes * 2**30}
-
-
-CPU = examination(CPU_DEVICE)
-GPU_FACTS = FACTS | {
-    "torch": FACTS["torch"] | {"version": "2.13.0+cu130", "build": "cuda", "cuda": "13.0", "cudnn": 91200},
-    "gpus": [gpu(0, "NVIDIA X", "9.0", 80), gpu(1, "NVIDIA Old", "5.0", 8)],
-    "nvidia": {"driver": "580.65", "driver_cuda": "13.0", "gpus": [], "toolkit": "13.0"},
-}
-GPU_DEVICE = {
-    "device": "cuda:0",
-    "device_type": "cuda",
-    "name": "NVIDIA X",
-    "reason": None,
-    "choice": CHOICE | {"because": "NVIDIA X computes in bf16"},
-    "slow": [],
-    "rows": [
-        row("matmul", "large", (8192, 8192), "fp32", 4e-5, 1.0),
-        row("matmul", "large", (8192, 8192), "tf32", 5e-6, 8.0),
-        row("matmul", "large", (8192, 8192), "bf16", 2.5e-6, 16.0),
-        row("matmul", "large", (8192, 8192), "fp16", 2.5e-6, 16.0),
-        row("add", "large", (2**26,), "fp32", 1e-4, 1.0),
-        row("add", "large", (2**26,), "bf16", 5e-5, 2.0),
-        row("add", "large", (2**26,), "fp16", 5e-5, 2.0),
-    ],
-}
-FEW_KERNELS = "NVIDIA Old has compute capability 5.0, and this torch has kernels for sm_80, sm_90 only"
-NO_KERNELS = {"severity": "error", "device": "cuda:1", "text": FEW_KERNELS, "fix": "install another torch"}
-FEW_CORES = {"text": "torch uses 1 of 16 cores", "fix": "unset OMP_NUM_THREADS"}
-NOTE = {"severity": "note", "device": "cpu"} | FEW_CORES
-GPU = examination(
-    CPU_DEVICE | {"rows": [], "reason": "it is too hot"},
-    GPU_DEVICE,
-    facts=GPU_FACTS,
-    mismatches=[NO_KERNELS, NOTE],
-)
 ON_A_CPU = """\
 CPU       Some CPU, 2 cores, 1 thread of torch, 24.0 GiB
   has     AVX2, AVX512-BF16
@@ -226,3 +112,37 @@ def test_what_a_busy_machine_left_out_is_one_line():
         for size, n, speed in (("small", 64, 0.5), ("medium", 512, 4.0))
     ]
     assert "repays its casts" not in said({"rows": noisy})
+
+
+@pytest.mark.parametrize("found", [CPU, GPU], ids=["cpu", "gpu"])
+def test_the_page_says_what_the_text_says(found):
+    page, text = Seen(doctor_page(found)), doctor_text(found)
+    table = [line for line in squeezed(text) if re.match(r"[\d,]+( x \d+)* .*\d$|.*\dx\)?$|.*/s$", line)]
+    assert len(table) > 3
+    assert [line for line in table if line not in page.words] == []
+    said = " ".join(text.split())
+    for words in (
+        "fp16 not measured in matmul with casts 64 x 64: torch cannot do it here: no kernel.",
+        "(): estimated from one call",
+        "A matmul repays its casts from somewhere between 64 x 64 and 512 x 512: a model of smaller layers",
+        "tf32 is off for matmul",
+        "fp16 is slow here: use fp32.",
+        "medians of 9 rounds",
+        "~: something else was running",
+        "Some CPU, 2 cores, 1 thread of torch, 24.0 GiB",
+        "NVIDIA X, 80.0 GiB, compute capability 9.0, cuda:0",
+        "Not measured: this CPU (it is too hot)",
+        "torch, drivers and devices fit together.",
+    ):
+        assert (words in page.words) == (words in said), words
+    assert 'Policy "auto" chooses bf16 on this CPU' in page.words
+    assert ("Problem, cuda:1. NVIDIA Old has compute" in page.words) == (found is GPU)
+    assert page.all("pre") == []
+
+
+def test_nothing_of_a_hostile_machine_becomes_markup():
+    cpu, hostile = FACTS["cpu"] | {"name": made_captures.HOSTILE}, {"because": made_captures.HOSTILE}
+    device = CPU_DEVICE | {"choice": CHOICE | hostile, "slow": [made_captures.HOSTILE]}
+    page = doctor_page(examination(device, facts=FACTS | {"cpu": cpu}))
+    assert made_captures.BREAKS_OUT not in page
+    assert made_captures.IMAGE not in page

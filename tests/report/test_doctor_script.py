@@ -1,73 +1,11 @@
 """The text of ``narrowcast doctor SCRIPT``, from diagnoses made by hand."""
 
-import copy
-
 import pytest
+from made_diagnoses import CPU, FOUND, changed, on_a_gpu, read, size
+from seen_page import Seen
 
-from narrowcast.report import conclusion, diagnosis_text
+from narrowcast.report import conclusion, diagnosis_page, diagnosis_text
 
-
-def profile(shares, *, plain_s, casts=(0, 0, 0, 0), busy=None, sites=()):
-    parts = ("products", "casts", "other_ops", "optimizer", "loading", "python")
-    shares = dict(zip(parts, shares, strict=True))
-    bounds = {"plain_step_s_low": plain_s * 0.98, "plain_step_s_high": plain_s * 1.02}
-    names = ("count", "bytes", "weight_count", "weight_bytes")
-    return {
-        "steps": 8,
-        "step_s": plain_s,
-        "plain_steps": 10,
-        "plain_step_s": plain_s,
-        **bounds,
-        "shares": shares,
-        "casts": dict(zip(names, casts, strict=True)),
-        "ops": {"count": 85.2, "mean_s": 54e-6},
-        "loading_share": shares["loading"],
-        "gpu_busy_share": busy,
-        "fused": False,
-        "reads": {"steps": 10, "sites": [dict(site) for site in sites]},
-        "notes": ["rounding swallowed 91% of the updates of AdamW in its first 10 steps"],
-    }
-
-
-def read(site, count, what="item()", device="cpu"):
-    return {"site": site, "what": what, "device": device, "count": count}
-
-
-def size(shape, *, kind="matmul", count=2, share=0.48, speedup=3.0, machine=3.3):
-    here = {"kind": kind, "shape": list(shape), "count": count, "share": share, "speedup": speedup}
-    return here | {"machine_speedup": machine}
-
-
-FOUND = {
-    "schema": 1,
-    "target": ["train.py", "--epochs", "2"],
-    "policy": "auto",
-    "problem": None,
-    "device": "cpu",
-    "format": "bf16",
-    "unit": "step",
-    "fp32": profile((0.57, 0, 0.15, 0.18, 0, 0.10), plain_s=6.1e-3),
-    "mixed": profile(
-        (0.26, 0.13, 0.17, 0.30, 0, 0.14),
-        plain_s=5.3e-3,
-        casts=(11, 7_235_174, 4, 3_250_586),
-        sites=[read("train.py:11", 10), read("train.py:13", 5, "bool()")],
-    ),
-    "together": {
-        "speedup": 1.15,
-        "products_share": 0.57,
-        "products_speedup": 2.8,
-        "machine_speedup": 3.1,
-        "limit_here": 1.58,
-        "limit_machine": 1.63,
-        "machine_best": {"speed": 4.2, "shape": [2048, 2048]},
-        "sizes": [
-            size((256, 1024, 512)),
-            size((256, 10, 1024), count=3, share=0.09, speedup=1.9, machine=2.0),
-        ],
-        "sizes_left_out": 0,
-    },
-}
 TEXT = """\
 train.py --epochs 2: in bf16 on this CPU, 1.15x faster than FP32
 A step takes 6.1 ms in FP32 and 5.3 ms in bf16.
@@ -93,25 +31,6 @@ What this means
 """
 
 
-def changed(**paths):
-    """``FOUND`` with other values at paths such as ``mixed__shares__casts``."""
-    found = copy.deepcopy(FOUND)
-    for path, value in paths.items():
-        *way, last = path.split("__")
-        place = found
-        for name in way:
-            place = place[name]
-        place[last] = value
-    return found
-
-
-def on_a_gpu(**paths):
-    sites = [read("train.py:11", 10, device="cuda"), read("train.py:12", 90)]
-    mixed = profile((0.3, 0.05, 0.15, 0.05, 0, 0.45), plain_s=5e-3, busy=0.55, sites=sites)
-    fp32 = profile((0.6, 0, 0.15, 0.05, 0, 0.2), plain_s=6e-3, busy=0.8)
-    return changed(device="cuda", mixed=mixed, fp32=fp32, **paths)
-
-
 def said(found):
     return "\n".join(conclusion(found))
 
@@ -125,11 +44,27 @@ def test_the_text_in_color_and_without():
     assert color.replace("\x1b[1m", "").replace("\x1b[0m", "") == text
 
 
+def test_the_page_has_the_figures_of_the_text():
+    page = Seen(diagnosis_page(FOUND, CPU))
+    for words in (
+        "A step of train.py takes 6.1 ms in FP32 and 5.3 ms in bf16: 1.15x faster.",
+        "matmuls (linear, conv, attention) 3.5 ms, 57 % 1.4 ms, 26 % casts between formats - 689 us, 13 %",
+        "256 x 1024 x 512 (2) 48 % 3.0x 3.3x 256 x 10 x 1024 (3) 9 % 1.9x 2.0x",
+        "Casts: 11 a step, 6.9 MiB read and written; 4 of weights, 3.1 MiB. Ops: 85 a step, 54 us each.",
+        "train.py:11 item() 1, train.py:13 bool() 0.5.",
+        "512 x 512 200 800 4.0x 2.00 0.010x",
+        *conclusion(FOUND),
+    ):
+        assert words in page.words
+    assert page.all("pre") == []
+
+
 def test_a_problem_is_a_sentence_without_numbers():
     found = changed(problem="the script uses autocast itself", fp32=None, mixed=None, together=None)
     assert diagnosis_text(found) == "train.py --epochs 2: the script uses autocast itself."
     assert conclusion(found) == []
     assert "on this CPU, 1.52x slower than FP32\n" in diagnosis_text(changed(together__speedup=0.66))
+    assert "train.py: the script uses autocast itself." in Seen(diagnosis_page(found, CPU)).words
 
 
 def test_every_line_fits_whatever_is_in_it():

@@ -4,6 +4,7 @@ import json
 
 import made_captures
 import pytest
+from seen_page import Seen
 from test_any_capture import VALUES
 
 from narrowcast.errors import FileError
@@ -106,13 +107,29 @@ def test_a_page_has_the_panel_and_says_where_it_cannot(tmp_path):
         "einsum &gt; bmm",
         "rule 1",
         "blocks.*.qkv",
-        "blocks.1.qkv</span>",
+        "blocks.1.qkv</th>",
     ):
         assert words in page
     for words in ("How to read this", "When not to trust this"):
         assert words not in page, "it is about comparisons"
     (tmp_path / "explain.jsonl").write_text("{}")
     assert "does not begin with a start event" in made_captures.write_page(tmp_path).read_text()
+
+
+def test_the_page_has_the_figures_of_the_text(tmp_path):
+    page = Seen(made_captures.write_page(made_captures.explained_run(tmp_path)).read_text())
+    for line in made_captures.squeezed(TEXT.partition("casts time\n")[2].partition("\n\n")[0]):
+        assert line in page.words
+    for words in TEXT.partition("\n\n")[0].split(": ", 2)[2].split("\nMatmuls: "):
+        assert " ".join(words.split()) in page.words
+    assert page.all("pre") == []
+
+
+def test_a_page_of_very_many_sites_is_cut(tmp_path):
+    folder = made_captures.explained_run(tmp_path, made_captures.explained_events(blocks=400))
+    page = made_captures.write_page(folder).read_text()
+    assert len(page.encode()) < 400_000
+    assert "2408 more lines are in the capture." in page
 
 
 def test_a_comparison_has_the_panel_where_its_folder_was_explained(tmp_path):

@@ -2,6 +2,9 @@
 
 import made_captures
 import pytest
+from made_diagnoses import CPU, FOUND, GPU
+
+from narrowcast.report import diagnosis_page, doctor_page, write_page
 
 WIDTHS = {1280: "light", 390: "dark"}
 # One of each kind of page; the hostile ones and the largest take their turn in the long tests.
@@ -12,8 +15,10 @@ MAKES = {
     "one run": made_captures.one_run,
     "explained": made_captures.explained_run,
     "hostile explanation": made_captures.hostile_explanation,
+    "doctor": lambda folder: write_page(doctor_page(GPU), folder / "doctor.html"),
+    "doctor script": lambda folder: write_page(diagnosis_page(FOUND, CPU), folder / "doctor.html"),
 }
-FAST = ("training", "explained")
+FAST = ("training", "explained", "doctor script")
 
 
 class Opened:
@@ -59,13 +64,14 @@ def drawn(page):
     "what", [pytest.param(what, marks=[pytest.mark.long] * (what not in FAST)) for what in MAKES]
 )
 def test_a_page_draws_fits_and_does_nothing_else(browser, tmp_path, what):
-    path = made_captures.write_page(MAKES[what](tmp_path))
+    path = MAKES[what](tmp_path)
+    path = made_captures.write_page(path) if path.is_dir() else path
     for width, scheme in WIDTHS.items():
         with Opened(browser, path, viewport={"width": width, "height": 900}, color_scheme=scheme) as opened:
             page = opened.page
             page.eval_on_selector_all("details", "all => all.forEach(one => one.open = true)")
             assert all(drawn(page)), "a figure is empty"
-            assert bool(drawn(page)) == ("expla" not in what)
+            assert bool(drawn(page)) == ("expla" not in what and "doctor" not in what)
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             assert page.evaluate("typeof window.hacked") == "undefined"
             assert page.locator("h1").count() == 1

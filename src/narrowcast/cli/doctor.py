@@ -21,6 +21,7 @@ from narrowcast.cli.run import (
     find_script,
     tell_outputs,
 )
+from narrowcast.errors import FileError
 
 if TYPE_CHECKING:
     from narrowcast.verify import ScriptSettings
@@ -82,14 +83,21 @@ def doctor(
         target = (script, *(arguments or []))
         settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
         return _diagnose(found, settings, as_json=as_json)
-    from narrowcast.report import doctor_text
+    from narrowcast.report import doctor_page, doctor_text, write_page
 
     show_result(found, lambda: doctor_text(found, color=sys.stdout.isatty()), as_json=as_json)
+    if cache is not None:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            talk(f"report: {write_page(doctor_page(found), cache / 'doctor.html')}")
+        except (OSError, FileError) as error:
+            talk(f"note: there is no page: {error}")
     return CHECK_FAILED if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
 
 
 def _diagnose(examined: dict[str, Any], settings: ScriptSettings, *, as_json: bool) -> int:
-    from narrowcast.report import conclusion, diagnosis_text
+    from narrowcast.observe.capture import PAGE
+    from narrowcast.report import conclusion, diagnosis_page, diagnosis_text, write_page
     from narrowcast.verify import diagnose
 
     for wrong in examined["mismatches"]:
@@ -100,4 +108,5 @@ def _diagnose(examined: dict[str, Any], settings: ScriptSettings, *, as_json: bo
     tell_outputs(settings.folder)
     whole = found | {"conclusion": conclusion(found), "machine": examined}
     show_result(whole, lambda: diagnosis_text(found, color=sys.stdout.isatty()), as_json=as_json)
+    talk(f"report: {write_page(diagnosis_page(found, examined), settings.folder / PAGE)}")
     return 0

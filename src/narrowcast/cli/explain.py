@@ -92,7 +92,7 @@ def explain(
 
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import make_run_folder
-    from narrowcast.report import read_lock
+    from narrowcast.report import find_capture, read_lock, save_page
 
     locked = None if check is None else read_lock(check)
     if policy is None and locked is not None:
@@ -103,7 +103,7 @@ def explain(
             check_policy(wanted)
     require_torch()
     name = find_script(script, arguments, module=module).name
-    folder = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir)
+    folder, pages = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir), list[Path]()
 
     def watch(policy: str, folder: Path = folder) -> dict[str, Any]:
         from narrowcast.verify import ScriptSettings, explain_script
@@ -113,18 +113,22 @@ def explain(
         with shown_progress() as progress:
             found = explain_script(settings, steps=steps, progress=progress)
         tell_outputs(folder)
+        if found["problem"] is None:
+            pages.append(save_page(find_capture(folder)))
         return found
 
-    found = watch(policy)
+    found, code = watch(policy), 0
     if against is not None:
         _show_differences(found, watch(against, folder / "against"), as_json=as_json, every=every)
-        return 0
-    if locked is not None:
-        return _check(found, locked, str(check), as_json=as_json, every=every)
-    if lock is not None and not _keep(found, lock):
-        return CHECK_FAILED
-    _show(found, as_json=as_json, every=every)
-    return 0
+    elif locked is not None:
+        code = _check(found, locked, str(check), as_json=as_json, every=every)
+    elif lock is not None and not _keep(found, lock):
+        code = CHECK_FAILED
+    else:
+        _show(found, as_json=as_json, every=every)
+    for page in pages:
+        talk(f"report: {page}")
+    return code
 
 
 def _policy_of(locked: Lock, path: Path | None) -> str:

@@ -1,7 +1,7 @@
 """Tables, sentences and pages as pure functions of captures; nothing here imports torch."""
 
-from narrowcast.report._doctor import doctor_text
-from narrowcast.report._doctor_script import conclusion, diagnosis_text
+from narrowcast.report._doctor import doctor_page, doctor_text
+from narrowcast.report._doctor_script import conclusion, diagnosis_page, diagnosis_text
 from narrowcast.report._explain import (
     Lock,
     check_text,
@@ -15,7 +15,7 @@ from narrowcast.report._explain import (
     write_lock,
 )
 from narrowcast.report._files import explanation_of, find_capture, latest_capture
-from narrowcast.report._page import save_page
+from narrowcast.report._page import save_page, write_page
 from narrowcast.report._summary import empty_summary, run_summary, summary
 from narrowcast.report._table import comparison_table, run_block
 from narrowcast.report._text import printable
@@ -26,8 +26,10 @@ __all__ = [
     "comparison_table",
     "conclusion",
     "decided_sites",
+    "diagnosis_page",
     "diagnosis_text",
     "differences",
+    "doctor_page",
     "doctor_text",
     "empty_summary",
     "explain_text",
@@ -44,4 +46,5 @@ __all__ = [
     "save_page",
     "summary",
     "write_lock",
+    "write_page",
 ]

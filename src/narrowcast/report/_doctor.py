@@ -1,4 +1,4 @@
-"""Text of ``narrowcast doctor``: the machine, what does not fit together, rates, and what they mean."""
+"""Text and page of ``narrowcast doctor``: the machine, what does not fit together, rates, what they mean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.report._render import terminal_text
+from narrowcast.report._render import html_page, terminal_text
 from narrowcast.report._text import UNKNOWN, ratio, table
 
 _TERA_FROM = 1e13
@@ -27,6 +27,19 @@ def doctor_text(examination: dict[str, Any], *, color: bool = False) -> str:
         examination: what ``machine.examine`` returns.
         color: whether to use bold type and red.
     """
+    values = _values(examination)
+    for device in values["devices"]:
+        device["table"] = table(*device["table"]) if device["rows"] else ""
+    return terminal_text("doctor.txt", color=color, **values)
+
+
+def doctor_page(examination: dict[str, Any], **of_script: Any) -> str:
+    """Render the page of a machine; with what ``_doctor_script`` adds, that of a script on it."""
+    given = {"title": "this machine", "found": None} | of_script
+    return html_page("doctor.html", **given, **_values(examination))
+
+
+def _values(examination: dict[str, Any]) -> dict[str, Any]:
     facts, rates = examination["facts"], examination["rates"]
     instructions = facts["cpu"]["instructions"]
     known = {
@@ -34,17 +47,15 @@ def doctor_text(examination: dict[str, Any], *, color: bool = False) -> str:
         for head, value in (("  has", True), ("  lacks", False), ("  unknown", None))
     }
     exact = facts["arithmetic"]["float32_matmul_precision"] == "highest"
-    return terminal_text(
-        "doctor.txt",
-        color=color,
-        facts=facts,
-        instructions={head: names for head, names in known.items() if names or head == "  has"},
-        exact=exact,
-        devices=[_device(device, fp32_is_exact=exact) for device in rates["devices"]],
-        rates=rates,
-        measured=_measured(rates),
-        mismatches=examination["mismatches"],
-    )
+    return {
+        "facts": facts,
+        "instructions": {head: names for head, names in known.items() if names or head == "  has"},
+        "exact": exact,
+        "devices": [_device(device, fp32_is_exact=exact) for device in rates["devices"]],
+        "rates": rates,
+        "measured": _measured(rates),
+        "mismatches": examination["mismatches"],
+    }
 
 
 def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
@@ -57,7 +68,7 @@ def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
             of_format.setdefault(row["format"], {}).setdefault(row["kind"], []).append(row)
     return device | {
         "where": "this CPU" if is_cpu else f"{device['name']} ({device['device']})",
-        "table": _table(rows) if rows else "",
+        "table": _table(rows),
         "skipped": _skipped(rows),
         "has_estimates": any(row["expected_time_s"] is not None for row in rows),
         "repays": _repays(of_format.get(choice["format"], {}).get("matmul_with_casts", [])),
@@ -65,7 +76,8 @@ def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
+def _table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the lines of the table of a device; a line of one cell is a heading."""
     formats = list(dict.fromkeys(row["format"] for row in rows))
     lines = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
@@ -81,7 +93,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
                 if name != "fp32":
                     lines[-1].append(_speed(row, cells.get("fp32")) if row else "")
     head = [word for name in formats for word in ([name] if name == "fp32" else [name, ""])]
-    return table(["", *head], lines)
+    return ["", *head], lines
 
 
 def _unit(rows: Sequence[dict[str, Any]]) -> tuple[float, str]:

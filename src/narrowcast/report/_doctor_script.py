@@ -1,4 +1,4 @@
-"""Text of ``narrowcast doctor SCRIPT``: where the time of a step goes, and what to change."""
+"""Text and page of ``narrowcast doctor SCRIPT``: where the time of a step goes, and what to change."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrowcast.observe.explanation import count_text, percent
-from narrowcast.report._doctor import NOISY
+from narrowcast.report._doctor import NOISY, doctor_page
 from narrowcast.report._render import sentence, terminal_text
-from narrowcast.report._text import UNKNOWN, duration, printable, ratio
+from narrowcast.report._text import UNKNOWN, duration, printable, ratio, site_name
 
 _RUNS = ("fp32", "mixed")
 _PARTS = {
@@ -36,6 +36,15 @@ _Finding = tuple[str, dict[str, Any]]
 
 def diagnosis_text(found: dict[str, Any], *, color: bool = False) -> str:
     """Return what ``verify.diagnose`` found in lines of at most 79 columns."""
+    return terminal_text("diagnosis.txt", color=color, **_values(found))
+
+
+def diagnosis_page(found: dict[str, Any], examination: dict[str, Any]) -> str:
+    """Render the page of what ``verify.diagnose`` found on a machine that ``machine.examine`` saw."""
+    return doctor_page(examination, title=site_name(found["target"][0]), **_values(found))
+
+
+def _values(found: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"found": found}
     if found["problem"] is None:
         reads, steps = _waiting_reads(found), (found["mixed"]["reads"] or {"steps": 1})["steps"]
@@ -45,7 +54,7 @@ def diagnosis_text(found: dict[str, Any], *, color: bool = False) -> str:
             "reads": [f"{read['site']} {read['what']} {count_text(read['count'] / steps)}" for read in reads],
             "conclusion": conclusion(found),
         }
-    return terminal_text("diagnosis.txt", color=color, **values)
+    return values
 
 
 def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:

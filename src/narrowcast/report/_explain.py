@@ -24,6 +24,7 @@ from narrowcast.observe.explanation import (
     columns_of,
     explained,
     explained_lines,
+    explained_parts,
     place_names,
     read_explanation,
 )
@@ -33,7 +34,7 @@ from narrowcast.report._text import bold, printable, shortened
 VERSION = 1
 """Of the lock file."""
 _MOST = 40
-_MOST_LINES = 3_000
+_MOST_LINES = 800
 _HEAD = "# What ran in which format: narrowcast explain --lock wrote it, --check compares.\n"
 _FACTS = ("policy", "torch", "device", "format")
 _ADVICE = "write it anew with narrowcast explain --lock"
@@ -48,8 +49,8 @@ def explain_text(found: Mapping[str, Any], *, every: bool = False, color: bool =
 def explain_panel(folder: Path) -> dict[str, Any] | None:
     """Return what the panel of a page shows of the capture of ``narrowcast explain`` in ``folder``.
 
-    None if there is none. ``problem`` is why there is nothing else; ``lines`` are the text of the terminal,
-    ``every`` the same with each site alone, of which ``left_out`` lines are in the capture only.
+    None if there is none. ``problem`` is why there is nothing else; ``lines`` are those of the table, and
+    ``every`` the same with each site alone, both with the number of lines that are in the capture only.
     """
     try:
         if not (folder / EXPLANATION).is_file():
@@ -58,15 +59,21 @@ def explain_panel(folder: Path) -> dict[str, Any] | None:
     except (FileError, OSError) as error:
         return {"problem": shortened(str(error), 400)}
     found = explained(capture)
-    every = explained_lines(found, every=True)
-    return {
+    parts = explained_parts(found)
+    every = explained_parts(found, every=True)["groups"]
+    return parts | {
         "problem": found["problem"],
         # In the folder of a comparison it is of another run, which its date shows.
         "started": capture.start["started"],
-        "lines": explained_lines(found),
-        "every": every[:_MOST_LINES],
-        "left_out": max(0, len(every) - _MOST_LINES),
+        "lines": _lines(parts["groups"], _MOST_LINES // 2),
+        "every": _lines(every, _MOST_LINES),
     }
+
+
+def _lines(groups: Iterable[Any], most: int) -> tuple[list[tuple[Any, ...]], int]:
+    """Return at most so many lines of a table, a module or an operator each, and how many are left out."""
+    lines = [(group, *row) for group in groups for row in ((None, None), *group.rows.items())]
+    return lines[:most], max(0, len(lines) - most)
 
 
 # ---- decisions, and how two lists of them differ

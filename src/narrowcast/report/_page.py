@@ -135,7 +135,11 @@ def save_page(found: Found, path: Path | None = None) -> Path:
         page, folder = comparison_page(found), found.folder
     else:
         page, folder = run_page(found[0], found[1].parent), found[1].parent
-    path = folder / PAGE if path is None else path
+    return write_page(page, folder / PAGE if path is None else path)
+
+
+def write_page(page: str, path: Path) -> Path:
+    """Write a page whole or not at all; return its path. Raises ``FileError`` if it cannot be written."""
     try:
         with replacing(path) as file:
             file.write(page.encode())

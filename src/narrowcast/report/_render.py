@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_WORDS = Path(explanation.__file__).parent
 # Templates may use every public function of _text, and the formats of numbers that explain has.
 _FILTERS = {
     name: function
@@ -56,7 +57,7 @@ def _environment(*, html: bool) -> Environment:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader([_TEMPLATES, _WORDS]),
         autoescape=html,
         undefined=StrictUndefined,
         trim_blocks=True,

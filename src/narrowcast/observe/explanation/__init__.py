@@ -186,8 +186,8 @@ def place_names(found: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
 # ---- lines
 
 
-def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Line]:
-    """Return a table of what ``explained`` returned, repeated layers together.
+def explained_parts(found: Mapping[str, Any], *, every: bool = False) -> dict[str, Any]:
+    """Return what text and page show of what ``explained`` returned, repeated layers together.
 
     ``every``: each layer alone, also what computes nothing.
     """
@@ -195,13 +195,14 @@ def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Li
     unreached = [f"{r['rule']}: {r['reason']}" for r in found["unreached"] if r["rule"] not in uncalled]
     if uncalled:
         unreached.append(f"their operator was not called: {'; '.join(uncalled)}")
-    text = _template().render(
-        found=found,
-        groups=_grouped(found, every=every),
-        reached={site["rule"] for site in found["sites"]},
-        unreached=unreached,
-    )
-    lines = text.rstrip("\n").split("\n")
+    reached = {site["rule"] for site in found["sites"]}
+    groups = _grouped(found, every=every)
+    return {"found": found, "groups": groups, "reached": reached, "unreached": unreached}
+
+
+def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Line]:
+    """Return the text of ``explained_parts``."""
+    lines = _template().render(explained_parts(found, every=every)).rstrip("\n").split("\n")
     return [(line.removeprefix(_HEADING), line.startswith(_HEADING)) for line in lines]
 
 
