@@ -128,7 +128,8 @@ class Leaves:
             filled in the end: gradients that the operation found to be finite.
         """
         tensors = [tensor for leaf in leaves if (tensor := leaf.tensor()) is not None]
-        late = late and not _other_libraries_look() and all(map(_is_unseen_until_the_end, tensors))
+        late = late and not self._passes_elsewhere and not _other_libraries_look()
+        late = late and all(map(_is_unseen_until_the_end, tensors))
         if threading.current_thread() is not threading.main_thread():
             self._passes_elsewhere = True
             with self._late_pass:  # one of the main thread ends first, and there is no other from now on
