@@ -39,7 +39,8 @@ BUDGETS = {
     "verify": 3_736,  # 104 on why it is not faster, 120 on time limits, 420 on bias, variance and intervals
     "apex": 2_850,  # refuses TorchScript where weights are cast
     "migrate": 3_344,  # FusedAdam, a CPU to fall back to; 78 prove and write clipping in one call
-    # 36 make pages of doctor and explain; 60 estimate a speedup from pairs of blocks; 57 draw errors against their limits.
+    # 36 make pages of doctor and explain; 60 estimate a speedup from pairs of blocks; 57 draw errors against
+    # their limits.
     "report": 2_866,  # 79 say whether it is worth it; 50 judge one seed: losses far apart, steps skipped
     # 61 list, open and clean captures but for runs that go on, say where outputs are, and name full disks;
     # 13 write the pages of doctor and explain.
