@@ -58,7 +58,7 @@ MOST_FILES = 190
 # 8 on files that are truncated or opened by a URI, and on runs that `report --clean` spares;
 # 5 on the memory of a container; 10 on reasons that were not found; 29 on what pages say of one seed or one
 # run, and reprs; 93 on pages of doctor and explain; 90 on which scripts `migrate` lets clip in one call.
-MOST_TEST_LINES = 43_508
+MOST_TEST_LINES = 43_509
 MOST_PUBLIC_NAMES = 95
 PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
 ORDER = list(BUDGETS)
