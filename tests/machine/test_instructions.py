@@ -145,6 +145,18 @@ def test_unclear_rates_leave_auto_to_the_table(instructions, tmp_path, keep):
     assert keep(None, (0.5, 0.5, 0.5)).startswith("the rates that decide auto on cpu were not kept: ")
 
 
+def test_ranks_without_a_process_group_decide_by_the_table(instructions, tmp_path, keep, monkeypatch):
+    """Each rank may have other rates, and none can ask rank 0 yet."""
+    instructions("avx512_bf16")
+    keep(tmp_path, (0.5, 0.5, 0.5))
+    assert best_format("cpu").format == "fp32"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    because = "this CPU has AVX512-BF16; by the table, as ranks cannot agree yet"
+    assert best_format("cpu") == Choice(format="bf16", because=because)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert best_format("cpu").format == "fp32"
+
+
 @pytest.mark.parametrize(("speed", "kept"), [(0.06, True), (92.0, False)])
 def test_an_estimate_only_confirms_fp32(instructions, tmp_path, keep, speed, kept):
     """On a busy machine small calls of fp32 took 40 ms, and larger ones seemed slower than emulated bf16."""

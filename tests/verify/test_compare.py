@@ -1,6 +1,7 @@
 """``compare`` as a function: which runs it makes, in which order, and what it leaves behind."""
 
 import json
+import re
 
 import pytest
 from training_scripts import X, trains
@@ -8,9 +9,9 @@ from training_scripts import X, trains
 from narrowcast.attach import OUTPUTS
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.machine import Choice
-from narrowcast.observe.capture import read_comparison
+from narrowcast.observe.capture import Capture, read_comparison
 from narrowcast.report import summary
-from narrowcast.verify.compare import _comparison, compared_instead, stays_in_fp32
+from narrowcast.verify.compare import ComparisonSettings, _comparison, compared_instead, stays_in_fp32
 from narrowcast.verify.compare._comparison import by_turns
 from narrowcast.verify.compare._runs import RunSettings
 
@@ -18,6 +19,26 @@ from narrowcast.verify.compare._runs import RunSettings
 def test_pairs_of_runs_begin_with_each_format_in_turn():
     assert list(by_turns(1)) == [(("fp32", "mixed"), 0), (("mixed", "fp32"), 0)]
     assert [repeat for _, repeat in by_turns(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("walls_s", "each_s", "asked", "expected"),
+    [
+        ((5, 5), 0.1, {}, 24),  # 25 s, less 10, nine starts of 1 s, and six steps of both for other runs
+        ((41, 41), 1, {}, 10),  # half of the pair, less 9 and 12 s, in steps that take 2 s together
+        ((5, 5), 0.1, {"time_limit_s": 60.0}, 0),  # the script ends before
+        ((41, 41), 1, {"time_limit_s": 0, "steps": 40}, 40),
+        ((10, 10), 0.1, {}, None),  # starts of 6 s leave no time
+    ],
+)
+def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, walls_s, each_s, asked, expected):
+    """Runs of 40 timed steps, equally long in both formats, so that two profiles follow."""
+    settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **({"steps": 0} | asked))
+    comparison = _comparison._Comparison(settings, None, None, walls_s=list(walls_s))
+    step = {"event": "step", "optimizer": 0, "interval_s": each_s}
+    for name in "fp32", "mixed":
+        comparison.captures[name].append(Capture(events=(step,) * 40))
+    assert comparison._steps_that_fit() == expected
 
 
 @pytest.mark.long
@@ -94,7 +115,8 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path, compared):
     assert found.finished
     assert found.own.last("certificate")["verdict"] == "pass"
     assert [event["format"] for event in found.own.of("memory")] == ["fp32", "mixed"]
-    assert any("fp32-1" in text for text in told)
+    assert told[0] == "run 1 of 9, timing (fp32-1)"
+    assert any(re.match(r"run [12] of 9, up to \d+ s left, timing", text) for text in told), told
     assert not stale.exists()
     kept = tmp_path / "kept"
     assert (kept / "notes.txt").read_text() == "not ours"
@@ -112,7 +134,7 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path, compared):
 
 
 def test_tensor_memory_counts_tensors_and_not_the_process(compared):
-    """Two tensors of 64 MiB in FP32, their half in bf16, and little else."""
+    """Two tensors of 64 MiB in FP32, their half in bf16, and little else but scratch of a kernel."""
     text = """
         import torch
         class Doubles(torch.nn.Linear):
@@ -128,7 +150,8 @@ def test_tensor_memory_counts_tensors_and_not_the_process(compared):
     peaks = {event["format"]: event["peak_tensor_bytes"] for event in found.own.of("memory")}
     # The product and its positive part; nothing else is larger than 200 kB.
     assert peaks["fp32"] == pytest.approx(2 * 4096 * 4096 * 4, rel=0.01), found.own.of("memory")
-    assert peaks["mixed"] == pytest.approx(2 * 4096 * 4096 * 2, rel=0.01)
+    # A CPU may compute the product in fp32 scratch, which is freed before its positive part is made.
+    assert peaks["mixed"] / 4096**2 in (pytest.approx(2 + 2, rel=0.01), pytest.approx(2 + 4, rel=0.01))
     assert found.own.last("output")["verdict"] == "pass"
     assert found.own.last("certificate") is None
 

@@ -192,18 +192,21 @@ _of_rank_0: dict[str, Choice] = {}
 def best_format(device_type: str, cache: Path | None = None) -> Choice:
     """Return the format of ``auto``: by the rates that ``measure_auto`` kept in ``cache``, else by the table.
 
-    Rates are read once a process. With several ranks rank 0 decides for all of them.
+    Rates are read once a process. With several ranks rank 0 decides for all of them; before they have a
+    process group the table decides, since kept rates may differ between them.
     """
     if device_type in _of_rank_0:
         return _of_rank_0[device_type]
+    grouped = dist.is_available() and dist.is_initialized()
     where = device_type, cache or cache_folder()
     if where not in _by_rates:
         _by_rates[where] = _by_kept_rates(*where)
     choice = _by_rates[where]
-    if choice is None:
-        table = table_format(device_type)
-        choice = Choice(format=table.format, because=f"{table.because}; by the table, not measured")
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    alone = not grouped and os.environ.get("WORLD_SIZE", "1") != "1"
+    if choice is None or alone:
+        table, why = table_format(device_type), "as ranks cannot agree yet" if choice else "not measured"
+        choice = Choice(format=table.format, because=f"{table.because}; by the table, {why}")
+    if grouped and dist.get_world_size() > 1:
         choice = _of_rank_0[device_type] = _agreed(device_type, choice)
     return choice
 

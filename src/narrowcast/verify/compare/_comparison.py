@@ -63,6 +63,7 @@ _ADVICE = {
     "other": "Larger layers, or less work beside them, would gain",
 }
 _SHORT_STEP_S = 0.003  # some hundred calls of operators, each of at least several microseconds
+_BY_CALLS = 0.5  # casts double the calls at most: what is slower than this is so by its kernels
 # As long as a call takes from Python to its kernel and back, or a few times that.
 _SHORT_CALL_S = {"cpu": 1e-4, "cuda": 2e-5}
 
@@ -143,6 +144,7 @@ class _Comparison:
     Attributes:
         spawns: whether the script trains in processes that it starts itself.
         walls_s: of the timed runs, from the start of the process to its end, without pauses.
+        began: when, by ``time.monotonic``.
     """
 
     settings: ComparisonSettings
@@ -151,9 +153,10 @@ class _Comparison:
     captures: dict[str, list[Capture]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
     spawns: bool = False
     walls_s: list[float] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        started, settings = time.perf_counter(), self.settings
+        settings = self.settings
         names = ("loss_scale", "seed", "steps", "repeats", "at_step", "min_speedup")
         asked = {name: getattr(settings, name) for name in names}
         options = list(settings.options)
@@ -189,7 +192,7 @@ class _Comparison:
                     f"(but for those of other programs and native code): {few(sorted(self.runs.written), 5)}"
                 )
                 self._write("note", text=text)
-        self._write("finished", wall_s=time.perf_counter() - started)
+        self._write("finished", wall_s=time.monotonic() - self.began)
 
     def _write(self, event: str, **fields: Any) -> None:
         self.writer.write({"event": event, **fields})
@@ -198,7 +201,7 @@ class _Comparison:
 
     def _time_all(self) -> str | None:
         """Time all pairs of runs; return why the steps of one did not take turns, if so."""
-        began, alone = time.monotonic(), []
+        alone = []
         self.runs.expected = 2 * max(self.settings.repeats, 2) + _ASIDE
         for formats, repeat in by_turns(self.settings.repeats):
             steps = self.settings.steps
@@ -211,11 +214,11 @@ class _Comparison:
                     break
                 steps = fit
             alone.append(self._time_pair(formats, repeat, steps))
-            self.runs.ends = began + max(self._limit_s(), 3 * self.walls_s[0])
+            self.runs.ends = self.began + max(self._limit_s(sum(self.walls_s[:2])), 3 * self.walls_s[0])
         return next(filter(None, alone), None)
 
-    def _limit_s(self) -> float:
-        return self.settings.time_limit_s or max(_LEAST_S, 1.5 * sum(self.walls_s[:2]))
+    def _limit_s(self, pair_s: float) -> float:
+        return self.settings.time_limit_s or max(_LEAST_S, 1.5 * pair_s)
 
     def _steps_that_fit(self) -> int | None:
         """Return after how many steps to end a run of the second pair; 0: never; None: not even a few fit."""
@@ -227,7 +230,8 @@ class _Comparison:
         pair_s = sum(sum(times) / max(len(times), 1) for times in spans)
         found = speedup_of(self.captures["fp32"], self.captures["mixed"])
         aside = _ASIDE + (2 if found and found[0] < _FAST_ENOUGH else 0)  # which is explained by two profiles
-        left_s = self._limit_s() - sum(self.walls_s[:2]) - (2 + aside) * startup_s - _ASIDE_STEPS * pair_s
+        used_s = sum(self.walls_s[:2])
+        left_s = self._limit_s(used_s) - used_s - (2 + aside) * startup_s - _ASIDE_STEPS * pair_s
         fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(map(len, spans)) + 1
         if left_s <= 0 or fit < min(_FEWEST_STEPS, most):
             return None
@@ -247,6 +251,9 @@ class _Comparison:
             return take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
 
     def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
+        if (steps := self.settings.steps) and not self.walls_s:  # progress, as if the script took them all
+            each = (one.startup_s + one.stepping_s * steps / max(one.steps, 1) for one in (run, first))
+            self.runs.ends = self.began + self._limit_s(sum(each))
         if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
             return math.inf
         if self.settings.fp32_because:
@@ -314,11 +321,12 @@ class _Comparison:
         step_s = found[1]
         # A sentence about convolutions alone says nothing of a script that may have none.
         slow = (one for one in slow_here(self.settings.policy) if "matmul" in one)
-        if because := next(slow, self.settings.fp32_because):
-            reason = {"cause": "kernels", "reason": f"no fast kernels: {because}. {_ADVICE['kernels']}"}
-        elif step_s < _SHORT_STEP_S:
+        because = next(slow, self.settings.fp32_because)
+        if step_s < _SHORT_STEP_S and found[0] > _BY_CALLS:
             why = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
             reason = {"cause": "small", "reason": f"layers too small: {why}. {_ADVICE['small']}"}
+        elif because and found[0] * _FAST_ENOUGH < 1:
+            reason = {"cause": "kernels", "reason": f"no fast kernels: {because}. {_ADVICE['kernels']}"}
         elif self.spawns:
             reason = {"cause": "unknown", "reason": "processes that the script starts were not profiled"}
         else:
@@ -416,8 +424,10 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
     low_s = sum(other["each_s"] * p["count"] for p, other in same)
     gain = sum(p["each_s"] * p["count"] for p, _ in same) / low_s if low_s else None
     share, casts = fp32["shares"]["products"], mixed["shares"]["casts"]
+    short_s, ops = _SHORT_CALL_S.get(fp32["device"], 0.0), fp32["ops"]
+    calls_s = ops["count"] * short_s  # far less than a step: it waits, as for data, or computes in Python
     # Both: beside a few long operators of other kinds, calls of short matmuls are not what takes the time.
-    if max(typical_s, fp32["ops"]["mean_s"] or 0.0) < _SHORT_CALL_S.get(fp32["device"], 0.0):
+    if max(typical_s, ops["mean_s"] or 0.0) < short_s and calls_s > fp32["step_s"] / 2:
         reason = f"layers too small: a matmul takes {typical_s * 1e6:.0f} us, little more than its call"
         cause = "small"
     elif gain is not None and gain < _FAST_ENOUGH and share > 1 - 1 / _FAST_ENOUGH:

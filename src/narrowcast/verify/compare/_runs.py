@@ -136,7 +136,7 @@ class ScriptRuns:
         written: files outside of their folders that runs have written so far.
         folders: of the runs that were made.
         expected: how many runs there will be; 0: unknown.
-        ends: when the last one ends, by ``time.monotonic``, as far as is known.
+        ends: when the last one ends at the latest, by ``time.monotonic``, as far as is known.
     """
 
     settings: ScriptSettings
@@ -183,8 +183,8 @@ class ScriptRuns:
         def tell(line: str = "") -> None:
             left_s = self.ends - time.monotonic()
             of = f" of {max(self.expected, number)}" if self.expected else ""
-            left = f", about {left_s:.0f} s left" if left_s > 0 else ""
-            self.progress(f"run {number}{of}, {_PHASES[purpose]} ({title}){left}{': ' * bool(line)}{line}")
+            left = f", up to {left_s:.0f} s left" if left_s > 0 else ""
+            self.progress(f"run {number}{of}{left}, {_PHASES[purpose]} ({title}){': ' * bool(line)}{line}")
 
         tell()
         alone = format_ == "fp32" or purpose not in (Purpose.TIMED, Purpose.PROFILE)
@@ -391,7 +391,7 @@ def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
     # Output is not buffered, to show its progress. OpenMP threads sleep while they wait: spinning ones make a
     # step take sixty times as long as soon as something else needs a core, in one run and not in the other.
     # Sets of strings have the same order in each run: vocabularies are made of them.
-    fixed = {"OMP_WAIT_POLICY": "passive", "PYTHONHASHSEED": "0"}
+    fixed = {"PYTHONHASHSEED": "0"}
     environment = {**fixed, **os.environ, "PYTHONUNBUFFERED": "1"}
     with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
         return subprocess.Popen(
