@@ -82,14 +82,19 @@ def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
 
 
 def blocks_of(capture: Capture, kind: str | None) -> list[list[float]]:
-    """Durations as of ``times_s``, in the blocks between two pauses of the run, the first tenth left out."""
+    """Durations as of ``times_s``, in the blocks between two pauses of the run, the first tenth left out.
+
+    Of three steps or more the first is left out: it finds caches that the other process filled. Not where
+    a block ended with a wait for the device, since that has the rest of all its steps.
+    """
     blocks: list[list[float]] = []
     current: list[float] = []
     for event in capture.events:
         if event["event"] == "pause":
             if current:
                 current[-1] += event["waited_s"]  # what a device still had to do
-            blocks.append(current)
+            cold = len(current) > 2 and not event["waited_s"]
+            blocks.append(current[cold:])
             current = []
         elif kind == "inference" and event["event"] == "forward":
             current.append(event["duration_s"])

@@ -388,10 +388,11 @@ class LiveRun(ExitStack):
 def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
     folder = settings.folder
     command = [sys.executable, "-m", "narrowcast.verify.compare._child", str(settings.write())]
-    # Output is not buffered, to show its progress. OpenMP threads sleep while they wait: spinning ones make a
-    # step take sixty times as long as soon as something else needs a core, in one run and not in the other.
+    # Output is not buffered, to show its progress. OpenMP threads spin for about 50 us and then sleep: those
+    # that spin on make a step take sixty times as long as soon as something else needs a core, and those that
+    # sleep at once make one of many small operators take 2.5 times as long.
     # Sets of strings have the same order in each run: vocabularies are made of them.
-    fixed = {"PYTHONHASHSEED": "0"}
+    fixed = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000", "PYTHONHASHSEED": "0"}
     environment = {**fixed, **os.environ, "PYTHONUNBUFFERED": "1"}
     with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
         return subprocess.Popen(
