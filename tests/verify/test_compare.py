@@ -13,7 +13,7 @@ from narrowcast.observe.capture import Capture, read_comparison
 from narrowcast.report import summary
 from narrowcast.verify.compare import ComparisonSettings, _comparison, compared_instead, stays_in_fp32
 from narrowcast.verify.compare._comparison import by_turns
-from narrowcast.verify.compare._runs import RunSettings
+from narrowcast.verify.compare._runs import RunSettings, ScriptRuns
 
 
 def test_pairs_of_runs_begin_with_each_format_in_turn():
@@ -34,7 +34,7 @@ def test_pairs_of_runs_begin_with_each_format_in_turn():
 def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, walls_s, each_s, asked, expected):
     """Runs of 40 timed steps, equally long in both formats, so that two profiles follow."""
     settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **({"steps": 0} | asked))
-    comparison = _comparison._Comparison(settings, None, None, walls_s=list(walls_s))
+    comparison = _comparison._Comparison(settings, ScriptRuns(settings), None, walls_s=list(walls_s))
     step = {"event": "step", "optimizer": 0, "interval_s": each_s}
     for name in "fp32", "mixed":
         comparison.captures[name].append(Capture(events=(step,) * 40))

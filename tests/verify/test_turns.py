@@ -8,8 +8,9 @@ import pytest
 from training_scripts import trains
 
 from narrowcast.observe.capture import read_capture
+from narrowcast.report import summary
 from narrowcast.report._statistics import blocks_of
-from narrowcast.verify.compare import _runs
+from narrowcast.verify.compare import _comparison, _runs
 from narrowcast.verify.compare._runs import take_turns
 
 BEFORE = """import fcntl, os, sys, time
@@ -121,3 +122,17 @@ def test_a_run_that_is_over_its_time_ends(pair):
     why, done = pair(script(steps=2000), limit_s=0.3)
     assert why is None
     assert all(3 <= len(noted(run, "step")) < 1000 for run in done)
+
+
+@pytest.mark.parametrize("little", [1000, 0])
+def test_runs_that_are_not_timed_go_on_side_by_side(compared, monkeypatch, little):
+    """Where the timed ones did and took little memory: one begins before the other one ends."""
+    monkeypatch.setattr(_comparison, "LITTLE_MEMORY", little)
+    found = compared(script("time.sleep(0.1)", steps=4))
+    for names in ("memory-fp32", "memory-mixed"), ("gradients-mixed", "gradients-exact"):
+        begun, ended = (
+            [(found.folder / name / file).stat().st_mtime for name in names]
+            for file in ("narrowcast-run.json", "result.json")
+        )
+        assert (max(begun) < min(ended)) == (little > 0), (begun, ended)
+    assert summary(found)["verdict"]["right"] == "yes"

@@ -34,6 +34,8 @@ from narrowcast.policy import as_policy
 from narrowcast.verify._certificate import FAIL
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
+    LITTLE_MEMORY,
+    MEMORY,
     TENSORS,
     LiveRun,
     Purpose,
@@ -145,6 +147,7 @@ class _Comparison:
         spawns: whether the script trains in processes that it starts itself.
         walls_s: of the timed runs, from the start of the process to its end, without pauses.
         began: when, by ``time.monotonic``.
+        memory: the most that a timed run claimed, in thousandths of what there is.
     """
 
     settings: ComparisonSettings
@@ -154,6 +157,7 @@ class _Comparison:
     spawns: bool = False
     walls_s: list[float] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
+    memory: int = 0
 
     def run(self) -> None:
         settings = self.settings
@@ -184,6 +188,7 @@ class _Comparison:
             failed = self._no_certificate(f"Training in mixed precision came to a stop. {error}")
             self._write("certificate", **failed | {"verdict": FAIL})
         finally:
+            self.runs.close()
             for folder in self.runs.folders:  # its tensors may be as large as the model
                 shutil.rmtree(folder / TENSORS, ignore_errors=True)
             if self.runs.written:
@@ -214,6 +219,8 @@ class _Comparison:
                     break
                 steps = fit
             alone.append(self._time_pair(formats, repeat, steps))
+            # One with exact sums takes twice its memory.
+            self.runs.beside = not any(alone) and self.memory < LITTLE_MEMORY
             self.runs.ends = self.began + max(self._limit_s(sum(self.walls_s[:2])), 3 * self.walls_s[0])
         return next(filter(None, alone), None)
 
@@ -229,7 +236,9 @@ class _Comparison:
         startup_s = max(0.0, sum(self.walls_s[:2]) - sum(map(sum, spans))) / 2
         pair_s = sum(sum(times) / max(len(times), 1) for times in spans)
         found = speedup_of(self.captures["fp32"], self.captures["mixed"])
-        aside = _ASIDE + (2 if found and found[0] < _FAST_ENOUGH else 0)  # which is explained by two profiles
+        aside = (
+            _ASIDE - 2 * self.runs.beside + (2 if found and found[0] < _FAST_ENOUGH else 0)
+        )  # which is explained by two profiles
         used_s = sum(self.walls_s[:2])
         left_s = self._limit_s(used_s) - used_s - (2 + aside) * startup_s - _ASIDE_STEPS * pair_s
         fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(map(len, spans)) + 1
@@ -277,6 +286,7 @@ class _Comparison:
             ) from error
         _check_comparable(capture)
         self.walls_s.append(run.active_s)
+        self.memory = max(self.memory, run.numbers[MEMORY])
         self.captures[run.format].append(capture)
         self.spawns |= path.name != RUN
         totals = capture.totals()
@@ -301,6 +311,7 @@ class _Comparison:
         slowest_s = max(times, default=0.0)
         fewest = _STEPS_FOR_MEMORY - (slowest_s > _SLOW_STEP_S) - (slowest_s > 5 * _SLOW_STEP_S)
         steps = min(self.settings.steps or fewest, fewest)
+        self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, steps=steps)
         for format_ in ("fp32", "mixed"):
             reason = "the run that counts tensors was cut short"
             found: dict[str, Any] | None = None

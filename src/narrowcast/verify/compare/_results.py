@@ -37,6 +37,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
     policy = runs.settings.policy
     try:
         reference = runs.start(Purpose.REFERENCE, "mixed", Purpose.REFERENCE, at_step=at_step)
+        runs.ahead(Purpose.EXACT, "mixed", Purpose.EXACT, at_step=at_step)
         mixed = _run_mixed(runs, at_step)
     except ScriptError as error:
         reason = f"A run whose updates were held back failed: {in_short(error)}."

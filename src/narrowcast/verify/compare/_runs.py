@@ -46,6 +46,7 @@ _BLOCK_S = 0.1
 _BLOCKS = 30
 _FIRST_BLOCK = 5
 _MOST_MEMORY = 450  # thousandths
+LITTLE_MEMORY = 200
 # A run that makes no progress for so long may wait for what the other one holds, as a lock or a port.
 _PATIENCE_S = 10.0
 _PATIENCE = 10
@@ -137,6 +138,7 @@ class ScriptRuns:
         folders: of the runs that were made.
         expected: how many runs there will be; 0: unknown.
         ends: when the last one ends at the latest, by ``time.monotonic``, as far as is known.
+        beside: whether a run may go on beside another one, as ``ahead`` begins it.
     """
 
     settings: ScriptSettings
@@ -145,6 +147,8 @@ class ScriptRuns:
     folders: list[Path] = field(default_factory=list)
     expected: int = 0
     ends: float = 0.0
+    beside: bool = False
+    _ahead: dict[str, LiveRun] = field(default_factory=dict)
 
     def start(self, name: str, format_: str, purpose: Purpose, **more: Any) -> Path:
         """Make one run in a fresh process, wait for its end, restore the user's files, and return its folder.
@@ -155,9 +159,20 @@ class ScriptRuns:
             ScriptError: the script failed.
             FileError: a file of the user cannot be put back.
         """
-        with folder_of_one(self.progress), self.begin(name, format_, purpose, **more) as run:
+        begun = self._ahead.pop(name, None)
+        with folder_of_one(self.progress), begun or self.begin(name, format_, purpose, **more) as run:
             run.go()
         return run.checked()
+
+    def ahead(self, name: str, format_: str, purpose: Purpose, **more: Any) -> None:
+        """Begin a run that ``start`` will wait for, so that another one can be made meanwhile."""
+        if self.beside:
+            self._ahead[name] = self.begin(name, format_, purpose, **more)
+
+    def close(self) -> None:
+        """End what ``ahead`` began and ``start`` did not wait for."""
+        for run in self._ahead.values():
+            run.close()
 
     def begin(self, name: str, format_: str, purpose: Purpose, **more: Any) -> LiveRun:
         """Begin a run, as ``start`` makes it; its process waits nowhere until ``LiveRun.go`` says so."""
