@@ -179,7 +179,7 @@ def test_the_store_of_a_process_group(one_process):
     assert default_store().compare_set("narrowcast/test", "", "second") == b"first"
 
 
-EMULATED = "on this CPU is emulated: matmuls are 15 to hundreds of times slower: use"
+EMULATED = "on this CPU is emulated: matmuls are 5 to hundreds of times slower: use"
 SLOW_CONVOLUTIONS = "fp16 on this CPU runs on AVX512-FP16: convolutions are hundreds of times slower: use"
 NO_AMX = (
     "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls at about 0.6 of fp32's speed: use "

@@ -199,7 +199,7 @@ def known_to_be_slow(format_name: str, kind: str = "matmul") -> str | None:
     """
     has = _cpu_instructions(format_name)
     if kind == "matmul" and has is None:
-        return f"{format_name} on this CPU is emulated: matmuls are 15 to hundreds of times slower"
+        return f"{format_name} on this CPU is emulated: matmuls are 5 to hundreds of times slower"
     if kind == "matmul" and has == "AVX512-BF16" and "Intel" in processor_name():
         return "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls at about 0.6 of fp32's speed"
     if kind == "convolution" and has == "AVX512-FP16":
