@@ -193,9 +193,9 @@ def table_format(device_type: str) -> Choice:
 def known_to_be_slow(format_name: str, kind: str = "matmul") -> str | None:
     """Return what makes matmuls or convolutions of ``format_name`` slower than fp32's on this CPU, or None.
 
-    Measured: bf16 and fp16 matmuls at 0.06 of fp32's speed and less on AMD with AVX2 alone, bf16 at 0.6 on
-    Intel with AVX512-BF16 and no AMX (at 2 to 6 times on AMD with AVX512-BF16); fp16 convolutions with
-    AVX512-FP16 alone hundreds of times slower, although fp16 matmuls are as fast as fp32's there.
+    Measured: bf16 and fp16 matmuls at 0.06 of fp32's speed and less on AMD with AVX2 alone; bf16 at 0.19 on
+    Intel with AVX512 alone, at 0.6 with AVX512-BF16 and no AMX (at 2 to 6 times on AMD with AVX512-BF16).
+    fp16 convolutions with AVX512-FP16 alone are hundreds of times slower; its matmuls are as fast as fp32's.
     """
     has = _cpu_instructions(format_name)
     if kind == "matmul" and has is None:
