@@ -351,6 +351,21 @@ def test_autograd_grad_is_true_also_where_the_scale_overflows():
         assert_as_in_fp32(slopes, scale, 2.0**-7)
 
 
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**24])
+def test_autograd_grad_leaves_true_gradients_where_they_are_kept(scale):
+    """It adds to ``grad`` of a tensor inside the graph, also where it is run again as the scale overflows."""
+
+    def kept():
+        model, (x, y) = network(), data()
+        (hidden := model[:2](x)).retain_grad()
+        loss = F.mse_loss(model[2:](hidden), y) * 100
+        for _ in range(2):
+            torch.autograd.grad(loss, model[0].weight, retain_graph=True)
+        return [hidden.grad]
+
+    assert_as_in_fp32(kept, scale, 2.0**-7)
+
+
 def test_autograd_grad_inside_a_model_is_true():
     class Slopes(torch.nn.Linear):
         def forward(self, x):

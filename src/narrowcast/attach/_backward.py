@@ -117,9 +117,10 @@ class Backward:
         leaves, runs_python = self.leaves.reached_from(nodes, None if outermost else self._stands_in())
         number = self._scale.next_backward() if outermost else self._scale.backward
         self.leaves.backward_begins(leaves, number)
-        retained = self._retained_unscaled(inputs, factor) if outermost else nullcontext()
+        retained: AbstractContextManager[object] = nullcontext()
         unscaled: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
         if outermost:
+            retained = self._retained_unscaled(inputs, factor)
             looked_at = runs_python or _views or self._retained or inputs is not None
             # ``rest`` and ``options`` may make a graph of the gradients.
             late = not (looked_at or any(rest[1:]) or options.get("create_graph"))
@@ -196,10 +197,13 @@ class Backward:
             return self._torch_grad(*given, **options)
         factor = self._scale.value.scale
         seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
-        with self._numbered([root.grad_fn for root in roots], self._returning, factor):
+        numbered = self._numbered([root.grad_fn for root in roots], self._returning, factor)
+        with numbered, self._retained_unscaled(None, factor) as retained:
             scaled = self._torch_grad(roots, inputs, seeds, True, *rest, **options)
-        found = [gradient for gradient in scaled if gradient is not None]
-        if any(nonfinite_flags(found).read()):
+            overflowed = any(nonfinite_flags([g for g in scaled if g is not None]).read())
+            for tensor in retained if overflowed else ():
+                tensor.grad = None
+        if overflowed:
             return self._torch_grad(*given, **options)
         return tuple(None if g is None else true_gradient(g, factor) for g in scaled)
 
@@ -211,8 +215,8 @@ class Backward:
         original(tensor)
 
     @contextmanager
-    def _retained_unscaled(self, inputs: Any, factor: float) -> Iterator[None]:
-        """Unscale gradients of tensors with ``retain_grad``; what they held before is added afterwards."""
+    def _retained_unscaled(self, inputs: Any, factor: float) -> Iterator[list[torch.Tensor]]:
+        """Unscale gradients of the tensors that keep theirs; what these held before is added afterwards."""
         self._retained = [kept for kept in self._retained if kept() is not None]
         named = [t for t in _as_tuple(inputs) if isinstance(t, torch.Tensor)] if inputs is not None else []
         kept = {id(t): t for ref in self._retained if (t := ref()) is not None}
@@ -221,7 +225,7 @@ class Backward:
         for tensor, _ in earlier:
             tensor.grad = None
         try:
-            yield
+            yield list(kept.values())
         finally:
             for tensor, before in earlier:
                 scaled = _gradient_of(tensor)
