@@ -1,5 +1,6 @@
 """What rules leave in PyTorch's dispatcher: something while they are needed, and nothing afterwards."""
 
+import functools
 import gc
 import threading
 
@@ -177,3 +178,39 @@ def test_the_kernels_of_the_cuda_key_on_a_machine_without_cuda():
     gc.collect()
     # Not the whole table: while policies of other tests live, the kernels in front of torch.func stay.
     assert kernels("AutocastCUDA") == on_cuda
+
+
+@pytest.fixture
+def collected():
+    """Call a function at the next collection of garbage but ``left``, while ``gc`` collects all the time."""
+    left, calls, threshold = [0], [], gc.get_threshold()
+
+    def freed(phase, _):
+        left[0] -= phase == "start"
+        if left[0] < 0 and calls:
+            calls.pop()()
+
+    def at(number, call, work):
+        left[0] = number
+        calls.append(call)
+        gc.set_threshold(1)
+        work()
+        gc.set_threshold(*threshold)
+        for late in calls:
+            late()
+        calls.clear()
+
+    gc.callbacks.append(freed)
+    yield at
+    gc.set_threshold(*threshold)
+    gc.callbacks.remove(freed)
+
+
+def test_garbage_may_release_kernels_while_others_are_released(before, collected):
+    """Python collects it anywhere; the first 30 places are those where our tables change."""
+    for number in range(30):
+        for op in "erfinv", "digamma":
+            _kernels.acquire("cpu", (op,))
+        first, other = (functools.partial(_kernels.release, "cpu", (op,)) for op in ("erfinv", "digamma"))
+        collected(number, other, first)
+    assert changes_since(before) == {}

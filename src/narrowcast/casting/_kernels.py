@@ -118,6 +118,7 @@ class Overlay(Protocol):
 overlays: list[Overlay] = []
 _lock = threading.RLock()  # a policy may end by garbage collection while kernels are being added
 _libraries: dict[str, _AutocastKernels] = {}
+_changing: list[bool] = []  # one where a thread changes kernels: whether others are to be removed then
 _served: weakref.WeakSet[ResolvedPolicy] = weakref.WeakSet()
 
 
@@ -193,9 +194,9 @@ def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | No
 
 def acquire(device_type: str, ops: tuple[str, ...], *, of_rules: bool = True) -> None:
     """Give each of ``ops`` a kernel until ``release`` is called with the same arguments."""
-    with _lock, ExitStack() as undo:
+    with _change(), ExitStack() as undo:
         library = _libraries.setdefault(device_type, _AutocastKernels(device_type))
-        library.users.update(ops)  # first: a policy may end meanwhile, and must not take all with it
+        library.users.update(ops)
         ruled = set(library.of_rules)
         if of_rules:
             library.of_rules.update(ops)
@@ -219,20 +220,37 @@ def release(device_type: str, ops: tuple[str, ...], *, of_rules: bool = True) ->
     with _lock:
         library = _libraries[device_type]
         for users in (library.users, library.of_rules) if of_rules else (library.users,):
-            users.subtract(ops)
-            users += Counter()  # drops those that no policy needs
+            for op in ops:  # garbage may be collected here too, and release others
+                users[op] -= 1
+                if users[op] < 1:
+                    users.pop(op, None)
     once_none_is_open(_remove_unneeded)
+
+
+@contextmanager
+def _change() -> Iterator[None]:
+    """Hold the lock. What garbage collection releases in this thread meanwhile is removed afterwards."""
+    with _lock:
+        _changing.append(False)
+        try:
+            yield
+        finally:
+            if _changing.pop():
+                once_none_is_open(_remove_unneeded)
 
 
 def _remove_unneeded() -> None:
     with _lock:
+        if _changing:
+            _changing[0] = True
+            return
+    with _change():
         every = [(library, op) for library in _libraries.values() for op in library.installed]
         unneeded = [(library, op) for library, op in every if op not in library.users]
         if unneeded:
             with _overlays_removed():
                 for library, op in unneeded:
-                    if op in library.installed:  # else another policy has ended meanwhile
-                        library.drop(op)
+                    library.drop(op)
         _update_functorch()
 
 
