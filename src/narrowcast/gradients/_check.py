@@ -49,9 +49,11 @@ class Scaling:
     sharded: bool = False
 
     def inverse(self) -> torch.Tensor:
-        # The reciprocal in fp64, as in torch/amp/grad_scaler.py; MPS has no fp64.
-        factor = self.factor
-        return factor.reciprocal() if factor.device.type == "mps" else factor.double().reciprocal().float()
+        # The reciprocal in fp64, as in torch/amp/grad_scaler.py; MPS has no fp64. On a CPU Python has it sooner.
+        factor, kind = self.factor, self.factor.device.type
+        if kind == "cpu" and (scale := float(factor)):
+            return torch.full((), 1.0 / scale, dtype=torch.float32)
+        return factor.reciprocal() if kind == "mps" else factor.double().reciprocal().float()
 
 
 @dataclass(slots=True)

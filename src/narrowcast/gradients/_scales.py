@@ -66,8 +66,10 @@ class DeviceScale:
         return self.factor.to(device, non_blocking=True)
 
     def copied(self) -> float | torch.Tensor:
-        """Return the factor, or a copy of it on its device."""
-        return self.settings.scale if self.factor is None else self.factor.clone()
+        """Return the factor: a number if the host has it, else a copy on its device."""
+        if self.factor is None:
+            return self.settings.scale
+        return float(self.factor) if self.on_host else self.factor.clone()
 
     def times(self, outputs: Any) -> Any:
         """Multiply ``outputs`` by the factor, which the first tensor places on its device."""
