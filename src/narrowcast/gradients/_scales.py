@@ -67,9 +67,8 @@ class DeviceScale:
 
     def copied(self) -> float | torch.Tensor:
         """Return the factor: a number if the host has it, else a copy on its device."""
-        if self.factor is None:
-            return self.settings.scale
-        return float(self.factor) if self.on_host else self.factor.clone()
+        here = self.factor
+        return self.settings.scale if here is None else float(here) if self.on_host else here.clone()
 
     def times(self, outputs: Any) -> Any:
         """Multiply ``outputs`` by the factor, which the first tensor places on its device."""

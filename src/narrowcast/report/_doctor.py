@@ -118,9 +118,11 @@ def _speed(row: dict[str, Any], fp32: dict[str, Any] | None) -> str:
     if row["speed_against_fp32"] is not None:
         return f"{'~' if _spread(row) > NOISY else ''}{ratio(row['speed_against_fp32'])}"
     fp32_s, mine_s = (
-        (one or {}).get("time_s_median") or (one or {}).get("expected_time_s") for one in (fp32, row)
+        float((one or {}).get("time_s_median") or (one or {}).get("expected_time_s") or 0.0)
+        for one in (fp32, row)
     )
-    return f"({ratio(fp32_s / mine_s)})" if fp32_s and mine_s else ""
+    known = fp32 and fp32_s and mine_s and not fp32["out_of_time"]  # as on a busy machine, by a small call
+    return f"({ratio(fp32_s / mine_s)})" if known else ""
 
 
 def _spread(row: dict[str, Any]) -> float:
@@ -134,10 +136,10 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def _skipped(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return formats, places and the reason for which they were neither measured nor estimated."""
+    """Return formats, places and the reason for which they were not measured, nor estimated but for time."""
     of_format: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row["reason"] and row["expected_time_s"] is None:
+        if row["reason"] and (row["expected_time_s"] is None or row["out_of_time"]):
             place = f"{_KINDS.get(row['kind'], row['kind'])} {_shape(row)}"
             of_format.setdefault((row["format"], row["reason"]), []).append(place)
     formats: dict[tuple[str, str], list[str]] = {}
