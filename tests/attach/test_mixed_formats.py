@@ -4,6 +4,7 @@ import gc
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -314,12 +315,14 @@ def test_what_cannot_be_promoted_names_the_module_and_the_rule():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.parts = nn.ModuleList([Model(lambda x, y, w, v: y * float(y.detach().numpy().sum()))])
+            self.parts = nn.ModuleList(
+                [Model(lambda x, y, w, v: y * float(np.from_dlpack(y.detach()).sum()))]
+            )
 
         def forward(self, x):
             return self.parts[0](x)
 
-    with pytest.raises(TypeError, match="unsupported ScalarType BFloat16") as caught, Attachment("bf16"):
+    with pytest.raises(RuntimeError, match="Unsupported dtype in DLTensor") as caught, Attachment("bf16"):
         Outer()(torch.randn(ROWS, WIDTH))
     (note,) = caught.value.__notes__
     assert "module 'parts.0' of Outer, called in bf16" in note
@@ -327,6 +330,29 @@ def test_what_cannot_be_promoted_names_the_module_and_the_rule():
     assert policy.rules[0].module in note
     with Attachment(policy):
         Outer()(torch.randn(ROWS, WIDTH))
+
+
+def test_numpy_which_has_no_bf16_gets_fp32():
+    """As of a text classifier that returns its attention weights as an array."""
+    kept = []
+
+    def attend(x, y, w, v):
+        weights = y.softmax(-1).detach()
+        kept.append((weights, weights.numpy(), np.asarray(weights), torch.compile(read)(weights)))
+        return y
+
+    def read(weights):
+        return weights.numpy()
+
+    with Attachment("bf16"):
+        Model(attend)(torch.randn(ROWS, WIDTH))
+    ((weights, *arrays),) = kept
+    assert weights.dtype == torch.bfloat16
+    for array in arrays:
+        assert array.dtype == np.float32
+        assert (array == weights.float().numpy()).all()
+    with pytest.raises(TypeError, match="ScalarType BFloat16"):
+        weights.numpy()
 
 
 class _Product(torch.autograd.Function):

@@ -28,6 +28,7 @@ from narrowcast.casting import (
     cast_floating,
     modules_by_path,
     region_in,
+    traced_only_inline,
 )
 from narrowcast.errors import UnsupportedError, few
 from narrowcast.gradients import is_capturing
@@ -94,6 +95,7 @@ class Regions:
         patches.wrap(torch.autocast, "__enter__", self._autocast_enter)
         patches.wrap(autocast, "__enter__", self._autocast_enter)
         patches.wrap(torch.amp.GradScaler, "__init__", self._scaler_init)
+        patches.replace(torch.Tensor, "numpy", _numpy_of(torch.Tensor.numpy))
 
     def uninstall(self) -> None:
         missed = self._rules.remove()
@@ -385,6 +387,17 @@ def note_formats(error: Exception, model: nn.Module, dtype: torch.dtype) -> None
         f"narrowcast: raised in {where}, called in {format_name(dtype)}; in a policy, {keep} in fp32 "
         "(docs/policies.md)."
     )
+
+
+def _numpy_of(original: Call) -> Call:
+    """Return a ``Tensor.numpy`` that gives fp32 for bf16, which NumPy lacks."""
+
+    @traced_only_inline
+    @functools.wraps(original)
+    def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.float() if tensor.dtype == torch.bfloat16 else tensor, *args, **kwargs)
+
+    return numpy
 
 
 def _refuse_sharded(module: nn.Module) -> None:
