@@ -8,8 +8,11 @@ from narrowcast.verify.compare import _comparison
 from narrowcast.verify.compare._comparison import from_profiles, speedup_of
 
 
-def profile(products, shares, step_s=0.1, op_s=5e-4, ops=100):
+def profile(products, shares, step_s=0.1, op_s=5e-4, ops=100, attention=()):
     rows = [{"kind": "matmul", "shape": [m, m, m], "each_s": each, "count": n} for m, each, n in products]
+    rows += [
+        {"kind": "attention", "shape": [32, 4, 17, 16], "each_s": each, "count": 8} for each in attention
+    ]
     parts = dict.fromkeys(("products", "casts", "other_ops", "optimizer", "loading", "python"), 0.0) | shares
     calls = {"count": ops, "mean_s": op_s}
     return {"device": "cpu", "products": rows, "shares": parts, "step_s": step_s, "ops": calls}
@@ -22,7 +25,21 @@ PLANTED = {
         profile([(16, 3e-5, 500)], {"products": 0.1, "casts": 0.5}, 0.15),
         "a matmul takes 20 us",
     ),
-    "kernels": (BIG, profile([(1024, 0.016, 8)], {"casts": 0.1}, 0.17), "take 1.60 times as long"),
+    "kernels": (
+        BIG,
+        profile([(1024, 0.016, 8)], {"casts": 0.1}, 0.17),
+        "matmul in bf16 takes 1.60 times as long",
+    ),
+    "kernels, of attention alone": (  # a vision transformer of 64 channels
+        profile([(64, 4e-5, 48), (256, 1.3e-4, 24)], {"products": 0.39}, 0.0159, 1.1e-5, 1378, [2.4e-4]),
+        profile([(64, 6e-5, 48), (256, 1.1e-4, 24)], {"casts": 0.04}, 0.0341, 2.5e-5, 1458, [2.1e-3]),
+        "attention in bf16 takes 8.75 times as long here as in FP32. A rule that keeps it in fp32 would",
+    ),
+    "casts, of weights for one row": (
+        profile([(1024, 2.2e-4, 6)], {"products": 0.66}, 0.0020, 1.1e-4, 17),
+        profile([(1024, 1.4e-4, 6)], {"casts": 0.63}, 0.0054, 2.8e-4, 18),
+        "casts take 63% of a step in bf16. A larger batch",
+    ),
     "casts": (BIG, profile([(1024, 0.005, 8)], {"products": 0.3, "casts": 0.4}, 0.12), "take 40% of a step"),
     "other, beside small matmuls": (
         profile([(16, 2e-5, 5)], {"products": 0.02, "other_ops": 0.9}),

@@ -57,11 +57,13 @@ _FEWEST_STEPS = 10
 _LEAST_S = 25.0
 _LEAST_MIXED_S = 15.0
 _FAST_ENOUGH = 1.05  # a smaller speedup is explained unless another one was asked for
+_A_PART = 1 - 1 / _FAST_ENOUGH  # of a step, without which it would be so much faster
 _CERTAINLY = 1.1  # the answer is of paired blocks, whose median may be a little lower
 _ADVICE = {
     "small": "Larger batches or layers would gain",
     "kernels": "A GPU with tensor cores or a CPU with AMX would gain",
-    "casts": "A larger batch uses each cast of a weight more often",
+    "one kind": "A rule that keeps it in fp32 would take most of that away (docs/policies.md)",
+    "casts": "A larger batch uses each cast of a weight more often; nc.bake casts once, for inference",
     "other": "Larger layers, or less work beside them, would gain",
 }
 _SHORT_STEP_S = 0.003  # some hundred calls of operators, each of at least several microseconds
@@ -431,23 +433,30 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
     total_s = sum(p["each_s"] * p["count"] for p in products)
     # Weighted by time: a last layer of ten classes does not make a network small.
     typical_s = sum(p["each_s"] ** 2 * p["count"] for p in products) / total_s if total_s else 0.0
-    same = [(p, low[key]) for p in products if (key := same_size(p["kind"], p["shape"])) in low]
-    low_s = sum(other["each_s"] * p["count"] for p, other in same)
-    gain = sum(p["each_s"] * p["count"] for p, _ in same) / low_s if low_s else None
+    spent: dict[str, tuple[float, float]] = {}  # seconds by kind, in FP32 and in mixed precision
+    for p in products:
+        if other := low.get(same_size(p["kind"], p["shape"])):
+            high_s, low_s = spent.get(p["kind"], (0.0, 0.0))
+            spent[p["kind"]] = (high_s + p["each_s"] * p["count"], low_s + other["each_s"] * p["count"])
+    kind = max(spent, key=lambda kind: spent[kind][1] - spent[kind][0], default="")
+    high_s, low_s = spent.get(kind, (0.0, 0.0))
+    gain = sum(high for high, _ in spent.values()) / (sum(low for _, low in spent.values()) or math.inf)
     share, casts = fp32["shares"]["products"], mixed["shares"]["casts"]
+    lost_s, casts_s = mixed["step_s"] - fp32["step_s"], casts * mixed["step_s"]
     short_s, ops = _SHORT_CALL_S.get(fp32["device"], 0.0), fp32["ops"]
     calls_s = ops["count"] * short_s  # far less than a step: it waits, as for data, or computes in Python
     # Both: beside a few long operators of other kinds, calls of short matmuls are not what takes the time.
     if max(typical_s, ops["mean_s"] or 0.0) < short_s and calls_s > fp32["step_s"] / 2:
         reason = f"layers too small: a matmul takes {typical_s * 1e6:.0f} us, little more than its call"
         cause = "small"
-    elif gain is not None and gain < _FAST_ENOUGH and share > 1 - 1 / _FAST_ENOUGH:
-        reason = f"no fast kernels: matmuls in {format_} take {1 / gain:.2f} times as long here as in FP32"
-        cause = "kernels"
-    elif casts > 1 - 1 / _FAST_ENOUGH and mixed["step_s"] * (1 - casts) * _FAST_ENOUGH < fp32["step_s"]:
-        reason = f"casts take {casts:.0%} of a step, without which it would be faster"
-        cause = "casts"
+    elif high_s and share > _A_PART and (gain < _FAST_ENOUGH or low_s - high_s > max(casts_s, lost_s / 2)):
+        many = f"{low_s / high_s:.2f} times as long here as in FP32"
+        reason, cause = f"no fast kernels: {kind} in {format_} takes {many}", "kernels"
+        if len(spent) > 1 and low_s - high_s > lost_s / 2:
+            cause = "one kind"
+    elif casts > _A_PART and casts_s > lost_s / 2:
+        reason, cause = f"casts take {casts:.0%} of a step in {format_}", "casts"
     else:
         reason = f"matmuls take {share:.0%} of a step in FP32, and {format_} does not make the rest faster"
         cause = "other"
-    return {"cause": cause, "reason": f"{reason}. {_ADVICE[cause]}"}
+    return {"cause": "kernels" if cause == "one kind" else cause, "reason": f"{reason}. {_ADVICE[cause]}"}
