@@ -135,6 +135,7 @@ def test_each_kind_of_comparison_has_its_words(tmp_path, make, expected, absent)
 
 def test_why_it_is_not_worth_it_without_the_figures_again(tmp_path):
     runs = {f"{side}-0": made_captures.training(0, mixed=side == "fp32") for side in ("fp32", "mixed")}
+    runs["mixed-0"][-1]["peak_tensor_bytes"] = runs["fp32-0"][-1]["peak_tensor_bytes"] // 2
     why = {"event": "not_worth_it", "cause": "small", "reason": "layers too small. Larger ones would gain"}
     folder = made_captures.comparison(tmp_path, runs, why, repeats=1, finished=False)
     words = seen(folder).words
