@@ -16,6 +16,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import narrowcast as nc
 from narrowcast.errors import DeviceError, ScaleCollapseError, ScaleError
+from narrowcast.gradients._check import Scaling
 
 TORCH = torch.amp.GradScaler
 
@@ -187,3 +188,11 @@ def test_10_fully_sharded_parameters_stop_there_too():
     before = model.weight.full_tensor().clone()
     assert iterate(scaler, optimizer, lambda: model(torch.ones(1, 2)).sum() * math.inf).skipped
     assert torch.equal(model.weight.full_tensor(), before)
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 1e-39, 2.0**-126, 3.0, 65536.0])
+def test_the_inverse_of_a_scale_is_torchs_whatever_the_default_device(scale):
+    factor = torch.tensor(scale)
+    with torch.device("meta"):
+        inverse = Scaling(factor, below_one=scale < 1).inverse()
+    assert torch.equal(inverse, factor.double().reciprocal().float())

@@ -36,8 +36,7 @@ How fast each format is on this CPU
 
 - fp16 not measured in matmul with casts 64 x 64: torch cannot do it here: no
   kernel.
-- (): estimated from one call or a smaller size, where a call takes long or the
-  time was used up.
+- (): estimated from one call or a smaller size, where a call takes long.
 
 x: times the speed of exact fp32. Operands are in the format already; with
 casts they are in fp32 and cast at every call, as autocast does with what is
@@ -107,7 +106,7 @@ def test_what_a_busy_machine_left_out_is_one_line():
     whole = said({"rows": [*CPU_DEVICE["rows"][:3], *rows]})
     assert "512 x 512 - - - -" in whole
     assert "512 x 512: the time for this device, 15.0 s, was used up." in whole
-    assert "0.50x)" not in whole, "as far off as two estimates"
+    assert "(" not in whole.partition("512 x 512 - - - -")[2].partition("x: times")[0], "no estimate"
     noisy = [
         row("matmul_with_casts", size, (n, n), "bf16", 0.1, speed, steady=False)
         for size, n, speed in (("small", 64, 0.5), ("medium", 512, 4.0))

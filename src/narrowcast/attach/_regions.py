@@ -390,12 +390,19 @@ def note_formats(error: Exception, model: nn.Module, dtype: torch.dtype) -> None
 
 
 def _numpy_of(original: Call) -> Call:
-    """Return a ``Tensor.numpy`` that gives fp32 for bf16, which NumPy lacks."""
+    """Return a ``Tensor.numpy`` that gives fp32 for bf16, which NumPy lacks.
+
+    The copy is read-only: what is written to it would not reach the tensor.
+    """
 
     @traced_only_inline
     @functools.wraps(original)
     def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor.float() if tensor.dtype == torch.bfloat16 else tensor, *args, **kwargs)
+        if tensor.dtype != torch.bfloat16:
+            return original(tensor, *args, **kwargs)
+        array = original(tensor.float(), *args, **kwargs)
+        array.flags.writeable = False
+        return array
 
     return numpy
 

@@ -49,10 +49,10 @@ class Scaling:
     sharded: bool = False
 
     def inverse(self) -> torch.Tensor:
-        # The reciprocal in fp64, as in torch/amp/grad_scaler.py; MPS has no fp64. A CPU's is soon known.
+        # The reciprocal in fp64, as in torch/amp/grad_scaler.py; MPS has no fp64. A CPU's costs no kernels.
         factor, kind = self.factor, self.factor.device.type
-        if kind == "cpu" and (scale := float(factor)):
-            return torch.full((), 1.0 / scale, dtype=torch.float32)
+        if kind == "cpu" and (scale := float(factor)) >= 2.0**-126:  # of less, torch.full would raise
+            return torch.full((), 1.0 / scale, dtype=torch.float32, device=factor.device)
         return factor.reciprocal() if kind == "mps" else factor.double().reciprocal().float()
 
 

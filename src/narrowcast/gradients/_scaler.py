@@ -385,7 +385,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         return self._loss_scale.factor_on(device)
 
     def factor(self) -> float | torch.Tensor:
-        """Return the loss scale: a number, or where only a device has it a copy there, 0-dim fp32."""
+        """Return the loss scale: a number; if only a device holds it, a copy there, 0-dim fp32."""
         return self._loss_scale.copied()
 
     def name_parameters(self, names: Mapping[int, str]) -> None:

@@ -60,7 +60,7 @@ def _values(examination: dict[str, Any]) -> dict[str, Any]:
 
 def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
     """Add to a device of the rates what the template shows of it."""
-    rows, choice = device["rows"], device["choice"]
+    rows, choice, table = device["rows"], device["choice"], _table(device["rows"])
     is_cpu = device["device_type"] == "cpu"
     of_format: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
@@ -68,9 +68,9 @@ def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
             of_format.setdefault(row["format"], {}).setdefault(row["kind"], []).append(row)
     return device | {
         "where": "this CPU" if is_cpu else f"{device['name']} ({device['device']})",
-        "table": _table(rows),
+        "table": table,
         "skipped": _skipped(rows),
-        "has_estimates": any(row["expected_time_s"] is not None for row in rows),
+        "has_estimates": any(cell.startswith("(") for line in table[1] for cell in line),
         "repays": _repays(of_format.get(choice["format"], {}).get("matmul_with_casts", [])),
         "tf32_is_off": "tf32" in of_format and fp32_is_exact,
     }
@@ -121,8 +121,8 @@ def _speed(row: dict[str, Any], fp32: dict[str, Any] | None) -> str:
         float((one or {}).get("time_s_median") or (one or {}).get("expected_time_s") or 0.0)
         for one in (fp32, row)
     )
-    known = fp32 and fp32_s and mine_s and not fp32["out_of_time"]  # as on a busy machine, by a small call
-    return f"({ratio(fp32_s / mine_s)})" if known else ""
+    late = row["out_of_time"] or (fp32 or row)["out_of_time"]  # a guess from a small call of a busy machine
+    return f"({ratio(fp32_s / mine_s)})" if fp32_s and mine_s and not late else ""
 
 
 def _spread(row: dict[str, Any]) -> float:
@@ -136,7 +136,7 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def _skipped(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return formats, places and the reason for which they were not measured, nor estimated but for time."""
+    """Return formats, places and the reason why they have no figure."""
     of_format: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["reason"] and (row["expected_time_s"] is None or row["out_of_time"]):

@@ -62,7 +62,6 @@ _CERTAINLY = 1.1  # the answer is of paired blocks, whose median may be a little
 _ADVICE = {
     "small": "Larger batches or layers would gain",
     "kernels": "A GPU with tensor cores or a CPU with AMX would gain",
-    "one kind": "A rule that keeps it in fp32 would take most of that away (docs/policies.md)",
     "casts": "A larger batch uses each cast of a weight more often; nc.bake casts once, for inference",
     "other": "Larger layers, or less work beside them, would gain",
 }
@@ -438,9 +437,10 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
         if other := low.get(same_size(p["kind"], p["shape"])):
             high_s, low_s = spent.get(p["kind"], (0.0, 0.0))
             spent[p["kind"]] = (high_s + p["each_s"] * p["count"], low_s + other["each_s"] * p["count"])
+    high_s, low_s = (sum(times[side] for times in spent.values()) for side in (0, 1))
     kind = max(spent, key=lambda kind: spent[kind][1] - spent[kind][0], default="")
-    high_s, low_s = spent.get(kind, (0.0, 0.0))
-    gain = sum(high for high, _ in spent.values()) / (sum(low for _, low in spent.values()) or math.inf)
+    kind_high_s, kind_low_s = spent.get(kind, (0.0, 0.0))
+    slower_s = max(kind_low_s - kind_high_s, 0.0)
     share, casts = fp32["shares"]["products"], mixed["shares"]["casts"]
     lost_s, casts_s = mixed["step_s"] - fp32["step_s"], casts * mixed["step_s"]
     short_s, ops = _SHORT_CALL_S.get(fp32["device"], 0.0), fp32["ops"]
@@ -449,14 +449,17 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
     if max(typical_s, ops["mean_s"] or 0.0) < short_s and calls_s > fp32["step_s"] / 2:
         reason = f"layers too small: a matmul takes {typical_s * 1e6:.0f} us, little more than its call"
         cause = "small"
-    elif high_s and share > _A_PART and (gain < _FAST_ENOUGH or low_s - high_s > max(casts_s, lost_s / 2)):
-        many = f"{low_s / high_s:.2f} times as long here as in FP32"
-        reason, cause = f"no fast kernels: {kind} in {format_} takes {many}", "kernels"
-        if len(spent) > 1 and low_s - high_s > lost_s / 2:
-            cause = "one kind"
-    elif casts > _A_PART and casts_s > lost_s / 2:
+    elif casts > _A_PART and casts_s > max(lost_s / 2, slower_s):
         reason, cause = f"casts take {casts:.0%} of a step in {format_}", "casts"
+    elif share > _A_PART and slower_s > max(lost_s / 2, 0.0) and kind_high_s < high_s / 2:
+        many = f"{kind_low_s / kind_high_s:.2f} times as long here as in FP32"
+        advice = f"A rule that keeps {kind} in fp32 would be faster (docs/policies.md)"
+        reason = f"no fast kernels: {kind} in {format_} takes {many}. {advice}"
+        return {"cause": "kernels", "reason": reason}
+    elif share > _A_PART and low_s and high_s < low_s * _FAST_ENOUGH:
+        many = f"{low_s / high_s:.2f} times as long here as in FP32"
+        reason, cause = f"no fast kernels: matmuls in {format_} take {many}", "kernels"
     else:
         reason = f"matmuls take {share:.0%} of a step in FP32, and {format_} does not make the rest faster"
         cause = "other"
-    return {"cause": "kernels" if cause == "one kind" else cause, "reason": f"{reason}. {_ADVICE[cause]}"}
+    return {"cause": cause, "reason": f"{reason}. {_ADVICE[cause]}"}
