@@ -444,6 +444,7 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
     share, casts = fp32["shares"]["products"], mixed["shares"]["casts"]
     lost_s, casts_s = mixed["step_s"] - fp32["step_s"], casts * mixed["step_s"]
     short_s, ops = _SHORT_CALL_S.get(fp32["device"], 0.0), fp32["ops"]
+    advice = ""
     calls_s = ops["count"] * short_s  # far less than a step: it waits, as for data, or computes in Python
     # Both: beside a few long operators of other kinds, calls of short matmuls are not what takes the time.
     if max(typical_s, ops["mean_s"] or 0.0) < short_s and calls_s > fp32["step_s"] / 2:
@@ -453,13 +454,12 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
         reason, cause = f"casts take {casts:.0%} of a step in {format_}", "casts"
     elif share > _A_PART and slower_s > max(lost_s / 2, 0.0) and kind_high_s < high_s / 2:
         many = f"{kind_low_s / kind_high_s:.2f} times as long here as in FP32"
+        reason, cause = f"no fast kernels: {kind} in {format_} takes {many}", "kernels"
         advice = f"A rule that keeps {kind} in fp32 would be faster (docs/policies.md)"
-        reason = f"no fast kernels: {kind} in {format_} takes {many}. {advice}"
-        return {"cause": "kernels", "reason": reason}
     elif share > _A_PART and low_s and high_s < low_s * _FAST_ENOUGH:
         many = f"{low_s / high_s:.2f} times as long here as in FP32"
         reason, cause = f"no fast kernels: matmuls in {format_} take {many}", "kernels"
     else:
         reason = f"matmuls take {share:.0%} of a step in FP32, and {format_} does not make the rest faster"
         cause = "other"
-    return {"cause": cause, "reason": f"{reason}. {_ADVICE[cause]}"}
+    return {"cause": cause, "reason": f"{reason}. {advice or _ADVICE[cause]}"}
