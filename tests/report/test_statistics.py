@@ -13,15 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from narrowcast.observe.capture import Capture
-from narrowcast.report._statistics import (
-    Spread,
-    blocks_of,
-    judge_losses,
-    mean,
-    median_of_runs,
-    speedup_of_pairs,
-)
+from narrowcast.observe.capture import Capture, Spread, median_of_runs
+from narrowcast.observe.capture._speed import blocks_of, speedup_of_pairs
+from narrowcast.report._statistics import judge_losses, mean
 
 FEWEST = 6  # times for which the range covers the median with 95 %: 1 - 2 / 2**6 = 0.969, and 0.938 for five
 
@@ -167,9 +161,10 @@ def pair_of_runs(random, first, ratio, *, steps, busy, slows):
 def test_intervals_of_speedups_hold_the_true_one(ratio, busy, widest):
     """In 36 of 40 comparisons, as an interval of 95 % does with near certainty, and none is too wide."""
     random = Random(f"{ratio} {busy}")
-    setup, found = {"steps": 200, "busy": busy, "slows": 0.05}, []
-    for _ in range(40):
-        pairs = [pair_of_runs(random, first, ratio, **setup) for first in ("fp32", "mixed")]
+    setup, found = {"busy": busy, "slows": 0.05}, []
+    for _ in range(40):  # the second pair is short
+        sides = ("fp32", 200), ("mixed", 50)
+        pairs = [pair_of_runs(random, first, ratio, steps=steps, **setup) for first, steps in sides]
         found.append(speedup_of_pairs(pairs))
     assert sum(low <= ratio <= high for _, low, high in found) >= 36
     assert statistics.median((high / low - 1) / 2 for _, low, high in found) <= widest
@@ -181,6 +176,13 @@ def test_a_few_blocks_give_no_speedup():
     assert middle == pytest.approx(2.0)
     # Nothing is known but the spread of processes: Student's t, 97.5 %, for 3 degrees of freedom.
     assert math.log(high / low) == pytest.approx(2 * stats.t.ppf(0.975, 3) * 0.015, rel=1e-3)
+
+
+def test_a_pair_that_is_not_well_known_counts_for_little():
+    quiet, busy = ([[0.1]] * 8, [[0.1]] * 8), ([[0.1], [0.2]] * 4, [[0.1]] * 8)
+    assert speedup_of_pairs([quiet, quiet])[0] == pytest.approx(1.0)
+    assert 1 < speedup_of_pairs([quiet, busy])[0] < 1.01
+    assert speedup_of_pairs([quiet, ([[0.2]] * 8, [[0.1]] * 8)])[0] == pytest.approx(math.sqrt(2))
 
 
 @pytest.mark.parametrize(("waited_s", "kept"), [(0.0, [1.0, 1.0, 1.0]), (2.0, [5.0, 1.0, 1.0, 3.0])])

@@ -6,9 +6,8 @@ import statistics
 import made_captures
 import pytest
 
-from narrowcast.observe.capture import read_comparison
+from narrowcast.observe.capture import median_of_runs, read_comparison
 from narrowcast.report import empty_summary, run_summary, summary
-from narrowcast.report._statistics import median_of_runs
 from narrowcast.report._table import checks
 
 SITE = "train.py:41"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 from training_scripts import X, trains
@@ -22,22 +23,24 @@ def test_pairs_of_runs_begin_with_each_format_in_turn():
 
 
 @pytest.mark.parametrize(
-    ("walls_s", "each_s", "asked", "expected"),
+    ("start_s", "each_s", "asked", "expected"),
     [
-        ((5, 5), 0.1, {}, 24),  # 25 s, less 10, nine starts of 1 s, and six steps of both for other runs
-        ((41, 41), 1, {}, 10),  # half of the pair, less 9 and 12 s, in steps that take 2 s together
-        ((5, 5), 0.1, {"time_limit_s": 60.0}, 0),  # the script ends before
-        ((41, 41), 1, {"time_limit_s": 0, "steps": 40}, 40),
-        ((10, 10), 0.1, {}, None),  # starts of 6 s leave no time
+        (0.5, 0.03, {"steps": 0}, 83),  # 25 s, less 13, 10 starts of 0.575 s, 10 + 11 steps of 0.06 s
+        (1.0, 0.2, {}, 34),  # 0.4 times 82 s, less 11.5, 4 s for 10 steps, 3.4 s for profiles
+        (2.0, 0.2, {}, None),
+        (0.5, 0.03, {"time_limit_s": 60.0}, 200),  # the script ends before
+        (2.0, 0.2, {"time_limit_s": 0}, 200),
     ],
 )
-def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, walls_s, each_s, asked, expected):
-    """Runs of 40 timed steps, equally long in both formats, so that two profiles follow."""
-    settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **({"steps": 0} | asked))
-    comparison = _comparison._Comparison(settings, ScriptRuns(settings), None, walls_s=list(walls_s))
+def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, start_s, each_s, asked, expected):
+    """Runs of 200 steps, equally long in both formats, so that two profiles follow."""
+    settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **asked)
+    spent = [(start_s, 200 * each_s)] * 2
+    began = time.monotonic() - sum(map(sum, spent))
+    comparison = _comparison._Comparison(settings, ScriptRuns(settings), None, spent_s=spent, began=began)
     step = {"event": "step", "optimizer": 0, "interval_s": each_s}
     for name in "fp32", "mixed":
-        comparison.captures[name].append(Capture(events=(step,) * 40))
+        comparison.captures[name].append(Capture(events=(step,) * 222))
     assert comparison._steps_that_fit() == expected
 
 

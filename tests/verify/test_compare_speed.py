@@ -3,9 +3,10 @@
 import pytest
 from training_scripts import trains
 
+from narrowcast.observe.capture import speedup_of
 from narrowcast.report import summary
 from narrowcast.verify.compare import _comparison
-from narrowcast.verify.compare._comparison import from_profiles, speedup_of
+from narrowcast.verify.compare._comparison import from_profiles
 
 
 def profile(products, shares, step_s=0.1, op_s=5e-4, ops=100, attention=()):
@@ -83,7 +84,7 @@ def test_profiles_name_the_planted_cause(cause):
 def test_a_script_of_small_layers_is_not_worth_it(compared, monkeypatch, slow, speedup, cause_named):
     """The layers are small on any machine; a format that is slow by its rates comes first."""
     monkeypatch.setattr(_comparison, "slow_here", lambda policy: [slow])
-    monkeypatch.setattr(_comparison, "speedup_of", lambda *_: (speedup, 1e-4))
+    monkeypatch.setattr(_comparison, "speedup_of", lambda *_: (speedup, speedup, speedup))
     text = trains("nn.Linear(8, 1)", "x = torch.randn(4, 8)", "loss = net(x).square().mean()", steps=12)
     found = compared(text, min_speedup=1e6)
     cause = found.own.last("not_worth_it")
@@ -100,10 +101,10 @@ def test_a_reason_that_was_not_found_is_said(compared, monkeypatch):
     monkeypatch.setattr(_comparison, "slow_here", lambda policy: [])
     slow_data = "x = (__import__('time').sleep(0.01), torch.randn(4, 8))[1]"
     found = compared(
-        trains("nn.Linear(8, 1)", slow_data, "loss = net(x).square().mean()", steps=6), min_speedup=1e6
+        trains("nn.Linear(8, 1)", slow_data, "loss = net(x).square().mean()", steps=4), min_speedup=1e6
     )
     assert found.own.last("not_worth_it")["reason"] == "the script ended before enough steps were profiled"
 
 
 def test_without_times_there_is_no_speedup():
-    assert speedup_of([], []) is None
+    assert speedup_of([], [], "training") is None

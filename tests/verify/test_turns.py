@@ -8,8 +8,8 @@ import pytest
 from training_scripts import trains
 
 from narrowcast.observe.capture import read_capture
+from narrowcast.observe.capture._speed import blocks_of
 from narrowcast.report import summary
-from narrowcast.report._statistics import blocks_of
 from narrowcast.verify.compare import _comparison, _runs
 from narrowcast.verify.compare._runs import take_turns
 

@@ -23,6 +23,7 @@ from narrowcast.observe.capture import (
     Capture,
     ComparisonCapture,
     TimedRun,
+    times_s,
 )
 from narrowcast.report._explain import explain_panel
 from narrowcast.report._figures import (
@@ -38,7 +39,6 @@ from narrowcast.report._figures import (
 )
 from narrowcast.report._files import Found, Pictures, pictures
 from narrowcast.report._render import html_page
-from narrowcast.report._statistics import times_s
 from narrowcast.report._summary import final_losses, summary
 from narrowcast.report._table import NAMES, checks, rows
 from narrowcast.report._text import number, shortened, signed, site_name

@@ -9,9 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from narrowcast.observe.capture import Capture, ComparisonCapture, TimedRun, json_ready
+from narrowcast.observe.capture import (
+    LEAST_GAIN,
+    Capture,
+    ComparisonCapture,
+    TimedRun,
+    json_ready,
+    kind_of,
+    median_of_runs,
+    speedup_of,
+    times_s,
+)
 from narrowcast.report._statistics import (
-    blocks_of,
     calls_per_step,
     doubts,
     far_apart,
@@ -19,9 +28,6 @@ from narrowcast.report._statistics import (
     judge_losses,
     many_skipped,
     mean,
-    median_of_runs,
-    speedup_of_pairs,
-    times_s,
 )
 from narrowcast.report._text import percent_change, speed_interval, speed_text
 
@@ -29,7 +35,6 @@ NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _WORST_FIRST = ("fail", "cannot tell", "pass")
 _JUDGED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 _RATIOS = ("speedup", "speedup_interval", "memory_ratio", "process_memory_ratio")
-_LEAST_GAIN = 1.05
 _LESS_MEMORY = 0.95
 
 
@@ -56,7 +61,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         comparison: what ``read_comparison`` returned; one that was killed gives what it has.
         report: path of its page, where there is one.
     """
-    kind = _kind(comparison.runs)
+    kind = kind_of([run.capture for run in comparison.runs])
     fp32, mixed = (_Side(comparison, name, kind) for name in ("fp32", "mixed"))
     ratio, ratio_reasons = _ratio(fp32, mixed, kind)
     certificate = _certificate(comparison, kind)
@@ -180,14 +185,9 @@ class _Side:
 def _ratio(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return mixed precision against FP32, and the reason for each missing number."""
     numbers: dict[str, Any] = dict.fromkeys(_RATIOS)
-    sides = [[blocks_of(run.capture, kind) for run in side.runs] for side in (fp32, mixed)]
-    paired = speedup_of_pairs(list(zip(*sides, strict=False)))
-    if paired:
-        numbers["speedup"], *numbers["speedup_interval"] = paired
-    elif fp32.time and mixed.time and min(fp32.time.interval_s[0], mixed.time.interval_s[0]) > 0:
-        (low, high), (mixed_low, mixed_high) = fp32.time.interval_s, mixed.time.interval_s
-        numbers["speedup"] = fp32.time.median_s / mixed.time.median_s
-        numbers["speedup_interval"] = [low / mixed_high, high / mixed_low]
+    high, low = ([run.capture for run in side.runs] for side in (fp32, mixed))
+    if found := speedup_of(high, low, kind):
+        numbers["speedup"], *numbers["speedup_interval"] = found
     for name, key in (("memory_ratio", "peak_tensor_bytes"), ("process_memory_ratio", "peak_resident_bytes")):
         over, under = mixed.numbers[key], fp32.numbers[key]
         numbers[name] = over / under if over is not None and under else None
@@ -227,20 +227,12 @@ def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: 
     measured = f"{speed_text(ratio['speedup'])} (95 % interval{within} {speed_interval(ratio)})"
     if low > 1 if asked is None else low >= asked:
         return f"yes: {measured}"
-    if high >= (_LEAST_GAIN if asked is None else asked):
+    if high >= (LEAST_GAIN if asked is None else asked):
         return f"cannot tell: {measured}" + ("" if asked is None else f"; {asked:g}x was asked for")
     why = comparison.own.last("not_worth_it") or {"reason": None}
     less = ratio["memory_ratio"]
     memory = f", with {percent_change(less)} tensor memory" if less and less < _LESS_MEMORY else ""
     return f"no: {measured}{memory}" + (f": {why['reason']}" if why["reason"] else "")
-
-
-def _kind(runs: Sequence[TimedRun]) -> str | None:
-    """``"training"`` where a run went backward, ``"inference"`` where modules were only called."""
-    captures = [run.capture for run in runs]
-    if any(one.of("loss") or one.of("step") or one.totals()["backwards"] for one in captures):
-        return "training"
-    return "inference" if any(run.capture.of("forward") for run in runs) else None
 
 
 def _losses(capture: Capture) -> dict[str, list[float]]:

@@ -191,13 +191,21 @@ PHASES = (
     Phase(name=PROFILED, steps=8, fewest=1, seconds=20.0),
     Phase(name=READS, steps=10, fewest=1, seconds=10.0),
 )
+SHORT_PHASES = (
+    Phase(name=WARM_UP, steps=3, fewest=1, seconds=0.5),
+    Phase(name=PROFILED, steps=8, fewest=1, seconds=1.0),
+)
 
 
 class ProfileProbe(StepProbe):
-    """Time a few steps as they are, profile the next ones, and count reads of tensors in the last ones."""
+    """Time a few steps as they are, profile the next ones, and count reads of tensors in the last ones.
+
+    Where the steps are timed elsewhere, as for ``Purpose.SHARES``, it only profiles a few.
+    """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
+        self._phases = SHORT_PHASES if settings.purpose == Purpose.SHARES else PHASES
         self._problem: str | None = None
         self._device = "cpu"
         self._weights: set[int] = set()
@@ -234,13 +242,13 @@ class ProfileProbe(StepProbe):
         self._stamps.append(stamp(self._device))
         if self._reads is not None:
             self._facts["reads"] = {"steps": self._steps, "sites": self._reads.rows()}
-        phase = PHASES[self._at]
+        phase = self._phases[self._at]
         slow = time.perf_counter() - self._begun > phase.seconds
         if self._steps < (phase.fewest if slow else phase.steps):
             return
         self._leave()
         self._at += 1
-        if self._at == len(PHASES) or self._problem is not None:
+        if self._at == len(self._phases) or self._problem is not None:
             self.done = True
             self.attachment.stop()
         self._enter()
@@ -251,7 +259,7 @@ class ProfileProbe(StepProbe):
         return len(self._stamps) - 1
 
     def _enter(self) -> None:
-        name = PHASES[self._at].name
+        name = self._phases[self._at].name
         if name == PROFILED and self._device not in ("cpu", "cuda"):
             self._problem = f"profiles are read on CPUs and CUDA, and the model is on {self._device!r}"
         elif name == PROFILED:
@@ -268,7 +276,7 @@ class ProfileProbe(StepProbe):
 
     def _leave(self) -> None:
         """End the current phase and keep its result; it may have seen no step."""
-        name = PHASES[self._at].name
+        name = self._phases[self._at].name
         if name == PLAIN and self._steps:
             times = [seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]
             low, middle, high = statistics.quantiles([*times, *times], n=4, method="inclusive")
@@ -294,7 +302,7 @@ class ProfileProbe(StepProbe):
             self._leave()
         self.done = True
         by_calls = self.unit == "call"
-        needed = 2 + sum(phase.steps for phase in PHASES if phase.name in (WARM_UP, PLAIN))
+        needed = 2 + sum(phase.steps for phase in self._phases if phase.name in (WARM_UP, PLAIN))
         groups = self.pace.param_groups if self.pace is not None and "fused" in self.pace.defaults else []
         facts = {
             "unit": self.unit,

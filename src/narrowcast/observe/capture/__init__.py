@@ -25,11 +25,21 @@ from narrowcast.observe.capture._files import (
     read_comparison,
     start_event,
 )
+from narrowcast.observe.capture._speed import (
+    LEAST_GAIN,
+    Spread,
+    kind_of,
+    median_of_runs,
+    speedup_of,
+    student_975,
+    times_s,
+)
 
 __all__ = [
     "COMPARISON",
     "ENOUGH_ELEMENTS",
     "EXPLANATION",
+    "LEAST_GAIN",
     "OUTPUT_LIMIT",
     "PAGE",
     "PARAMETER_LIMIT",
@@ -39,13 +49,19 @@ __all__ = [
     "Capture",
     "CaptureWriter",
     "ComparisonCapture",
+    "Spread",
     "TimedRun",
     "discard_captures",
     "json_ready",
+    "kind_of",
     "make_run_folder",
+    "median_of_runs",
     "parameter_error",
     "parameter_limit",
     "read_capture",
     "read_comparison",
+    "speedup_of",
     "start_event",
+    "student_975",
+    "times_s",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -25,6 +27,7 @@ _PROBES: dict[str, type[Probe]] = {
     Purpose.MEMORY: MemoryProbe,
     Purpose.OUTPUTS: OutputProbe,
     Purpose.PROFILE: ProfileProbe,
+    Purpose.SHARES: ProfileProbe,
     Purpose.EXPLAIN: ExplainProbe,
     **dict.fromkeys((Purpose.REFERENCE, Purpose.EXACT, Purpose.MIXED), GradientProbe),
 }
@@ -33,6 +36,7 @@ _PROBES: dict[str, type[Probe]] = {
 def main(words: Sequence[str]) -> int:
     """Run a script by the settings in the file ``words[0]``; its errors propagate."""
     _end_with_parent()
+    atexit.register(gc.freeze)  # the interpreter's last collection takes half a second, of objects that stay
     settings = RunSettings.read(Path(words[0]))
     script, *arguments = settings.target
     found = (Script.from_module if settings.is_module else Script.from_path)(script, arguments)

@@ -19,15 +19,19 @@ from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, Unsupp
 from narrowcast.machine import best_format, slow_formats
 from narrowcast.observe.capture import (
     COMPARISON,
+    LEAST_GAIN,
     RUN,
     Capture,
     CaptureWriter,
     ComparisonCapture,
     discard_captures,
+    kind_of,
     make_run_folder,
     read_capture,
     read_comparison,
+    speedup_of,
     start_event,
+    times_s,
 )
 from narrowcast.observe.profiling import same_size
 from narrowcast.policy import as_policy
@@ -51,14 +55,15 @@ from narrowcast.verify.compare._runs import (
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
 _SLOW_STEP_S = 2.0
-# Runs that are not timed, of memory and gradients, and their steps together.
-_ASIDE, _ASIDE_STEPS = 5, 6
+# Runs that are not timed, of memory and gradients; their steps, in pairs.
+_ASIDE, _ASIDE_STEPS = 5, 10
+_PROFILE_STEPS, _PROFILE_S = 11, 1.5  # of each format, at most
+_WITH_ENDS = 1.15  # times until a first step, with the end of the process
 _FEWEST_STEPS = 10
 _LEAST_S = 25.0
+_TIMES_THE_PAIR = 1.42  # 1.5 times what its runs take alone: turns, and the first steps, cost a few percent
 _LEAST_MIXED_S = 15.0
-_FAST_ENOUGH = 1.05  # a smaller speedup is explained unless another one was asked for
-_A_PART = 1 - 1 / _FAST_ENOUGH  # of a step, without which it would be so much faster
-_CERTAINLY = 1.1  # the answer is of paired blocks, whose median may be a little lower
+_A_PART = 1 - 1 / LEAST_GAIN  # of a step, without which it would be so much faster
 _ADVICE = {
     "small": "Larger batches or layers would gain",
     "kernels": "A GPU with tensor cores or a CPU with AMX would gain",
@@ -78,8 +83,8 @@ class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: number of seeds, each run in both formats.
         at_step: optimizer steps in mixed precision before gradients are compared.
-        time_limit_s: into which the second pair of timed runs has to fit; 0: no limit; None: 25 s, or one
-            and a half times the first pair if that is longer.
+        time_limit_s: into which the second pair of timed runs has to fit; 0: no limit; None: 25 s, or 1.42
+            times the first pair if that is longer.
         min_speedup: below which mixed precision is not worth it; None: any speedup is.
         options: the command-line options, shown on the page.
     """
@@ -146,7 +151,7 @@ class _Comparison:
 
     Attributes:
         spawns: whether the script trains in processes that it starts itself.
-        walls_s: of the timed runs, from the start of the process to its end, without pauses.
+        spent_s: of the timed runs, until the first step and from there on, without pauses.
         began: when, by ``time.monotonic``.
         memory: the most that a timed run claimed, in thousandths of what there is.
     """
@@ -156,7 +161,7 @@ class _Comparison:
     writer: CaptureWriter
     captures: dict[str, list[Capture]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
     spawns: bool = False
-    walls_s: list[float] = field(default_factory=list)
+    spent_s: list[tuple[float, float]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     memory: int = 0
 
@@ -211,7 +216,7 @@ class _Comparison:
         self.runs.expected = 2 * max(self.settings.repeats, 2) + _ASIDE
         for formats, repeat in by_turns(self.settings.repeats):
             steps = self.settings.steps
-            if self.walls_s and self.settings.repeats == 1:
+            if self.spent_s and self.settings.repeats == 1:
                 fit = self._steps_that_fit()
                 if fit is None:
                     self.runs.expected -= 2
@@ -222,27 +227,34 @@ class _Comparison:
             alone.append(self._time_pair(formats, repeat, steps))
             # One with exact sums takes twice its memory.
             self.runs.beside = not any(alone) and self.memory < LITTLE_MEMORY
-            self.runs.ends = self.began + max(self._limit_s(sum(self.walls_s[:2])), 3 * self.walls_s[0])
+            self.runs.ends = self.began + max(self._limit_s(self._pair_s()), 3 * sum(self.spent_s[0]))
         return next(filter(None, alone), None)
 
     def _limit_s(self, pair_s: float) -> float:
-        return self.settings.time_limit_s or max(_LEAST_S, 1.5 * pair_s)
+        return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * pair_s)
+
+    def _pair_s(self) -> float:
+        return sum(map(sum, self.spent_s[:2]))
 
     def _steps_that_fit(self) -> int | None:
         """Return after how many steps to end a run of the second pair; 0: never; None: not even a few fit."""
         asked = self.settings.steps
         if self.settings.time_limit_s == 0:
             return asked
-        spans = [step_times_s(self.captures[name][0]) for name in ("fp32", "mixed")]
-        startup_s = max(0.0, sum(self.walls_s[:2]) - sum(map(sum, spans))) / 2
-        pair_s = sum(sum(times) / max(len(times), 1) for times in spans)
-        found = speedup_of(self.captures["fp32"], self.captures["mixed"])
-        aside = (
-            _ASIDE - 2 * self.runs.beside + (2 if found and found[0] < _FAST_ENOUGH else 0)
-        )  # which is explained by two profiles
-        used_s = sum(self.walls_s[:2])
-        left_s = self._limit_s(used_s) - used_s - (2 + aside) * startup_s - _ASIDE_STEPS * pair_s
-        fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(map(len, spans)) + 1
+        kind = kind_of(self._all())
+        counts = [len(times_s(captures[0], kind)) for captures in self.captures.values()]
+        startup_s = _WITH_ENDS * sum(startup_s for startup_s, _ in self.spent_s[:2]) / 2
+        pair_s = sum(s / max(count, 1) for (_, s), count in zip(self.spent_s, counts, strict=False))
+        starts, aside_s = (
+            3 + _ASIDE - 2 * self.runs.beside,
+            _ASIDE_STEPS * pair_s,
+        )  # with that of this process
+        if (found := self._speedup()) and found[0] < self._wanted and not self._seen_reason(found[0]):
+            starts += 2
+            aside_s += min(_PROFILE_STEPS * pair_s, 2 * _PROFILE_S + pair_s)
+        used_s = time.monotonic() - self.began
+        left_s = self._limit_s(self._pair_s()) - used_s - starts * startup_s - aside_s
+        fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(counts) + 1
         if left_s <= 0 or fit < min(_FEWEST_STEPS, most):
             return None
         return fit if fit < most else asked
@@ -261,14 +273,14 @@ class _Comparison:
             return take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
 
     def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
-        if (steps := self.settings.steps) and not self.walls_s:  # progress, as if the script took them all
+        if (steps := self.settings.steps) and not self.spent_s:  # progress, as if the script took them all
             each = (one.startup_s + one.stepping_s * steps / max(one.steps, 1) for one in (run, first))
             self.runs.ends = self.began + self._limit_s(sum(each))
         if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
             return math.inf
         if self.settings.fp32_because:
             return _LEAST_MIXED_S  # both: even FP32 may be slow there
-        return max(_LEAST_MIXED_S, 2 * (self.walls_s[0] if self.walls_s else first.active_s))
+        return max(_LEAST_MIXED_S, 2 * (sum(self.spent_s[0]) if self.spent_s else first.active_s))
 
     def _ended(self, run: LiveRun, *, seed: int) -> None:
         try:
@@ -286,7 +298,7 @@ class _Comparison:
                 f"{run.name} left no capture, so there is nothing to compare: {error}"
             ) from error
         _check_comparable(capture)
-        self.walls_s.append(run.active_s)
+        self.spent_s.append((run.startup_s, run.stepping_s))
         self.memory = max(self.memory, run.numbers[MEMORY])
         self.captures[run.format].append(capture)
         self.spawns |= path.name != RUN
@@ -308,8 +320,8 @@ class _Comparison:
         """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
         if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self._all()):
             return
-        times = [time for capture in self.captures["mixed"] for time in step_times_s(capture)]
-        slowest_s = max(times, default=0.0)
+        kind = kind_of(self._all())
+        slowest_s = max((s for one in self.captures["mixed"] for s in times_s(one, kind)), default=0.0)
         fewest = _STEPS_FOR_MEMORY - (slowest_s > _SLOW_STEP_S) - (slowest_s > 5 * _SLOW_STEP_S)
         steps = min(self.settings.steps or fewest, fewest)
         self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, steps=steps)
@@ -325,37 +337,47 @@ class _Comparison:
 
     # ---- speed
 
-    def _explain_speed(self) -> None:
-        """Find out why mixed precision is not faster, where it is not."""
-        found, asked = speedup_of(self.captures["fp32"], self.captures["mixed"]), self.settings.min_speedup
-        if found is None or found[0] >= _CERTAINLY * (asked or _FAST_ENOUGH):
-            return
-        step_s = found[1]
+    @property
+    def _wanted(self) -> float:
+        return self.settings.min_speedup or LEAST_GAIN
+
+    def _speedup(self) -> tuple[float, float, float] | None:
+        return speedup_of(self.captures["fp32"], self.captures["mixed"], kind_of(self._all()))
+
+    def _step_s(self, format_: str) -> float:
+        times = [s for one in self.captures[format_] for s in times_s(one, kind_of(self._all()))]
+        return statistics.median(times)
+
+    def _seen_reason(self, speedup: float) -> dict[str, str] | None:
+        """Return why mixed precision is not faster, where that needs no profile."""
         # A sentence about convolutions alone says nothing of a script that may have none.
         slow = (one for one in slow_here(self.settings.policy) if "matmul" in one)
-        because = next(slow, self.settings.fp32_because)
-        if step_s < _SHORT_STEP_S and found[0] > _BY_CALLS:
+        because, step_s = next(slow, self.settings.fp32_because), self._step_s("fp32")
+        if step_s < _SHORT_STEP_S and speedup > _BY_CALLS:
             why = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
-            reason = {"cause": "small", "reason": f"layers too small: {why}. {_ADVICE['small']}"}
-        elif because and found[0] * _FAST_ENOUGH < 1:
-            reason = {"cause": "kernels", "reason": f"no fast kernels: {because}. {_ADVICE['kernels']}"}
-        elif self.spawns:
-            reason = {"cause": "unknown", "reason": "processes that the script starts were not profiled"}
-        else:
-            reason = self._profiled()
-        self._write("not_worth_it", **reason)
+            return {"cause": "small", "reason": f"layers too small: {why}. {_ADVICE['small']}"}
+        if because and speedup * LEAST_GAIN < 1:
+            return {"cause": "kernels", "reason": f"no fast kernels: {because}. {_ADVICE['kernels']}"}
+        if self.spawns:
+            return {"cause": "unknown", "reason": "processes that the script starts were not profiled"}
+        return None
+
+    def _explain_speed(self) -> None:
+        found = self._speedup()
+        if found and found[2] < self._wanted:  # by its interval
+            self._write("not_worth_it", **self._seen_reason(found[0]) or self._profiled())
 
     def _profiled(self) -> dict[str, str]:
         found = {}
         self.runs.expected += 2
         for name in ("fp32", "mixed"):
             try:
-                result = read_result(self.runs.start(f"profile-{name}", name, Purpose.PROFILE))
+                result = read_result(self.runs.start(f"profile-{name}", name, Purpose.SHARES))
             except ScriptError as error:
                 return {"cause": "unknown", "reason": f"the run that profiles failed: {in_short(error)}"}
-            if result is None or None in (result["profile"], result["plain"]):
+            if result is None or result["profile"] is None:
                 return {"cause": "unknown", "reason": "the script ended before enough steps were profiled"}
-            found[name] = result["profile"] | {"step_s": result["plain"]["step_s"]}
+            found[name] = result["profile"] | {"step_s": self._step_s(name)}
         return from_profiles(found["fp32"], found["mixed"], self._format())
 
     # ---- gradients
@@ -407,27 +429,8 @@ def _trained_capture(folder: Path) -> Path:
     return next((path for path in spawned if read_capture(path).of("step")), own)
 
 
-# ---- speed
-
-
-def speedup_of(fp32: Sequence[Capture], mixed: Sequence[Capture]) -> tuple[float, float] | None:
-    """Return the speedup of a step or call, without its interval, and FP32's time in seconds."""
-    times = [[s for one in captures for s in step_times_s(one)[1:]] for captures in (fp32, mixed)]
-    if not all(times):
-        return None
-    fp32_s, mixed_s = map(statistics.median, times)
-    return (fp32_s / mixed_s, fp32_s) if mixed_s > 0 else None
-
-
-def step_times_s(capture: Capture) -> list[float]:
-    """Return the times of all steps but the first, or of all calls of a script that only computes."""
-    spans = [step["interval_s"] for step in capture.of("step") if step["optimizer"] == 0]
-    steps = [span_s for span_s in spans if span_s is not None]
-    return steps or [call["duration_s"] for call in capture.of("forward")]
-
-
 def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> dict[str, str]:
-    """Return ``cause`` and ``reason`` from what the runs of ``Purpose.PROFILE`` wrote."""
+    """Return ``cause`` and ``reason`` from the profiles of ``Purpose.SHARES``, with ``step_s`` as timed."""
     products, low = fp32["products"], {same_size(p["kind"], p["shape"]): p for p in mixed["products"]}
     total_s = sum(p["each_s"] * p["count"] for p in products)
     # Weighted by time: a last layer of ten classes does not make a network small.
@@ -456,7 +459,7 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
         many = f"{kind_low_s / kind_high_s:.2f} times as long here as in FP32"
         reason, cause = f"no fast kernels: {kind} in {format_} takes {many}", "kernels"
         advice = f"A rule that keeps {kind} in fp32 would be faster (docs/policies.md)"
-    elif share > _A_PART and low_s and high_s < low_s * _FAST_ENOUGH:
+    elif share > _A_PART and low_s and high_s < low_s * LEAST_GAIN:
         many = f"{low_s / high_s:.2f} times as long here as in FP32"
         reason, cause = f"no fast kernels: matmuls in {format_} take {many}", "kernels"
     else:

@@ -60,6 +60,7 @@ class Purpose(StrEnum):
     MEMORY = "memory"
     OUTPUTS = "outputs"
     PROFILE = "profile"
+    SHARES = "shares"
     EXPLAIN = "explain"
     REFERENCE = "gradients-reference"
     EXACT = "gradients-exact"
@@ -71,6 +72,7 @@ _PHASES = {
     Purpose.MEMORY: "counting tensors",
     Purpose.OUTPUTS: "comparing outputs",
     Purpose.PROFILE: "profiling",
+    Purpose.SHARES: "profiling",
     Purpose.EXPLAIN: "watching",
     **dict.fromkeys((Purpose.REFERENCE, Purpose.EXACT, Purpose.MIXED), "comparing gradients"),
 }
@@ -202,7 +204,7 @@ class ScriptRuns:
             self.progress(f"run {number}{of}{left}, {_PHASES[purpose]} ({title}){': ' * bool(line)}{line}")
 
         tell()
-        alone = format_ == "fp32" or purpose not in (Purpose.TIMED, Purpose.PROFILE)
+        alone = format_ == "fp32" or purpose not in (Purpose.TIMED, Purpose.PROFILE, Purpose.SHARES)
         ran = title if alone else f"{title}, after its FP32 run had succeeded"
         return LiveRun(RunSettings(**asked, **more), format_, ran, tell, self.written.update)
 
@@ -521,7 +523,10 @@ def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple
                     return other, None
         most = max(_FIRST_BLOCK, steps // _BLOCKS) if steps else math.inf
         fitting = math.ceil(block * _BLOCK_S / max(min(spent_s), 1e-6))
-        block = int(min(max(fitting, 1), most)) if block else _FIRST_BLOCK
+        if block:
+            block = int(min(max(fitting, 1), most))
+        else:  # the warm-up showed how long a step takes
+            block = _FIRST_BLOCK if one.stepping_s < (_WARM_UP - 1) * _BLOCK_S else 1
         order.reverse()
 
 

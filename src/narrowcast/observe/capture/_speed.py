@@ -1,0 +1,182 @@
+"""Times of steps and calls, and the speedup of pairs of runs with its interval."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from narrowcast.observe.capture._files import Capture
+
+LEAST_GAIN = 1.05
+"""A speedup that is certainly smaller is not worth it."""
+
+# Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen.
+_WARM_UP_SHARE = 0.1
+_FEWEST_WITH_WARM_UP = 3
+_FEWEST_BLOCKS = 4
+_PRIOR_PAIRS = 3
+_PROCESS_SPREAD = 0.015
+_NORMAL_975 = 1.959964
+# Student's t, 97.5 %, for 2 to 12 degrees of freedom.
+_STUDENT_975 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A median and an interval around it, both in seconds."""
+
+    median_s: float
+    interval_s: tuple[float, float]
+
+
+def kind_of(captures: Sequence[Capture]) -> str | None:
+    """``"training"`` where a run went backward, ``"inference"`` where modules were only called."""
+    if any(one.of("loss") or one.of("step") or one.totals()["backwards"] for one in captures):
+        return "training"
+    return "inference" if any(one.of("forward") for one in captures) else None
+
+
+def _without_warm_up(times_s: Sequence[float]) -> list[float]:
+    """Leave out the first tenth of ``times_s``, at least one; of one or two all stay."""
+    fewest = 1 if len(times_s) >= _FEWEST_WITH_WARM_UP else 0
+    return list(times_s[max(fewest, int(len(times_s) * _WARM_UP_SHARE)) :])
+
+
+def times_s(capture: Capture, kind: str | None) -> list[float]:
+    """Durations of steps, or for the kind ``"inference"`` of outermost forward calls, warm-up left out.
+
+    Only steps of the optimizer that stepped first count: in a GAN, whose two optimizers alternate, each of
+    them lasts a whole iteration, and no iteration counts twice.
+    """
+    if kind == "inference":
+        return _without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
+    intervals = [step["interval_s"] for step in capture.of("step") if step["optimizer"] == 0]
+    return _without_warm_up([interval for interval in intervals if interval is not None])
+
+
+def speedup_of(
+    fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None
+) -> tuple[float, float, float] | None:
+    """Return the speedup of steps or calls, and the ends of its interval; None: a time is missing.
+
+    Of pairs of runs whose steps took turns as of their blocks, of others as of the medians of all times.
+    """
+    sides = [[blocks_of(one, kind) for one in captures] for captures in (fp32, mixed)]
+    if paired := speedup_of_pairs(list(zip(*sides, strict=False))):
+        return paired
+    high, low = (median_of_runs([times_s(one, kind) for one in captures]) for captures in (fp32, mixed))
+    if high is None or low is None or min(high.interval_s[0], low.interval_s[0]) <= 0:
+        return None
+    return (
+        high.median_s / low.median_s,
+        high.interval_s[0] / low.interval_s[1],
+        high.interval_s[1] / low.interval_s[0],
+    )
+
+
+def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
+    """Compute the median over all runs, and an interval that covers each run's own.
+
+    A run's own interval contains its median with 95 % confidence, from the order of its times alone; with
+    fewer than six times it is their whole range, which is less certain. It assumes independent steps, which
+    is wrong on a machine that is busy for a while; so the interval returned reaches from the lowest to the
+    highest of the runs' intervals. ``runs`` are the times of each, warm-up left out.
+    """
+    kept = [sorted(times) for times in runs if times]
+    if not kept:
+        return None
+    intervals = [_interval_of_median(times) for times in kept]
+    return Spread(
+        median_s=statistics.median([time for times in kept for time in times]),
+        interval_s=(min(low for low, _ in intervals), max(high for _, high in intervals)),
+    )
+
+
+def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
+    count = len(ordered)
+    reach = _NORMAL_975 * math.sqrt(count) / 2
+    low = max(0, math.floor(count / 2 - reach) - 1)
+    high = min(count - 1, math.ceil(count / 2 + reach))
+    return ordered[low], ordered[high]
+
+
+def blocks_of(capture: Capture, kind: str | None) -> list[list[float]]:
+    """Durations as of ``times_s``, in the blocks between two pauses of the run, the first tenth left out.
+
+    Of three steps or more the first is left out: it finds caches that the other process filled. Not where
+    a block ended with a wait for the device, since that has the rest of all its steps.
+    """
+    blocks: list[list[float]] = []
+    current: list[float] = []
+    for event in capture.events:
+        if event["event"] == "pause":
+            if current:
+                current[-1] += event["waited_s"]  # what a device still had to do
+            cold = len(current) > 2 and not event["waited_s"]
+            blocks.append(current[cold:])
+            current = []
+        elif kind == "inference" and event["event"] == "forward":
+            current.append(event["duration_s"])
+        elif event["event"] == "step" and event["optimizer"] == 0 and event["interval_s"] is not None:
+            current.append(event["interval_s"])
+    return blocks[1 + int(len(blocks) * _WARM_UP_SHARE) :]
+
+
+def speedup_of_pairs(
+    pairs: Sequence[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]],
+) -> tuple[float, float, float] | None:
+    """Compute the speedup and its interval from the blocks of pairs of runs, FP32 and mixed; None: too few.
+
+    Both sides of a block do the same steps, one right after the other, so a busy machine slows both alike.
+    The logarithm of their ratio is averaged over blocks, the outer fifths left out, and then over pairs, each
+    weighted by how well it is known: the second one may be short.
+
+    Each process has a speed of its own (addresses, placement of threads), which blocks cannot show and two
+    pairs hardly can. So the variance between pairs is estimated as if ``_PRIOR_PAIRS`` more of them had been
+    seen that differed by ``_PROCESS_SPREAD``. Student's t gives the interval.
+    """
+    found = []
+    for fp32, mixed in pairs:
+        sums = [(sum(a), sum(b)) for a, b in zip(fp32, mixed, strict=False) if len(a) == len(b)]
+        ratios = [math.log(a / b) for a, b in sums if a > 0 and b > 0]
+        if len(ratios) >= _FEWEST_BLOCKS:
+            found.append(_trimmed(ratios))
+    if not found:
+        return None
+    weights = [1 / (_PROCESS_SPREAD**2 + variance) for _, variance in found]
+    middle = sum(w * estimate for w, (estimate, _) in zip(weights, found, strict=True)) / sum(weights)
+    between = sum(w * (estimate - middle) ** 2 for w, (estimate, _) in zip(weights, found, strict=True))
+    freedom = _PRIOR_PAIRS + len(found) - 1
+    reach = student_975(freedom) * math.sqrt((_PRIOR_PAIRS + between) / freedom / sum(weights))
+    return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
+
+
+def _trimmed(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean without the outer fifths, and its variance (Yuen), for few as much larger as t is.
+
+    What lasts longer than a block makes neighbors alike, by the correlation ``alike``; then fewer count.
+    """
+    count, cut, middle = len(values), len(values) // 5, statistics.fmean(values)
+    kept = sorted(values)[cut : count - cut]
+    moved = [kept[0]] * cut + kept + [kept[-1]] * cut
+    variance = statistics.variance(moved) * count / len(kept) ** 2
+    squares = sum((value - middle) ** 2 for value in values) or 1.0
+    products = sum((a - middle) * (b - middle) for a, b in itertools.pairwise(values))
+    alike = min(max(products / squares + 1 / count, 0.0), 0.9)  # an estimate is 1 / count too low
+    wider = student_975(len(kept) - 1) / _NORMAL_975
+    return statistics.fmean(kept), variance * (1 + alike) / (1 - alike) * wider**2
+
+
+def student_975(freedom: int) -> float:
+    """Student's t, 97.5 %, for 2 degrees of freedom or more."""
+    if freedom - 2 < len(_STUDENT_975):
+        return _STUDENT_975[freedom - 2]
+    # Cornish and Fisher's expansion about the normal quantile: Abramowitz and Stegun, 26.7.5.
+    z, n = _NORMAL_975, freedom
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / n + second / n**2 + third / n**3
