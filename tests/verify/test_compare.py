@@ -26,8 +26,8 @@ def test_pairs_of_runs_begin_with_each_format_in_turn():
     ("start_s", "each_s", "asked", "expected"),
     [
         (0.5, 0.03, {"steps": 0}, 83),  # 25 s, less 13, 10 starts of 0.575 s, 10 + 11 steps of 0.06 s
-        (1.0, 0.2, {}, 34),  # 0.4 times 82 s, less 11.5, 4 s for 10 steps, 3.4 s for profiles
-        (2.0, 0.2, {}, None),
+        (1.0, 0.2, {}, 38),  # 0.42 times 82 s, less 11.5, 4 s for 10 steps, 3.4 s for profiles
+        (2.5, 0.2, {}, None),
         (0.5, 0.03, {"time_limit_s": 60.0}, 200),  # the script ends before
         (2.0, 0.2, {"time_limit_s": 0}, 200),
     ],

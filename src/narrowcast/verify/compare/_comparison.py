@@ -241,19 +241,16 @@ class _Comparison:
         asked = self.settings.steps
         if self.settings.time_limit_s == 0:
             return asked
-        kind = kind_of(self._all())
-        counts = [len(times_s(captures[0], kind)) for captures in self.captures.values()]
+        counts = [len(self._times_s(name)) for name in ("fp32", "mixed")]
         startup_s = _WITH_ENDS * sum(startup_s for startup_s, _ in self.spent_s[:2]) / 2
         pair_s = sum(s / max(count, 1) for (_, s), count in zip(self.spent_s, counts, strict=False))
-        starts, aside_s = (
-            3 + _ASIDE - 2 * self.runs.beside,
-            _ASIDE_STEPS * pair_s,
-        )  # with that of this process
+        # With that of this process.
+        starts, aside_s = 3 + _ASIDE - 2 * self.runs.beside, _ASIDE_STEPS * pair_s
         if (found := self._speedup()) and found[0] < self._wanted and not self._seen_reason(found[0]):
             starts += 2
             aside_s += min(_PROFILE_STEPS * pair_s, 2 * _PROFILE_S + pair_s)
-        used_s = time.monotonic() - self.began
-        left_s = self._limit_s(self._pair_s()) - used_s - starts * startup_s - aside_s
+        aside_s += starts * startup_s
+        left_s = self._limit_s(self._pair_s()) - (time.monotonic() - self.began) - aside_s
         fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(counts) + 1
         if left_s <= 0 or fit < min(_FEWEST_STEPS, most):
             return None
@@ -320,8 +317,7 @@ class _Comparison:
         """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
         if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self._all()):
             return
-        kind = kind_of(self._all())
-        slowest_s = max((s for one in self.captures["mixed"] for s in times_s(one, kind)), default=0.0)
+        slowest_s = max(self._times_s("mixed"), default=0.0)
         fewest = _STEPS_FOR_MEMORY - (slowest_s > _SLOW_STEP_S) - (slowest_s > 5 * _SLOW_STEP_S)
         steps = min(self.settings.steps or fewest, fewest)
         self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, steps=steps)
@@ -344,15 +340,15 @@ class _Comparison:
     def _speedup(self) -> tuple[float, float, float] | None:
         return speedup_of(self.captures["fp32"], self.captures["mixed"], kind_of(self._all()))
 
-    def _step_s(self, format_: str) -> float:
-        times = [s for one in self.captures[format_] for s in times_s(one, kind_of(self._all()))]
-        return statistics.median(times)
+    def _times_s(self, format_: str) -> list[float]:
+        kind = kind_of(self._all())
+        return [step_s for one in self.captures[format_] for step_s in times_s(one, kind)]
 
     def _seen_reason(self, speedup: float) -> dict[str, str] | None:
         """Return why mixed precision is not faster, where that needs no profile."""
         # A sentence about convolutions alone says nothing of a script that may have none.
         slow = (one for one in slow_here(self.settings.policy) if "matmul" in one)
-        because, step_s = next(slow, self.settings.fp32_because), self._step_s("fp32")
+        because, step_s = next(slow, self.settings.fp32_because), statistics.median(self._times_s("fp32"))
         if step_s < _SHORT_STEP_S and speedup > _BY_CALLS:
             why = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
             return {"cause": "small", "reason": f"layers too small: {why}. {_ADVICE['small']}"}
@@ -377,7 +373,7 @@ class _Comparison:
                 return {"cause": "unknown", "reason": f"the run that profiles failed: {in_short(error)}"}
             if result is None or result["profile"] is None:
                 return {"cause": "unknown", "reason": "the script ended before enough steps were profiled"}
-            found[name] = result["profile"] | {"step_s": self._step_s(name)}
+            found[name] = result["profile"] | {"step_s": statistics.median(self._times_s(name))}
         return from_profiles(found["fp32"], found["mixed"], self._format())
 
     # ---- gradients
