@@ -48,7 +48,8 @@ def test_the_text_and_the_json_are_of_the_same_rates(measured, here, capsys):
     count = len(measured)
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"schema", "facts", "mismatches", "rates", "notes"}
+    assert set(found) == {"schema", "facts", "mismatches", "rates", "notes", "report"}
+    assert found["report"] == str(page)
     assert (found["rates"]["source"], len(measured)) == ("cache", count), "measured a moment ago"
     assert found["rates"]["file"].startswith(str(here.cache))
     choice = found["rates"]["devices"][0]["choice"]

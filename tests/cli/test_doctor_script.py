@@ -1,6 +1,7 @@
 """``narrowcast doctor SCRIPT`` as a process: text, JSON, exit codes, and whose options are whose."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -48,9 +49,10 @@ def test_text_and_json_of_a_script(workshop):
     found = json.loads(answer.stdout)
     assert set(found) == {
         "schema", "target", "policy", "problem", "device", "format", "unit", "fp32", "mixed", "together",
-        "conclusion", "machine",
+        "conclusion", "machine", "report",
     }  # fmt: skip
     assert found["target"] == ["train"]
+    assert "What this means" in Path(found["report"]).read_text()
     assert found["conclusion"]
     assert sum(found["mixed"]["shares"].values()) == pytest.approx(1)
 

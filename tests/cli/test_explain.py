@@ -153,7 +153,9 @@ def test_two_policies_side_by_side(trains):
 @pytest.mark.parametrize("calls", [1, 20])
 def test_a_script_that_only_computes(workshop, calls):
     workshop.write("infer.py", COMPUTE.replace("CALLS", str(calls)))
-    found = explained(workshop.narrowcast("explain", "--json", "-p", "bf16", "infer.py"))
+    ended = workshop.narrowcast("explain", "--json", "-p", "bf16", "infer.py")
+    found = explained(ended)
+    assert ended.stderr.endswith(f"report: {found['report']}\n")
     (linear,) = of(found, "linear")
     assert (found["unit"], linear["calls"], linear["casts"]) == ("call", 1, 3)
     assert found["complete"] is (calls > 1)

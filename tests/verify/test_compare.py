@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import pytest
 from training_scripts import X, trains
@@ -13,7 +12,7 @@ from narrowcast.machine import Choice
 from narrowcast.observe.capture import Capture, read_comparison
 from narrowcast.report import summary
 from narrowcast.verify.compare import ComparisonSettings, _comparison, compared_instead, stays_in_fp32
-from narrowcast.verify.compare._comparison import by_turns
+from narrowcast.verify.compare._comparison import _Spent, by_turns
 from narrowcast.verify.compare._runs import RunSettings, ScriptRuns
 
 
@@ -25,22 +24,22 @@ def test_pairs_of_runs_begin_with_each_format_in_turn():
 @pytest.mark.parametrize(
     ("start_s", "each_s", "asked", "expected"),
     [
-        (0.5, 0.03, {"steps": 0}, 83),  # 25 s, less 13, 10 starts of 0.575 s, 10 + 11 steps of 0.06 s
-        (1.0, 0.2, {}, 38),  # 0.42 times 82 s, less 11.5, 4 s for 10 steps, 3.4 s for profiles
+        (0.5, 0.03, {"steps": 0}, 84),  # 25 s, less 12.94, 10 starts of 0.575 s, 10 + 11 steps of 0.06 s
+        (1.0, 0.2, {}, 37),  # 0.42 times 81.6 s, less 11.5, 4 s for 10 steps, 3.8 s for profiles
+        (1.0, 0.2, {"at_step": 10}, 22),
         (2.5, 0.2, {}, None),
         (0.5, 0.03, {"time_limit_s": 60.0}, 200),  # the script ends before
         (2.0, 0.2, {"time_limit_s": 0}, 200),
     ],
 )
 def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, start_s, each_s, asked, expected):
-    """Runs of 200 steps, equally long in both formats, so that two profiles follow."""
+    """Steps are as fast in both formats, so that two profiles follow."""
     settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **asked)
-    spent = [(start_s, 200 * each_s)] * 2
-    began = time.monotonic() - sum(map(sum, spent))
-    comparison = _comparison._Comparison(settings, ScriptRuns(settings), None, spent_s=spent, began=began)
+    spent = [_Spent(start_s + 0.4, 199 * each_s, 199), _Spent(start_s - 0.4, 199 * each_s, 199)]
+    comparison = _comparison._Comparison(settings, ScriptRuns(settings), None, spent=spent)
     step = {"event": "step", "optimizer": 0, "interval_s": each_s}
     for name in "fp32", "mixed":
-        comparison.captures[name].append(Capture(events=(step,) * 222))
+        comparison.captures[name].append(Capture(events=(step,) * 199))
     assert comparison._steps_that_fit() == expected
 
 

@@ -1,12 +1,15 @@
 """Why mixed precision is not faster: the reason that is named is the planted one."""
 
+from types import SimpleNamespace
+
 import pytest
 from training_scripts import trains
 
-from narrowcast.observe.capture import speedup_of
+from narrowcast.observe.capture import Capture, speedup_of
 from narrowcast.report import summary
-from narrowcast.verify.compare import _comparison
-from narrowcast.verify.compare._comparison import from_profiles
+from narrowcast.verify._diagnosis import SHORT_PHASES
+from narrowcast.verify.compare import ComparisonSettings, _comparison
+from narrowcast.verify.compare._comparison import _Comparison, from_profiles
 
 
 def profile(products, shares, step_s=0.1, op_s=5e-4, ops=100, attention=()):
@@ -104,6 +107,36 @@ def test_a_reason_that_was_not_found_is_said(compared, monkeypatch):
         trains("nn.Linear(8, 1)", slow_data, "loss = net(x).square().mean()", steps=4), min_speedup=1e6
     )
     assert found.own.last("not_worth_it")["reason"] == "the script ended before enough steps were profiled"
+
+
+@pytest.mark.parametrize(
+    ("interval", "asked", "explained"),
+    [
+        ((0.9, 1.2), None, False),
+        ((1.01, 1.04), None, False),  # a little, for certain
+        ((0.9, 1.02), None, True),
+        ((0.9, 1.2), 1.3, True),
+        ((0.9, 1.4), 1.3, False),
+    ],
+)
+def test_a_reason_is_looked_for_if_the_interval_says_no(tmp_path, monkeypatch, interval, asked, explained):
+    settings = ComparisonSettings(target=("train.py",), folder=tmp_path, min_speedup=asked)
+    written = []
+    comparison = _Comparison(settings, None, SimpleNamespace(write=written.append), spawns=True)
+    comparison.captures["fp32"].append(
+        Capture(events=({"event": "step", "optimizer": 0, "interval_s": 1.0},))
+    )
+    monkeypatch.setattr(_comparison, "speedup_of", lambda *_: (1.0, *interval))
+    monkeypatch.setattr(_comparison, "slow_here", lambda policy: [])
+    comparison._explain_speed()
+    assert [event["reason"] for event in written] == (
+        ["processes that the script starts were not profiled"] if explained else []
+    )
+
+
+def test_the_steps_of_profiles_are_planned_for():
+    assert sum(phase.steps for phase in SHORT_PHASES) == _comparison._PROFILE_STEPS
+    assert sum(phase.seconds for phase in SHORT_PHASES) == _comparison._PROFILE_S
 
 
 def test_without_times_there_is_no_speedup():

@@ -72,6 +72,14 @@ def test_steps_take_turns_while_all_of_the_other_run_stands_still(pair):
     assert sum(times) < 1.05 * (steps[-1][0] - steps[0][0])
 
 
+def test_slow_steps_take_turns_one_by_one_from_the_start(pair, monkeypatch):
+    monkeypatch.setattr(_runs, "_BLOCK_S", 0.001)
+    _, done = pair(script(steps=9))
+    for run in done:
+        blocks = blocks_of(read_capture(run.folder / "capture.jsonl"), "training")
+        assert [len(block) for block in blocks] == [1] * 6
+
+
 # Of a container, less than any run takes.
 LIMIT = """from narrowcast.machine import _facts
 _facts._LIMITS.append(_facts.Path(os.environ["NARROWCAST_RUN_DIR"], "limit"))

@@ -18,6 +18,7 @@ import torch
 
 from narrowcast.casting import _kernels, _operators
 from narrowcast.casting._operators import below_autocast, native_kernel
+from narrowcast.casting._promotion import why_no_lstm
 from narrowcast.casting._scopes import region_dtype, scope_on
 from narrowcast.casting._torch_internals import has_kernel, register_kernel, skipped_by_dynamo
 from narrowcast.errors import OrderError
@@ -77,6 +78,8 @@ def watch_ops(listener: Callable[[OpCall], None], *, device_type: str = "cpu") -
         raise OrderError(
             "expected no other trace of operators, got one that is still open: leave its with statement first"
         )
+    for low in (torch.bfloat16, torch.float16):
+        why_no_lstm(low)  # once: its trial would be seen as an operator of the caller
     with _kernels.overlaid(_Watch(device_type, listener)):
         yield
 

@@ -55,7 +55,7 @@ _TimeLimitOption = Annotated[
         "--time-limit",
         metavar="S",
         min=0,
-        help="Seconds that the runs may take, or nearly: 25, or half more than the first two; 0: no limit.",
+        help="Seconds that all runs may take, or nearly: 25, or 1.42 times the first two; 0: no limit.",
     ),
 ]
 

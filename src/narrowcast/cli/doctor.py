@@ -83,21 +83,19 @@ def doctor(
         target = (script, *(arguments or []))
         settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
         return _diagnose(found, settings, as_json=as_json)
-    from narrowcast.report import doctor_page, doctor_text, write_page
+    from narrowcast.report import doctor_page, doctor_text
 
-    show_result(found, lambda: doctor_text(found, color=sys.stdout.isatty()), as_json=as_json)
-    if cache is not None:
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            talk(f"report: {write_page(doctor_page(found), cache / 'doctor.html')}")
-        except (OSError, FileError) as error:
-            talk(f"note: there is no page: {error}")
+    report = None if cache is None else _keep_page(doctor_page(found), cache / "doctor.html")
+    whole = found | {"report": report}
+    show_result(whole, lambda: doctor_text(found, color=sys.stdout.isatty()), as_json=as_json)
+    if report is not None:
+        talk(f"report: {report}")
     return CHECK_FAILED if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
 
 
 def _diagnose(examined: dict[str, Any], settings: ScriptSettings, *, as_json: bool) -> int:
     from narrowcast.observe.capture import PAGE
-    from narrowcast.report import conclusion, diagnosis_page, diagnosis_text, write_page
+    from narrowcast.report import conclusion, diagnosis_page, diagnosis_text
     from narrowcast.verify import diagnose
 
     for wrong in examined["mismatches"]:
@@ -106,7 +104,21 @@ def _diagnose(examined: dict[str, Any], settings: ScriptSettings, *, as_json: bo
     with shown_progress() as progress:
         found = diagnose(settings, examined["rates"], progress=progress)
     tell_outputs(settings.folder)
-    whole = found | {"conclusion": conclusion(found), "machine": examined}
+    report = _keep_page(diagnosis_page(found, examined), settings.folder / PAGE)
+    whole = found | {"conclusion": conclusion(found), "machine": examined, "report": report}
     show_result(whole, lambda: diagnosis_text(found, color=sys.stdout.isatty()), as_json=as_json)
-    talk(f"report: {write_page(diagnosis_page(found, examined), settings.folder / PAGE)}")
+    if report is not None:
+        talk(f"report: {report}")
     return 0
+
+
+def _keep_page(page: str, path: Path) -> str | None:
+    """Write a page; the result is shown even if that fails."""
+    from narrowcast.report import write_page
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return str(write_page(page, path))
+    except (OSError, FileError) as error:
+        talk(f"note: there is no page: {error}")
+        return None

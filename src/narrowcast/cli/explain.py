@@ -98,12 +98,11 @@ def explain(
     if policy is None and locked is not None:
         policy = _policy_of(locked, check)
     policy = policy or "auto"
-    for wanted in (policy, against):
-        if wanted is not None:
-            check_policy(wanted)
+    for wanted in (policy, *([] if against is None else [against])):
+        check_policy(wanted)
     require_torch()
     name = find_script(script, arguments, module=module).name
-    folder, pages = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir), list[Path]()
+    folder, pages = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir), list[str]()
 
     def watch(policy: str, folder: Path = folder) -> dict[str, Any]:
         from narrowcast.verify import ScriptSettings, explain_script
@@ -114,7 +113,8 @@ def explain(
             found = explain_script(settings, steps=steps, progress=progress)
         tell_outputs(folder)
         if found["problem"] is None:
-            pages.append(save_page(find_capture(folder)))
+            pages.append(str(save_page(find_capture(folder))))
+            found["report"] = pages[-1]
         return found
 
     found, code = watch(policy), 0
@@ -164,6 +164,7 @@ def _show_differences(
         "against": second["policy"],
         "differences": [one.to_dict() for one in found],
         "totals": {"policy": first["totals"], "against": second["totals"]},
+        "report": {"policy": first.get("report"), "against": second.get("report")},
     }
     show_result(answer, lambda: policies_text(first, second, found, every=every), as_json=as_json)
 
@@ -197,6 +198,7 @@ def _check(found: Mapping[str, Any], locked: Lock, path: str, *, as_json: bool, 
         "equal": not changed,
         "around": facts_changed(locked, now),
         "differences": [one.to_dict() for one in changed],
+        "report": found["report"],
     }
     show_result(answer, lambda: check_text(locked, now, changed, path, every=every), as_json=as_json)
     return CHECK_FAILED if changed else 0

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from narrowcast.observe.capture import (
-    LEAST_GAIN,
     Capture,
     ComparisonCapture,
     TimedRun,
@@ -19,6 +18,7 @@ from narrowcast.observe.capture import (
     median_of_runs,
     speedup_of,
     times_s,
+    worth_it,
 )
 from narrowcast.report._statistics import (
     calls_per_step,
@@ -185,8 +185,8 @@ class _Side:
 def _ratio(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return mixed precision against FP32, and the reason for each missing number."""
     numbers: dict[str, Any] = dict.fromkeys(_RATIOS)
-    high, low = ([run.capture for run in side.runs] for side in (fp32, mixed))
-    if found := speedup_of(high, low, kind):
+    captures = [[run.capture for run in side.runs] for side in (fp32, mixed)]
+    if found := speedup_of(captures[0], captures[1], kind):
         numbers["speedup"], *numbers["speedup_interval"] = found
     for name, key in (("memory_ratio", "peak_tensor_bytes"), ("process_memory_ratio", "peak_resident_bytes")):
         over, under = mixed.numbers[key], fp32.numbers[key]
@@ -215,19 +215,16 @@ def _right(judged: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: ComparisonCapture) -> str:
-    """Judge the speedup against ``--min-speedup``, or by default against none at all.
-
-    Without ``--min-speedup``, a speedup that is certainly below 1.05 is not worth it.
-    """
+    """Judge the speedup, and say why it is not worth it."""
     if ratio["speedup"] is None:
         return f"cannot tell: {reasons['speedup']}"
     asked: float | None = comparison.own.start.get("min_speedup")
-    low, high = ratio["speedup_interval"]
+    verdict = worth_it([ratio["speedup"], *ratio["speedup_interval"]], asked)
     within = " within one run" if len(comparison.runs) <= 2 else ""
     measured = f"{speed_text(ratio['speedup'])} (95 % interval{within} {speed_interval(ratio)})"
-    if low > 1 if asked is None else low >= asked:
+    if verdict == "yes":
         return f"yes: {measured}"
-    if high >= (LEAST_GAIN if asked is None else asked):
+    if verdict == "cannot tell":
         return f"cannot tell: {measured}" + ("" if asked is None else f"; {asked:g}x was asked for")
     why = comparison.own.last("not_worth_it") or {"reason": None}
     less = ratio["memory_ratio"]

@@ -192,16 +192,13 @@ PHASES = (
     Phase(name=READS, steps=10, fewest=1, seconds=10.0),
 )
 SHORT_PHASES = (
-    Phase(name=WARM_UP, steps=3, fewest=1, seconds=0.5),
+    Phase(name=PLAIN, steps=3, fewest=1, seconds=0.5),
     Phase(name=PROFILED, steps=8, fewest=1, seconds=1.0),
 )
 
 
 class ProfileProbe(StepProbe):
-    """Time a few steps as they are, profile the next ones, and count reads of tensors in the last ones.
-
-    Where the steps are timed elsewhere, as for ``Purpose.SHARES``, it only profiles a few.
-    """
+    """Time a few steps as they are, profile the next ones, and count reads of tensors in the last ones."""
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)

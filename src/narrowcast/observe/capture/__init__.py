@@ -1,4 +1,4 @@
-"""Captures of runs: the files that a run leaves, written as it goes and read back without torch."""
+"""Captures of runs: the files that a run leaves, read back without torch, and the times in them."""
 
 from narrowcast.observe.capture._events import (
     ENOUGH_ELEMENTS,
@@ -33,6 +33,7 @@ from narrowcast.observe.capture._speed import (
     speedup_of,
     student_975,
     times_s,
+    worth_it,
 )
 
 __all__ = [
@@ -64,4 +65,5 @@ __all__ = [
     "start_event",
     "student_975",
     "times_s",
+    "worth_it",
 ]

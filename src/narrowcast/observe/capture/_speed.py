@@ -62,19 +62,28 @@ def speedup_of(
 ) -> tuple[float, float, float] | None:
     """Return the speedup of steps or calls, and the ends of its interval; None: a time is missing.
 
-    Of pairs of runs whose steps took turns as of their blocks, of others as of the medians of all times.
+    Uses blocks where the runs took turns, else the medians of all times.
     """
     sides = [[blocks_of(one, kind) for one in captures] for captures in (fp32, mixed)]
     if paired := speedup_of_pairs(list(zip(*sides, strict=False))):
         return paired
-    high, low = (median_of_runs([times_s(one, kind) for one in captures]) for captures in (fp32, mixed))
-    if high is None or low is None or min(high.interval_s[0], low.interval_s[0]) <= 0:
+    before, after = (median_of_runs([times_s(one, kind) for one in captures]) for captures in (fp32, mixed))
+    if before is None or after is None or min(before.interval_s[0], after.interval_s[0]) <= 0:
         return None
-    return (
-        high.median_s / low.median_s,
-        high.interval_s[0] / low.interval_s[1],
-        high.interval_s[1] / low.interval_s[0],
-    )
+    (low, high), (mixed_low, mixed_high) = before.interval_s, after.interval_s
+    return before.median_s / after.median_s, low / mixed_high, high / mixed_low
+
+
+def worth_it(speedup: Sequence[float], asked: float | None) -> str:
+    """Return ``"yes"``, ``"no"`` or ``"cannot tell"`` for a speedup and the ends of its interval.
+
+    If no speedup was asked for, any that is certain is worth it, and one that is certainly below
+    ``LEAST_GAIN`` is not.
+    """
+    _, low, high = speedup
+    if low > 1 if asked is None else low >= asked:
+        return "yes"
+    return "no" if high < (LEAST_GAIN if asked is None else asked) else "cannot tell"
 
 
 def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:

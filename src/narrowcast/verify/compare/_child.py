@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import os
@@ -36,7 +35,6 @@ _PROBES: dict[str, type[Probe]] = {
 def main(words: Sequence[str]) -> int:
     """Run a script by the settings in the file ``words[0]``; its errors propagate."""
     _end_with_parent()
-    atexit.register(gc.freeze)  # the interpreter's last collection takes half a second, of objects that stay
     settings = RunSettings.read(Path(words[0]))
     script, *arguments = settings.target
     found = (Script.from_module if settings.is_module else Script.from_path)(script, arguments)
@@ -58,6 +56,8 @@ def main(words: Sequence[str]) -> int:
         seed_shift=settings.seed_shift,
     )
     FileWatch(folder).install()
+    if settings.purpose != Purpose.TIMED:
+        gc.freeze()  # else the collections at the end of the process take half a second, for objects of torch
     try:
         run_attached(found, attachment, seed=seed + settings.seed_shift, at_end=probe.finish)
     except ScaleCollapseError as error:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from narrowcast.observe.capture import (
     speedup_of,
     start_event,
     times_s,
+    worth_it,
 )
 from narrowcast.observe.profiling import same_size
 from narrowcast.policy import as_policy
@@ -55,13 +56,14 @@ from narrowcast.verify.compare._runs import (
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
 _SLOW_STEP_S = 2.0
-# Runs that are not timed, of memory and gradients; their steps, in pairs.
+# Runs that are not timed, and how many steps of each format they take: 3 for memory, 7 for gradients.
 _ASIDE, _ASIDE_STEPS = 5, 10
-_PROFILE_STEPS, _PROFILE_S = 11, 1.5  # of each format, at most
-_WITH_ENDS = 1.15  # times until a first step, with the end of the process
+# Steps of a profile, and seconds after which its phases end, each with the step that goes on then.
+_PROFILE_STEPS, _PROFILE_S = 11, 1.5
+_WITH_END = 1.15  # a process takes this times its startup to start and end
 _FEWEST_STEPS = 10
 _LEAST_S = 25.0
-_TIMES_THE_PAIR = 1.42  # 1.5 times what its runs take alone: turns, and the first steps, cost a few percent
+_TIMES_THE_PAIR = 1.42  # 1.5 times what both runs take alone, which is about 5 % less than in turns
 _LEAST_MIXED_S = 15.0
 _A_PART = 1 - 1 / LEAST_GAIN  # of a step, without which it would be so much faster
 _ADVICE = {
@@ -83,8 +85,8 @@ class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: number of seeds, each run in both formats.
         at_step: optimizer steps in mixed precision before gradients are compared.
-        time_limit_s: into which the second pair of timed runs has to fit; 0: no limit; None: 25 s, or 1.42
-            times the first pair if that is longer.
+        time_limit_s: for all runs, to which the second pair of timed ones is shortened; 0: no limit; None:
+            25 s, or 1.42 times the first pair if that is longer.
         min_speedup: below which mixed precision is not worth it; None: any speedup is.
         options: the command-line options, shown on the page.
     """
@@ -145,13 +147,21 @@ def compare(
     return read_comparison(folder)
 
 
+class _Spent(NamedTuple):
+    """What a timed run took, without pauses: until its first step, from there on, and for how many steps."""
+
+    startup_s: float
+    stepping_s: float
+    steps: int
+
+
 @dataclass(slots=True)
 class _Comparison:
     """One comparison while it runs.
 
     Attributes:
         spawns: whether the script trains in processes that it starts itself.
-        spent_s: of the timed runs, until the first step and from there on, without pauses.
+        spent: what each timed run took.
         began: when, by ``time.monotonic``.
         memory: the most that a timed run claimed, in thousandths of what there is.
     """
@@ -161,7 +171,7 @@ class _Comparison:
     writer: CaptureWriter
     captures: dict[str, list[Capture]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
     spawns: bool = False
-    spent_s: list[tuple[float, float]] = field(default_factory=list)
+    spent: list[_Spent] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     memory: int = 0
 
@@ -216,7 +226,7 @@ class _Comparison:
         self.runs.expected = 2 * max(self.settings.repeats, 2) + _ASIDE
         for formats, repeat in by_turns(self.settings.repeats):
             steps = self.settings.steps
-            if self.spent_s and self.settings.repeats == 1:
+            if self.spent and self.settings.repeats == 1:
                 fit = self._steps_that_fit()
                 if fit is None:
                     self.runs.expected -= 2
@@ -227,31 +237,37 @@ class _Comparison:
             alone.append(self._time_pair(formats, repeat, steps))
             # One with exact sums takes twice its memory.
             self.runs.beside = not any(alone) and self.memory < LITTLE_MEMORY
-            self.runs.ends = self.began + max(self._limit_s(self._pair_s()), 3 * sum(self.spent_s[0]))
+            self.runs.ends = self.began + max(self._limit_s(self._pair_s()), 3 * sum(self.spent[0][:2]))
         return next(filter(None, alone), None)
 
     def _limit_s(self, pair_s: float) -> float:
         return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * pair_s)
 
     def _pair_s(self) -> float:
-        return sum(map(sum, self.spent_s[:2]))
+        return sum(run.startup_s + run.stepping_s for run in self.spent[:2])
 
     def _steps_that_fit(self) -> int | None:
         """Return after how many steps to end a run of the second pair; 0: never; None: not even a few fit."""
         asked = self.settings.steps
         if self.settings.time_limit_s == 0:
             return asked
-        counts = [len(self._times_s(name)) for name in ("fp32", "mixed")]
-        startup_s = _WITH_ENDS * sum(startup_s for startup_s, _ in self.spent_s[:2]) / 2
-        pair_s = sum(s / max(count, 1) for (_, s), count in zip(self.spent_s, counts, strict=False))
-        # With that of this process.
-        starts, aside_s = 3 + _ASIDE - 2 * self.runs.beside, _ASIDE_STEPS * pair_s
-        if (found := self._speedup()) and found[0] < self._wanted and not self._seen_reason(found[0]):
+        first = self.spent[:2]
+        pair_s = sum(run.stepping_s / run.steps for run in first)
+        starts = 3 + _ASIDE - 2 * self.runs.beside  # of two more timed runs, those aside, and this process
+        aside_s = (
+            _ASIDE_STEPS + 1.5 * self.settings.at_step
+        ) * pair_s  # gradients take three runs, two at a time
+        found = self._speedup()
+        if (
+            found
+            and found[0] < (self.settings.min_speedup or LEAST_GAIN)
+            and not self._reason_without_profile(found[0])
+        ):
             starts += 2
-            aside_s += min(_PROFILE_STEPS * pair_s, 2 * _PROFILE_S + pair_s)
-        aside_s += starts * startup_s
-        left_s = self._limit_s(self._pair_s()) - (time.monotonic() - self.began) - aside_s
-        fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(counts) + 1
+            aside_s += min(_PROFILE_STEPS * pair_s, 2 * (_PROFILE_S + pair_s))
+        aside_s += starts * _WITH_END * sum(run.startup_s for run in first) / 2
+        left_s = self._limit_s(self._pair_s()) - self._pair_s() - aside_s
+        fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(run.steps for run in first)
         if left_s <= 0 or fit < min(_FEWEST_STEPS, most):
             return None
         return fit if fit < most else asked
@@ -270,14 +286,14 @@ class _Comparison:
             return take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
 
     def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
-        if (steps := self.settings.steps) and not self.spent_s:  # progress, as if the script took them all
+        if (steps := self.settings.steps) and not self.spent:  # progress, as if the script took them all
             each = (one.startup_s + one.stepping_s * steps / max(one.steps, 1) for one in (run, first))
             self.runs.ends = self.began + self._limit_s(sum(each))
         if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
             return math.inf
         if self.settings.fp32_because:
             return _LEAST_MIXED_S  # both: even FP32 may be slow there
-        return max(_LEAST_MIXED_S, 2 * (sum(self.spent_s[0]) if self.spent_s else first.active_s))
+        return max(_LEAST_MIXED_S, 2 * (sum(self.spent[0][:2]) if self.spent else first.active_s))
 
     def _ended(self, run: LiveRun, *, seed: int) -> None:
         try:
@@ -295,12 +311,14 @@ class _Comparison:
                 f"{run.name} left no capture, so there is nothing to compare: {error}"
             ) from error
         _check_comparable(capture)
-        self.spent_s.append((run.startup_s, run.stepping_s))
         self.memory = max(self.memory, run.numbers[MEMORY])
         self.captures[run.format].append(capture)
         self.spawns |= path.name != RUN
         totals = capture.totals()
         reached = len(capture.of("step")) or totals["backwards"] or totals["forwards"]
+        # The steps of a process that the script starts are in its capture alone.
+        stepping_s = run.stepping_s if run.steps else sum(times_s(capture, kind_of([capture])))
+        self.spent.append(_Spent(run.active_s - stepping_s, stepping_s, max(reached, 1)))
         cut = bool(totals["stopped"]) and (not self.settings.steps or reached < self.settings.steps)
         if cut:
             text = f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
@@ -333,10 +351,6 @@ class _Comparison:
 
     # ---- speed
 
-    @property
-    def _wanted(self) -> float:
-        return self.settings.min_speedup or LEAST_GAIN
-
     def _speedup(self) -> tuple[float, float, float] | None:
         return speedup_of(self.captures["fp32"], self.captures["mixed"], kind_of(self._all()))
 
@@ -344,7 +358,7 @@ class _Comparison:
         kind = kind_of(self._all())
         return [step_s for one in self.captures[format_] for step_s in times_s(one, kind)]
 
-    def _seen_reason(self, speedup: float) -> dict[str, str] | None:
+    def _reason_without_profile(self, speedup: float) -> dict[str, str] | None:
         """Return why mixed precision is not faster, where that needs no profile."""
         # A sentence about convolutions alone says nothing of a script that may have none.
         slow = (one for one in slow_here(self.settings.policy) if "matmul" in one)
@@ -360,8 +374,8 @@ class _Comparison:
 
     def _explain_speed(self) -> None:
         found = self._speedup()
-        if found and found[2] < self._wanted:  # by its interval
-            self._write("not_worth_it", **self._seen_reason(found[0]) or self._profiled())
+        if found and worth_it(found, self.settings.min_speedup) == "no":
+            self._write("not_worth_it", **self._reason_without_profile(found[0]) or self._profiled())
 
     def _profiled(self) -> dict[str, str]:
         found = {}
@@ -371,9 +385,10 @@ class _Comparison:
                 result = read_result(self.runs.start(f"profile-{name}", name, Purpose.SHARES))
             except ScriptError as error:
                 return {"cause": "unknown", "reason": f"the run that profiles failed: {in_short(error)}"}
-            if result is None or result["profile"] is None:
-                return {"cause": "unknown", "reason": "the script ended before enough steps were profiled"}
-            found[name] = result["profile"] | {"step_s": statistics.median(self._times_s(name))}
+            if result is None or None in (result["profile"], result["plain"]):
+                why = (result or {}).get("problem") or "the script ended before enough steps were profiled"
+                return {"cause": "unknown", "reason": why}
+            found[name] = result["profile"] | {"step_s": result["plain"]["step_s"]}
         return from_profiles(found["fp32"], found["mixed"], self._format())
 
     # ---- gradients
@@ -426,7 +441,7 @@ def _trained_capture(folder: Path) -> Path:
 
 
 def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> dict[str, str]:
-    """Return ``cause`` and ``reason`` from the profiles of ``Purpose.SHARES``, with ``step_s`` as timed."""
+    """Return ``cause`` and ``reason`` from what the runs of ``Purpose.SHARES`` wrote."""
     products, low = fp32["products"], {same_size(p["kind"], p["shape"]): p for p in mixed["products"]}
     total_s = sum(p["each_s"] * p["count"] for p in products)
     # Weighted by time: a last layer of ten classes does not make a network small.
