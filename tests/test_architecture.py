@@ -63,7 +63,7 @@ MOST_FILES = 190
 # run, and reprs; 93 on pages of doctor and explain; 90 on which scripts `migrate` lets clip in one call;
 # 91 on what fits a time limit, runs side by side, cold caches, ranks that cannot agree yet, autograd.grad;
 # 37 on garbage that releases kernels.
-MOST_TEST_LINES = 43_748
+MOST_TEST_LINES = 43_767
 MOST_PUBLIC_NAMES = 95
 PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
 ORDER = list(BUDGETS)

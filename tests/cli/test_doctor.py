@@ -60,6 +60,12 @@ def test_the_text_and_the_json_are_of_the_same_rates(measured, here, capsys):
     path.write_text('{"cache_format": 1000}')
     assert main(["doctor"]) == 0
     assert f"{path} is damaged, or of another machine or version: measured anew" in capsys.readouterr().err
+    page.unlink()
+    page.mkdir()
+    assert main(["doctor", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["report"] is None
+    assert "note: there is no page: " in told.err
 
 
 def test_a_real_measurement_as_a_process(workshop):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 
 import pytest
 from training_scripts import X, trains
@@ -41,6 +42,18 @@ def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, start_s, each_s, 
     for name in "fp32", "mixed":
         comparison.captures[name].append(Capture(events=(step,) * 199))
     assert comparison._steps_that_fit() == expected
+
+
+@pytest.mark.long
+def test_steps_of_a_process_that_the_script_starts_are_timed(compared, monkeypatch):
+    spent = []
+    monkeypatch.setattr(_comparison._Comparison, "_steps_that_fit", lambda self: spent.extend(self.spent))
+    step = "time.sleep(0.02)", "loss = net(torch.ones(4, 8)).mean()"
+    training = textwrap.indent(trains("nn.Linear(8, 1)", *step, before="import time", steps=30), "    ")
+    start = "if __name__ == '__main__': torch.multiprocessing.spawn(work, nprocs=1)"
+    compared(f"import torch.multiprocessing\ndef work(rank):\n{training}\n{start}\n")
+    assert [run.steps for run in spent] == [30, 30]
+    assert all(0.4 < run.stepping_s < run.startup_s for run in spent)
 
 
 @pytest.mark.long
