@@ -98,7 +98,7 @@ def explain(
     if policy is None and locked is not None:
         policy = _policy_of(locked, check)
     policy = policy or "auto"
-    for wanted in (policy, *([] if against is None else [against])):
+    for wanted in (policy, policy if against is None else against):
         check_policy(wanted)
     require_torch()
     name = find_script(script, arguments, module=module).name

@@ -254,15 +254,9 @@ class _Comparison:
         first = self.spent[:2]
         pair_s = sum(run.stepping_s / run.steps for run in first)
         starts = 3 + _ASIDE - 2 * self.runs.beside  # of two more timed runs, those aside, and this process
-        aside_s = (
-            _ASIDE_STEPS + 1.5 * self.settings.at_step
-        ) * pair_s  # gradients take three runs, two at a time
-        found = self._speedup()
-        if (
-            found
-            and found[0] < (self.settings.min_speedup or LEAST_GAIN)
-            and not self._reason_without_profile(found[0])
-        ):
+        # The three runs that keep gradients begin with the steps of --at-step; two go at a time.
+        aside_s = (_ASIDE_STEPS + 1.5 * self.settings.at_step) * pair_s
+        if (speedup := self._too_slow()) and not self._reason_without_profile(speedup):
             starts += 2
             aside_s += min(_PROFILE_STEPS * pair_s, 2 * (_PROFILE_S + pair_s))
         aside_s += starts * _WITH_END * sum(run.startup_s for run in first) / 2
@@ -351,8 +345,10 @@ class _Comparison:
 
     # ---- speed
 
-    def _speedup(self) -> tuple[float, float, float] | None:
-        return speedup_of(self.captures["fp32"], self.captures["mixed"], kind_of(self._all()))
+    def _too_slow(self) -> float | None:
+        """Return the speedup if mixed precision is certainly not worth it, else None."""
+        found = speedup_of(self.captures["fp32"], self.captures["mixed"], kind_of(self._all()))
+        return found[0] if found and worth_it(found, self.settings.min_speedup) == "no" else None
 
     def _times_s(self, format_: str) -> list[float]:
         kind = kind_of(self._all())
@@ -373,9 +369,8 @@ class _Comparison:
         return None
 
     def _explain_speed(self) -> None:
-        found = self._speedup()
-        if found and worth_it(found, self.settings.min_speedup) == "no":
-            self._write("not_worth_it", **self._reason_without_profile(found[0]) or self._profiled())
+        if speedup := self._too_slow():
+            self._write("not_worth_it", **self._reason_without_profile(speedup) or self._profiled())
 
     def _profiled(self) -> dict[str, str]:
         found = {}
