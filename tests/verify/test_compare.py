@@ -25,9 +25,9 @@ def test_pairs_of_runs_begin_with_each_format_in_turn():
 @pytest.mark.parametrize(
     ("start_s", "each_s", "asked", "expected"),
     [
-        (0.5, 0.03, {"steps": 0}, 84),  # 25 s, less 12.94, 10 starts of 0.575 s, 10 + 11 steps of 0.06 s
-        (1.0, 0.2, {}, 37),  # 0.42 times 81.6 s, less 11.5, 4 s for 10 steps, 3.8 s for profiles
-        (1.0, 0.2, {"at_step": 10}, 22),
+        (0.5, 0.03, {"steps": 0}, 88),  # 25 s, less 12.94, 10 starts of 0.575 s, 10 + 7 steps of 0.06 s
+        (1.0, 0.2, {}, 39),  # 0.42 times 81.6 s, less 11.5, 4 s for 10 steps, 2.8 s for profiles
+        (1.0, 0.2, {"at_step": 10}, 24),
         (2.5, 0.2, {}, None),
         (0.5, 0.03, {"time_limit_s": 60.0}, 200),  # the script ends before
         (2.0, 0.2, {"time_limit_s": 0}, 200),

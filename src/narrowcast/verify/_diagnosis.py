@@ -193,7 +193,7 @@ PHASES = (
 )
 SHORT_PHASES = (
     Phase(name=PLAIN, steps=3, fewest=1, seconds=0.5),
-    Phase(name=PROFILED, steps=8, fewest=1, seconds=1.0),
+    Phase(name=PROFILED, steps=4, fewest=1, seconds=1.0),
 )
 
 

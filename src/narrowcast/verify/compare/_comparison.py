@@ -59,7 +59,7 @@ _SLOW_STEP_S = 2.0
 # Runs that are not timed, and how many steps of each format they take: 3 for memory, 7 for gradients.
 _ASIDE, _ASIDE_STEPS = 5, 10
 # Steps of a profile, and seconds after which its phases end, each with the step that goes on then.
-_PROFILE_STEPS, _PROFILE_S = 11, 1.5
+_PROFILE_STEPS, _PROFILE_S = 7, 1.5
 _WITH_END = 1.15  # a process takes this times its startup to start and end
 _FEWEST_STEPS = 10
 _LEAST_S = 25.0
