@@ -284,7 +284,8 @@ def test_a_real_gpu_is_measured_in_every_format():
 
 
 def row(format_name, speed, shape=(512, 512), kind="matmul"):
-    return {"kind": kind, "shape": list(shape), "format": format_name, "speed_against_fp32": speed}
+    where = {"kind": kind, "shape": list(shape), "format": format_name}
+    return where | {"speed_against_fp32": speed, "expected_time_s": None, "out_of_time": False}
 
 
 def shaken(low, high):
@@ -308,6 +309,11 @@ def test_rates_say_which_formats_are_slow(monkeypatch):
     assert said(row("fp16", 2.0)) == ["known of convolutions: use --policy bf16 or --policy fp32"]
     known = ["known of matmuls; known of convolutions: use --policy bf16 or --policy fp32"]
     assert said(row("fp16", 0.1) | shaken(0.02, 3.0)) == said(row("bf16", 0.1)) == known
+    # A larger one that is fast, or that the time did not suffice for, leaves it open; one known to be long not.
+    small, large = row("fp16", 0.6, (64, 64)), row("fp16", None, (2048, 2048))
+    for unclear in row("fp16", 2.0) | shaken(0.7, 3.0), large | {"expected_time_s": 1.0, "out_of_time": True}:
+        assert said(small, unclear) == ["known of convolutions: use --policy bf16 or --policy fp32"]
+    assert "matmuls at 0.6 of" in said(small, large | {"expected_time_s": 1.0})[0]
 
 
 @pytest.fixture

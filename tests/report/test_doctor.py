@@ -27,12 +27,12 @@ How fast each format is on this CPU
    64 x 64                     100    40.0    0.40x   8.00   0.080x
    512 x 512                   200     800     4.0x   2.00   0.010x
  matmul with casts, GFLOP/s
-   64 x 64                     100    50.0   ~0.50x      -
+   64 x 64                     100    50.0    0.50x      -
    512 x 512                   200     800     4.0x      -   (0.002x)
  convolution 3x3, GFLOP/s
    8 x 128 x 56 x 56           900   1,800     2.0x      -   (0.002x)
  addition, G elements/s
-   4,096                      4.10    4.10     1.0x   1.02    0.25x
+   4,096                      4.10    4.10     1.0x   1.02   ~0.25x
 
 - fp16 not measured in matmul with casts 64 x 64: torch cannot do it here: no
   kernel.

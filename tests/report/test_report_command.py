@@ -91,10 +91,13 @@ def test_torch_is_not_imported_and_ascii_terminals_get_hyphens(folder):
 def test_wrong_use_is_two_and_one_line(tmp_path, capsys):
     made_captures.write_lines(tmp_path / "of-comparison.jsonl", made_captures.start("compare"))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "of-doctor").mkdir()
+    (tmp_path / "of-doctor" / "report.html").touch()
     os.mkfifo(tmp_path / "pipe")
     for name, message in (
         ("pipe", "there is no capture"),
         ("empty", "expected comparison.jsonl (of narrowcast compare) or capture.jsonl"),
+        ("of-doctor", f"it has the page {tmp_path / 'of-doctor' / 'report.html'}"),
         ("of-comparison.jsonl", "expected the name comparison.jsonl"),
         ("x" * 300, "File name too long"),
     ):

@@ -73,8 +73,10 @@ def test_steps_take_turns_while_all_of_the_other_run_stands_still(pair):
 
 
 def test_slow_steps_take_turns_one_by_one_from_the_start(pair, monkeypatch):
+    """Also with a temporary file, as a DataLoader with workers has: no other run has its name."""
     monkeypatch.setattr(_runs, "_BLOCK_S", 0.001)
-    _, done = pair(script(steps=9))
+    why, done = pair(script(before="import tempfile\nopen(tempfile.mkdtemp() + '/file', 'w')\n", steps=9))
+    assert why is None
     for run in done:
         blocks = blocks_of(read_capture(run.folder / "capture.jsonl"), "training")
         assert [len(block) for block in blocks] == [1] * 6

@@ -98,13 +98,17 @@ class FileWatch:
         elif event in _CHANGES:
             for path, folder in _CHANGES[event]:
                 self._keep(args[path], args[folder], follow=False, whole=event == "os.rename")
+        elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):  # before the one that creates it
+            self._keep(args[0], is_temporary=True)
         elif event == "sqlite3.connect":
             name = os.fsdecode(args[0])
             name = unquote(urlsplit(name).path) if name.startswith("file:") else name
             for ending in ("", "-journal", "-wal", "-shm"):
                 self._keep(name + ending)
 
-    def _keep(self, path: Any, folder: int | None = -1, *, follow: bool = True, whole: bool = False) -> None:
+    def _keep(
+        self, path: Any, folder: int | None = -1, *, follow: bool = True, whole: bool = False, **facts: bool
+    ) -> None:
         """Log what ``path`` is now, once, with a copy of a file; of a ``whole`` folder all that is in it."""
         name = self._name(path, folder, follow=follow)
         if name is None or name in self._kept:
@@ -112,7 +116,7 @@ class FileWatch:
         try:
             about = os.lstat(name)
         except OSError:
-            self._log(name, was="nothing")
+            self._log(name, was="nothing", **facts)
             return
         if stat.S_ISREG(about.st_mode):
             self._log(name, was="file", copy=uuid.uuid4().hex, owner=(about.st_uid, about.st_gid))
@@ -171,7 +175,8 @@ def _cache_folders() -> list[Path]:
 def changed_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the journal of a run: path -> its first line, which tells what was there before the run.
 
-    What is in a folder that the run created is not listed.
+    What is in a folder that the run created is not listed. ``is_temporary`` in a line: ``tempfile`` made the
+    name, which no other run has.
     """
     lines: dict[str, dict[str, Any]] = {}
     with suppress(OSError):

@@ -318,28 +318,33 @@ def _is_steady(row: dict[str, Any]) -> bool:
 # ---- formats that are slow here
 
 
+def _is_slow(row: dict[str, Any]) -> bool:
+    """Return whether a row is certainly slower than fp32: measured so, or not measured since it would be."""
+    if row["speed_against_fp32"] is None:
+        return row["expected_time_s"] is not None and not row["out_of_time"]
+    return bool(row["speed_against_fp32"] * _AS_FAST < 1)
+
+
 def slow_formats(
     formats: Iterable[str], device_type: str, rows: list[dict[str, Any]] | None = None
 ) -> list[str]:
     """Return a sentence for each of ``formats`` that is slower than fp32 on this machine, with what to use.
 
-    Decided by the largest steady matmul and convolution among ``rows``, by default those that ``doctor`` kept
-    for this CPU; without any, by what is known of this kind of CPU. A slow convolution is said in either
-    case, since rates are of forward calls alone.
+    Decided by the largest steady matmul and convolution among ``rows``, unless a larger one may be fast; by
+    default those that ``doctor`` kept for this CPU; without any, by what is known of this kind of CPU. A slow
+    convolution is said in either case, since rates are of forward calls alone.
     """
     is_cpu, found = device_type == "cpu", []
     rows = kept_rows() if rows is None and is_cpu else rows or []
     for name in {name: None for name in formats if name in ("bf16", "fp16")}:
         slower, known = [], []
         for kind in ("matmul", "convolution"):
-            speeds = [
-                row["speed_against_fp32"]
-                for row in rows
-                if (row["kind"], row["format"]) == (kind, name) and _is_steady(row)
-            ]
-            if speeds and speeds[-1] * _AS_FAST < 1:
-                slower.append(f"{kind}s at {speeds[-1]:.2g} of fp32's speed")
-            elif is_cpu and (kind == "convolution" or not speeds):
+            of_kind = [row for row in rows if (row["kind"], row["format"]) == (kind, name)]
+            steady = [at for at, row in enumerate(of_kind) if _is_steady(row)]
+            if steady and all(map(_is_slow, of_kind[steady[-1] :])):
+                speed = of_kind[steady[-1]]["speed_against_fp32"]
+                slower.append(f"{kind}s at {speed:.2g} of fp32's speed")
+            elif is_cpu and (kind == "convolution" or not steady):
                 known.append(known_to_be_slow(name, kind))
         where = "CPU" if is_cpu else "GPU"
         said = [f"{name} on this {where} is slow, as measured: {' and '.join(slower)}"] if slower else []

@@ -17,7 +17,6 @@ _KINDS = {
     "add": "addition",
 }
 # If the middle half of the rounds spans more than this share of the median, something else was running.
-NOISY = 0.25
 
 
 def doctor_text(examination: dict[str, Any], *, color: bool = False) -> str:
@@ -114,9 +113,9 @@ def _rate(row: dict[str, Any], scale: float) -> str:
 
 
 def _speed(row: dict[str, Any], fp32: dict[str, Any] | None) -> str:
-    """Format the speed against fp32: ``~0.50x`` if noisy, ``(0.06x)`` if estimated."""
+    """Format the speed against fp32: ``~0.50x`` if unsteady, ``(0.06x)`` if estimated."""
     if row["speed_against_fp32"] is not None:
-        return f"{'~' if _spread(row) > NOISY else ''}{ratio(row['speed_against_fp32'])}"
+        return f"{'' if row['steady'] else '~'}{ratio(row['speed_against_fp32'])}"
     fp32_s, mine_s = (
         float((one or {}).get("time_s_median") or (one or {}).get("expected_time_s") or 0.0)
         for one in (fp32, row)
@@ -159,7 +158,7 @@ def _measured(rates: dict[str, Any]) -> dict[str, Any] | None:
         "rounds": str(few) if few == many else f"{few} to {many}",
         "typical": spreads[len(spreads) // 2],
         "worst": spreads[-1],
-        "is_noisy": spreads[-1] > NOISY,
+        "is_noisy": any(row["speed_against_fp32"] is not None and not row["steady"] for row in rows),
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(rates["measured_at_s"])),
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from narrowcast.observe.explanation import count_text, percent
-from narrowcast.report._doctor import NOISY, doctor_page
+from narrowcast.report._doctor import doctor_page
 from narrowcast.report._render import sentence, terminal_text
 from narrowcast.report._text import UNKNOWN, duration, printable, ratio, site_name
 
@@ -24,6 +24,7 @@ _SHORT = {"batched matmul": "bmm", "convolution": "conv", "recurrent layer": "re
 # Shares of a step from which on a part is worth a sentence.
 _MUCH, _MUCH_CASTING, _MUCH_PYTHON, _SMALL_SHARE = 0.15, 0.08, 0.25, 0.05
 _BUSY = 0.8
+_NOISY = 0.25
 _AS_FAST = 1.1
 _MUCH_SMALLER = 8
 _MUCH_LONGER = 1.5
@@ -110,7 +111,7 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
 def _doubts(found: dict[str, Any]) -> Iterator[_Finding]:
     runs = (found["fp32"], found["mixed"])
     noise = max((run["plain_step_s_high"] - run["plain_step_s_low"]) / run["plain_step_s"] for run in runs)
-    if noise > NOISY:
+    if noise > _NOISY:
         yield "noisy", {"noise": noise}
     for run, name in zip(runs, ("FP32", found["format"]), strict=True):
         longer = run["step_s"] / run["plain_step_s"]

@@ -14,6 +14,7 @@ from narrowcast.errors import FileError
 from narrowcast.observe.capture import (
     COMPARISON,
     EXPLANATION,
+    PAGE,
     RUN,
     Capture,
     ComparisonCapture,
@@ -46,7 +47,8 @@ def find_capture(path: Path) -> Found:
     if not inside and not is_file:
         wanted = f"{COMPARISON} (of narrowcast compare) or {RUN} (of narrowcast run)"
         if is_folder:
-            raise FileError(f"there is no capture in {path}: expected {wanted}")
+            page = f"; it has the page {path / PAGE}" if (path / PAGE).is_file() else ""
+            raise FileError(f"there is no capture in {path}: expected {wanted}{page}")
         raise FileError(f"there is no capture {path}: expected a folder with {wanted} in it, or that file")
     file = path / inside[0] if inside else path
     if file.name == COMPARISON:

@@ -22,7 +22,7 @@ import msgspec
 
 from narrowcast._files import replacing
 from narrowcast.attach import OUTPUTS, changed_files, folder_of_one, registered, restore_files
-from narrowcast.errors import FileError, ScriptError, few
+from narrowcast.errors import FileError, ScriptError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 
 SETTINGS = "narrowcast-run.json"
@@ -50,7 +50,7 @@ LITTLE_MEMORY = 200
 # A run that makes no progress for so long may wait for what the other one holds, as a lock or a port.
 _PATIENCE_S = 10.0
 _PATIENCE = 10
-_TOO_SHORT = f"its own process took fewer than {_WARM_UP} steps"
+_TOO_SHORT = f"the script's own process took fewer than {_WARM_UP} steps"
 
 
 class Purpose(StrEnum):
@@ -536,6 +536,8 @@ def _why_not(run: LiveRun) -> str | None:
         return "it is one of the ranks of a job, which wait for each other"
     if run.numbers[MEMORY] > _MOST_MEMORY:
         return f"{run.name} takes {run.numbers[MEMORY] / 1000:.0%} of the memory"
-    changed = {path: line["was"] for path, line in changed_files(run.folder).items() if path}
-    kept = [Path(path).name for path, was in changed.items() if was != "folder" and os.path.lexists(path)]
-    return f"the script changes files ({few(kept, 2)})" if kept else None
+    for path, line in changed_files(run.folder).items():
+        shared = path and line["was"] != "folder" and not line.get("is_temporary")
+        if shared and os.path.lexists(path):
+            return f"the script changes files ({Path(path).name})"
+    return None
