@@ -1,6 +1,5 @@
 """Wrong use: one clear line on stderr, exit code 2, and nothing left behind."""
 
-import json
 import os
 import sys
 
@@ -43,7 +42,7 @@ IN_BOTH_VERBS = {
     "cookie.py": "unknown encoding: nonsense",
     "-m nothing": "no module of that name was found",
     "-m package.nothing": "no module of that name was found",
-    "-m package": "no module of that name was found",
+    "-m package": "of that name was found, nor a package with a __main__",
     "-m package.broken": "(line 1)",
     "-m good.py": "(for a file: narrowcast run good.py)",
     "--policy bf61 good.py": "unknown policy 'bf61'. Did you mean \"bf16\"? Known: auto, bf16,",
@@ -130,16 +129,9 @@ def test_no_words_at_all_show_the_help_and_are_wrong_use(workplace, capsys):
     assert "narrowcast run train.py --its --own args" in said.out
 
 
-def test_where_the_policy_is_fp32_nothing_is_compared(workplace, capsys):
-    why = "mixed precision stays in fp32 here, since the policy is fp32"
-    assert main(["compare", "--policy", "fp32", "--json", "good.py"]) == 0
-    said = capsys.readouterr()
-    assert said.err == f"narrowcast: nothing to compare: {why}\n"
-    nothing = json.loads(said.out)
-    assert (nothing["fp32"], nothing["mixed"], nothing["reason"]) == (None, None, why)
-    assert nothing["verdict"] == {"right": "yes", "worth_it": f"no: {why}"}
-    assert main(["compare", "--policy", "fp32", "good.py"]) == 0
-    assert capsys.readouterr().out == ""
+def test_fp32_is_not_compared_with_itself(workplace, capsys):
+    assert main(["compare", "--policy", "fp32", "good.py"]) == 2
+    assert "expected a --policy other than FP32" in capsys.readouterr().err
     assert not (workplace.cache / "runs").exists()
 
 

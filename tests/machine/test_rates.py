@@ -309,7 +309,7 @@ def test_rates_say_which_formats_are_slow(monkeypatch):
     assert said(row("fp16", 2.0)) == ["known of convolutions: use --policy bf16 or --policy fp32"]
     known = ["known of matmuls; known of convolutions: use --policy bf16 or --policy fp32"]
     assert said(row("fp16", 0.1) | shaken(0.02, 3.0)) == said(row("bf16", 0.1)) == known
-    # A larger one that is fast, or that the time did not suffice for, leaves it open; one known to be long not.
+    # A larger one that may be fast leaves it open; one that was not measured, since it is long, does not.
     small, large = row("fp16", 0.6, (64, 64)), row("fp16", None, (2048, 2048))
     for unclear in row("fp16", 2.0) | shaken(0.7, 3.0), large | {"expected_time_s": 1.0, "out_of_time": True}:
         assert said(small, unclear) == ["known of convolutions: use --policy bf16 or --policy fp32"]

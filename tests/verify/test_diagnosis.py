@@ -128,7 +128,7 @@ PROBLEMS = {
     ),
     "nothing": (
         "print(torch.ones(3))\n",
-        "the script called no module with parameters and took no optimizer step: nothing to profile",
+        "the script took no optimizer step, nor called a module without training it: nothing to profile",
     ),
     "autocast": (
         "torch.autocast('cpu').__enter__()\n" + textwrap.dedent(TRAINS.format(wide=16, many=MANY)),

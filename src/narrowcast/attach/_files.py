@@ -107,7 +107,7 @@ class FileWatch:
                 self._keep(name + ending)
 
     def _keep(
-        self, path: Any, folder: int | None = -1, *, follow: bool = True, whole: bool = False, **facts: bool
+        self, path: Any, folder: int | None = -1, *, follow: bool = True, whole: bool = False, **facts: Any
     ) -> None:
         """Log what ``path`` is now, once, with a copy of a file; of a ``whole`` folder all that is in it."""
         name = self._name(path, folder, follow=follow)

@@ -95,7 +95,8 @@ class Script:
             raise ScriptError(f"cannot run module {module}: {error}") from error
         if spec is None or spec.origin is None:
             hint = f" (for a file: narrowcast run {module})" if Path(module).is_file() else ""
-            raise ScriptError(f"cannot run module {module}: no module of that name was found{hint}")
+            wanted = "no module of that name was found, nor a package with a __main__"
+            raise ScriptError(f"cannot run module {module}: {wanted}{hint}")
         return cls(
             name=module,
             code=_code_of(f"module {module}", spec.origin, spec),

@@ -295,7 +295,7 @@ class _Unchanged(Exception):  # noqa: N818
 
 
 def _report(name: str, raised: str, what: str = "runs in fp32") -> None:
-    here, reason = promotion_here(), raised.partition("\n")[0][:100]
+    here, reason = promotion_here(), raised.partition("\n")[0].partition(". ")[0]
     for promotion in list(living) if here is None else (here,):
         promotion(
             name.partition(".")[0].lstrip("_"),

@@ -55,7 +55,7 @@ _TimeLimitOption = Annotated[
         "--time-limit",
         metavar="S",
         min=0,
-        help="Seconds that all runs may take, or nearly: 25, or 1.42 times the first two; 0: no limit.",
+        help="Shorten or omit the second pair of runs to take S seconds: 25, or 1.42 times the first; 0: no.",
     ),
 ]
 
@@ -103,7 +103,7 @@ def compare(
     _decide_auto(policy, cache_dir or cache_folder())
     why, instead = stays_in_fp32(policy), compared_instead(policy)
     if why and instead is None:
-        return _nothing_to_compare(f"mixed precision stays in fp32 here, since {why}", as_json=as_json)
+        raise SettingError(f"expected a --policy other than FP32, with which it is compared, got {policy}")
     if instead is not None:
         talk(f"auto computes in fp32 here, since {why}; comparing {instead}")
     given: dict[str, Any] = {
@@ -125,15 +125,6 @@ def compare(
         **given,
     )
     return _compare(settings, as_json=as_json, strict=strict)
-
-
-def _nothing_to_compare(reason: str, *, as_json: bool) -> int:
-    from narrowcast.report import empty_summary
-
-    talk(f"nothing to compare: {reason}")
-    if as_json:
-        show_result(empty_summary(reason), str, as_json=True)
-    return 0
 
 
 def _decide_auto(policy: str, cache: Path | None) -> None:

@@ -92,11 +92,12 @@ def _numbers_and_text(found: Any, page: str) -> tuple[dict[str, Any], str]:
 
 def _list_all(cache: Path | None, *, clean: bool) -> int:
     """List the folders of captures with their time and size; delete them if the answer is yes."""
-    folders = sorted((cache / "runs").glob("*/"), key=lambda path: -path.stat().st_mtime) if cache else []
+    ended_s = {path: _ended_s(path) for path in (cache / "runs").glob("*/")} if cache else {}
+    folders = sorted(ended_s, key=lambda path: -ended_s[path])
     sizes = {path: sum(f.lstat().st_size for f in path.rglob("*") if f.is_file()) / 2**20 for path in folders}
     for path, mib in sizes.items():
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-        show(f"{when} {mib:9.1f} MiB  {path}")
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(ended_s[path]))
+        show(f"{when} {mib:10.2f} MiB  {path}")
     if not folders:
         talk("there are no captures" + (f" in {cache / 'runs'}" if cache else ""))
     elif clean and typer.confirm(f"Delete these {len(folders)} folders, {sum(sizes.values()):.1f} MiB?"):
@@ -108,6 +109,11 @@ def _list_all(cache: Path | None, *, clean: bool) -> int:
             else:
                 shutil.rmtree(path)
     return 0
+
+
+def _ended_s(folder: Path) -> float:
+    """Return when a folder's capture was written last; a later report writes its page anew."""
+    return max(path.stat().st_mtime for path in list(folder.glob("*.jsonl")) or [folder])
 
 
 def _is_written(capture: Path) -> bool:

@@ -320,9 +320,8 @@ def _is_steady(row: dict[str, Any]) -> bool:
 
 def _is_slow(row: dict[str, Any]) -> bool:
     """Return whether a row is certainly slower than fp32: measured so, or not measured since it would be."""
-    if row["speed_against_fp32"] is None:
-        return row["expected_time_s"] is not None and not row["out_of_time"]
-    return bool(row["speed_against_fp32"] * _AS_FAST < 1)
+    speed, is_long = row["speed_against_fp32"], row["expected_time_s"] and not row["out_of_time"]
+    return bool(is_long if speed is None else speed * _AS_FAST < 1)
 
 
 def slow_formats(
@@ -342,8 +341,7 @@ def slow_formats(
             of_kind = [row for row in rows if (row["kind"], row["format"]) == (kind, name)]
             steady = [at for at, row in enumerate(of_kind) if _is_steady(row)]
             if steady and all(map(_is_slow, of_kind[steady[-1] :])):
-                speed = of_kind[steady[-1]]["speed_against_fp32"]
-                slower.append(f"{kind}s at {speed:.2g} of fp32's speed")
+                slower.append(f"{kind}s at {of_kind[steady[-1]]['speed_against_fp32']:.2g} of fp32's speed")
             elif is_cpu and (kind == "convolution" or not steady):
                 known.append(known_to_be_slow(name, kind))
         where = "CPU" if is_cpu else "GPU"

@@ -16,7 +16,7 @@ from narrowcast.report._explain import (
 )
 from narrowcast.report._files import explanation_of, find_capture, latest_capture
 from narrowcast.report._page import save_page, write_page
-from narrowcast.report._summary import empty_summary, run_summary, summary
+from narrowcast.report._summary import run_summary, summary
 from narrowcast.report._table import comparison_table, run_block
 from narrowcast.report._text import printable
 
@@ -31,7 +31,6 @@ __all__ = [
     "differences",
     "doctor_page",
     "doctor_text",
-    "empty_summary",
     "explain_text",
     "explanation_of",
     "facts_changed",

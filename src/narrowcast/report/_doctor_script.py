@@ -24,6 +24,7 @@ _SHORT = {"batched matmul": "bmm", "convolution": "conv", "recurrent layer": "re
 # Shares of a step from which on a part is worth a sentence.
 _MUCH, _MUCH_CASTING, _MUCH_PYTHON, _SMALL_SHARE = 0.15, 0.08, 0.25, 0.05
 _BUSY = 0.8
+_LONGEST_DISPATCH_S = 100e-6
 _NOISY = 0.25
 _AS_FAST = 1.1
 _MUCH_SMALLER = 8
@@ -129,7 +130,9 @@ def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     if busy is not None and busy < _BUSY:
         yield 1 - busy, ("gpu waits", {"share": 1 - busy})
     elif busy is None and shares["python"] > _MUCH_PYTHON and mixed["ops"]["mean_s"]:
-        yield shares["python"], ("python", {})
+        between_s = shares["python"] * mixed["plain_step_s"]
+        is_dispatch = between_s < _LONGEST_DISPATCH_S * mixed["ops"]["count"]
+        yield shares["python"], ("python" if is_dispatch else "own python", {"between_s": between_s})
     for kind, share, much in (
         ("loading", mixed["loading_share"], _MUCH),
         ("optimizer", shares["optimizer"], _MUCH),
@@ -143,6 +146,8 @@ def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
 def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     here, best = found["together"]["products_speedup"], found["together"]["machine_best"]
     if here is None or best is None or best["speed"] < _AS_FAST or not found["together"]["sizes"]:
+        return
+    if found["mixed"]["shares"]["products"] < _SMALL_SHARE:
         return
     largest = found["together"]["sizes"][0]
     # Convolutions have rates of their own.

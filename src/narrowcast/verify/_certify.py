@@ -240,7 +240,7 @@ def _checked_batches(batches: Any) -> list[Any]:
         )
     given = list(batches) if isinstance(batches, Iterable) else []
     if not given:
-        raise SettingError(f"expected a list of batches with at least one, got {type(batches).__name__}")
+        raise SettingError(f"expected a list of batches with at least one, got {batches!r:.80}")
     return given
 
 

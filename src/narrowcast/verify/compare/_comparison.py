@@ -203,6 +203,9 @@ class _Comparison:
             # Training that cannot go on in mixed precision is a result of the comparison.
             failed = self._no_certificate(f"Training in mixed precision came to a stop. {error}")
             self._write("certificate", **failed | {"verdict": FAIL})
+        except ScriptError as error:
+            self._write("note", text=in_short(error))
+            raise
         finally:
             self.runs.close()
             for folder in self.runs.folders:  # its tensors may be as large as the model
