@@ -8,6 +8,7 @@ import pytest
 from workshops import Workshop
 
 import narrowcast
+from narrowcast.cli import main
 from narrowcast.cli.doctor import doctor
 
 SECONDS = inspect.signature(doctor).parameters["budget_s"].default
@@ -89,3 +90,13 @@ def test_no_paragraph_of_a_help_is_broken_where_its_source_was(pages):
         for line, following in itertools.pairwise(lines):
             if line and following:
                 assert len(line) + 1 + len(following.split()[0]) > 78, line
+
+
+def test_options_are_completed_up_to_the_name_of_the_script(monkeypatch, capsys):
+    monkeypatch.setenv("_NARROWCAST_COMPLETE", "complete_bash")
+    for words, offered in (["run", "--los"], ["--loss-scale"]), (["run", "train.py", "--los"], []):
+        monkeypatch.setenv("COMP_WORDS", " ".join(["narrowcast", *words]))
+        monkeypatch.setenv("COMP_CWORD", str(len(words)))
+        with pytest.raises(SystemExit):
+            main([])
+        assert capsys.readouterr().out.split() == offered

@@ -81,6 +81,10 @@ class _Verb(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # typer 0.29 writes {SCRIPT}
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete the verb's options up to the script's name only; what follows is the script's."""
+        return [] if ctx.params.get("script") else list(super().shell_complete(ctx, incomplete))
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
         rest: list[str] = super().parse_args(ctx, args)
