@@ -116,12 +116,9 @@ def _speed(row: dict[str, Any], fp32: dict[str, Any] | None) -> str:
     """Format the speed against fp32: ``~0.50x`` if unsteady, ``(0.06x)`` if estimated."""
     if row["speed_against_fp32"] is not None:
         return f"{'' if row['steady'] else '~'}{ratio(row['speed_against_fp32'])}"
-    fp32_s, mine_s = (
-        float((one or {}).get("time_s_median") or (one or {}).get("expected_time_s") or 0.0)
-        for one in (fp32, row)
-    )
-    late = row["out_of_time"] or (fp32 or row)["out_of_time"]  # a guess from a small call of a busy machine
-    return f"({ratio(fp32_s / mine_s)})" if fp32_s and mine_s and not late else ""
+    fp32_s, mine_s = fp32 and fp32["time_s_median"], row["expected_time_s"]
+    # Without time for it, or against an estimate, it would be a guess from small calls of a busy machine.
+    return f"({ratio(fp32_s / mine_s)})" if fp32_s and mine_s and not row["out_of_time"] else ""
 
 
 def _spread(row: dict[str, Any]) -> float:
