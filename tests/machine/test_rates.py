@@ -15,6 +15,7 @@ from kept_rates import keep_rates, rows_of
 from narrowcast.errors import SettingError
 from narrowcast.machine import Budget, Choice, arithmetic_settings, examine, slow_formats
 from narrowcast.machine import _examination as examination
+from narrowcast.machine import _rates
 from narrowcast.machine._examination import kept_rows, rates_path, read_rates
 from narrowcast.machine._rates import Shape, Work, has_tf32, measure_device, work_for, work_for_auto
 
@@ -160,6 +161,8 @@ def test_what_was_disturbed_is_measured_once_more():
     rows = measured(Made(clock, seconds), Budget(device_s=1e6, call_s=1e3))
     assert rows["small", "fp32"]["time_s_high"] == pytest.approx(0.01)
     assert rows["small", "fp32"]["time_s_median"] == pytest.approx(0.01)
+    late = {"format": "bf16", "time_s_low": None, "reason": "", "expected_time_s": 1.0, "out_of_time": True}
+    assert _rates._known([late])["bf16"].out_of_time, "then too"
 
 
 def test_formats_take_turns():
@@ -310,10 +313,11 @@ def test_rates_say_which_formats_are_slow(monkeypatch):
     known = ["known of matmuls; known of convolutions: use --policy bf16 or --policy fp32"]
     assert said(row("fp16", 0.1) | shaken(0.02, 3.0)) == said(row("bf16", 0.1)) == known
     # A larger one that may be fast leaves it open; one that was not measured, since it is long, does not.
-    small, large = row("fp16", 0.6, (64, 64)), row("fp16", None, (2048, 2048))
-    for unclear in row("fp16", 2.0) | shaken(0.7, 3.0), large | {"expected_time_s": 1.0, "out_of_time": True}:
-        assert said(small, unclear) == ["known of convolutions: use --policy bf16 or --policy fp32"]
-    assert "matmuls at 0.6 of" in said(small, large | {"expected_time_s": 1.0})[0]
+    small, large = row("fp16", 0.6, (64, 64)), row("fp16", None, (2048, 2048)) | {"expected_time_s": 1.0}
+    fp32 = row("fp32", 1.0, (2048, 2048)) | {"time_s_median": 0.1}
+    assert "matmuls at 0.6 of" in said(small, large, fp32)[0]
+    fast, late = row("fp16", 2.0) | shaken(0.7, 3.0), large | {"out_of_time": True}
+    assert said(small, fast, fp32) == said(small, late, fp32) == said(small, large) == known
 
 
 @pytest.fixture

@@ -128,7 +128,8 @@ PROBLEMS = {
     ),
     "nothing": (
         "print(torch.ones(3))\n",
-        "the script took no optimizer step, nor called a module without training it: nothing to profile",
+        "nothing to profile: expected optimizer steps or, without an optimizer, calls of a module with "
+        "parameters",
     ),
     "autocast": (
         "torch.autocast('cpu').__enter__()\n" + textwrap.dedent(TRAINS.format(wide=16, many=MANY)),

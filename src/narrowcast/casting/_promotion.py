@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -295,7 +296,7 @@ class _Unchanged(Exception):  # noqa: N818
 
 
 def _report(name: str, raised: str, what: str = "runs in fp32") -> None:
-    here, reason = promotion_here(), raised.partition("\n")[0].partition(". ")[0]
+    here, reason = promotion_here(), textwrap.shorten(raised.partition("\n")[0], 200, placeholder=" ...")
     for promotion in list(living) if here is None else (here,):
         promotion(
             name.partition(".")[0].lstrip("_"),

@@ -55,7 +55,8 @@ _TimeLimitOption = Annotated[
         "--time-limit",
         metavar="S",
         min=0,
-        help="Shorten or omit the second pair of runs to take S seconds: 25, or 1.42 times the first; 0: no.",
+        help="Shorten or omit the second pair of runs to stay within S seconds (default: 25, or 1.42 times "
+        "the first pair); 0: no limit.",
     ),
 ]
 
@@ -103,7 +104,7 @@ def compare(
     _decide_auto(policy, cache_dir or cache_folder())
     why, instead = stays_in_fp32(policy), compared_instead(policy)
     if why and instead is None:
-        raise SettingError(f"expected a --policy other than FP32, with which it is compared, got {policy}")
+        raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
     if instead is not None:
         talk(f"auto computes in fp32 here, since {why}; comparing {instead}")
     given: dict[str, Any] = {

@@ -113,7 +113,8 @@ def _list_all(cache: Path | None, *, clean: bool) -> int:
 
 def _ended_s(folder: Path) -> float:
     """Return when a folder's capture was written last; a later report writes its page anew."""
-    return max(path.stat().st_mtime for path in list(folder.glob("*.jsonl")) or [folder])
+    captures = [path for path in folder.glob("*.jsonl") if path.is_file()]
+    return max(path.stat().st_mtime for path in captures or [folder])
 
 
 def _is_written(capture: Path) -> bool:

@@ -318,10 +318,14 @@ def _is_steady(row: dict[str, Any]) -> bool:
 # ---- formats that are slow here
 
 
-def _is_slow(row: dict[str, Any]) -> bool:
-    """Return whether a row is certainly slower than fp32: measured so, or not measured since it would be."""
-    speed, is_long = row["speed_against_fp32"], row["expected_time_s"] and not row["out_of_time"]
-    return bool(is_long if speed is None else speed * _AS_FAST < 1)
+def _is_slow(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """Return whether a row of ``rows`` is slower than fp32: measured so, or estimated where fp32 is known."""
+    speed = row["speed_against_fp32"]
+    if speed is None and row["expected_time_s"] and not row["out_of_time"]:
+        same = (row["kind"], row["shape"], "fp32")
+        fp32 = [r["time_s_median"] for r in rows if (r["kind"], r["shape"], r["format"]) == same]
+        speed = fp32[0] / row["expected_time_s"] if fp32 and fp32[0] else None
+    return bool(speed is not None and speed * _AS_FAST < 1)
 
 
 def slow_formats(
@@ -340,9 +344,10 @@ def slow_formats(
         for kind in ("matmul", "convolution"):
             of_kind = [row for row in rows if (row["kind"], row["format"]) == (kind, name)]
             steady = [at for at, row in enumerate(of_kind) if _is_steady(row)]
-            if steady and all(map(_is_slow, of_kind[steady[-1] :])):
+            slow = [_is_slow(row, rows) for row in of_kind[steady[-1] :]] if steady else [True]
+            if steady and all(slow):
                 slower.append(f"{kind}s at {of_kind[steady[-1]]['speed_against_fp32']:.2g} of fp32's speed")
-            elif is_cpu and (kind == "convolution" or not steady):
+            elif is_cpu and (kind == "convolution" or slow[0]):
                 known.append(known_to_be_slow(name, kind))
         where = "CPU" if is_cpu else "GPU"
         said = [f"{name} on this {where} is slow, as measured: {' and '.join(slower)}"] if slower else []

@@ -264,7 +264,9 @@ def _measured(rows: list[dict[str, Any]]) -> int:
 
 def _known(rows: list[dict[str, Any]]) -> dict[str, float | _Skipped]:
     return {
-        row["format"]: row["time_s_low"] or _Skipped(row["reason"], row["expected_time_s"]) for row in rows
+        row["format"]: row["time_s_low"]
+        or _Skipped(row["reason"], row["expected_time_s"], row["out_of_time"])
+        for row in rows
     }
 
 

@@ -16,7 +16,6 @@ _KINDS = {
     "convolution": "convolution 3x3",
     "add": "addition",
 }
-# If the middle half of the rounds spans more than this share of the median, something else was running.
 
 
 def doctor_text(examination: dict[str, Any], *, color: bool = False) -> str:

@@ -108,7 +108,7 @@ def _of_blocks(speedup: float | None, fp32: _Side, mixed: _Side) -> list[str]:
     if 1 / _ALIKE < speedup / of_medians < _ALIKE:
         return []
     text = "the speedup is that of blocks of steps that took turns, not that of these medians"
-    return [f"{text} ({of_medians:.2f}x), which a busy machine changes more"]
+    return [f"{text} ({of_medians:.2f}x)"]
 
 
 class _Side:

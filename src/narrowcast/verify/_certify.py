@@ -240,7 +240,8 @@ def _checked_batches(batches: Any) -> list[Any]:
         )
     given = list(batches) if isinstance(batches, Iterable) else []
     if not given:
-        raise SettingError(f"expected a list of batches with at least one, got {batches!r:.80}")
+        got = "an empty " * isinstance(batches, Iterable) + type(batches).__name__
+        raise SettingError(f"expected a list of at least one batch, got {got}")
     return given
 
 

@@ -99,9 +99,8 @@ def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
         return None
     seen, s = result["seen"], "s" * (result["seen"] > 1)
     if not seen:
-        return (
-            "the script took no optimizer step, nor called a module without training it: nothing to profile"
-        )
+        expected = "optimizer steps or, without an optimizer, calls of a module with parameters"
+        return f"nothing to profile: expected {expected}"
     what = f"optimizer step{s}" if result["unit"] == "step" else f"call{s} of its modules"
     return f"the script ended after {seen} {what}, and {result['needed']} are needed: let it run longer"
 

@@ -182,7 +182,8 @@ def _difference(fp32: GradientFacts, mixed: GradientFacts, at_step: int) -> str 
     if taken < at_step:
         return f"The script ended after {taken} steps, before step {at_step}."
     if not fp32.random or not mixed.random:
-        return "No torch.optim.Optimizer stepped in the runs that keep gradients: updates, if any, by hand."
+        where = "in the runs that keep gradients"
+        return f"No torch.optim.Optimizer stepped {where}: updates, if any, are made by hand."
     cases = (
         (len(fp32.random) != len(mixed.random), "Two runs did not step the same optimizers."),
         (
