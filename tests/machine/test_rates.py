@@ -13,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kept_rates import keep_rates, rows_of
 from narrowcast.errors import SettingError
-from narrowcast.machine import Budget, Choice, arithmetic_settings, examine, slow_formats
+from narrowcast.machine import Budget, Choice, _rates, arithmetic_settings, examine, slow_formats
 from narrowcast.machine import _examination as examination
-from narrowcast.machine import _rates
 from narrowcast.machine._examination import kept_rows, rates_path, read_rates
 from narrowcast.machine._rates import Shape, Work, has_tf32, measure_device, work_for, work_for_auto
 

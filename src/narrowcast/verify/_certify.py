@@ -241,7 +241,7 @@ def _checked_batches(batches: Any) -> list[Any]:
     given = list(batches) if isinstance(batches, Iterable) else []
     if not given:
         got = "an empty " * isinstance(batches, Iterable) + type(batches).__name__
-        raise SettingError(f"expected a list of at least one batch, got {got}")
+        raise SettingError(f"expected a list of batches, at least one, got {got}")
     return given
 
 
