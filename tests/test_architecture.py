@@ -19,7 +19,8 @@ BUDGETS = {
     "errors": 140,
     "_files": 96,  # the one atomic write, of which there were seven, and the one cache folder, of three
     "formats": 550,
-    # 9 take the limit of a container for its memory; 3 let the table decide before ranks can agree.
+    # 9 take the limit of a container for its memory; 3 let the table decide before ranks can agree; 7 let
+    # no small size decide that a format is slow while a larger one is unclear.
     "machine": 1_407,  # 155 decide "auto" by rates, agreed on by ranks; 50 say which formats are slow
     "policy": 1_536,  # rules that no call reached, a notebook view; 10 for a repr of one line
     "scaling": 520,  # checks what is given as a loss scale

@@ -25,8 +25,8 @@ Ops: 85 a step, 54 us each.
 Reads of tensors a step: train.py:11 item() 1, train.py:13 bool() 0.5.
 
 What this means
-  - Matmuls take 57 % of the FP32 step. If they alone changed, to this
-    machine's 3.1x for these sizes, a step would be 1.63x faster; measured:
+  - Matmuls take 57 % of the FP32 step. With this machine's 3.1x for these
+    sizes, and nothing else changed, a step would be 1.63x faster; measured:
     1.15x faster.
 """
 
@@ -123,7 +123,7 @@ def test_sizes_that_are_no_multiple_of_eight_on_a_gpu():
         ({"mixed__shares__python": 0.5}, "dispatch take 50 %, around 85 ops", {"mixed__shares__python": 0.2}),
         (
             {"mixed__shares__python": 0.9, "mixed__plain_step_s": 0.02},
-            "the script's own Python, or what it waits for, takes 90 %, 18 ms a step between 85 ops",
+            "the script's own Python, or waiting, takes 90 %: 18 ms a step beside 85 ops",
             {"mixed__shares__python": 0.4, "mixed__plain_step_s": 0.02},
         ),
         (

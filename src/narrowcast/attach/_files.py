@@ -98,7 +98,7 @@ class FileWatch:
         elif event in _CHANGES:
             for path, folder in _CHANGES[event]:
                 self._keep(args[path], args[folder], follow=False, whole=event == "os.rename")
-        elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):  # before the one that creates it
+        elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):  # come before what creates it
             self._keep(args[0], is_temporary=True)
         elif event == "sqlite3.connect":
             name = os.fsdecode(args[0])
